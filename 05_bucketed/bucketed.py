@@ -1,0 +1,373 @@
+"""05: all-reduce the gradients in buckets, while backward is still running.
+
+As in stage 04 communication starts during backward, but gradients share a message: they are packed into buckets of up
+to 25 MB, last layers first, and a bucket is all-reduced in the background as soon as its last gradient is there. Few
+large calls, and most of them hidden: this is what torch's own DDP does.
+
+    make 05_bucketed NPROC=2                                                   (see also ARGS="--help")
+    torchrun --standalone --nproc-per-node 2 05_bucketed/bucketed.py           (one host)
+    torchrun --nnodes 2 --node-rank R --nproc-per-node 8 --master-addr HOST0 --master-port 29400 \
+        05_bucketed/bucketed.py                                                (two hosts; R is 0 on HOST0, else 1)
+
+Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020, section 3.2.3;
+Stanford CS336, assignment 2, "DDP with bucketing".
+"""
+
+import argparse
+import sys
+from contextlib import contextmanager
+from itertools import zip_longest
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import record_function
+
+
+def broadcast_from_rank_0(module: nn.Module, process_group: dist.ProcessGroup | None = None) -> None:
+    """Give every rank the parameters and buffers of rank 0. ValueError on all ranks if their models differ."""
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    mine = [f"{name} {tuple(tensor.shape)} {tensor.dtype} requires_grad={tensor.requires_grad}" for name, tensor in tensors]
+    everyones = [None] * dist.get_world_size(process_group)
+    dist.all_gather_object(everyones, mine, group=process_group)
+    for rank, theirs in enumerate(everyones):
+        for expected, found in zip_longest(everyones[0], theirs, fillvalue="nothing"):
+            if expected != found:
+                raise ValueError(f"the ranks' models differ: rank 0 has {expected}, rank {rank} has {found}")
+    for _, tensor in tensors:
+        dense = tensor.detach().contiguous()  # a collective reads memory front to back, whatever the strides
+        dist.broadcast(dense, group=process_group, group_src=0)
+        tensor.detach().copy_(dense)
+
+
+def prepare_gradient(parameter: nn.Parameter) -> None:
+    """Zeros for a parameter that this rank did not use: its part of the mean over the global batch."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    if parameter.grad.is_sparse:
+        raise RuntimeError("a gradient is sparse and cannot be averaged here: use nn.Embedding(..., sparse=False)")
+
+
+class BucketedDDP(nn.Module):
+    """Average gradients with one all-reduce per bucket, during backward.
+
+    A bucket holds up to `bucket_size_mb` (in 2^20 bytes; inf: no limit) of gradients of one dtype and device; a larger
+    parameter has a bucket of its own. The first bucket is 25 times smaller, so that communication starts early.
+
+    Raises ValueError if the ranks' models differ, RuntimeError for sparse gradients and for a second backward() or a
+    forward() without finish_gradient_synchronization() in between.
+    """
+
+    def __init__(self, module: nn.Module, bucket_size_mb: float = 25.0, process_group: dist.ProcessGroup | None = None):
+        super().__init__()
+        self.module = module
+        self.process_group = process_group
+        self.world_size = dist.get_world_size(process_group)
+        broadcast_from_rank_0(module, process_group)
+
+        self.synchronizing = True
+        self.ready = set()  # parameters whose gradient this backward has finished
+        self.works = []  # the all-reduces launched so far: of the first len(works) buckets
+        # All ranks launch in this order. The order of arrival may differ between ranks, and then an all-reduce would
+        # add up gradients of different parameters, or wait for ever.
+        self.buckets = []
+        filling = {}  # (dtype, device) -> the bucket that is being filled, its bytes
+        for parameter in reversed([parameter for parameter in module.parameters() if parameter.requires_grad]):
+            parameter.register_post_accumulate_grad_hook(self._gradient_is_ready)
+            bucket, size = filling.get((parameter.dtype, parameter.device), (None, 0))
+            limit = bucket_size_mb * 2**20 / (25 if len(self.buckets) == 1 else 1)
+            if bucket is None or size + parameter.nbytes > limit:
+                bucket, size = [], 0
+                self.buckets.append(bucket)
+            bucket.insert(0, parameter)  # the one that is ready last comes first
+            filling[parameter.dtype, parameter.device] = bucket, size + parameter.nbytes
+
+        self.flats, self.views = [], {}  # a flat buffer per bucket; per parameter the view that is its gradient
+        for bucket in self.buckets:
+            sizes = [parameter.numel() for parameter in bucket]
+            self.flats.append(bucket[0].new_zeros(sum(sizes)) if len(bucket) > 1 else None)
+            if len(bucket) > 1:
+                for parameter, piece in zip(bucket, self.flats[-1].split(sizes), strict=True):
+                    strides = torch.empty_like(parameter, device="meta").stride()
+                    self.views[parameter] = piece.as_strided(parameter.shape, strides)
+
+    def forward(self, *inputs, **kwargs):
+        if self.ready:
+            raise RuntimeError("gradients of the last backward are still on their way: call "
+                               "finish_gradient_synchronization() after backward(), before the next forward")
+        return self.module(*inputs, **kwargs)
+
+    @contextmanager
+    def no_sync(self):
+        """Within this context backward only accumulates gradients in .grad; nothing is communicated."""
+        self.synchronizing = False
+        try:
+            yield
+        finally:
+            self.synchronizing = True
+
+    def _gradient_is_ready(self, parameter: nn.Parameter) -> None:
+        if not self.synchronizing:
+            return
+        if parameter in self.ready:
+            raise RuntimeError("backward() ran twice: call finish_gradient_synchronization() in between, or "
+                               "accumulate gradients under no_sync()")
+        self.ready.add(parameter)
+        while len(self.works) < len(self.buckets) and self.ready.issuperset(self.buckets[len(self.works)]):
+            self._launch_next()
+
+    def _launch_next(self) -> None:
+        bucket, flat = self.buckets[len(self.works)], self.flats[len(self.works)]
+        for parameter in bucket:
+            prepare_gradient(parameter)
+            if flat is None:  # alone in its bucket: reduced where it is
+                flat = parameter.grad.div_(self.world_size)
+            else:
+                parameter.grad = torch.div(parameter.grad, self.world_size, out=self.views[parameter])
+        self.works.append(dist.all_reduce(flat, group=self.process_group, async_op=True))
+
+    def finish_gradient_synchronization(self) -> None:
+        """Launch what backward did not reach and wait for all. Call it after backward(), before optimizer.step()."""
+        while len(self.works) < len(self.buckets):
+            self._launch_next()
+        for work in self.works:
+            work.wait()
+        self.works.clear()
+        self.ready.clear()
+
+
+WRAPPER, WRAPPER_OPTIONS = BucketedDDP, {"bucket_size_mb": 25.0}
+
+
+# ======================================================================================================================
+# Below this line stages 02 to 05 are the same, to the byte: the models, verify, benchmark, main.
+
+TOLERANCE = 1e-9  # of the weights in verify; float64, so rounding alone stays orders of magnitude below
+
+SIZES = {  # name: (d_model, d_ff, layers, heads, vocabulary, batch size per rank, context length)
+    "tiny": (512, 2048, 6, 8, 10_000, 4, 64),
+    "small": (768, 3072, 12, 12, 10_000, 4, 128),
+    "medium": (1024, 4096, 24, 16, 10_000, 4, 128),
+    "large": (1280, 5120, 36, 20, 10_000, 4, 128),
+    "xl": (1600, 6400, 48, 25, 10_000, 4, 128),
+    "2.7b": (2560, 10_240, 32, 32, 10_000, 4, 128),
+    "0.5b": (1024, 4096, 24, 16, 50_000, 2, 512),
+}
+
+
+class LanguageModel(nn.Module):
+    """A causal transformer: token ids int64 [batch, context] -> logits [batch, context, vocabulary]."""
+
+    def __init__(self, d_model, d_ff, layers, heads, vocabulary, context):
+        super().__init__()
+        self.token_embedding = nn.Embedding(vocabulary, d_model)
+        self.position_embedding = nn.Embedding(context, d_model)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(d_model, heads, d_ff, 0.0, "gelu", batch_first=True, norm_first=True)
+            for _ in range(layers)
+        )
+        self.norm = nn.LayerNorm(d_model)
+        self.head = nn.Linear(d_model, vocabulary, bias=False)
+
+    def forward(self, tokens):
+        context = tokens.shape[1]
+        x = self.token_embedding(tokens) + self.position_embedding.weight[:context]
+        mask = nn.Transformer.generate_square_subsequent_mask(context, x.device, x.dtype)
+        for layer in self.layers:
+            x = layer(x, src_mask=mask, is_causal=True)
+        return self.head(self.norm(x))
+
+
+def verify(args, device):
+    """Train a classifier on shards with the wrapper, and a twin in one process on their union; compare all weights."""
+    from common.images import load_images
+
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    images, labels, test_images, test_labels = (part.to(device) for part in load_images(args.data, args.download))
+
+    def classifier(seed):
+        torch.manual_seed(seed)
+        layers = nn.Linear(images.shape[1], 50), nn.ReLU(), nn.Linear(50, 50), nn.ReLU(), nn.Linear(50, 10)
+        return nn.Sequential(*layers).to(device, torch.float64)
+
+    twin = classifier(args.seed)
+    model = WRAPPER(classifier(args.seed + rank), **wrapper_options(args))  # rank 0's weights must win
+    twin_optimizer = torch.optim.Adam(twin.parameters(), lr=1e-3)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    shuffle = torch.Generator().manual_seed(args.seed)
+    for epoch in range(1, 3):
+        for union in torch.randperm(len(images), generator=shuffle).split(64 * world_size):
+            if len(union) < 64 * world_size:
+                break  # a last batch that does not fill every rank's 64
+            shard = union[rank::world_size]
+
+            twin_optimizer.zero_grad()
+            F.cross_entropy(twin(images[union]), labels[union]).backward()
+            twin_optimizer.step()
+
+            optimizer.zero_grad()
+            F.cross_entropy(model(images[shard]), labels[shard]).backward()
+            model.finish_gradient_synchronization()
+            optimizer.step()
+        with torch.no_grad():
+            logits = model(test_images)
+            loss, accuracy = F.cross_entropy(logits, test_labels).item(), (logits.argmax(1) == test_labels).double().mean()
+        if rank == 0:
+            print(f"verify: epoch {epoch}, held-out loss {loss:.4f}, accuracy {100 * accuracy:.2f} %", flush=True)
+
+    differences = {}
+    for (name, mine), twins in zip(model.module.named_parameters(), twin.parameters(), strict=True):
+        replicas = [torch.empty_like(mine) for _ in range(world_size)]
+        dist.all_gather(replicas, mine.detach())
+        if not all(torch.equal(replica, replicas[0]) for replica in replicas):
+            sys.exit(f"verify FAILED: the ranks hold different values of {name}")
+        differences[name] = (replicas[0] - twins).abs().max().item()
+    worst = max(differences, key=differences.get)
+    if not differences[worst] <= TOLERANCE:
+        sys.exit(f"verify FAILED: {worst} is {differences[worst]:.1e} away from single-process training")
+    if rank == 0:
+        print(f"verify: passed, all ranks bitwise equal, at most {differences[worst]:.1e} (in {worst}) away from "
+              f"single-process training; allowed: {TOLERANCE:.0e}\n", flush=True)
+        if args.save:
+            torch.save(model.module.state_dict(), args.save)
+    return {"max_abs_diff": differences[worst], "tolerance": TOLERANCE, "passed": True, "accuracy": accuracy.item()}
+
+
+def benchmark(args, device):
+    """Time one training step of a language model: without synchronisation, with this stage's wrapper, with torch DDP."""
+    from common.report import percentiles, print_table
+    from common.timing import Stopwatch, measure
+
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    d_model, d_ff, layers, heads, vocabulary, batch_size, context_length = SIZES[args.size]
+    batch_size, context_length = args.batch_size or batch_size, args.context_length or context_length
+    torch.manual_seed(args.seed + rank)
+    tokens, targets = torch.randint(vocabulary, (2, batch_size, context_length), device=device)
+
+    def candidate(wrap):
+        """A replica of its own and the function that trains it for one step and returns the step's times."""
+        torch.manual_seed(args.seed)
+        with device:
+            model = LanguageModel(d_model, d_ff, layers, heads, vocabulary, context_length)
+        model = wrap(model.to(getattr(torch, args.dtype)))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        watch = Stopwatch(device)
+        if torch_ddp := isinstance(model, DistributedDataParallel):
+            # It waits for its collectives inside backward, so their exposed part begins at the last gradient.
+            model.module.token_embedding.weight.register_post_accumulate_grad_hook(lambda _: watch.mark("gradients"))
+
+        def step():
+            watch.mark("start")
+            with record_function("forward"):
+                logits = model(tokens)
+                loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+            with record_function("backward"):
+                loss.backward()
+            if not torch_ddp:
+                watch.mark("gradients")
+            with record_function("sync"):
+                if isinstance(model, WRAPPER):
+                    model.finish_gradient_synchronization()
+            watch.mark("synchronized")
+            with record_function("optimizer"):
+                optimizer.step()
+                optimizer.zero_grad()
+            watch.mark("end")
+            return {"step_seconds": watch.seconds("start", "end"),
+                    "exposed_comm_seconds": watch.seconds("gradients", "synchronized"),
+                    "optimizer_seconds": watch.seconds("synchronized", "end")}
+
+        step.parameters = sum(parameter.numel() for parameter in model.parameters())
+        return step
+
+    stage = WRAPPER.__name__
+    candidates = {stage: candidate(lambda model: WRAPPER(model, **wrapper_options(args)))}
+    if not args.no_baseline:
+        device_ids = [device] if device.type == "cuda" else None
+        candidates = {"no sync": candidate(lambda model: model)} | candidates
+        candidates["torch DDP"] = candidate(lambda model: DistributedDataParallel(
+            model, device_ids, gradient_as_bucket_view=args.gradient_as_bucket_view))
+    parameters = candidates[stage].parameters
+    if rank == 0:
+        print(f"benchmark: {args.size} model, {parameters / 1e6:.1f} million parameters, {args.dtype}, batch {batch_size} × "
+              f"{context_length} tokens per rank, {args.steps} steps each after {args.warmup} for warming up", flush=True)
+    samples = measure(candidates, args.steps, args.warmup)
+
+    for name, step in candidates.items():
+        traced = args.trace and name == stage
+        with torch.profiler.profile() as profiler:
+            for _ in range(3 if traced else 1):
+                step()
+        calls = sum(event.count for event in profiler.key_averages() if event.key == "c10d::allreduce_")
+        samples[name]["collectives_per_step"] = calls // 3 if traced else calls
+        if traced and rank == 0:
+            profiler.export_chrome_trace(str(args.trace))
+
+    p50 = {name: percentiles(times["step_seconds"])[0] for name, times in samples.items()}
+    rows = []
+    for name, times in samples.items():
+        exposed = percentiles(times["exposed_comm_seconds"])[0]
+        rows.append([name, *(f"{1000 * p:.1f}" for p in percentiles(times["step_seconds"])),
+                     f"{batch_size * context_length * world_size / p50[name]:.0f}", f"{1000 * exposed:.1f}",
+                     f"{100 * exposed / p50[name]:.1f} %", f"{times['collectives_per_step']}",
+                     f"{p50[name] / p50['torch DDP']:.3f}" if "torch DDP" in p50 else "-"])
+    if rank == 0:
+        print_table(["step, ms", "p50", "p75", "p90", "p95", "tokens/s", "exposed", "of step", "all-reduces", "/torch DDP"], rows)
+        print("percentiles over all steps of all ranks; tokens/s over all ranks; exposed: communication not hidden under\n"
+              "backward, ms (p50), and its share of the step; /torch DDP: ratio of the p50s, below 1 is faster", flush=True)
+    return {"model": {"size": args.size, "parameters": parameters, "batch_size": batch_size,
+                      "context_length": context_length, "dtype": args.dtype},
+            "candidates": [{"name": name, **times} for name, times in samples.items()]}
+
+
+def wrapper_options(args):
+    """The wrapper's keyword arguments, from the command line."""
+    return {name: getattr(args, name) for name in WRAPPER_OPTIONS}
+
+
+def main():
+    folder = Path(__file__).resolve().parent
+    sys.path[:0] = [str(folder), str(folder.parent)]
+    try:
+        from common.report import environment, write_json
+        from common.setup import Parser, add_process_group_arguments, output_file, positive_number, process_group, whole_number
+    except ModuleNotFoundError as error:
+        sys.exit(f"error: {error}: copy the repository's folder common/ beside {folder} or into it")
+
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    for name, default in WRAPPER_OPTIONS.items():
+        parser.add_argument("--" + name.replace("_", "-"), type=positive_number, default=default)
+    parser.add_argument("--size", choices=SIZES, default="tiny", help="of the language model")
+    parser.add_argument("--batch-size", type=whole_number(1), help="sequences per rank and step (default: the size's)")
+    parser.add_argument("--context-length", type=whole_number(1), help="tokens in a sequence (default: the size's)")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--steps", type=whole_number(1), default=10, help="measured steps (default: 10)")
+    parser.add_argument("--warmup", type=whole_number(0), default=5, help="steps before them (default: 5)")
+    parser.add_argument("--seed", type=whole_number(0), default=0)
+    parser.add_argument("--no-verify", action="store_true", help="only measure")
+    parser.add_argument("--no-baseline", action="store_true", help="measure this stage alone, which saves memory")
+    parser.add_argument("--gradient-as-bucket-view", action="store_true", help="switch this option of torch DDP on")
+    parser.add_argument("--data", metavar="DIR", help="verify on MNIST from this folder instead of the digits")
+    parser.add_argument("--download", action="store_true", help="fetch MNIST into --data first")
+    parser.add_argument("--save", type=output_file, metavar="FILE", help="the verified classifier's state_dict")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="everything measured, raw")
+    parser.add_argument("--trace", type=output_file, metavar="FILE", help="a Chrome trace of three steps of rank 0")
+    add_process_group_arguments(parser)
+    args = parser.parse_args()
+
+    with process_group(args) as device:
+        result = {"stage": folder.name, **environment(device), "options": wrapper_options(args)}
+        if dist.get_rank() == 0:
+            print("{stage}: torch {torch}, {backend} on {device}, {world_size} ranks, {threads_per_rank} threads per rank"
+                  .format(**result), flush=True)
+        result["verify"] = None if args.no_verify else verify(args, device)
+        result |= benchmark(args, device)
+        if args.json and dist.get_rank() == 0:
+            write_json(args.json, result)
+
+
+if __name__ == "__main__":
+    main()

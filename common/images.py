@@ -1,0 +1,35 @@
+"""Small real images: the digits that lie in this folder, or MNIST."""
+
+from pathlib import Path
+
+import numpy
+import torch
+import torch.distributed as dist
+
+from common.setup import fail
+
+
+def load_images(data: str | None, download: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Training images, training labels, test images, test labels: float64 [n, pixels] and int64 [n].
+
+    Without `data` the 1,797 digits of 8×8 pixels, 0…16: 297 of them are held out, and the other 1,500 are repeated ten
+    times, so that an epoch is long enough to learn from. With `data` MNIST from that folder (28×28, scaled alike).
+    """
+    if data is None:
+        digits = numpy.load(Path(__file__).with_name("digits.npz"))
+        shuffled = numpy.random.default_rng(0).permutation(len(digits["labels"]))
+        images = torch.tensor(digits["images"][shuffled], dtype=torch.float64).flatten(1) - 8
+        labels = torch.tensor(digits["labels"][shuffled], dtype=torch.int64)
+        return images[297:].repeat(10, 1), labels[297:].repeat(10), images[:297], labels[:297]
+    try:
+        from torchvision.datasets import MNIST
+
+        if download and dist.get_rank() == 0:
+            MNIST(data, download=True)
+        dist.barrier()
+        train, test = MNIST(data, train=True), MNIST(data, train=False)
+        parts = [part for split in (train, test) for part in (split.data.double().flatten(1) / 16 - 8, split.targets)]
+    except Exception as error:  # torchvision raises many kinds for files that are missing, cut short or not MNIST
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        fail(f"argument --data: {data!r} holds no readable MNIST ({reason}); --download fetches it")
+    return tuple(parts)

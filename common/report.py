@@ -1,0 +1,48 @@
+"""Percentiles, tables and the JSON file."""
+
+import json
+import platform
+from pathlib import Path
+
+import numpy
+import torch
+import torch.distributed as dist
+
+PERCENTILES = (50, 75, 90, 95)
+
+
+def percentiles(samples: list[float]) -> list[float]:
+    """The 50th, 75th, 90th and 95th percentile, in the unit of the samples."""
+    return [float(value) for value in numpy.percentile(samples, PERCENTILES)]
+
+
+def print_table(header: list[str], rows: list[list[str]]) -> None:
+    """Print rows under a header in columns: the first one flush left, the others flush right."""
+    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
+    for row in [header, *rows]:
+        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        print("  ".join([row[0].ljust(widths[0]), *cells[1:]]).rstrip(), flush=True)
+
+
+def environment(device: torch.device) -> dict:
+    """What a figure depends on: torch's version, backend, device, ranks and threads (the head of the JSON)."""
+    cuda = device.type == "cuda"
+    return {"torch": torch.__version__, "backend": dist.get_backend(), "device": device.type,
+            "device_name": torch.cuda.get_device_name(device) if cuda else processor_name(),
+            "world_size": dist.get_world_size(), "threads_per_rank": torch.get_num_threads()}
+
+
+def processor_name() -> str:
+    """The processor's model, where the system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def write_json(path: Path, content: dict) -> None:
+    """Write a result as JSON; a file that stands there whole, or not at all."""
+    beside = path.with_name(path.name + ".part")
+    beside.write_text(json.dumps(content, indent=1) + "\n")
+    beside.replace(path)
