@@ -1,5 +1,7 @@
 """What the tests share: real ranks that run a function, and a way to run a script and see that nothing is left of it."""
 
+import contextlib
+import json
 import os
 import re
 import signal
@@ -15,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch import nn
 
 ROOT = Path(__file__).resolve().parent
 
@@ -137,10 +140,8 @@ class Script:
 
     def kill(self) -> None:
         for process in self.processes():
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
 
 
 @pytest.fixture
@@ -165,3 +166,187 @@ def torchrun(world_size: int, *words) -> list:
 def masked(output: str) -> list[str]:
     """The lines of an output with every number as # and blanks folded: its shape, which a recorded output shares."""
     return [" ".join(re.sub(r"[-+]?\d[\d.,]*(e[-+]\d+)?(\+cu\d+)?", "#", line).split()) for line in output.splitlines()]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Stages 02 to 05 promise the same of their wrappers. Each check below runs on every rank; `wrapper` is the class.
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.hidden, self.head = nn.Embedding(6, 4), nn.Linear(4, 4), nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x, rank):
+        return self.head(self.hidden(self.embedding(x.abs().long().clamp(max=5))))
+
+
+class Frozen(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 5).requires_grad_(False), nn.Linear(5, 4)
+
+    def forward(self, x, rank):
+        return self.second(self.first(x))
+
+
+class Branches(nn.Module):
+    """Ranks take other ways: even ones through left then right, odd ones right then left; some layers not at all."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right, self.only_rank_0 = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.never, self.scale = nn.Linear(6, 6), nn.Parameter(torch.ones(()))
+
+    def forward(self, x, rank):
+        x = self.right(self.left(x)) if rank % 2 == 0 else self.left(self.right(x))
+        return self.scale * (self.only_rank_0(x) if rank == 0 else x)
+
+
+class MixedTypes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6, dtype=dtype) for dtype in 2 * [torch.float32, torch.float64])
+
+    def forward(self, x, rank):
+        for layer in self.layers:
+            x = layer(x.to(layer.weight.dtype)).tanh()
+        return x.double()
+
+
+class ChannelsLast(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.convolutions = nn.Sequential(nn.Conv2d(3, 5, 3), nn.Conv2d(5, 2, 3)).to(memory_format=torch.channels_last)
+
+    def forward(self, x, rank):
+        return self.convolutions(x.repeat(1, 32)[:, :147].view(-1, 3, 7, 7))
+
+
+def trains_like_one_process(wrapper, build, micro_batches=1, set_to_none=True, options=None):
+    """Three steps over all ranks give the gradients and weights of one process that sees all ranks' batches."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    tolerance = 1e-6 if build is MixedTypes else 1e-12  # where a float32 layer is on the way, and in float64
+
+    def loss(model, step, micro_batch, rank):
+        generator = torch.Generator().manual_seed(1000 * step + 100 * micro_batch + rank)
+        return model(3 * torch.randn(8, 6, generator=generator, dtype=torch.float64), rank).square().mean()
+
+    torch.manual_seed(0)
+    twin = build() if build is MixedTypes else build().double()
+    torch.manual_seed(1 + rank)
+    inner = build() if build is MixedTypes else build().double()
+    inner.load_state_dict(twin.state_dict()) if rank == 0 else None
+    model = wrapper(inner, **(options or {}))
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9) for one in (model, twin)]
+    for step in range(3):
+        for micro_batch in range(micro_batches):
+            last = micro_batch == micro_batches - 1
+            with contextlib.nullcontext() if last or not hasattr(model, "no_sync") else model.no_sync():
+                loss(model, step, micro_batch, rank).backward()
+            for other in range(world_size):
+                (loss(twin, step, micro_batch, other) / world_size).backward()
+        model.finish_gradient_synchronization()
+        for (name, mine), expected in zip(inner.named_parameters(), twin.parameters(), strict=True):
+            if mine.requires_grad:
+                torch.testing.assert_close(mine.grad, torch.zeros_like(mine) if expected.grad is None else expected.grad,
+                                           rtol=0, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}")
+            else:
+                assert mine.grad is None
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none)
+    for mine, expected in zip(inner.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine, expected, rtol=0, atol=tolerance)
+        replicas = [torch.empty_like(mine) for _ in range(world_size)]
+        dist.all_gather(replicas, mine.detach())
+        assert all(torch.equal(replica, replicas[0]) for replica in replicas)
+
+
+def broadcasts_parameters_and_buffers(wrapper):
+    torch.manual_seed(dist.get_rank())
+    module = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3)).to(memory_format=torch.channels_last)
+    module[1].running_mean.fill_(7 + dist.get_rank())
+    module[1].num_batches_tracked.fill_(7 + dist.get_rank())
+    module.register_buffer("strided", torch.randn(6, 6)[:, ::2])
+    module.weight = nn.Parameter(torch.randn(6, 6)[:, :3])  # not dense in memory
+    wrapper(module)
+    torch.manual_seed(0)
+    conv = nn.Conv2d(2, 3, 3)
+    assert torch.equal(module[0].weight, conv.weight) and torch.equal(module[0].bias, conv.bias)
+    assert torch.equal(module.strided, torch.randn(6, 6)[:, ::2]) and torch.equal(module.weight, torch.randn(6, 6)[:, :3])
+    assert module[1].running_mean.tolist() == [7, 7, 7] and module[1].num_batches_tracked.item() == 7
+
+
+def names_the_difference_between_models(wrapper):
+    rank = dist.get_rank()
+    for build, difference in [
+        (lambda: nn.Linear(4, 3 if rank == 0 else 2), r"rank 0 has weight \(3, 4\).* rank 1 has weight \(2, 4\)"),
+        (lambda: nn.Sequential(*(nn.Linear(2, 2) for _ in range(1 + rank))), "rank 0 has nothing, rank 1 has 1.weight"),
+        (lambda: nn.Linear(2, 2).requires_grad_(rank == 0), "requires_grad=True, rank 1 has .*requires_grad=False"),
+    ]:
+        with pytest.raises(ValueError, match=difference):
+            wrapper(build())
+    dist.barrier()  # all ranks got here: nobody hangs in a collective that another rank did not enter
+
+
+def refuses_sparse_gradients(wrapper):
+    model = wrapper(nn.Embedding(5, 3, sparse=True))
+    with pytest.raises(RuntimeError, match="sparse=False"):
+        model(torch.tensor([1, 2])).sum().backward()
+        model.finish_gradient_synchronization()
+
+
+def refuses_a_second_backward_or_forward_before_finish(wrapper):
+    model, x = wrapper(nn.Linear(3, 1)), torch.ones(2, 3)
+    loss = model(x).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match=r"finish_gradient_synchronization\(\) in between.*no_sync"):
+        loss.backward()
+    with pytest.raises(RuntimeError, match=r"call finish_gradient_synchronization\(\) after backward"):
+        model(x)
+    model.finish_gradient_synchronization()
+    model(x)
+
+
+def check_script_alone(path: Path, folder: Path) -> None:
+    """A stage's file copied into an empty folder imports with torch alone, and says what else a run needs."""
+    copy = folder / path.name
+    copy.write_text(path.read_text())
+    hidden = "import sys; sys.modules.update(dict.fromkeys(['numpy', 'matplotlib', 'torchvision', 'common']))"
+    subprocess.run([sys.executable, "-c", f"{hidden}; import {path.stem}"], cwd=folder, check=True, capture_output=True)
+    run = subprocess.run([sys.executable, copy], cwd=folder, capture_output=True, text=True)
+    assert run.returncode != 0 and run.stderr.splitlines()[-1].startswith("error: ") and "copy" in run.stderr
+    assert "Traceback" not in run.stderr
+
+
+QUICK = ["--steps", "2", "--warmup", "1", "--batch-size", "1", "--context-length", "8"]
+
+
+def check_run(script, path: Path, folder: Path, world_size: int) -> None:
+    """The whole script, small: everything it prints has the shape of reference_output.txt, every file is written."""
+    files = {name: folder / name for name in ("json", "trace", "save")}
+    status, output = script(torchrun(world_size, path, *QUICK, *(w for name in files for w in (f"--{name}", files[name]))),
+                            cwd=folder).wait()
+    assert status == 0, output
+    assert masked(output) == masked((path.parent / "reference_output.txt").read_text()), output
+    result = json.loads(files["json"].read_text())
+    assert result["stage"] == path.parent.name and result["world_size"] == world_size and result["verify"]["passed"]
+    assert result["verify"]["accuracy"] > 0.9
+    assert [len(one["step_seconds"]) for one in result["candidates"]] == 3 * [2 * world_size]
+    assert len(torch.load(files["save"], weights_only=True)) == 6
+    spans = {event["name"] for event in json.loads(files["trace"].read_text())["traceEvents"]}
+    assert {"forward", "backward", "sync", "optimizer"} <= spans
+
+
+def check_killed_rank(script, path: Path) -> None:
+    """SIGKILL of one rank in the middle of the benchmark ends the whole run within 30 s, with nothing left."""
+    run = script(torchrun(2, path, "--no-verify", "--batch-size", "1", "--context-length", "8", "--steps", "1000000"))
+    for line in run.process.stdout:
+        if line.startswith("benchmark:"):
+            break
+    victim = next(one for one in run.processes() if b"RANK=1" in Path(f"/proc/{one}/environ").read_bytes().split(b"\0"))
+    os.kill(victim, signal.SIGKILL)
+    status, _ = run.wait(timeout=30)
+    assert status != 0

@@ -71,7 +71,7 @@ class NaiveDDP(nn.Module):
         for parameter in self.module.parameters():
             if parameter.requires_grad:
                 prepare_gradient(parameter)
-                parameter.grad.div_(self.world_size)
+                parameter.grad.mul_(1 / self.world_size)
                 dist.all_reduce(parameter.grad, group=self.process_group)
 
 
@@ -79,11 +79,10 @@ WRAPPER, WRAPPER_OPTIONS = NaiveDDP, {}
 
 
 # ======================================================================================================================
-# Below this line stages 02 to 05 are the same, to the byte: the models, verify, benchmark, main.
+# Below this line stages 02 to 05 are the same, to the byte: the language model, verify, benchmark, main.
 
-TOLERANCE = 1e-9  # of the weights in verify; float64, so rounding alone stays orders of magnitude below
-
-SIZES = {  # name: (d_model, d_ff, layers, heads, vocabulary, batch size per rank, context length)
+TOLERANCE = 1e-10  # of weights in float64 after hundreds of steps; rounding alone stays some orders of magnitude below
+SIZES = {  # d_model, d_ff, layers, heads, vocabulary, sequences per rank and step, tokens per sequence
     "tiny": (512, 2048, 6, 8, 10_000, 4, 64),
     "small": (768, 3072, 12, 12, 10_000, 4, 128),
     "medium": (1024, 4096, 24, 16, 10_000, 4, 128),
@@ -95,29 +94,26 @@ SIZES = {  # name: (d_model, d_ff, layers, heads, vocabulary, batch size per ran
 
 
 class LanguageModel(nn.Module):
-    """A causal transformer: token ids int64 [batch, context] -> logits [batch, context, vocabulary]."""
+    """A causal transformer without biases: token ids int64 [batch, context] -> logits [batch, context, vocabulary]."""
 
-    def __init__(self, d_model, d_ff, layers, heads, vocabulary, context):
+    def __init__(self, d_model, d_ff, layers, heads, vocabulary, context_length):
         super().__init__()
         self.token_embedding = nn.Embedding(vocabulary, d_model)
-        self.position_embedding = nn.Embedding(context, d_model)
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(d_model, heads, d_ff, 0.0, "gelu", batch_first=True, norm_first=True)
-            for _ in range(layers)
-        )
-        self.norm = nn.LayerNorm(d_model)
+        self.position_embedding = nn.Embedding(context_length, d_model)
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(d_model, heads, d_ff, 0.0, F.gelu, batch_first=True,
+                                                               norm_first=True, bias=False) for _ in range(layers))
+        self.norm = nn.LayerNorm(d_model, bias=False)
         self.head = nn.Linear(d_model, vocabulary, bias=False)
 
     def forward(self, tokens):
-        context = tokens.shape[1]
-        x = self.token_embedding(tokens) + self.position_embedding.weight[:context]
-        mask = nn.Transformer.generate_square_subsequent_mask(context, x.device, x.dtype)
+        x = self.token_embedding(tokens) + self.position_embedding.weight[: tokens.shape[1]]
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], x.device, x.dtype)
         for layer in self.layers:
-            x = layer(x, src_mask=mask, is_causal=True)
+            x = layer(x, mask, is_causal=True)
         return self.head(self.norm(x))
 
 
-def verify(args, device):
+def verify(args, options, device):
     """Train a classifier on shards with the wrapper, and a twin in one process on their union; compare all weights."""
     from common.images import load_images
 
@@ -129,178 +125,166 @@ def verify(args, device):
         layers = nn.Linear(images.shape[1], 50), nn.ReLU(), nn.Linear(50, 50), nn.ReLU(), nn.Linear(50, 10)
         return nn.Sequential(*layers).to(device, torch.float64)
 
-    twin = classifier(args.seed)
-    model = WRAPPER(classifier(args.seed + rank), **wrapper_options(args))  # rank 0's weights must win
-    twin_optimizer = torch.optim.Adam(twin.parameters(), lr=1e-3)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    twin, model = classifier(args.seed), WRAPPER(classifier(args.seed + rank), **options)  # rank 0's weights must win
+    twin_optimizer, optimizer = (torch.optim.Adam(one.parameters(), lr=1e-3) for one in (twin, model))
     shuffle = torch.Generator().manual_seed(args.seed)
-    for epoch in range(1, 3):
-        for union in torch.randperm(len(images), generator=shuffle).split(64 * world_size):
-            if len(union) < 64 * world_size:
-                break  # a last batch that does not fill every rank's 64
-            shard = union[rank::world_size]
-
+    for epoch in range(2):
+        batches = torch.randperm(len(images), generator=shuffle).split(64 * world_size)
+        for batch in batches[: len(images) // (64 * world_size)]:  # a last one that is not full is left out
             twin_optimizer.zero_grad()
-            F.cross_entropy(twin(images[union]), labels[union]).backward()
+            F.cross_entropy(twin(images[batch]), labels[batch]).backward()
             twin_optimizer.step()
 
+            shard = batch[rank::world_size]
             optimizer.zero_grad()
             F.cross_entropy(model(images[shard]), labels[shard]).backward()
             model.finish_gradient_synchronization()
             optimizer.step()
         with torch.no_grad():
             logits = model(test_images)
-            loss, accuracy = F.cross_entropy(logits, test_labels).item(), (logits.argmax(1) == test_labels).double().mean()
+        loss, accuracy = F.cross_entropy(logits, test_labels), (logits.argmax(1) == test_labels).double().mean().item()
         if rank == 0:
-            print(f"verify: epoch {epoch}, held-out loss {loss:.4f}, accuracy {100 * accuracy:.2f} %", flush=True)
+            print(f"verify: epoch {epoch + 1}, held-out loss {loss:.4f}, accuracy {100 * accuracy:.2f} %", flush=True)
 
     differences = {}
-    for (name, mine), twins in zip(model.module.named_parameters(), twin.parameters(), strict=True):
+    for (name, mine), expected in zip(model.module.named_parameters(), twin.parameters(), strict=True):
         replicas = [torch.empty_like(mine) for _ in range(world_size)]
         dist.all_gather(replicas, mine.detach())
         if not all(torch.equal(replica, replicas[0]) for replica in replicas):
-            sys.exit(f"verify FAILED: the ranks hold different values of {name}")
-        differences[name] = (replicas[0] - twins).abs().max().item()
+            sys.exit(f"verify: FAILED, the ranks hold different values of {name}")
+        differences[name] = (replicas[0] - expected).abs().max().item()
     worst = max(differences, key=differences.get)
     if not differences[worst] <= TOLERANCE:
-        sys.exit(f"verify FAILED: {worst} is {differences[worst]:.1e} away from single-process training")
+        sys.exit(f"verify: FAILED, {worst} is {differences[worst]:.1e} away from single-process training")
     if rank == 0:
-        print(f"verify: passed, all ranks bitwise equal, at most {differences[worst]:.1e} (in {worst}) away from "
-              f"single-process training; allowed: {TOLERANCE:.0e}\n", flush=True)
+        print(f"verify: passed, the ranks are bitwise equal and at most {differences[worst]:.1e} away from single-process "
+              f"training (allowed: {TOLERANCE:.0e})\n", flush=True)
         if args.save:
             torch.save(model.module.state_dict(), args.save)
-    return {"max_abs_diff": differences[worst], "tolerance": TOLERANCE, "passed": True, "accuracy": accuracy.item()}
+    return {"max_abs_diff": differences[worst], "tolerance": TOLERANCE, "passed": True, "accuracy": accuracy}
 
 
-def benchmark(args, device):
-    """Time one training step of a language model: without synchronisation, with this stage's wrapper, with torch DDP."""
+def benchmark(args, options, device):
+    """Time training steps of a language model: without synchronisation, with this stage's wrapper, with torch DDP."""
     from common.report import percentiles, print_table
     from common.timing import Stopwatch, measure
 
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    d_model, d_ff, layers, heads, vocabulary, batch_size, context_length = SIZES[args.size]
+    rank, world_size, stage = dist.get_rank(), dist.get_world_size(), WRAPPER.__name__
+    *shape, batch_size, context_length = SIZES[args.size]
     batch_size, context_length = args.batch_size or batch_size, args.context_length or context_length
     torch.manual_seed(args.seed + rank)
-    tokens, targets = torch.randint(vocabulary, (2, batch_size, context_length), device=device)
+    tokens, targets = torch.randint(shape[-1], (2, batch_size, context_length), device=device)
 
     def candidate(wrap):
-        """A replica of its own and the function that trains it for one step and returns the step's times."""
+        """A replica of its own, and the function that trains it for one step and returns the step's times."""
         torch.manual_seed(args.seed)
         with device:
-            model = LanguageModel(d_model, d_ff, layers, heads, vocabulary, context_length)
-        model = wrap(model.to(getattr(torch, args.dtype)))
+            model = wrap(LanguageModel(*shape, context_length).to(getattr(torch, args.dtype)))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         watch = Stopwatch(device)
-        if torch_ddp := isinstance(model, DistributedDataParallel):
-            # It waits for its collectives inside backward, so their exposed part begins at the last gradient.
-            model.module.token_embedding.weight.register_post_accumulate_grad_hook(lambda _: watch.mark("gradients"))
+        waits_in_backward = isinstance(model, DistributedDataParallel)
+        if waits_in_backward:  # so what it exposes begins at the last gradient, the first layer's, within backward
+            weight = model.module.token_embedding.weight
+            weight.register_post_accumulate_grad_hook(lambda _: watch.mark("gradients are there"))
 
         def step():
             watch.mark("start")
             with record_function("forward"):
-                logits = model(tokens)
-                loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+                loss = F.cross_entropy(model(tokens).flatten(0, 1).float(), targets.flatten())
             with record_function("backward"):
                 loss.backward()
-            if not torch_ddp:
-                watch.mark("gradients")
+            if not waits_in_backward:
+                watch.mark("gradients are there")
             with record_function("sync"):
                 if isinstance(model, WRAPPER):
                     model.finish_gradient_synchronization()
-            watch.mark("synchronized")
+            watch.mark("gradients are synchronized")
             with record_function("optimizer"):
                 optimizer.step()
                 optimizer.zero_grad()
             watch.mark("end")
             return {"step_seconds": watch.seconds("start", "end"),
-                    "exposed_comm_seconds": watch.seconds("gradients", "synchronized"),
-                    "optimizer_seconds": watch.seconds("synchronized", "end")}
+                    "exposed_comm_seconds": watch.seconds("gradients are there", "gradients are synchronized"),
+                    "optimizer_seconds": watch.seconds("gradients are synchronized", "end")}
 
-        step.parameters = sum(parameter.numel() for parameter in model.parameters())
         return step
 
-    stage = WRAPPER.__name__
-    candidates = {stage: candidate(lambda model: WRAPPER(model, **wrapper_options(args)))}
-    if not args.no_baseline:
-        device_ids = [device] if device.type == "cuda" else None
-        candidates = {"no sync": candidate(lambda model: model)} | candidates
-        candidates["torch DDP"] = candidate(lambda model: DistributedDataParallel(
-            model, device_ids, gradient_as_bucket_view=args.gradient_as_bucket_view))
-    parameters = candidates[stage].parameters
+    wrappers = {"no sync": lambda model: model, stage: lambda model: WRAPPER(model, **options),
+                "torch DDP": lambda model: DistributedDataParallel(
+                    model, [device] if device.type == "cuda" else None,
+                    gradient_as_bucket_view=args.gradient_as_bucket_view)}
+    candidates = {name: candidate(wrap) for name, wrap in wrappers.items() if name == stage or not args.no_baseline}
+    with torch.device("meta"):
+        parameters = sum(parameter.numel() for parameter in LanguageModel(*shape, context_length).parameters())
     if rank == 0:
-        print(f"benchmark: {args.size} model, {parameters / 1e6:.1f} million parameters, {args.dtype}, batch {batch_size} × "
-              f"{context_length} tokens per rank, {args.steps} steps each after {args.warmup} for warming up", flush=True)
+        print(f"benchmark: {args.size} model, {parameters / 1e6:.1f} million parameters, {args.dtype}, {batch_size} × "
+              f"{context_length} tokens per rank; {args.steps} steps, {args.warmup} before them to warm up", flush=True)
     samples = measure(candidates, args.steps, args.warmup)
 
-    for name, step in candidates.items():
-        traced = args.trace and name == stage
+    for name, step in candidates.items():  # count the collectives, and record the trace, outside of the measurement
         with torch.profiler.profile() as profiler:
-            for _ in range(3 if traced else 1):
-                step()
+            step(), step(), step()
         calls = sum(event.count for event in profiler.key_averages() if event.key == "c10d::allreduce_")
-        samples[name]["collectives_per_step"] = calls // 3 if traced else calls
-        if traced and rank == 0:
+        samples[name]["collectives_per_step"] = calls // 3
+        if args.trace and rank == 0 and name == stage:
             profiler.export_chrome_trace(str(args.trace))
 
     p50 = {name: percentiles(times["step_seconds"])[0] for name, times in samples.items()}
+    header = ["step, ms", "p50", "p75", "p90", "p95", "tokens/s", "exposed", "share", "all-reduces", "/torch DDP"]
     rows = []
     for name, times in samples.items():
         exposed = percentiles(times["exposed_comm_seconds"])[0]
-        rows.append([name, *(f"{1000 * p:.1f}" for p in percentiles(times["step_seconds"])),
+        rows.append([name, *(f"{1000 * seconds:.1f}" for seconds in percentiles(times["step_seconds"])),
                      f"{batch_size * context_length * world_size / p50[name]:.0f}", f"{1000 * exposed:.1f}",
-                     f"{100 * exposed / p50[name]:.1f} %", f"{times['collectives_per_step']}",
+                     f"{100 * exposed / p50[name]:.1f} %", str(times["collectives_per_step"]),
                      f"{p50[name] / p50['torch DDP']:.3f}" if "torch DDP" in p50 else "-"])
     if rank == 0:
-        print_table(["step, ms", "p50", "p75", "p90", "p95", "tokens/s", "exposed", "of step", "all-reduces", "/torch DDP"], rows)
-        print("percentiles over all steps of all ranks; tokens/s over all ranks; exposed: communication not hidden under\n"
-              "backward, ms (p50), and its share of the step; /torch DDP: ratio of the p50s, below 1 is faster", flush=True)
+        print_table(header, rows)
+        print("Percentiles over all steps of all ranks; tokens/s of all ranks; exposed: communication that is not hidden\n"
+              "under backward, ms and share of the step (p50); /torch DDP: ratio of the p50s, below 1 is faster.", flush=True)
     return {"model": {"size": args.size, "parameters": parameters, "batch_size": batch_size,
                       "context_length": context_length, "dtype": args.dtype},
             "candidates": [{"name": name, **times} for name, times in samples.items()]}
-
-
-def wrapper_options(args):
-    """The wrapper's keyword arguments, from the command line."""
-    return {name: getattr(args, name) for name in WRAPPER_OPTIONS}
 
 
 def main():
     folder = Path(__file__).resolve().parent
     sys.path[:0] = [str(folder), str(folder.parent)]
     try:
+        from common import setup
         from common.report import environment, write_json
-        from common.setup import Parser, add_process_group_arguments, output_file, positive_number, process_group, whole_number
     except ModuleNotFoundError as error:
-        sys.exit(f"error: {error}: copy the repository's folder common/ beside {folder} or into it")
+        sys.exit(f"error: {error}: copy the repository's folder common/ beside this script")
 
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = setup.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     for name, default in WRAPPER_OPTIONS.items():
-        parser.add_argument("--" + name.replace("_", "-"), type=positive_number, default=default)
-    parser.add_argument("--size", choices=SIZES, default="tiny", help="of the language model")
-    parser.add_argument("--batch-size", type=whole_number(1), help="sequences per rank and step (default: the size's)")
-    parser.add_argument("--context-length", type=whole_number(1), help="tokens in a sequence (default: the size's)")
+        parser.add_argument("--" + name.replace("_", "-"), type=setup.positive_number, default=default)
+    parser.add_argument("--size", choices=SIZES, default="tiny", help="of the language model (default: tiny)")
+    parser.add_argument("--batch-size", type=setup.whole_number(1), help="sequences per rank and step")
+    parser.add_argument("--context-length", type=setup.whole_number(1), help="tokens per sequence")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--steps", type=whole_number(1), default=10, help="measured steps (default: 10)")
-    parser.add_argument("--warmup", type=whole_number(0), default=5, help="steps before them (default: 5)")
-    parser.add_argument("--seed", type=whole_number(0), default=0)
-    parser.add_argument("--no-verify", action="store_true", help="only measure")
-    parser.add_argument("--no-baseline", action="store_true", help="measure this stage alone, which saves memory")
-    parser.add_argument("--gradient-as-bucket-view", action="store_true", help="switch this option of torch DDP on")
+    parser.add_argument("--steps", type=setup.whole_number(1), default=10, help="measured (default: 10)")
+    parser.add_argument("--warmup", type=setup.whole_number(0), default=5, help="steps not measured (default: 5)")
+    parser.add_argument("--seed", type=setup.whole_number(0), default=0)
+    parser.add_argument("--no-verify", action="store_true", help="only benchmark")
+    parser.add_argument("--no-baseline", action="store_true", help="benchmark this stage alone, to save memory")
+    parser.add_argument("--gradient-as-bucket-view", action="store_true", help="torch DDP's option of that name")
     parser.add_argument("--data", metavar="DIR", help="verify on MNIST from this folder instead of the digits")
     parser.add_argument("--download", action="store_true", help="fetch MNIST into --data first")
-    parser.add_argument("--save", type=output_file, metavar="FILE", help="the verified classifier's state_dict")
-    parser.add_argument("--json", type=output_file, metavar="FILE", help="everything measured, raw")
-    parser.add_argument("--trace", type=output_file, metavar="FILE", help="a Chrome trace of three steps of rank 0")
-    add_process_group_arguments(parser)
+    parser.add_argument("--save", type=setup.output_file, metavar="FILE", help="the verified classifier's state_dict")
+    parser.add_argument("--json", type=setup.output_file, metavar="FILE", help="everything measured, raw")
+    parser.add_argument("--trace", type=setup.output_file, metavar="FILE", help="Chrome trace of three steps of rank 0")
+    setup.add_process_group_arguments(parser)
     args = parser.parse_args()
 
-    with process_group(args) as device:
-        result = {"stage": folder.name, **environment(device), "options": wrapper_options(args)}
+    with setup.process_group(args) as device:
+        options = {name: getattr(args, name) for name in WRAPPER_OPTIONS}
+        result = {"stage": folder.name, **environment(device), "options": options}
         if dist.get_rank() == 0:
             print("{stage}: torch {torch}, {backend} on {device}, {world_size} ranks, {threads_per_rank} threads per rank"
                   .format(**result), flush=True)
-        result["verify"] = None if args.no_verify else verify(args, device)
-        result |= benchmark(args, device)
+        result["verify"] = None if args.no_verify else verify(args, options, device)
+        result |= benchmark(args, options, device)
         if args.json and dist.get_rank() == 0:
             write_json(args.json, result)
 

@@ -17,18 +17,17 @@ def percentiles(samples: list[float]) -> list[float]:
 
 
 def print_table(header: list[str], rows: list[list[str]]) -> None:
-    """Print rows under a header in columns: the first one flush left, the others flush right."""
-    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
-    for row in [header, *rows]:
-        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
-        print("  ".join([row[0].ljust(widths[0]), *cells[1:]]).rstrip(), flush=True)
+    """Print rows under a header in columns: the first column flush left, the others flush right."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    for first, *others in [header, *rows]:
+        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        print("  ".join([first.ljust(widths[0]), *cells]).rstrip(), flush=True)
 
 
 def environment(device: torch.device) -> dict:
     """What a figure depends on: torch's version, backend, device, ranks and threads (the head of the JSON)."""
-    cuda = device.type == "cuda"
     return {"torch": torch.__version__, "backend": dist.get_backend(), "device": device.type,
-            "device_name": torch.cuda.get_device_name(device) if cuda else processor_name(),
+            "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name(),
             "world_size": dist.get_world_size(), "threads_per_rank": torch.get_num_threads()}
 
 

@@ -4,17 +4,19 @@ import argparse
 import os
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch.profiler's library else writes its own log to the screen
+
 
 def fail(message: str):
     """Say in one line what is wrong and exit with status 2. Of several ranks only rank 0 says it."""
-    if int(os.environ.get("RANK", 0)) != 0:
+    if os.environ.get("RANK", "0") != "0":
         time.sleep(10)  # rank 0 finds the same mistake, says it, and the launcher ends this rank; else we say it
     print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr, flush=True)
     sys.exit(2)
@@ -25,6 +27,10 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str):
         fail(message)
+
+    def print_help(self, file=None):
+        if os.environ.get("RANK", "0") == "0":
+            super().print_help(file)
 
 
 def whole_number(minimum: int, maximum: int = 2**31 - 1):
@@ -39,14 +45,11 @@ def whole_number(minimum: int, maximum: int = 2**31 - 1):
 
 
 def positive_number(text: str) -> float:
-    """A type for argparse: a number above 0; `inf` is allowed."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not number > 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return number
+    """A type for argparse: a number above 0; `inf` is one."""
+    with suppress(ValueError):
+        if float(text) > 0:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
 
 
 def output_file(text: str) -> Path:
@@ -61,9 +64,9 @@ def output_file(text: str) -> Path:
 
 def add_process_group_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags that `process_group` reads."""
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: CUDA where there is one")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: CUDA if there is one")
     parser.add_argument("--backend", choices=["auto", "gloo", "nccl"], default="auto",
-                        help="auto: nccl where every rank of this host has a GPU of its own, gloo otherwise")
+                        help="auto: nccl if every rank of this host has a GPU of its own, else gloo")
     parser.add_argument("--timeout", type=positive_number, default=300.0, metavar="SECONDS",
                         help="how long a rank waits for the others before it gives up (default: 300)")
 
@@ -72,8 +75,7 @@ def add_process_group_arguments(parser: argparse.ArgumentParser) -> None:
 def process_group(args: argparse.Namespace):
     """Join the process group that torchrun describes in the environment, and leave it again, also after an error.
 
-    Reads args.device, args.backend and args.timeout, and puts what "auto" chose into the first two. Each rank gets
-    cores // ranks threads. Yields this rank's torch.device.
+    Reads args.device, args.backend and args.timeout; replaces "auto". Yields this rank's torch.device.
     """
     if "RANK" not in os.environ:
         fail(f"start this script with torchrun: torchrun --standalone --nproc-per-node 2 {sys.argv[0]}")

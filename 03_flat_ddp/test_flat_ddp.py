@@ -1,0 +1,47 @@
+"""Stage 03: FlatDDP against single-process training, and the script from outside."""
+
+from pathlib import Path
+
+import conftest as checks
+import pytest
+from flat_ddp import FlatDDP
+
+SCRIPT = Path(__file__).with_name("flat_ddp.py")
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("model", [checks.Tied, checks.Frozen, checks.Branches, checks.MixedTypes, checks.ChannelsLast])
+def test_trains_like_one_process(ranks, world_size, model):
+    ranks(world_size).run(checks.trains_like_one_process, FlatDDP, model)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_accumulates_gradients(ranks, world_size, set_to_none):
+    ranks(world_size).run(checks.trains_like_one_process, FlatDDP, checks.Branches, 3, set_to_none)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_broadcasts_parameters_and_buffers(ranks, world_size):
+    ranks(world_size).run(checks.broadcasts_parameters_and_buffers, FlatDDP)
+
+
+def test_names_the_difference_between_models(ranks):
+    ranks(2).run(checks.names_the_difference_between_models, FlatDDP)
+
+
+def test_refuses_sparse_gradients(ranks):
+    ranks(2).run(checks.refuses_sparse_gradients, FlatDDP)
+
+
+def test_file_alone(tmp_path):
+    checks.check_script_alone(SCRIPT, tmp_path)
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_run(script, tmp_path, world_size):
+    checks.check_run(script, SCRIPT, tmp_path, world_size)
+
+
+def test_killed_rank(script):
+    checks.check_killed_rank(script, SCRIPT)

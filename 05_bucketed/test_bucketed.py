@@ -1,0 +1,83 @@
+"""Stage 05: BucketedDDP against single-process training, and the script from outside."""
+
+from pathlib import Path
+
+import conftest as checks
+import pytest
+import torch
+from bucketed import BucketedDDP
+from torch import nn
+
+SCRIPT = Path(__file__).with_name("bucketed.py")
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("model", [checks.Tied, checks.Frozen, checks.Branches, checks.MixedTypes, checks.ChannelsLast])
+def test_trains_like_one_process(ranks, world_size, model):
+    ranks(world_size).run(checks.trains_like_one_process, BucketedDDP, model)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_accumulates_gradients(ranks, world_size, set_to_none):
+    ranks(world_size).run(checks.trains_like_one_process, BucketedDDP, checks.Branches, 3, set_to_none)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_broadcasts_parameters_and_buffers(ranks, world_size):
+    ranks(world_size).run(checks.broadcasts_parameters_and_buffers, BucketedDDP)
+
+
+def test_names_the_difference_between_models(ranks):
+    ranks(2).run(checks.names_the_difference_between_models, BucketedDDP)
+
+
+def test_refuses_sparse_gradients(ranks):
+    ranks(2).run(checks.refuses_sparse_gradients, BucketedDDP)
+
+
+def test_refuses_a_second_backward_or_forward_before_finish(ranks):
+    ranks(2).run(checks.refuses_a_second_backward_or_forward_before_finish, BucketedDDP)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("bucket_size_mb", [0.0001, 0.001, 1.0, float("inf")])
+@pytest.mark.parametrize("model", [checks.Branches, checks.MixedTypes])
+def test_bucket_sizes(ranks, world_size, model, bucket_size_mb):
+    ranks(world_size).run(checks.trains_like_one_process, BucketedDDP, model, 1, True, {"bucket_size_mb": bucket_size_mb})
+
+
+def buckets_of_layers(bucket_size_mb):
+    layers = [nn.Linear(4, 4, bias=False, dtype=torch.float64) for _ in range(7)]
+    layers[2], layers[4] = nn.Linear(40, 40, bias=False, dtype=torch.float64), nn.Linear(4, 4, bias=False)
+    model = BucketedDDP(nn.Sequential(*layers), bucket_size_mb)
+    number = {parameter: int(name.split(".")[0]) for name, parameter in model.module.named_parameters()}
+    return [[number[parameter] for parameter in bucket] for bucket in model.buckets]
+
+
+@pytest.mark.parametrize("bytes_per_bucket, expected", [
+    (256, [[6], [3, 5], [4], [2], [0, 1]]),  # layers of 128 bytes; 2 is larger than a bucket, 4 is of another dtype
+    (25 * 256, [[5, 6], [4], [3], [2], [0, 1]]),
+    (float("inf"), [[0, 1, 2, 3, 5, 6], [4]]),
+])
+def test_buckets_are_filled_in_reverse_order(ranks, bytes_per_bucket, expected):
+    assert ranks(1).run(buckets_of_layers, bytes_per_bucket / 2**20) == [expected]
+
+
+def test_below_the_marker_the_stages_are_the_same():
+    below = {path.read_text().split("\n# ====")[1] for path in checks.ROOT.glob("0[2-5]_*/[!t]*.py")
+             if path.name in ("naive_ddp.py", "flat_ddp.py", "overlap_ddp.py", "bucketed.py")}
+    assert len(below) == 1
+
+
+def test_file_alone(tmp_path):
+    checks.check_script_alone(SCRIPT, tmp_path)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_run(script, tmp_path, world_size):
+    checks.check_run(script, SCRIPT, tmp_path, world_size)
+
+
+def test_killed_rank(script):
+    checks.check_killed_rank(script, SCRIPT)
