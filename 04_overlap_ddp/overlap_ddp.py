@@ -102,15 +102,15 @@ class OverlapDDP(nn.Module):
     def _launch_next(self) -> None:
         parameter = self.order[len(self.works)]
         prepare_gradient(parameter)
-        parameter.grad.mul_(1 / self.world_size)
         self.works.append(dist.all_reduce(parameter.grad, group=self.process_group, async_op=True))
 
     def finish_gradient_synchronization(self) -> None:
         """Launch what backward did not reach and wait for all. Call it after backward(), before optimizer.step()."""
         while len(self.works) < len(self.order):
             self._launch_next()
-        for work in self.works:
+        for parameter, work in zip(self.order, self.works, strict=True):
             work.wait()
+            parameter.grad.mul_(1 / self.world_size)  # the mean; scaled while the next ones are still travelling
         self.works.clear()
         self.ready.clear()
 
@@ -123,7 +123,7 @@ WRAPPER, WRAPPER_OPTIONS = OverlapDDP, {}
 
 TOLERANCE = 1e-10  # of weights in float64 after hundreds of steps; rounding alone stays some orders of magnitude below
 SIZES = {  # d_model, d_ff, layers, heads, vocabulary, sequences per rank and step, tokens per sequence
-    "tiny": (512, 2048, 6, 8, 10_000, 4, 64),
+    "tiny": (512, 2048, 4, 8, 10_000, 4, 64),
     "small": (768, 3072, 12, 12, 10_000, 4, 128),
     "medium": (1024, 4096, 24, 16, 10_000, 4, 128),
     "large": (1280, 5120, 36, 20, 10_000, 4, 128),
@@ -134,19 +134,21 @@ SIZES = {  # d_model, d_ff, layers, heads, vocabulary, sequences per rank and st
 
 
 class LanguageModel(nn.Module):
-    """A causal transformer without biases: token ids int64 [batch, context] -> logits [batch, context, vocabulary]."""
+    """A causal transformer: token ids int64 [batch, context] -> logits [batch, context, vocabulary].
 
-    def __init__(self, d_model, d_ff, layers, heads, vocabulary, context_length):
+    Pre-norm and without biases, as the course's model; no position embedding, for the tokens are random.
+    """
+
+    def __init__(self, d_model, d_ff, layers, heads, vocabulary):
         super().__init__()
         self.token_embedding = nn.Embedding(vocabulary, d_model)
-        self.position_embedding = nn.Embedding(context_length, d_model)
         self.layers = nn.ModuleList(nn.TransformerEncoderLayer(d_model, heads, d_ff, 0.0, F.gelu, batch_first=True,
                                                                norm_first=True, bias=False) for _ in range(layers))
         self.norm = nn.LayerNorm(d_model, bias=False)
         self.head = nn.Linear(d_model, vocabulary, bias=False)
 
     def forward(self, tokens):
-        x = self.token_embedding(tokens) + self.position_embedding.weight[: tokens.shape[1]]
+        x = self.token_embedding(tokens)
         mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], x.device, x.dtype)
         for layer in self.layers:
             x = layer(x, mask, is_causal=True)
@@ -219,7 +221,7 @@ def benchmark(args, options, device):
         """A replica of its own, and the function that trains it for one step and returns the step's times."""
         torch.manual_seed(args.seed)
         with device:
-            model = wrap(LanguageModel(*shape, context_length).to(getattr(torch, args.dtype)))
+            model = wrap(LanguageModel(*shape).to(getattr(torch, args.dtype)))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         watch = Stopwatch(device)
         waits_in_backward = isinstance(model, DistributedDataParallel)
@@ -255,7 +257,7 @@ def benchmark(args, options, device):
                     gradient_as_bucket_view=args.gradient_as_bucket_view)}
     candidates = {name: candidate(wrap) for name, wrap in wrappers.items() if name == stage or not args.no_baseline}
     with torch.device("meta"):
-        parameters = sum(parameter.numel() for parameter in LanguageModel(*shape, context_length).parameters())
+        parameters = sum(parameter.numel() for parameter in LanguageModel(*shape).parameters())
     if rank == 0:
         print(f"benchmark: {args.size} model, {parameters / 1e6:.1f} million parameters, {args.dtype}, {batch_size} × "
               f"{context_length} tokens per rank; {args.steps} steps, {args.warmup} before them to warm up", flush=True)
