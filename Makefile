@@ -31,7 +31,7 @@ CORES := $(shell getconf _NPROCESSORS_ONLN)
 TORCHRUN = OMP_NUM_THREADS=$$(( $(CORES) > $(NPROC) ? $(CORES) / $(NPROC) : 1 )) \
 	$(PYTHON) -m torch.distributed.run $(HOSTS) --nproc-per-node $(NPROC)
 
-.PHONY: help setup test lint all reference clean $(STAGES)
+.PHONY: help setup test lint all reference clean compare timeline 05_bucketed/bucket_sweep $(STAGES)
 
 help:
 	@echo 'make STAGE [NPROC=2] [ARGS="--help"]     run a stage; the first run makes .venv (some minutes, 5.5 GB)'
@@ -41,6 +41,9 @@ help:
 	@echo '  make 04_overlap_ddp        one all-reduce per parameter, during backward'
 	@echo '  make 05_bucketed           one all-reduce per bucket, during backward'
 	@echo
+	@echo '  make 05_bucketed/bucket_sweep      which bucket size is best, measured and predicted'
+	@echo '  make compare               02 to 05 with the same settings: one table, results/compare.png'
+	@echo '  make timeline              a step of 02 to 05 on one time axis: results/timeline.png'
 	@echo '  make all                   every stage with its defaults'
 	@echo '  make setup                 make .venv from requirements.txt'
 	@echo '  make test                  the test suite          make lint    ruff'
@@ -68,6 +71,25 @@ setup: $(RUNTIME)
 05_bucketed: SCRIPT = 05_bucketed/bucketed.py
 $(LADDER): $(RUNTIME)
 	@$(TORCHRUN) $(SCRIPT) $(ARGS)
+
+05_bucketed/bucket_sweep: $(RUNTIME) | results
+	@$(TORCHRUN) 05_bucketed/bucket_sweep.py --plot results/bucket_sweep.png --json results/bucket_sweep.json $(ARGS)
+
+# The ladder with the same settings, one table, one picture.
+compare: $(RUNTIME) | results
+	@for script in 02_naive_ddp/naive_ddp 03_flat_ddp/flat_ddp 04_overlap_ddp/overlap_ddp 05_bucketed/bucketed; do \
+	  echo "$$script.py"; \
+	  $(TORCHRUN) $$script.py --no-verify --json results/compare_$${script%%_*}.json $(ARGS) > results/compare.log || exit 1; \
+	done
+	@$(PYTHON) -m common.compare results/compare_0[2-5].json --plot results/compare.png
+
+# One step of 02 to 05 on one time axis, from traces of real runs.
+timeline: $(RUNTIME) | results
+	@for script in 02_naive_ddp/naive_ddp 03_flat_ddp/flat_ddp 04_overlap_ddp/overlap_ddp 05_bucketed/bucketed; do \
+	  $(TORCHRUN) $$script.py --no-verify --no-baseline --steps 1 --trace results/$${script%%/*}.json $(ARGS) \
+	    > results/timeline.log || exit 1; \
+	done
+	@$(PYTHON) -m common.timeline --plot results/timeline.png results/0[2-5]_*_ddp.json results/05_bucketed.json
 
 all: $(LADDER)
 
