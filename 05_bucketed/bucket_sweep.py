@@ -133,7 +133,7 @@ def draw(result: dict, path: Path) -> None:
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=9)
-    figure.savefig(path)
+    figure.savefig(path, format="png")
 
 
 def main():

@@ -1,7 +1,9 @@
 """Stage 05: BucketedDDP against single-process training, and the script from outside."""
 
+import json
 from pathlib import Path
 
+import bucket_sweep
 import conftest as checks
 import pytest
 import torch
@@ -81,3 +83,26 @@ def test_run(script, tmp_path, world_size):
 
 def test_killed_rank(script):
     checks.check_killed_rank(script, SCRIPT)
+
+
+def test_best_number_of_buckets_is_the_minimum_of_the_overhead():
+    for size, bandwidth, call in [(1e8, 1e9, 5e-4), (4e9, 1e11, 2e-5), (1e6, 1e9, 1e-3)]:
+        constants = size, bandwidth, call
+        best = bucket_sweep.best_number_of_buckets(*constants)
+        grid = [best * 1.001**step for step in range(-3000, 3001)]
+        numeric = min(grid, key=lambda buckets: bucket_sweep.overhead(buckets, *constants))
+        assert abs(numeric / best - 1) < 2e-3
+        assert bucket_sweep.overhead(best, *constants) == pytest.approx(2 * (size * call / bandwidth) ** 0.5)
+        assert size / best == pytest.approx((size * bandwidth * call) ** 0.5)
+
+
+def test_run_of_the_sweep(script, tmp_path):
+    files = {name: tmp_path / f"sweep.{name}" for name in ("json", "plot")}
+    words = ["--steps", "1", "--warmup", "1", "--bucket-sizes-mb", "25", *(w for f in files for w in (f"--{f}", files[f]))]
+    status, output = script(checks.torchrun(2, SCRIPT.with_name("bucket_sweep.py"), *words), cwd=tmp_path).wait()
+    assert status == 0, output
+    result = json.loads(files["json"].read_text())
+    assert [(row["kind"], row["bucket_size_mb"]) for row in result["rows"]] == [
+        ("BucketedDDP", float("inf")), ("BucketedDDP", 25.0), ("torch DDP", 25.0), ("torch DDP, view", 25.0)]
+    assert result["rows"][0]["buckets"] == 1 and all(len(row["step_seconds"]) == 2 for row in result["rows"])
+    assert files["plot"].read_bytes().startswith(b"\x89PNG")

@@ -70,7 +70,7 @@ def draw(rows: list[dict], result: dict, path: Path) -> None:
              title=f"{model['size']} model, {result['world_size']} ranks, {result['backend']} on {result['device']}")
     axes.set_xticks(positions, labels, fontsize=9)
     axes.legend(ncols=3, loc="upper center", fontsize=9)
-    figure.savefig(path)
+    figure.savefig(path, format="png")
 
 
 def main() -> None:

@@ -62,7 +62,8 @@ def draw(steps: dict[str, tuple], path: Path) -> None:
             axes.broken_barh(blocks, (top - 0.1 - (number + 1) * height, 0.92 * height), facecolor=COLLECTIVE,
                              edgecolor="white", linewidth=0.5)
         ticks += [top + 0.45, top - 0.55]
-        labels += [f"{label}  compute", f"{sum(map(len, lanes.values()))} all-reduces"]
+        count = sum(map(len, lanes.values()))
+        labels += [f"{label}  compute", f"{count} all-reduce" + "s" * (count != 1)]
         step = phases[-1][1] + phases[-1][2]
         axes.annotate(f"{step:.0f} ms", (step, top + 0.45), (4, 0), textcoords="offset points", va="center", fontsize=10)
     axes.set_yticks(ticks, labels, fontsize=10)
@@ -74,7 +75,7 @@ def draw(steps: dict[str, tuple], path: Path) -> None:
     handles = [Patch(color=color, label=name) for name, color in PHASES.items()]
     figure.legend(handles=[*handles, Patch(color=COLLECTIVE, label="collective")], loc="outside upper center", ncols=5,
                   fontsize=10, frameon=False)
-    figure.savefig(path)
+    figure.savefig(path, format="png")
 
 
 def main() -> None:

@@ -1,0 +1,111 @@
+"""The tools beside the stages: the comparison on hand-written results, the timeline on a small trace."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from common.compare import read, summarize
+from common.timeline import read_step
+
+
+def result(stage="05_bucketed", name="BucketedDDP", step=0.8, **changes):
+    """What --json writes, by hand: three candidates, ten samples each."""
+    def candidate(name, step, exposed):
+        return {"name": name, "step_seconds": [step] * 10, "exposed_comm_seconds": [exposed] * 10,
+                "optimizer_seconds": [0.1] * 10, "collectives_per_step": 4}
+
+    return {"stage": stage, "world_size": 2, "device": "cpu", "backend": "gloo", "model": {"size": "tiny"},
+            "candidates": [candidate("no sync", 0.5, 0.0), candidate(name, step, 0.2), candidate("torch DDP", 1.0, 0.3)],
+            **changes}
+
+
+@pytest.fixture
+def compare(tmp_path):
+    """compare(result, result, …): runs the command line on these results."""
+    def run(*results, words=()):
+        files = []
+        for number, content in enumerate(results):
+            files.append(tmp_path / f"{number}.json")
+            files[-1].write_text(content if isinstance(content, str) else json.dumps(content))
+        return subprocess.run([sys.executable, "-m", "common.compare", *files, *words], capture_output=True, text=True)
+
+    return run
+
+
+def test_summary():
+    row = summarize(result())
+    assert row["name"] == "BucketedDDP" and row["collectives"] == 4
+    assert [round(row[key], 6) for key in ("step", "exposed", "optimizer", "compute")] == [800, 200, 100, 500]
+    assert (row["no sync"], row["torch DDP"]) == (1.6, 0.8)
+
+
+def test_summary_without_baselines():
+    row = summarize(result(candidates=result()["candidates"][1:2]))
+    assert row["no sync"] is None and row["torch DDP"] is None
+
+
+def test_compare_draws_and_says_the_change(compare, tmp_path):
+    run = compare(result(), result(stage="02_naive_ddp", name="NaiveDDP"), result(step=0.6),
+                  words=["--plot", str(tmp_path / "compare.png")])
+    assert run.returncode == 0, run.stderr
+    rows = [line.split() for line in run.stdout.splitlines()]
+    assert rows[1] == ["05_bucketed", "BucketedDDP", "800.0", "1.600", "0.800", "200.0", "4", "-"]
+    assert rows[2][0] == "02_naive_ddp" and rows[2][-1] == "-"
+    assert rows[3][-2:] == ["-25.0", "%"]
+    assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("other, what", [
+    (result(world_size=3), "world_size differ: 3 and 2"), (result(device="cuda"), "device differ: cuda and cpu"),
+    (result(model={"size": "xl"}), "model differ"), ({"stage": "05"}, "no 'candidates'"), ("{", "cannot be read"),
+])
+def test_compare_names_what_differs(compare, other, what):
+    run = compare(result(), other)
+    assert run.returncode == 2 and what in run.stderr and "1.json" in run.stderr and len(run.stderr.splitlines()) == 1
+
+
+def test_compare_refuses_a_missing_file(tmp_path):
+    with pytest.raises(SystemExit):
+        read([tmp_path / "nothing.json"])
+
+
+def span(name, ts, dur, tid=1, cat="user_annotation"):
+    return {"ph": "X", "name": name, "ts": ts, "dur": dur, "tid": tid, "cat": cat}
+
+
+def trace_of_two_steps():
+    """Two steps of 100 µs: each has two collectives on thread 7 and one on thread 8."""
+    events = [{"ph": "M", "name": "process_name"}]
+    for start in (0, 1000):
+        events += [span("forward", start, 30), span("backward", start + 30, 40), span("sync", start + 70, 20),
+                   span("optimizer", start + 90, 10), span("gloo:all_reduce", start + 40, 20, 7),
+                   span("gloo:all_reduce", start + 65, 20, 7), span("gloo:all_reduce", start + 50, 30, 8),
+                   span("aten::mm", start + 5, 20, cat="cpu_op")]
+    return {"traceEvents": events}
+
+
+def test_timeline_reads_the_last_step():
+    phases, lanes = read_step(trace_of_two_steps())
+    assert [name for name, _, _ in phases] == ["forward", "backward", "sync", "optimizer"]
+    assert phases[0][1:] == (0.0, 0.03) and phases[3][1:] == (0.09, 0.01)
+    assert lanes == {7: [(0.04, 0.02), (0.065, 0.02)], 8: [(0.05, 0.03)]}
+    for blocks in lanes.values():
+        assert all(start + duration <= following for (start, duration), (following, _) in zip(blocks, blocks[1:], strict=False))
+
+
+def test_timeline_takes_the_gpu_s_own_spans():
+    trace = trace_of_two_steps()
+    for name, start, duration in (("forward", 1010, 50), ("backward", 1060, 80), ("optimizer", 1150, 10)):
+        trace["traceEvents"].append(span(name, start, duration, 20, "gpu_user_annotation"))
+    trace["traceEvents"].append(span("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 1080, 30, 21, "kernel"))
+    phases, lanes = read_step(trace)
+    assert phases[0] == ("forward", 0.0, 0.05) and lanes == {21: [(0.07, 0.03)]}
+
+
+def test_timeline_of_something_else_is_one_line(tmp_path):
+    (tmp_path / "other.json").write_text('{"traceEvents": []}')
+    run = subprocess.run([sys.executable, "-m", "common.timeline", tmp_path / "other.json", "--plot", tmp_path / "x.png"],
+                         capture_output=True, text=True)
+    assert run.returncode == 2 and "no span named 'forward'" in run.stderr and len(run.stderr.splitlines()) == 1
