@@ -5,6 +5,8 @@ ARGS ?=
 N ?= 20
 STAGES := 01_allreduce 02_naive_ddp 03_flat_ddp 04_overlap_ddp 05_bucketed 06_sharded_optimizer 07_resnet_ddp 08_ddp_rpc
 LADDER := 02_naive_ddp 03_flat_ddp 04_overlap_ddp 05_bucketed
+LADDER_SCRIPTS := 02_naive_ddp/naive_ddp.py 03_flat_ddp/flat_ddp.py 04_overlap_ddp/overlap_ddp.py 05_bucketed/bucketed.py
+TOOLS := 05_bucketed/bucket_sweep 07_resnet_ddp/sweep 07_resnet_ddp/compile_ddp
 
 ifeq ($(shell expr "x$(NPROC)" : 'x[1-9][0-9]*$$'),0)
 $(error NPROC='$(NPROC)' is not a whole number of at least 1)
@@ -28,30 +30,37 @@ else
 HOSTS = --standalone
 endif
 CORES := $(shell getconf _NPROCESSORS_ONLN)
-TORCHRUN = OMP_NUM_THREADS=$$(( $(CORES) > $(NPROC) ? $(CORES) / $(NPROC) : 1 )) \
-	$(PYTHON) -m torch.distributed.run $(HOSTS) --nproc-per-node $(NPROC)
+THREADS := $(shell echo $$(( $(CORES) > $(NPROC) ? $(CORES) / $(NPROC) : 1 )))
+TORCHRUN = OMP_NUM_THREADS=$(THREADS) $(PYTHON) -m torch.distributed.run $(HOSTS) --nproc-per-node $(NPROC)
 
-.PHONY: help setup test lint all reference clean compare timeline 05_bucketed/bucket_sweep $(STAGES)
+.PHONY: help setup test lint all reference clean compare timeline $(STAGES) $(TOOLS)
 
 help:
-	@echo 'make STAGE [NPROC=2] [ARGS="--help"]     run a stage; the first run makes .venv (some minutes, 5.5 GB)'
+	@echo 'make STAGE [NPROC=2] [ARGS="--help"]      run a stage; the first run makes .venv (some minutes, 5.5 GB)'
 	@echo
-	@echo '  make 02_naive_ddp          one all-reduce per parameter, after backward'
-	@echo '  make 03_flat_ddp           one all-reduce of one flat tensor, after backward'
-	@echo '  make 04_overlap_ddp        one all-reduce per parameter, during backward'
-	@echo '  make 05_bucketed           one all-reduce per bucket, during backward'
+	@echo '  make 01_allreduce                       all-reduce, measured and opened up'
+	@echo '  make 02_naive_ddp                       one all-reduce per parameter, after backward'
+	@echo '  make 03_flat_ddp                        one all-reduce of one flat tensor, after backward'
+	@echo '  make 04_overlap_ddp                     one all-reduce per parameter, during backward'
+	@echo '  make 05_bucketed                        one all-reduce per bucket, during backward'
+	@echo '  make 05_bucketed/bucket_sweep           which bucket size is best, measured and predicted'
+	@echo '  make 06_sharded_optimizer               optimizer state split over the ranks (ZeRO stage 1)'
+	@echo '  make 07_resnet_ddp                      ResNet-18 on one device against torch DDP on NPROC'
+	@echo '  make 07_resnet_ddp/sweep [FULL=1]       iteration time over models and numbers of ranks'
+	@echo '  make 07_resnet_ddp/compile_ddp          DDP and FSDP, eager and compiled (ARGS=--matrix: side by side)'
+	@echo '  make 08_ddp_rpc                         DDP for the dense part, RPC parameter servers for the embeddings'
 	@echo
-	@echo '  make 05_bucketed/bucket_sweep      which bucket size is best, measured and predicted'
-	@echo '  make compare               02 to 05 with the same settings: one table, results/compare.png'
-	@echo '  make timeline              a step of 02 to 05 on one time axis: results/timeline.png'
-	@echo '  make all                   every stage with its defaults'
-	@echo '  make setup                 make .venv from requirements.txt'
-	@echo '  make test                  the test suite          make lint    ruff'
-	@echo '  make reference             record every reference_output.txt again'
-	@echo '  make clean                 remove results/ and caches'
+	@echo '  make compare                            02 to 05 with the same settings: a table, results/compare.png'
+	@echo '  make timeline                           a step of 02 to 05 on one time axis: results/timeline.png'
+	@echo '  make all                                every stage with its defaults'
+	@echo '  make setup                              make .venv from requirements.txt'
+	@echo '  make test                               the test suite'
+	@echo '  make lint                               ruff'
+	@echo '  make reference                          record every reference_output*.txt and picture again'
+	@echo '  make clean                              remove results/ and caches'
 	@echo
-	@echo 'NPROC: ranks on this host; PYTHON=python3: an interpreter that has torch, instead of .venv; several hosts:'
-	@echo 'make 05_bucketed NPROC=8 NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 [MASTER_PORT=29400]   (on each host)'
+	@echo 'NPROC: ranks on this host. PYTHON=python3: an interpreter that has torch, instead of .venv. Several hosts:'
+	@echo 'make 05_bucketed NPROC=8 NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 [MASTER_PORT=29400]    (on each host)'
 
 setup: $(RUNTIME)
 
@@ -65,33 +74,55 @@ setup: $(RUNTIME)
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	@touch $@
 
+# 01 and 08 start their ranks by themselves; 02 to 07 are started by torchrun.
+01_allreduce: $(RUNTIME) | results
+	@$(PYTHON) 01_allreduce/allreduce.py $(ARGS)
+
 02_naive_ddp: SCRIPT = 02_naive_ddp/naive_ddp.py
 03_flat_ddp: SCRIPT = 03_flat_ddp/flat_ddp.py
 04_overlap_ddp: SCRIPT = 04_overlap_ddp/overlap_ddp.py
 05_bucketed: SCRIPT = 05_bucketed/bucketed.py
-$(LADDER): $(RUNTIME)
+06_sharded_optimizer: SCRIPT = 06_sharded_optimizer/sharded_optimizer.py
+$(LADDER) 06_sharded_optimizer: $(RUNTIME) | results
 	@$(TORCHRUN) $(SCRIPT) $(ARGS)
 
 05_bucketed/bucket_sweep: $(RUNTIME) | results
 	@$(TORCHRUN) 05_bucketed/bucket_sweep.py --plot results/bucket_sweep.png --json results/bucket_sweep.json $(ARGS)
 
-# The ladder with the same settings, one table, one picture.
+# One device, then NPROC of them, each process with the same number of threads; the pictures when both are there.
+07_resnet_ddp: $(RUNTIME) | results
+	@$(PYTHON) 07_resnet_ddp/resnet_ddp.py --threads $(THREADS) $(ARGS)
+	@$(TORCHRUN) 07_resnet_ddp/resnet_ddp.py --threads $(THREADS) $(ARGS)
+
+# FULL=1: the models and sizes of PyTorch's own suite.
+SMALL = --model resnet18 --batch-size 8 --image-size 64
+07_resnet_ddp/sweep: $(RUNTIME) | results
+	@$(TORCHRUN) 07_resnet_ddp/sweep.py $(if $(FULL),,$(SMALL)) $(ARGS)
+
+07_resnet_ddp/compile_ddp: $(RUNTIME) | results
+	@$(TORCHRUN) 07_resnet_ddp/compile_ddp.py $(ARGS)
+
+LAYOUT = --trainers 2 --servers 2 --embedding-dim 256
+08_ddp_rpc: $(RUNTIME) | results
+	@$(PYTHON) 08_ddp_rpc/ddp_rpc.py $(if $(findstring --trainers,$(ARGS))$(findstring --servers,$(ARGS)),,$(LAYOUT)) $(ARGS)
+
+# The ladder with the same settings: one table, one picture.
 compare: $(RUNTIME) | results
-	@for script in 02_naive_ddp/naive_ddp 03_flat_ddp/flat_ddp 04_overlap_ddp/overlap_ddp 05_bucketed/bucketed; do \
-	  echo "$$script.py"; \
-	  $(TORCHRUN) $$script.py --no-verify --json results/compare_$${script%%_*}.json $(ARGS) > results/compare.log || exit 1; \
+	@for script in $(LADDER_SCRIPTS); do \
+	  echo "$$script"; name=results/compare_$${script%%/*}; \
+	  $(TORCHRUN) $$script --no-verify --json $$name.json $(ARGS) > $$name.txt || exit; \
 	done
-	@$(PYTHON) -m common.compare results/compare_0[2-5].json --plot results/compare.png
+	@$(PYTHON) -m common.compare $(LADDER:%=results/compare_%.json) --plot results/compare.png
 
 # One step of 02 to 05 on one time axis, from traces of real runs.
 timeline: $(RUNTIME) | results
-	@for script in 02_naive_ddp/naive_ddp 03_flat_ddp/flat_ddp 04_overlap_ddp/overlap_ddp 05_bucketed/bucketed; do \
-	  $(TORCHRUN) $$script.py --no-verify --no-baseline --steps 1 --trace results/$${script%%/*}.json $(ARGS) \
-	    > results/timeline.log || exit 1; \
+	@for script in $(LADDER_SCRIPTS); do \
+	  name=results/$${script%%/*}; \
+	  $(TORCHRUN) $$script --no-verify --no-baseline --steps 1 --trace $$name.json $(ARGS) > $$name.txt || exit; \
 	done
-	@$(PYTHON) -m common.timeline --plot results/timeline.png results/0[2-5]_*_ddp.json results/05_bucketed.json
+	@$(PYTHON) -m common.timeline $(LADDER:%=results/%.json) --plot results/timeline.png
 
-all: $(LADDER)
+all: $(STAGES)
 
 test: $(RUNTIME) $(DEVELOPMENT)
 	$(PYTHON) -m pytest $(ARGS)
@@ -99,11 +130,35 @@ test: $(RUNTIME) $(DEVELOPMENT)
 lint: $(RUNTIME) $(DEVELOPMENT)
 	$(PYTHON) -m ruff check .
 
-reference: $(LADDER:%=%/reference_output.txt)
+reference: $(STAGES:%=%/reference_output.txt) 05_bucketed/reference_output_bucket_sweep.txt \
+	07_resnet_ddp/reference_output_sweep.txt 07_resnet_ddp/reference_output_compile_ddp.txt \
+	08_ddp_rpc/reference_output_8x8.txt common/reference_output_compare.txt common/reference_output_timeline.txt
 
-%/reference_output.txt: FORCE | results
-	$(MAKE) --no-print-directory $* > results/$*.txt
-	mv results/$*.txt $@
+# record FILE, TARGET, ARGS: what the target prints becomes the file, once it has succeeded.
+record = $(MAKE) --no-print-directory $(1) ARGS="$(2)" > results/recording.txt && mv results/recording.txt $@
+01_allreduce/reference_output.txt: FORCE | results
+	$(call record,01_allreduce,--plot 01_allreduce/allreduce.png)
+$(LADDER:%=%/reference_output.txt): %/reference_output.txt: FORCE | results
+	$(call record,$*)
+06_sharded_optimizer/reference_output.txt: FORCE | results
+	$(call record,06_sharded_optimizer,--plot 06_sharded_optimizer/memory.png)
+07_resnet_ddp/reference_output.txt: FORCE | results
+	$(call record,07_resnet_ddp)
+	cp results/comparison.png results/breakdown.png 07_resnet_ddp
+08_ddp_rpc/reference_output.txt: FORCE | results
+	$(call record,08_ddp_rpc)
+08_ddp_rpc/reference_output_8x8.txt: FORCE | results
+	$(call record,08_ddp_rpc,--trainers 8 --servers 8 --lookup both)
+05_bucketed/reference_output_bucket_sweep.txt: FORCE | results
+	$(call record,05_bucketed/bucket_sweep)
+	cp results/bucket_sweep.png 05_bucketed
+07_resnet_ddp/reference_output_sweep.txt: FORCE | results
+	$(call record,07_resnet_ddp/sweep)
+07_resnet_ddp/reference_output_compile_ddp.txt: FORCE | results
+	$(call record,07_resnet_ddp/compile_ddp,--matrix)
+common/reference_output_compare.txt common/reference_output_timeline.txt: common/reference_output_%.txt: FORCE | results
+	$(call record,$*)
+	cp results/$*.png common
 FORCE:
 
 results:

@@ -115,26 +115,32 @@ class BucketedDDP(nn.Module):
         if parameter in self.ready:
             raise RuntimeError("backward() ran twice: call finish_gradient_synchronization() in between, or "
                                "accumulate gradients under no_sync()")
+        self._pack(parameter)
         self.ready.add(parameter)
         while len(self.works) < len(self.buckets) and self.ready.issuperset(self.buckets[len(self.works)]):
             self._launch_next()
 
+    def _pack(self, parameter: nn.Parameter) -> None:
+        prepare_gradient(parameter)
+        if parameter in self.views:  # scaled while it is copied, and never copied back
+            parameter.grad = torch.mul(parameter.grad, 1 / self.world_size, out=self.views[parameter])
+
     def _launch_next(self) -> None:
         bucket, flat = self.buckets[len(self.works)], self.flats[len(self.works)]
         for parameter in bucket:
-            prepare_gradient(parameter)
-            if flat is None:  # alone in its bucket: reduced where it is
-                flat = parameter.grad.mul_(1 / self.world_size)
-            else:
-                parameter.grad = torch.mul(parameter.grad, 1 / self.world_size, out=self.views[parameter])
+            if parameter not in self.ready:
+                self._pack(parameter)
+        flat = bucket[0].grad if flat is None else flat
         self.works.append(dist.all_reduce(flat, group=self.process_group, async_op=True))
 
     def finish_gradient_synchronization(self) -> None:
         """Launch what backward did not reach and wait for all. Call it after backward(), before optimizer.step()."""
         while len(self.works) < len(self.buckets):
             self._launch_next()
-        for work in self.works:
+        for bucket, work in zip(self.buckets, self.works, strict=True):
             work.wait()
+            if len(bucket) == 1:  # reduced where it is, so not scaled yet
+                bucket[0].grad.mul_(1 / self.world_size)
         self.works.clear()
         self.ready.clear()
 
