@@ -1,8 +1,7 @@
 """03: all-reduce all gradients as one flat tensor, after backward.
 
-The same bytes as in stage 02, but in a single message: all gradients are copied into one flat tensor, that is averaged
-with one all-reduce, and copied back. The latency of a call is paid once instead of once per parameter. Still nothing is
-computed while the gradients travel.
+The same bytes as in stage 02, but in one message: all gradients are copied into one flat tensor, averaged with a single
+all-reduce, and copied back. A call's latency is paid only once; still nothing is computed while gradients travel.
 
     make 03_flat_ddp NPROC=2                                                   (see also ARGS="--help")
     torchrun --standalone --nproc-per-node 2 03_flat_ddp/flat_ddp.py           (one host)

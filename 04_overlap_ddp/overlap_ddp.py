@@ -68,16 +68,14 @@ class OverlapDDP(nn.Module):
         self.synchronizing = True
         self.ready = set()  # parameters whose gradient this backward has finished
         self.works = []  # the all-reduces launched so far: of the first len(works) parameters in order
-        # All ranks launch in this order. The order of arrival may differ between ranks, and then an all-reduce would
-        # add up gradients of different parameters, or wait for ever.
+        # All ranks launch in this order. Arrival may differ, and then gradients of different parameters would be added.
         self.order = [parameter for parameter in reversed(list(module.parameters())) if parameter.requires_grad]
         for parameter in self.order:
             parameter.register_post_accumulate_grad_hook(self._gradient_is_ready)
 
     def forward(self, *inputs, **kwargs):
         if self.ready:
-            raise RuntimeError("gradients of the last backward are still on their way: call "
-                               "finish_gradient_synchronization() after backward(), before the next forward")
+            raise RuntimeError("call finish_gradient_synchronization() after backward(), before the next forward")
         return self.module(*inputs, **kwargs)
 
     @contextmanager
@@ -93,8 +91,7 @@ class OverlapDDP(nn.Module):
         if not self.synchronizing:
             return
         if parameter in self.ready:
-            raise RuntimeError("backward() ran twice: call finish_gradient_synchronization() in between, or "
-                               "accumulate gradients under no_sync()")
+            raise RuntimeError("backward() ran twice: call finish_gradient_synchronization() in between, or use no_sync()")
         self.ready.add(parameter)
         while len(self.works) < len(self.order) and self.order[len(self.works)] in self.ready:
             self._launch_next()

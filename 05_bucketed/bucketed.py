@@ -71,8 +71,7 @@ class BucketedDDP(nn.Module):
         self.synchronizing = True
         self.ready = set()  # parameters whose gradient this backward has finished
         self.works = []  # the all-reduces launched so far: of the first len(works) buckets
-        # All ranks launch in this order. The order of arrival may differ between ranks, and then an all-reduce would
-        # add up gradients of different parameters, or wait for ever.
+        # All ranks launch in this order. Arrival may differ, and then gradients of different parameters would be added.
         self.buckets = []
         filling = {}  # (dtype, device) -> the bucket that is being filled, its bytes
         for parameter in reversed([parameter for parameter in module.parameters() if parameter.requires_grad]):
@@ -96,8 +95,7 @@ class BucketedDDP(nn.Module):
 
     def forward(self, *inputs, **kwargs):
         if self.ready:
-            raise RuntimeError("gradients of the last backward are still on their way: call "
-                               "finish_gradient_synchronization() after backward(), before the next forward")
+            raise RuntimeError("call finish_gradient_synchronization() after backward(), before the next forward")
         return self.module(*inputs, **kwargs)
 
     @contextmanager
@@ -113,8 +111,7 @@ class BucketedDDP(nn.Module):
         if not self.synchronizing:
             return
         if parameter in self.ready:
-            raise RuntimeError("backward() ran twice: call finish_gradient_synchronization() in between, or "
-                               "accumulate gradients under no_sync()")
+            raise RuntimeError("backward() ran twice: call finish_gradient_synchronization() in between, or use no_sync()")
         self._pack(parameter)
         self.ready.add(parameter)
         while len(self.works) < len(self.buckets) and self.ready.issuperset(self.buckets[len(self.works)]):
