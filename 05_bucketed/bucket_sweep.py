@@ -120,8 +120,8 @@ def draw(result: dict, path: Path) -> None:
               label="model: s/(n·w) + n·o")
     styles = {"BucketedDDP": ("o", "#0072B2"), "torch DDP": ("s", "#D55E00"), "torch DDP, view": ("^", "#009E73")}
     for kind, (marker, color) in styles.items():
-        points = [(min(row["bucket_size_mb"], size / 2**20), 1000 * row["overhead_seconds"])
-                  for row in result["rows"] if row["kind"] == kind]
+        points = sorted((min(row["bucket_size_mb"], size / 2**20), 1000 * row["overhead_seconds"])
+                        for row in result["rows"] if row["kind"] == kind)
         axes.plot(*zip(*points, strict=True), marker=marker, color=color, linestyle=":", label=f"{kind}, measured")
     axes.axvline(result["predicted_best_mb"], color="black", linestyle="--", linewidth=1,
                  label=f"best by the model: {result['predicted_best_mb']:.1f} MB")

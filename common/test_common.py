@@ -86,7 +86,7 @@ def trace_of_two_steps():
     return {"traceEvents": events}
 
 
-def test_timeline_reads_the_last_step():
+def test_timeline_reads_a_step():
     phases, lanes = read_step(trace_of_two_steps())
     assert [name for name, _, _ in phases] == ["forward", "backward", "sync", "optimizer"]
     assert phases[0][1:] == (0.0, 0.03) and phases[3][1:] == (0.09, 0.01)

@@ -19,7 +19,7 @@ COLLECTIVE = "#D55E00"
 
 
 def read_step(trace: dict) -> tuple[list[tuple[str, float, float]], dict[int, list[tuple[float, float]]]]:
-    """The last training step of a Chrome trace: its phases and its collectives, in ms from the start of forward.
+    """The training step of median duration in a Chrome trace: phases and collectives, in ms from the start of forward.
 
     Returns [(phase, start, duration)] in order, and {thread or stream: [(start, duration)]}, sorted by start. Where the
     trace has the phases as the GPU ran them (gpu_user_annotation), these are taken, not their launches by the CPU.
@@ -28,14 +28,22 @@ def read_step(trace: dict) -> tuple[list[tuple[str, float, float]], dict[int, li
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     on_gpu = any(event.get("cat") == "gpu_user_annotation" for event in events)
     kind = "gpu_user_annotation" if on_gpu else "user_annotation"
-    last = {}
+    steps = []
     for event in sorted(events, key=lambda event: event["ts"]):
         if event["name"] in PHASES and event.get("cat") == kind:
-            last[event["name"]] = event
-    if missing := [phase for phase in PHASES if phase not in last and not (on_gpu and phase == "sync")]:
-        raise ValueError(f"no span named {missing[0]!r}")
-    start, end = last["forward"]["ts"], last["optimizer"]["ts"] + last["optimizer"]["dur"]
-    phases = [(name, (event["ts"] - start) / 1000, event["dur"] / 1000) for name, event in last.items()]
+            if event["name"] == "forward":
+                steps.append({})
+            if steps:
+                steps[-1][event["name"]] = event
+    if not steps:
+        raise ValueError("no span named 'forward'")
+    for phase in PHASES:
+        if phase not in steps[-1] and not (on_gpu and phase == "sync"):
+            raise ValueError(f"no span named {phase!r}")
+    # Of the recorded steps the one of median duration: a single step can be disturbed by something else on the machine.
+    step = sorted(steps, key=lambda step: step["optimizer"]["ts"] - step["forward"]["ts"])[len(steps) // 2]
+    start, end = step["forward"]["ts"], step["optimizer"]["ts"] + step["optimizer"]["dur"]
+    phases = [(name, (event["ts"] - start) / 1000, event["dur"] / 1000) for name, event in step.items()]
     lanes = {}
     for event in events:
         is_gloo = event["name"].startswith("gloo:") and not on_gpu

@@ -1,0 +1,216 @@
+"""Tests of 01_allreduce: the ring against the backend's all-reduce, the fit, and the script from the outside."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from allreduce import IN_FLIGHT, PIECE_BYTES, fit, main, measure, ring_all_reduce
+from conftest import masked
+
+SCRIPT = Path(__file__).with_name("allreduce.py")
+
+
+def sums(lengths, dtype):
+    """Per length: does the ring's sum equal the backend's, bitwise, and is its copy the same on every rank?"""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    equal = []
+    for length in lengths:
+        numbers = torch.Generator().manual_seed(1000 * length + rank)
+        mine = torch.randint(-9, 10, (length,), generator=numbers).to(dtype)  # sums stay exact, in bfloat16 too
+        theirs = mine.clone()
+        assert ring_all_reduce(mine) is None
+        dist.all_reduce(theirs)
+        equal.append(torch.equal(mine, theirs) and (length < 9 or world_size == 1 or mine.abs().sum().item() > 0))
+    return equal
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64, torch.bfloat16])
+def test_ring_equals_all_reduce(ranks, world_size, dtype):
+    lengths = [0, 1, world_size - 1, world_size, world_size + 1, 9973, 10**6]
+    assert ranks(world_size).run(sums, lengths, dtype) == [[True] * len(lengths)] * world_size
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_more_pieces_than_in_flight(ranks, world_size):
+    """Every buffer is used more than once, and chunks differ in length and in their number of pieces."""
+    piece = PIECE_BYTES // 8
+    lengths = [world_size * piece * (IN_FLIGHT + 1) + extra for extra in (-1, 0, 1)]
+    assert ranks(world_size).run(sums, lengths, torch.float64) == [[True] * 3] * world_size
+
+
+def random_sums(length):
+    rank = dist.get_rank()
+    ring = torch.randn(length, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
+    backend = ring.clone()
+    ring_all_reduce(ring)
+    dist.all_reduce(backend)
+    gathered = [torch.empty_like(ring) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, ring)
+    return (ring - backend).abs().max().item(), all(torch.equal(one, ring) for one in gathered)
+
+
+def test_random_numbers(ranks):
+    """Rounding depends on the order of adding, so the backend's sum is near; all ranks' own are bitwise equal."""
+    for difference, same in ranks(4).run(random_sums, 100_003):
+        assert difference < 1e-14 and same
+
+
+def shapes():
+    tensor = torch.full((3, 5, 7), dist.get_rank() + 1.0, requires_grad=True)
+    ring_all_reduce(tensor)
+    scalar = torch.tensor(1)
+    ring_all_reduce(scalar)
+    with pytest.raises(RuntimeError):
+        ring_all_reduce(torch.ones(4, 6).t())
+    return bool((tensor == 6).all()) and scalar.item() == 3
+
+
+def test_any_shape_in_place(ranks):
+    assert ranks(3).run(shapes) == [True] * 3
+
+
+def test_fit_recovers_alpha_and_beta():
+    sizes = [2**20 * megabytes for megabytes in (1, 10, 100, 1000)]
+    for world_size in (2, 4, 6):
+        times = [250e-6 + 2 * (world_size - 1) / world_size * size / 3e9 for size in sizes]
+        alpha, beta, error = fit(sizes, times, world_size)
+        assert alpha == pytest.approx(250e-6, rel=1e-6) and beta == pytest.approx(3e9, rel=1e-9) and error < 1e-9
+
+
+def test_fit_minimises_the_relative_error():
+    """A large time that is 20 % off moves α little; of three points no error can vanish, and no neighbour fits better."""
+    sizes, times = [1e6, 1e7, 1e9], [1.1e-3, 3.0e-3, 0.25]
+    alpha, beta, error = fit(sizes, times, 2)
+
+    def error_of(alpha, beta):
+        squares = [((alpha + size / beta) / seconds - 1) ** 2 for size, seconds in zip(sizes, times, strict=True)]
+        return (sum(squares) / 3) ** 0.5
+
+    assert error == pytest.approx(error_of(alpha, beta)) and error > 0.01
+    for a, b in ((1.02, 1), (0.98, 1), (1, 1.02), (1, 0.98)):
+        assert error_of(alpha * a, beta * b) > error
+
+
+def test_fit_keeps_alpha_at_zero_or_above():
+    alpha, beta, error = fit([1e6, 1e8], [0.5e-3, 0.1], 2)  # a byte costs more in the large tensor
+    assert alpha == 0 and beta > 0 and error > 0.1
+
+
+@pytest.mark.parametrize("sizes, times, world_size", [([1e6], [1.0], 2), ([1e6, 1e7], [1.0, 2.0], 1), ([], [], 2)])
+def test_fit_says_when_there_is_nothing_to_fit(sizes, times, world_size):
+    with pytest.raises(ValueError):
+        fit(sizes, times, world_size)
+
+
+def test_script_measures_fits_and_draws(script, tmp_path):
+    status, output = script([sys.executable, SCRIPT, "--sizes-mb", "0.5,1,1e9", "--world-sizes", "2", "--iters", "3",
+                             "--warmup", "1", "--json", tmp_path / "a.json", "--plot", tmp_path / "a.png"]).wait()
+    assert status == 0, output
+    result = json.loads((tmp_path / "a.json").read_text())
+    rows = result["rows"]
+    assert sorted((row["algorithm"], row["world_size"], row["size_bytes"]) for row in rows) == [
+        ("gloo", 2, 2**19), ("gloo", 2, 2**20), ("ring", 2, 2**19), ("ring", 2, 2**20)]
+    assert all(row["wrong"] == 0 and len(row["seconds"]) == 3 and min(row["seconds"]) > 0 for row in rows)
+    assert output.count("3+1") == 4 and output.count("ranks hold the sum, bitwise equal") == 1
+    assert result["copy_bytes_per_second"] > 0 and (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    lines = masked(output)
+    assert "gloo # # not run: needs # GB of memory, and # are free" in lines
+    if torch.cuda.device_count() < 2:
+        assert "nccl # #e+# not run: needs # GPUs, and torch finds #" in lines
+
+
+def test_demo(script):
+    status, output = script([sys.executable, SCRIPT, "--demo"]).wait()
+    assert status == 0 and "passed, all ranks hold the sum" in output
+    assert [line[:7] for line in output.splitlines()[:4]] == [f"rank {rank}:" for rank in range(4)]
+    assert "benchmark" not in output
+
+
+def wrong_of_a_broken_one():
+    """The benchmark's check must see a ring that leaves one element out, and one that swaps two chunks."""
+    def leaves_one_out(tensor):
+        dist.all_reduce(tensor[:-1])
+
+    def swaps_chunks(tensor):
+        dist.all_reduce(tensor)
+        tensor.copy_(tensor.roll(len(tensor) // 2))
+
+    algorithms = {"gloo": dist.all_reduce, "one out": leaves_one_out, "swapped": swaps_chunks}
+    return measure(algorithms, torch.empty(2**18), 2, 1, 10.0)[2]
+
+
+def test_wrong_elements_are_counted(ranks):
+    for wrong in ranks(2).run(wrong_of_a_broken_one):
+        assert wrong["gloo"] == 0 and wrong["one out"] == 3 * 2 and wrong["swapped"] > 2**18
+
+
+@pytest.mark.parametrize("words", [
+    ["--sizes-mb", "0"], ["--sizes-mb", "1,x"], ["--sizes-mb", ""], ["--sizes-mb", "-1"], ["--sizes-mb", "inf"],
+    ["--sizes-mb", "nan"], ["--world-sizes", "0"], ["--world-sizes", "two"], ["--world-sizes", "2,"],
+    ["--backends", "mpi"], ["--backends", ""], ["--iters", "0"], ["--iters", "1.5"], ["--warmup", "-1"],
+    ["--row-seconds", "0"], ["--json", "/"], ["--plot", "/no/such/folder/a.png"], ["--json", ""],
+], ids=" ".join)
+def test_bad_input_is_one_line(words, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *words])
+    with pytest.raises(SystemExit) as end:
+        main()
+    output, error = capsys.readouterr()
+    assert end.value.code == 2 and output == ""
+    assert error.startswith(f"allreduce.py: error: argument {words[0]}: ") and error.count("\n") == 1
+
+
+def long_run(script, *words):
+    """Start a run that would take minutes, and return it with its output so far when the first sizes are measured."""
+    one = script([sys.executable, SCRIPT, "--backends", "gloo", "--sizes-mb", "0.5,1,400", "--world-sizes", "2,4",
+                  "--iters", "100000", "--row-seconds", "0.3", *words])
+    output = ""
+    for line in one.process.stdout:
+        output += line
+        if line.startswith("ring") and line.split()[2] == "1":
+            break
+    return one, output
+
+
+def test_ctrl_c_keeps_what_is_measured(script, tmp_path):
+    one, output = long_run(script, "--json", tmp_path / "a.json", "--plot", tmp_path / "a.png")
+    one.process.send_signal(signal.SIGINT)
+    status, rest = one.wait(30)
+    assert status == 130 and "Traceback" not in output + rest, output + rest
+    assert "interrupted" in rest and "model" in rest and "β, GB/s" in rest
+    assert len(json.loads((tmp_path / "a.json").read_text())["rows"]) >= 4 and (tmp_path / "a.png").exists()
+
+
+def test_sigterm_leaves_no_process(script):
+    one = script([sys.executable, SCRIPT])
+    one.process.stdout.readline()  # the demonstration's ranks are alive now
+    one.process.send_signal(signal.SIGTERM)
+    status, rest = one.wait(30)
+    assert status == 130 and "Traceback" not in rest, rest
+
+
+@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="finding the ranks needs /proc")
+def test_a_rank_that_dies_ends_all(script, tmp_path):
+    one, output = long_run(script, "--plot", tmp_path / "a.png")
+    ranks = [process for process in one.processes() if b"spawn_main" in Path(f"/proc/{process}/cmdline").read_bytes()]
+    assert len(ranks) == 2
+    os.kill(ranks[-1], signal.SIGKILL)
+    status, rest = one.wait(30)
+    assert status == 1 and rest.count("error: a rank ended") == 1 and "Traceback" not in rest, rest
+    assert "model" in rest and (tmp_path / "a.png").exists()
+
+
+def test_copied_alone_it_imports_with_torch_only(tmp_path):
+    shutil.copy(SCRIPT, tmp_path)
+    code = "import sys; sys.modules.update(numpy=None, matplotlib=None); import allreduce; print(allreduce.ring_all_reduce)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "ring_all_reduce" in done.stdout, done.stderr
+    done = subprocess.run([sys.executable, "allreduce.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "copy the repository's folder common/" in done.stderr and done.stderr.count("\n") == 1
