@@ -1,0 +1,443 @@
+"""ShardedOptimizer against the optimizers it shards, on real ranks, and the script from end to end."""
+
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import masked, torchrun
+from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+sys.path.insert(0, str(Path(__file__).parent))
+from sharded_optimizer import LanguageModel, ShardedOptimizer, state_bytes
+
+SCRIPT = Path(__file__).with_name("sharded_optimizer.py")
+ADAM, ADAMW, SGD, ADAGRAD = torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad
+OPTIMIZERS = [(SGD, {"lr": 0.1, "momentum": 0.9}), (SGD, {"lr": 0.1, "fused": True}), (ADAM, {"lr": 0.01, "amsgrad": True}),
+              (ADAM, {"lr": torch.tensor(0.01)}), (ADAMW, {"lr": 0.01, "fused": True}),
+              (ADAMW, {"lr": 0.01, "foreach": True}), (ADAGRAD, {"lr": 0.1, "initial_accumulator_value": 0.1})]
+
+
+def parameters(*shapes, dtype=torch.float64):
+    """The same parameters on every rank."""
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)) for shape in shapes]
+
+
+SHAPES = (30, 20), (40,), (7, 5, 3), (), (600,), (1,)
+
+
+def give_gradients(parameters, step):
+    """Averaged gradients as DDP would leave them: the same on every rank, different in every step."""
+    generator = torch.Generator().manual_seed(100 + step)
+    for parameter in parameters:
+        gradient = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        if parameter.requires_grad:
+            parameter.grad = torch.empty_like(parameter).copy_(gradient)
+
+
+def train(optimizer, parameters, steps):
+    for step in steps:
+        give_gradients(parameters, step)
+        optimizer.step()
+
+
+def assert_equal(mine, expected):
+    """The same on all ranks to the last bit, and within 1e-12 of the unsharded optimizer's."""
+    everyones = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, [parameter.detach().clone() for parameter in mine])
+    for number, (one, other) in enumerate(zip(mine, expected, strict=True)):
+        assert one.shape == other.shape and one.dtype == other.dtype and one.stride() == other.stride(), number
+        assert all(torch.equal(one, replicas[number]) for replicas in everyones), f"ranks differ in parameter {number}"
+        assert (one - other).abs().max() <= 1e-12, f"parameter {number}: {(one - other).abs().max()}"
+
+
+def groups_of(mine):
+    return [{"params": mine[:2], "lr": 0.03, "weight_decay": 0.1}, {"params": mine[2:]}]
+
+
+def equals_unsharded():
+    for optimizer_cls, options in OPTIMIZERS:
+        for grouped in (False, True):
+            mine, plain = parameters(*SHAPES), parameters(*SHAPES)
+            sharded = ShardedOptimizer(groups_of(mine) if grouped else mine, optimizer_cls, **options)
+            unsharded = optimizer_cls(groups_of(plain) if grouped else plain, **options)
+            train(sharded, mine, range(5))
+            train(unsharded, plain, range(5))
+            assert_equal(mine, plain)
+            sharded.param_groups[0]["lr"] = unsharded.param_groups[0]["lr"] = 0.2
+            train(sharded, mine, range(5, 8))
+            train(unsharded, plain, range(5, 8))
+            assert_equal(mine, plain)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_equals_the_unsharded_optimizer(ranks, world_size):
+    ranks(world_size).run(equals_unsharded)
+
+
+def follows_schedulers():
+    schedulers = [lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=12),  # betas, too
+                  lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.1),
+                  lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 8)]
+    for make in schedulers:
+        mine, plain = parameters(*SHAPES), parameters(*SHAPES)
+        for optimizer, owned in ((ShardedOptimizer(groups_of(mine), ADAM), mine), (ADAM(groups_of(plain)), plain)):
+            scheduler = make(optimizer)
+            for step in range(8):
+                train(optimizer, owned, [step])
+                scheduler.step()
+        assert_equal(mine, plain)
+
+
+def test_schedulers_take_effect(ranks):
+    ranks(2).run(follows_schedulers)
+
+
+def adds_groups():
+    for optimizer_cls, options in OPTIMIZERS:
+        mine, plain = parameters(*SHAPES), parameters(*SHAPES)
+        sharded, unsharded = ShardedOptimizer(mine[:3], optimizer_cls, **options), optimizer_cls(plain[:3], **options)
+        train(sharded, mine[:3], range(4))
+        train(unsharded, plain[:3], range(4))
+        before = {parameter: {key: torch.as_tensor(value).clone() for key, value in state.items()}
+                  for parameter, state in sharded.state.items()}
+        owners = dict(sharded.owners)
+        for optimizer, owned in ((sharded, mine), (unsharded, plain)):
+            optimizer.add_param_group({"params": owned[3], "lr": 0.05})
+            optimizer.add_param_group({"params": owned[4:]})
+        assert all(sharded.owners[parameter] == owner for parameter, owner in owners.items())
+        assert all(torch.equal(torch.as_tensor(sharded.state[parameter][key]), value)
+                   for parameter, state in before.items() for key, value in state.items())
+        if optimizer_cls is ADAGRAD:  # older versions of torch make its state in the constructor only
+            for parameter in plain[3:]:
+                unsharded.state[parameter] = ADAGRAD([parameter], **options).state[parameter]
+        train(sharded, mine, range(4, 8))
+        train(unsharded, plain, range(4, 8))
+        assert_equal(mine, plain)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_groups_can_be_added_in_mid_training(ranks, world_size):
+    ranks(world_size).run(adds_groups)
+
+
+def steps_with_closure():
+    mine, plain = parameters((4, 3), (2,)), parameters((4, 3), (2,))
+    sharded, unsharded, calls = ShardedOptimizer(mine, ADAM, lr=0.1), ADAM(plain, lr=0.1), []
+
+    def closure(optimizer, owned):
+        calls.append(dist.get_rank())
+        optimizer.zero_grad()
+        loss = sum((parameter**2).sum() for parameter in owned)
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        loss = sharded.step(lambda: closure(sharded, mine))
+        assert loss.item() == unsharded.step(lambda: closure(unsharded, plain)).item()
+    assert len(calls) == 6
+    assert sharded.step() is None
+    unsharded.step()
+    assert_equal(mine, plain)
+    sharded.zero_grad()
+    assert all(parameter.grad is None for parameter in mine)
+    assert "lr: 0.1" in repr(sharded)
+
+
+def test_closure_zero_grad_and_repr(ranks):
+    ranks(3).run(steps_with_closure)  # three ranks, two parameters: one rank owns nothing
+
+
+def trains_unusual_parameters():
+    def build():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Linear(6, 5), nn.Linear(5, 6), nn.Linear(6, 5)).double()
+        model.to(memory_format=torch.channels_last)
+        model[3].weight = model[1].weight  # tied
+        model[2].weight.requires_grad_(False)  # frozen
+        model[1].bias.data = model[1].bias.data.float()
+        model[2].bias.data = model[2].bias.data.bfloat16()  # three dtypes
+        model.register_parameter("transposed", nn.Parameter(torch.randn(4, 6).double().t()))
+        model.register_parameter("unused", nn.Parameter(torch.randn(5).double()))
+        return model
+
+    def gradients(model, step):
+        give_gradients(model.parameters(), step)
+        model.unused.grad = None
+        if step < 2:
+            model[0].weight.grad = None  # none in the first steps
+
+    sharded_model, plain_model = build(), build()
+    sharded, unsharded = ShardedOptimizer(sharded_model.parameters(), ADAM), ADAM(plain_model.parameters())
+    assert sharded_model[3].weight is sharded_model[1].weight
+    frozen = sharded_model[2].weight.detach().clone()
+    for step in range(5):
+        for model, optimizer in ((sharded_model, sharded), (plain_model, unsharded)):
+            gradients(model, step)
+            optimizer.step()
+    assert torch.equal(sharded_model[2].weight, frozen)
+    assert_equal(list(sharded_model.parameters()), list(plain_model.parameters()))
+    for model, optimizer in ((sharded_model, sharded), (plain_model, unsharded)):  # thaw one that it has already
+        model[2].weight.requires_grad_(True)
+        gradients(model, 9)
+        optimizer.step()
+    assert not torch.equal(sharded_model[2].weight, frozen)
+    assert_equal(list(sharded_model.parameters()), list(plain_model.parameters()))
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_frozen_tied_mixed_dtypes_strides_and_no_gradient(ranks, world_size):
+    ranks(world_size).run(trains_unusual_parameters)
+
+
+def balances():
+    world_size = dist.get_world_size()
+    models = [LanguageModel(64, 256, 6, 4, 500), nn.Sequential(*(nn.Linear(50, 50) for _ in range(12))),
+              nn.Sequential(nn.Linear(1000, 500), nn.Linear(2, 2)), nn.Linear(3, 3, bias=False)]
+    for model in models:
+        optimizer = ShardedOptimizer(model.parameters(), ADAM)
+        sizes = [parameter.nbytes for parameter in model.parameters()]
+        assert sum(optimizer.loads) == sum(sizes)
+        assert max(optimizer.loads) <= max(1.05 / world_size * sum(sizes), max(sizes))
+        assert sum(flat.nbytes for _, flat in optimizer.flats) == sum(sizes)  # nothing is stored twice
+        assert all(parameter.untyped_storage().nbytes() <= max(optimizer.loads) for parameter in model.parameters())
+        give_gradients(model.parameters(), 0)
+        optimizer.step()
+        zero = ZeroRedundancyOptimizer(model.parameters(), ADAM)
+        zero.step()
+        assert max(state_bytes(optimizer)) <= max(state_bytes(zero))
+    half_frozen = parameters(*[(50,)] * 8)
+    for parameter in half_frozen[::2]:
+        parameter.requires_grad_(False)
+    optimizer = ShardedOptimizer(half_frozen, ADAM)
+    train(optimizer, half_frozen, [0])
+    assert len(optimizer.state) in (4 // world_size, -(-4 // world_size))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_state_is_shared_out_evenly(ranks, world_size):
+    ranks(world_size).run(balances)
+
+
+def differs(case):
+    rank, last = dist.get_rank(), dist.get_rank() == dist.get_world_size() - 1
+    shapes = [(4, 3), (2,)]
+    given = parameters(*shapes)
+    if last and case == "shape":
+        given = parameters((3, 4), (2,))
+    if last and case == "count":
+        given = parameters(*shapes, (5,))
+    if last and case == "dtype":
+        given[1] = nn.Parameter(given[1].detach().float())
+    if last and case == "strides":
+        given[0] = nn.Parameter(torch.randn(3, 4).double().t())
+    if last and case == "frozen":
+        given[0].requires_grad_(False)
+    if last and case == "groups":
+        given = [{"params": given[:1]}, {"params": given[1:]}]
+    if last and case == "nothing":
+        given = []
+    if last and case == "not a leaf":
+        given = [given[0] * 2, given[1]]
+    start = time.monotonic()
+    with pytest.raises(ValueError, match="ranks' parameters differ"):
+        if case == "added":
+            ShardedOptimizer(given, ADAM).add_param_group({"params": parameters((3,) if last else (4,))})
+        else:
+            ShardedOptimizer(given, ADAM)
+    assert time.monotonic() - start < 10, rank
+    dist.barrier()  # the process group is still in order
+
+
+@pytest.mark.parametrize("case", ["shape", "count", "dtype", "strides", "frozen", "groups", "nothing", "not a leaf", "added"])
+def test_ranks_that_differ_get_an_error(ranks, case):
+    ranks(3).run(differs, case)
+
+
+def refuses_what_is_wrong():
+    for wrong, error in (([], ValueError), ([1.0], TypeError), (torch.zeros(2), TypeError)):
+        with pytest.raises(error):
+            ShardedOptimizer(wrong, ADAM)
+    with pytest.raises(ValueError, match="Invalid learning rate"):
+        ShardedOptimizer(parameters((3,)), ADAM, lr=-1)
+    with pytest.raises(TypeError):
+        ShardedOptimizer(parameters((3,)), ADAM, learning_rate=1)
+    model = nn.Linear(2, 2)
+    optimizer = ShardedOptimizer(model.parameters(), ADAM)
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        optimizer.add_param_group({"params": [model.weight]})
+    model.double()
+    give_gradients(model.parameters(), 0)
+    with pytest.raises(RuntimeError, match="left its flat buffer"):
+        optimizer.step()
+
+
+def test_mistakes_are_said(ranks):
+    ranks(2).run(refuses_what_is_wrong)
+
+
+def train_and_edit(optimizer, owned, steps):
+    for step in steps:
+        if step == 2:
+            optimizer.param_groups[0]["lr"] = 0.02  # must travel with the state
+        train(optimizer, owned[:4] if step < 3 else owned, [step])  # two get their first gradient in step 3
+
+
+def continue_training(optimizer_cls, options, saved, steps):
+    """Load what another world size saved, train on; (weights, state) of this rank as bytes."""
+    mine = parameters(*SHAPES)
+    optimizer = ShardedOptimizer(groups_of(mine), optimizer_cls, **options)
+    if saved:
+        weights, state = torch.load(io.BytesIO(saved))
+        for parameter, weight in zip(mine, weights, strict=True):
+            parameter.detach().copy_(weight)
+        optimizer.load_state_dict(state)
+    train_and_edit(optimizer, mine, steps)
+    weights, state = [parameter.detach().clone() for parameter in mine], optimizer.state_dict()
+    train(optimizer, mine, [99])  # must not change what was saved
+    assert dist.get_rank() == 0 or state["state"] == {}
+    file = io.BytesIO()
+    torch.save((weights, state), file)
+    return file.getvalue()
+
+
+def assert_same_state(mine, expected):
+    """The same state_dict: keys, hyper-parameters, and tensors to 1e-12."""
+    assert mine["param_groups"] == expected["param_groups"]
+    assert list(mine["state"]) == list(expected["state"])
+    for index, state in expected["state"].items():
+        assert mine["state"][index].keys() == state.keys()
+        for key, value in state.items():
+            torch.testing.assert_close(mine["state"][index][key], value, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("optimizer_cls, options", [one for one in OPTIMIZERS if not torch.is_tensor(one[1]["lr"])])
+def test_state_dict_goes_from_2_to_3_to_1_ranks(ranks, optimizer_cls, options):
+    saved, plain = None, parameters(*SHAPES)
+    unsharded = optimizer_cls(groups_of(plain), **options)
+    for world_size, steps in ((2, range(0, 3)), (3, range(3, 6)), (1, range(6, 8))):
+        saved = ranks(world_size).run(continue_training, optimizer_cls, options, saved, steps)[0]
+        train_and_edit(unsharded, plain, steps)
+        weights, state = torch.load(io.BytesIO(saved))
+        for number, (weight, parameter) in enumerate(zip(weights, plain, strict=True)):
+            assert (weight - parameter).abs().max() <= 1e-12, (world_size, number)
+        assert_same_state(state, unsharded.state_dict())
+        loaded = optimizer_cls(groups_of(plain), lr=9.0)  # into the optimizer itself, without sharding
+        loaded.load_state_dict(state)
+        assert_same_state(loaded.state_dict(), unsharded.state_dict())
+
+
+def loads_the_wrong_state():
+    optimizer = ShardedOptimizer(parameters((3,), (2,)), ADAM)
+    state = ShardedOptimizer(parameters((3,)), ADAM).state_dict()
+    with pytest.raises(ValueError, match="doesn't match the size"):
+        optimizer.load_state_dict(state)
+
+
+def test_a_state_dict_that_does_not_fit(ranks):
+    ranks(2).run(loads_the_wrong_state)
+
+
+def messages():
+    mine = parameters(*[(10, 10)] * 40)
+    optimizer = ShardedOptimizer(mine, ADAM)
+    give_gradients(mine, 0)
+    with torch.profiler.profile() as profiler:
+        optimizer.step()
+    return {event.key: event.count for event in profiler.key_averages() if event.key.startswith("c10d::")}
+
+
+def test_few_messages(ranks):
+    assert ranks(3).run(messages) == 3 * [{"c10d::broadcast_": 3}]  # for 40 parameters
+
+
+def in_a_subgroup():
+    group = dist.new_group([2, 1])
+    if dist.get_rank() != 0:
+        mine, plain = parameters(*SHAPES), parameters(*SHAPES)
+        optimizer = ShardedOptimizer(mine, ADAM, process_group=group)
+        train(optimizer, mine, range(3))
+        train(ADAM(plain), plain, range(3))
+        assert all(torch.equal(one, other) for one, other in zip(mine, plain, strict=True))
+        assert len(optimizer.state) < len(mine)
+        assert len(optimizer.state_dict()["state"]) == (len(mine) if dist.get_rank(group) == 0 else 0)
+    dist.barrier()
+
+
+def test_a_process_group_of_some_ranks(ranks):
+    ranks(3).run(in_a_subgroup)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_cuda(script, tmp_path):
+    status, output = script(torchrun(2, SCRIPT, "--device", "cuda", "--steps", 1, "--plot", tmp_path / "m.png")).wait(300)
+    assert status == 0, output
+    assert "verify: passed" in output and "of CUDA's allocator" in output
+
+
+QUICK = "--device", "cpu", "--batch-size", 1, "--context-length", 8, "--steps", 1, "--warmup", 0
+
+
+def test_script(script, tmp_path):
+    status, output = script(torchrun(2, SCRIPT, *QUICK, "--json", tmp_path / "x.json", "--plot", tmp_path / "x.png")).wait()
+    assert status == 0, output
+    recorded = masked(SCRIPT.with_name("reference_output.txt").read_text())
+    table = [line for line in recorded if line.startswith(("verify", "memory:", "MB", "ms", "sharded", "unsharded"))]
+    missing = [line for line in table if line not in masked(output)]
+    assert table and not missing, f"reference_output.txt has lines that the script does not print: {missing}"
+    result = json.loads((tmp_path / "x.json").read_text())
+    assert result["stage"] == "06_sharded_optimizer" and result["world_size"] == 2 and result["verify"]["max_abs_diff"] == 0
+    assert [one["name"] for one in result["candidates"]] == ["AdamW", "ShardedOptimizer", "torch ZeRO", "torch ZeRO view"]
+    unsharded, sharded, *torchs = [max(one["optimizer_state_bytes"]) for one in result["candidates"]]
+    assert sharded <= 1.05 * unsharded / 2 and all(sharded <= one for one in torchs)
+    assert all((len(one["step_seconds"]), len(one["optimizer_seconds"])) == (2, 8) for one in result["candidates"])
+    for name, moments in result["memory_bytes"].items():
+        last = list(moments.values())[-1]
+        assert last[0][0] == last[0][1] == 4 * result["model"]["parameters"]
+        assert max(one[2] for one in last) == (unsharded if name == "unsharded" else sharded)
+    assert (tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_script_ends_when_a_rank_dies(script, tmp_path):
+    running = script(torchrun(2, SCRIPT, *QUICK, "--steps", 10_000, "--no-verify", "--no-baseline",
+                              "--plot", tmp_path / "x.png"))
+    while "benchmark:" not in running.process.stdout.readline():
+        assert running.process.poll() is None
+    victim = next(process for process in running.processes()
+                  if process != running.process.pid and "torch.distributed.run" not in command_line(process))
+    killed = time.monotonic()
+    os.kill(victim, signal.SIGKILL)
+    status, _ = running.wait()
+    assert status != 0 and time.monotonic() - killed < 30
+
+
+def command_line(process):
+    return subprocess.run(["ps", "-o", "args=", "-p", str(process)], capture_output=True, text=True).stdout
+
+
+@pytest.mark.parametrize("flags, named", [
+    (["--size", "huge"], "--size"), (["--steps", "0"], "--steps"), (["--batch-size", "x"], "--batch-size"),
+    (["--json", "/"], "--json"), (["--json", "/nowhere/x.json"], "--json"), (["--plot", ""], "--plot"),
+    (["--timeout", "-1"], "--timeout"), (["--backend", "mpi"], "--backend"), (["--unknown"], "--unknown"), ([], "torchrun")])
+def test_bad_flags_are_said_in_one_line(flags, named):
+    done = subprocess.run([sys.executable, SCRIPT, *flags], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1 and "error: " in done.stderr and named in done.stderr
+
+
+def test_a_copied_file_imports_with_torch_alone(tmp_path):
+    copy = shutil.copy(SCRIPT, tmp_path)
+    subprocess.run([sys.executable, "-c", "import sharded_optimizer, sys; assert 'common' not in sys.modules"],
+                   check=True, cwd=tmp_path)
+    done = subprocess.run([sys.executable, copy], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1 and "common" in done.stderr
