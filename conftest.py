@@ -106,7 +106,7 @@ class Script:
     def __init__(self, command: list, **options):
         self.mark = f"TEST_MARK={os.getpid()}.{time.monotonic_ns()}"
         name, value = self.mark.split("=")
-        environment = os.environ | {name: value, "PYTHONUNBUFFERED": "1"} | options.pop("env", {})
+        environment = os.environ | {name: value, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"} | options.pop("env", {})
         self.process = subprocess.Popen([str(word) for word in command], env=environment, text=True,
                                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True, **options)
 

@@ -378,11 +378,13 @@ def main():
 
     last = args.trainers + args.servers
     parameters = sum(parameter.numel() for parameter in dense_net().parameters())
-    layout = (f"08_ddp_rpc: torch {torch.__version__}, CUDA {torch.version.cuda} with {gpus} GPUs, {last + 1} processes with "
-              f"{args.threads_per_process} threads each\n"
-              f"rank 0 to {args.trainers - 1}: trainers, {parameters} dense parameters on {args.device}, DDP over {args.backend}\n"
-              f"rank {args.trainers} to {last - 1}: parameter servers, a table of {args.embeddings} × {args.embedding_dim} each\n"
-              f"rank {last}: master; RPC over TensorPipe (TCP); all meet at {args.master_addr} port {args.master_port}")
+    layout = (
+        f"08_ddp_rpc: torch {torch.__version__}, CUDA {torch.version.cuda} with {gpus} GPUs, {last + 1} processes with "
+        f"{args.threads_per_process} threads each\n"
+        f"rank 0 to {args.trainers - 1}: trainers, {parameters} dense parameters on {args.device}, DDP over {args.backend}\n"
+        f"rank {args.trainers} to {last - 1}: parameter servers, a table of {args.embeddings} × {args.embedding_dim} each\n"
+        f"rank {last}: master; RPC over TensorPipe (TCP); all meet at {args.master_addr} port {args.master_port}"
+    )
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it would name every process that it ends
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
