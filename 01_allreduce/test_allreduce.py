@@ -124,7 +124,7 @@ def test_script_measures_fits_and_draws(script, tmp_path):
     lines = masked(output)
     assert "gloo # # not run: needs # GB of memory, and # are free" in lines
     if torch.cuda.device_count() < 2:
-        assert "nccl # #e+# not run: needs # GPUs, and torch finds #" in lines
+        assert "nccl # # not run: needs # GPUs, and torch finds #" in lines
 
 
 def test_demo(script):
