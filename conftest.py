@@ -20,6 +20,7 @@ import torch.multiprocessing as mp
 from torch import nn
 
 ROOT = Path(__file__).resolve().parent
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background inherits that Ctrl-C is ignored
 
 
 class Ranks:
