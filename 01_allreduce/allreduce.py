@@ -179,11 +179,11 @@ def benchmark(device: torch.device, backend: str, sizes_bytes: list[int], iters:
             row = {"algorithm": name, "size_bytes": size_bytes, "warmup": warmups, "seconds": seconds, "p50": times[0],
                    "wrong": wrong[name]}
             algbw, ratio = size_bytes / times[0] / 1e9, percentiles(samples[backend])[0] / times[0]
+            with open(rows_file, "a") as file:
+                file.write(json.dumps(environment(device) | row) + "\n")
             print(ROW.format(name, world_size, f"{size_bytes / 2**20:g}", f"{len(seconds)}+{warmups}",
                              *(f"{1000 * t:.2f}" for t in times), f"{algbw:.2f}",
                              f"{algbw * 2 * (world_size - 1) / world_size:.2f}", f"{ratio:.2f}", wrong[name]), flush=True)
-            with open(rows_file, "a") as file:
-                file.write(json.dumps(environment(device) | row) + "\n")
 
 
 def measure(algorithms: dict, tensor: torch.Tensor, iters: int, warmup: int, row_seconds: float) -> tuple[dict, int, dict]:
