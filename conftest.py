@@ -251,6 +251,7 @@ def trains_like_one_process(wrapper, build, micro_batches=1, set_to_none=True, o
         model.finish_gradient_synchronization()
         for (name, mine), expected in zip(inner.named_parameters(), twin.parameters(), strict=True):
             if mine.requires_grad:
+                assert mine.grad.stride() == mine.stride(), "fused optimizers read both front to back, whatever the strides"
                 torch.testing.assert_close(mine.grad, torch.zeros_like(mine) if expected.grad is None else expected.grad,
                                            rtol=0, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}")
             else:

@@ -90,7 +90,7 @@ class BucketedDDP(nn.Module):
             self.flats.append(bucket[0].new_zeros(sum(sizes)) if len(bucket) > 1 else None)
             if len(bucket) > 1:
                 for parameter, piece in zip(bucket, self.flats[-1].split(sizes), strict=True):
-                    strides = torch.empty_like(parameter, device="meta").stride()
+                    strides = torch.empty_like(parameter, device="meta").stride()  # fused optimizers need the same layout
                     self.views[parameter] = piece.as_strided(parameter.shape, strides)
 
     def forward(self, *inputs, **kwargs):
