@@ -33,7 +33,7 @@ CORES := $(shell getconf _NPROCESSORS_ONLN)
 THREADS := $(shell echo $$(( $(CORES) > $(NPROC) ? $(CORES) / $(NPROC) : 1 )))
 TORCHRUN = OMP_NUM_THREADS=$(THREADS) $(PYTHON) -m torch.distributed.run $(HOSTS) --nproc-per-node $(NPROC)
 
-.PHONY: help setup test lint all reference clean compare timeline $(STAGES) $(TOOLS)
+.PHONY: help setup test test-full lint all reference clean compare timeline $(STAGES) $(TOOLS)
 
 help:
 	@echo 'make STAGE [NPROC=2] [ARGS="--help"]      run a stage; the first run makes .venv (some minutes, 5.5 GB)'
@@ -54,7 +54,8 @@ help:
 	@echo '  make timeline                           a step of 02 to 05 on one time axis: results/timeline.png'
 	@echo '  make all                                every stage with its defaults'
 	@echo '  make setup                              make .venv from requirements.txt'
-	@echo '  make test                               the test suite'
+	@echo '  make test                               the test suite, the fast part'
+	@echo '  make test-full                          all of it: real models, every fault, wrong input of every option'
 	@echo '  make lint                               ruff'
 	@echo '  make reference                          record every reference_output*.txt and picture again'
 	@echo '  make clean                              remove results/ and caches'
@@ -125,6 +126,9 @@ timeline: $(RUNTIME) | results
 all: $(STAGES)
 
 test: $(RUNTIME) $(DEVELOPMENT)
+	$(PYTHON) -m pytest -m "not full" $(ARGS)
+
+test-full: $(RUNTIME) $(DEVELOPMENT)
 	$(PYTHON) -m pytest $(ARGS)
 
 lint: $(RUNTIME) $(DEVELOPMENT)

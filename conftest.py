@@ -1,8 +1,10 @@
 """What the tests share: real ranks that run a function, and a way to run a script and see that nothing is left of it."""
 
 import contextlib
+import copy
 import json
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -17,7 +19,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+import torchvision
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 ROOT = Path(__file__).resolve().parent
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background inherits that Ctrl-C is ignored
@@ -310,6 +315,182 @@ def refuses_a_second_backward_or_forward_before_finish(wrapper):
         model(x)
     model.finish_gradient_synchronization()
     model(x)
+
+
+def refuses_parameters_frozen_or_unfrozen_later(wrapper):
+    for before in (True, False):
+        model = wrapper(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1).requires_grad_(before)))
+        model.module[1].requires_grad_(not before)
+        with pytest.raises(RuntimeError, match="frozen or unfrozen after wrapping.*deepcopy"):
+            model(torch.ones(2, 3))
+        wrapper(copy.deepcopy(model.module))(torch.ones(2, 3)).sum().backward()
+
+
+def refuses_to_be_wrapped_or_copied(wrapper):
+    model = wrapper(nn.Linear(3, 1))
+    for again in (model, model.module):
+        with pytest.raises(ValueError, match="wrap a module only once"):
+            wrapper(again)
+    with pytest.raises(RuntimeError, match=r"wrap copy.deepcopy\(model.module\)"):
+        copy.deepcopy(model)
+    other = wrapper(copy.deepcopy(model.module))
+    assert list(model.state_dict()) == list(DistributedDataParallel(nn.Linear(3, 1)).state_dict())
+    model.module.weight.data += 1
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(other.module.weight, model.module.weight)
+    pickle.dumps(model.module.state_dict())
+
+
+class Fails(nn.Module):
+    """Its backward raises when told to, between the gradients of its two layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.fail = nn.Linear(6, 6), nn.Linear(6, 6), False
+
+    def forward(self, x, rank=0):
+        x = self.first(x)
+        if self.fail:
+            x.register_hook(lambda _: (_ for _ in ()).throw(ArithmeticError("on purpose")))
+        return self.second(x)
+
+
+def goes_on_after_an_exception_in_backward(wrapper):
+    """The step is given up on one rank or on all: finish and zero_grad, and the next one is clean."""
+    for failing in ([1], [0, 1]):
+        torch.manual_seed(0)
+        model = wrapper(Fails().double())
+        model.module.fail = dist.get_rank() in failing
+        try:
+            model(torch.ones(2, 6).double()).sum().backward()
+        except ArithmeticError:
+            with pytest.raises(RuntimeError, match="call finish_gradient_synchronization"):
+                model(torch.ones(2, 6).double())
+        model.finish_gradient_synchronization()
+        model.zero_grad()
+        model.module.fail = False
+        equals_torch_ddp(None, None, models=(model, DistributedDataParallel(copy.deepcopy(model.module))))
+
+
+def small_net():
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+
+
+def checkpointed():
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = small_net()
+
+        def forward(self, x):
+            return checkpoint(self.net, x, use_reentrant=False)
+
+    return Checkpointed()
+
+
+def compiled():
+    return torch.compile(small_net(), backend="aot_eager")
+
+
+def equals_torch_ddp(wrapper, build, inputs=None, variation="", models=None):
+    """Three training steps with the wrapper and with torch DDP give the same gradients, in float64 to 1e-12."""
+    rank = dist.get_rank()
+    if models is None:
+        torch.manual_seed(rank)
+        inner = build().double()
+        models = wrapper(inner), DistributedDataParallel(copy.deepcopy(inner), find_unused_parameters="unused" in variation)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in models]
+    for step in range(3):
+        for model in models:
+            torch.manual_seed(100 * step + rank)  # of the inputs and of dropout
+            x = inputs() if inputs else torch.randn(4, 6, dtype=torch.float64)
+            if "eval" in variation:
+                with torch.no_grad():
+                    model.eval()(x)
+                model.train()
+            with torch.autocast("cpu", torch.bfloat16, enabled="autocast" in variation):
+                output = model(x)
+                outputs = output if isinstance(output, tuple) else (output,)  # GoogLeNet: with those of its auxiliary heads
+                loss = sum(one.double().square().mean() for one in outputs if isinstance(one, torch.Tensor))
+            loss.backward()
+            if model is models[0]:
+                model.finish_gradient_synchronization()
+            if "clip" in variation:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        for (name, mine), expected in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, torch.zeros_like(mine) if expected.grad is None else expected.grad,
+                                       rtol=1e-10, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
+        if "autocast" not in variation:  # there the last bit of a weight may decide the rounding to bfloat16
+            for optimizer in optimizers:
+                optimizer.step()
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none="keep" not in variation)
+    return sum(parameter.numel() for parameter in models[0].parameters())
+
+
+class Alternating(nn.Module):
+    """Uses its two branches in turn."""
+
+    def __init__(self):
+        super().__init__()
+        self.branches, self.calls = nn.ModuleList(nn.Linear(6, 6) for _ in range(2)), 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.branches[self.calls % 2](x)
+
+
+class TiedLanguageModel(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(50, 16), nn.Linear(16, 50, bias=False)
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, 0.1, batch_first=True, norm_first=True)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x):
+        return self.head(self.layer(self.embedding(x)))
+
+
+def images():
+    return torch.randn(2, 3, 64, 64, dtype=torch.float64)
+
+
+def small_images():
+    return torch.randn(2, 3, 32, 32, dtype=torch.float64)
+
+
+def tokens():
+    return torch.randint(50, (2, 7))
+
+
+def resnet18():
+    return torchvision.models.resnet18()
+
+
+def mobilenet():
+    return torchvision.models.mobilenet_v3_small()
+
+
+def googlenet():
+    return torchvision.models.googlenet(aux_logits=True, init_weights=False)
+
+
+def vit():
+    return torchvision.models.vit_b_16(image_size=32)
+
+
+def lstm():
+    return nn.LSTM(6, 8, num_layers=2, batch_first=True)
+
+
+WRONG_OR_UNUSUAL_USE = [refuses_parameters_frozen_or_unfrozen_later, refuses_to_be_wrapped_or_copied,
+                        goes_on_after_an_exception_in_backward, refuses_sparse_gradients,
+                        refuses_a_second_backward_or_forward_before_finish, names_the_difference_between_models]
+VARIATIONS = [(small_net, None, "eval"), (small_net, None, "clip"), (small_net, None, "keep"), (small_net, None, "autocast"),
+              (small_net, None, "clip keep eval"), (checkpointed, None, ""), (compiled, None, ""),
+              (Alternating, None, "unused"), (TiedLanguageModel, tokens, "")]
+REAL_MODELS = [(resnet18, images, ""), (mobilenet, images, ""), (googlenet, images, ""), (vit, small_images, ""),
+               (lstm, None, "")]
 
 
 def check_script_alone(path: Path, folder: Path) -> None:

@@ -8,8 +8,8 @@ all-reduce, and copied back. A call's latency is paid only once; still nothing i
     torchrun --nnodes 2 --node-rank R --nproc-per-node 8 --master-addr HOST0 --master-port 29400 \
         03_flat_ddp/flat_ddp.py                                                (two hosts; R is 0 on HOST0, else 1)
 
-Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020, section 3.2.1;
-Stanford CS336, assignment 2, "DDP with a single flat all-reduce".
+Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020,
+section 3.2.1; Stanford CS336, assignment 2, "DDP with a single flat all-reduce".
 """
 
 import argparse
@@ -27,6 +27,8 @@ from torch.profiler import record_function
 
 def broadcast_from_rank_0(module: nn.Module, process_group: dist.ProcessGroup | None = None) -> None:
     """Give every rank the parameters and buffers of rank 0. ValueError on all ranks if their models differ."""
+    if any(parameter._post_accumulate_grad_hooks for parameter in module.parameters()):
+        raise ValueError("the parameters have gradient hooks: wrap a module only once, or copy.deepcopy(module), without them")
     tensors = [*module.named_parameters(), *module.named_buffers()]
     mine = [f"{name} {tuple(tensor.shape)} {tensor.dtype} requires_grad={tensor.requires_grad}" for name, tensor in tensors]
     everyones = [None] * dist.get_world_size(process_group)
@@ -52,7 +54,7 @@ def prepare_gradient(parameter: nn.Parameter) -> None:
 class FlatDDP(nn.Module):
     """Average gradients with one all-reduce of one flat tensor (one per dtype and device), after backward.
 
-    Raises ValueError if the ranks' models differ and RuntimeError for sparse gradients.
+    Raises ValueError if the ranks' models differ or are wrapped already, RuntimeError for sparse gradients.
     """
 
     def __init__(self, module: nn.Module, process_group: dist.ProcessGroup | None = None):

@@ -1,16 +1,15 @@
 """04: all-reduce every gradient on its own, while backward is still running.
 
-Backward reaches the last layers first, and a gradient that is ready does not change any more. So its all-reduce starts
-at once, in the background, while backward goes on to the layers below; after backward only what is still travelling has
-to be waited for. One call per parameter again, but most of the communication is hidden.
+A gradient of the last layers is ready long before backward is over. So its all-reduce starts at once, in the background,
+while backward goes on to the layers below: one call per parameter again, but most of the communication is hidden.
 
     make 04_overlap_ddp NPROC=2                                                (see also ARGS="--help")
     torchrun --standalone --nproc-per-node 2 04_overlap_ddp/overlap_ddp.py     (one host)
     torchrun --nnodes 2 --node-rank R --nproc-per-node 8 --master-addr HOST0 --master-port 29400 \
         04_overlap_ddp/overlap_ddp.py                                          (two hosts; R is 0 on HOST0, else 1)
 
-Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020, section 3.2.2;
-Stanford CS336, assignment 2, "DDP overlapping computation with communication of individual parameters".
+Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020,
+section 3.2.2; Stanford CS336, assignment 2, "DDP overlapping computation with communication of individual parameters".
 """
 
 import argparse
@@ -29,6 +28,8 @@ from torch.profiler import record_function
 
 def broadcast_from_rank_0(module: nn.Module, process_group: dist.ProcessGroup | None = None) -> None:
     """Give every rank the parameters and buffers of rank 0. ValueError on all ranks if their models differ."""
+    if any(parameter._post_accumulate_grad_hooks for parameter in module.parameters()):
+        raise ValueError("the parameters have gradient hooks: wrap a module only once, or copy.deepcopy(module), without them")
     tensors = [*module.named_parameters(), *module.named_buffers()]
     mine = [f"{name} {tuple(tensor.shape)} {tensor.dtype} requires_grad={tensor.requires_grad}" for name, tensor in tensors]
     everyones = [None] * dist.get_world_size(process_group)
@@ -54,8 +55,8 @@ def prepare_gradient(parameter: nn.Parameter) -> None:
 class OverlapDDP(nn.Module):
     """Average gradients with one all-reduce per parameter, during backward.
 
-    Raises ValueError if the ranks' models differ, RuntimeError for sparse gradients and for a second backward() or a
-    forward() without finish_gradient_synchronization() in between.
+    Raises ValueError if the ranks' models differ or are wrapped already, RuntimeError for sparse gradients.
+    Also for parameters frozen or unfrozen later, and a second backward() or a forward() before the finish.
     """
 
     def __init__(self, module: nn.Module, process_group: dist.ProcessGroup | None = None):
@@ -74,9 +75,14 @@ class OverlapDDP(nn.Module):
             parameter.register_post_accumulate_grad_hook(self._gradient_is_ready)
 
     def forward(self, *inputs, **kwargs):
+        if len(self.order) != sum(parameter.requires_grad for parameter in self.module.parameters()):
+            raise RuntimeError("parameters were frozen or unfrozen after wrapping: do it before, or wrap a deepcopy of .module")
         if self.ready:
             raise RuntimeError("call finish_gradient_synchronization() after backward(), before the next forward")
         return self.module(*inputs, **kwargs)
+
+    def __deepcopy__(self, memo):
+        raise RuntimeError("hooks are not copied: wrap copy.deepcopy(model.module) instead")
 
     @contextmanager
     def no_sync(self):

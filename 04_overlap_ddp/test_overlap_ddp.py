@@ -26,16 +26,20 @@ def test_broadcasts_parameters_and_buffers(ranks, world_size):
     ranks(world_size).run(checks.broadcasts_parameters_and_buffers, OverlapDDP)
 
 
-def test_names_the_difference_between_models(ranks):
-    ranks(2).run(checks.names_the_difference_between_models, OverlapDDP)
+@pytest.mark.parametrize("check", checks.WRONG_OR_UNUSUAL_USE)
+def test_wrong_or_unusual_use(ranks, check):
+    ranks(2).run(check, OverlapDDP)
 
 
-def test_refuses_sparse_gradients(ranks):
-    ranks(2).run(checks.refuses_sparse_gradients, OverlapDDP)
+@pytest.mark.parametrize("model, inputs, variation", checks.VARIATIONS)
+def test_equals_torch_ddp(ranks, model, inputs, variation):
+    ranks(2).run(checks.equals_torch_ddp, OverlapDDP, model, inputs, variation)
 
 
-def test_refuses_a_second_backward_or_forward_before_finish(ranks):
-    ranks(2).run(checks.refuses_a_second_backward_or_forward_before_finish, OverlapDDP)
+@pytest.mark.full
+@pytest.mark.parametrize("model, inputs, variation", checks.REAL_MODELS)
+def test_real_models(ranks, model, inputs, variation):
+    ranks(2).run(checks.equals_torch_ddp, OverlapDDP, model, inputs, variation, timeout=300)
 
 
 def test_file_alone(tmp_path):

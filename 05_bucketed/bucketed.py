@@ -9,8 +9,8 @@ large calls, and most of them hidden: this is what torch's own DDP does.
     torchrun --nnodes 2 --node-rank R --nproc-per-node 8 --master-addr HOST0 --master-port 29400 \
         05_bucketed/bucketed.py                                                (two hosts; R is 0 on HOST0, else 1)
 
-Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020, section 3.2.3;
-Stanford CS336, assignment 2, "DDP with bucketing".
+Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020,
+section 3.2.3; Stanford CS336, assignment 2, "DDP with bucketing".
 """
 
 import argparse
@@ -29,6 +29,8 @@ from torch.profiler import record_function
 
 def broadcast_from_rank_0(module: nn.Module, process_group: dist.ProcessGroup | None = None) -> None:
     """Give every rank the parameters and buffers of rank 0. ValueError on all ranks if their models differ."""
+    if any(parameter._post_accumulate_grad_hooks for parameter in module.parameters()):
+        raise ValueError("the parameters have gradient hooks: wrap a module only once, or copy.deepcopy(module), without them")
     tensors = [*module.named_parameters(), *module.named_buffers()]
     mine = [f"{name} {tuple(tensor.shape)} {tensor.dtype} requires_grad={tensor.requires_grad}" for name, tensor in tensors]
     everyones = [None] * dist.get_world_size(process_group)
@@ -57,8 +59,8 @@ class BucketedDDP(nn.Module):
     A bucket holds up to `bucket_size_mb` (in 2^20 bytes; inf: no limit) of gradients of one dtype and device; a larger
     parameter has a bucket of its own. The first bucket is 25 times smaller, so that communication starts early.
 
-    Raises ValueError if the ranks' models differ, RuntimeError for sparse gradients and for a second backward() or a
-    forward() without finish_gradient_synchronization() in between.
+    Raises ValueError if the ranks' models differ or are wrapped already, RuntimeError for sparse gradients.
+    Also for parameters frozen or unfrozen later, and a second backward() or a forward() before the finish.
     """
 
     def __init__(self, module: nn.Module, bucket_size_mb: float = 25.0, process_group: dist.ProcessGroup | None = None):
@@ -72,9 +74,10 @@ class BucketedDDP(nn.Module):
         self.ready = set()  # parameters whose gradient this backward has finished
         self.works = []  # the all-reduces launched so far: of the first len(works) buckets
         # All ranks launch in this order. Arrival may differ, and then gradients of different parameters would be added.
+        self.order = [parameter for parameter in reversed(list(module.parameters())) if parameter.requires_grad]
         self.buckets = []
         filling = {}  # (dtype, device) -> the bucket that is being filled, its bytes
-        for parameter in reversed([parameter for parameter in module.parameters() if parameter.requires_grad]):
+        for parameter in self.order:
             parameter.register_post_accumulate_grad_hook(self._gradient_is_ready)
             bucket, size = filling.get((parameter.dtype, parameter.device), (None, 0))
             limit = bucket_size_mb * 2**20 / (25 if self.buckets and bucket is self.buckets[0] else 1)
@@ -94,9 +97,14 @@ class BucketedDDP(nn.Module):
                     self.views[parameter] = piece.as_strided(parameter.shape, strides)
 
     def forward(self, *inputs, **kwargs):
+        if len(self.order) != sum(parameter.requires_grad for parameter in self.module.parameters()):
+            raise RuntimeError("parameters were frozen or unfrozen after wrapping: do it before, or wrap a deepcopy of .module")
         if self.ready:
             raise RuntimeError("call finish_gradient_synchronization() after backward(), before the next forward")
         return self.module(*inputs, **kwargs)
+
+    def __deepcopy__(self, memo):
+        raise RuntimeError("hooks are not copied: wrap copy.deepcopy(model.module) instead")
 
     @contextmanager
     def no_sync(self):
