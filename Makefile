@@ -50,7 +50,7 @@ help:
 	@echo '  make 07_resnet_ddp/compile_ddp          DDP and FSDP, eager and compiled (ARGS=--matrix: side by side)'
 	@echo '  make 08_ddp_rpc                         DDP for the dense part, RPC parameter servers for the embeddings'
 	@echo
-	@echo '  make compare                            02 to 05 with the same settings: a table, results/compare.png'
+	@echo '  make compare                            02 to 06 with the same settings: a table, results/compare.png'
 	@echo '  make timeline                           a step of 02 to 05 on one time axis: results/timeline.png'
 	@echo '  make all                                every stage with its defaults'
 	@echo '  make setup                              make .venv from requirements.txt'
@@ -107,13 +107,14 @@ LAYOUT = --trainers 2 --servers 2 --embedding-dim 256
 08_ddp_rpc: $(RUNTIME) | results
 	@$(PYTHON) 08_ddp_rpc/ddp_rpc.py $(if $(findstring --trainers,$(ARGS))$(findstring --servers,$(ARGS)),,$(LAYOUT)) $(ARGS)
 
-# The ladder with the same settings: one table, one picture.
+# 02 to 06 with the same settings: one table, one picture.
 compare: $(RUNTIME) | results
-	@for script in $(LADDER_SCRIPTS); do \
+	@for script in $(LADDER_SCRIPTS) 06_sharded_optimizer/sharded_optimizer.py; do \
 	  echo "$$script"; name=results/compare_$${script%%/*}; \
-	  $(TORCHRUN) $$script --no-verify --json $$name.json $(ARGS) > $$name.txt || exit; \
+	  $(TORCHRUN) $$script --no-verify --steps 12 --json $$name.json $(ARGS) > $$name.txt || exit; \
 	done
-	@$(PYTHON) -m common.compare $(LADDER:%=results/compare_%.json) --plot results/compare.png
+	@$(PYTHON) -m common.compare $(foreach stage,$(LADDER) 06_sharded_optimizer,results/compare_$(stage).json) \
+	  --plot results/compare.png
 
 # One step of 02 to 05 on one time axis, from traces of real runs.
 timeline: $(RUNTIME) | results
@@ -135,6 +136,7 @@ lint: $(RUNTIME) $(DEVELOPMENT)
 	$(PYTHON) -m ruff check .
 
 reference: $(STAGES:%=%/reference_output.txt) 05_bucketed/reference_output_bucket_sweep.txt \
+	05_bucketed/reference_output_three_runs.txt \
 	07_resnet_ddp/reference_output_sweep.txt 07_resnet_ddp/reference_output_compile_ddp.txt \
 	08_ddp_rpc/reference_output_8x8.txt common/reference_output_compare.txt common/reference_output_timeline.txt
 
@@ -153,6 +155,12 @@ $(LADDER:%=%/reference_output.txt): %/reference_output.txt: FORCE | results
 	$(call record,08_ddp_rpc)
 08_ddp_rpc/reference_output_8x8.txt: FORCE | results
 	$(call record,08_ddp_rpc,--trainers 8 --servers 8 --lookup both)
+# Three runs each of 04, of 05, and of 05 beside torch DDP without its copy back: the ratios scatter, so take the middle one.
+05_bucketed/reference_output_three_runs.txt: FORCE | results
+	@for run in 1 2 3; do for stage in 04_overlap_ddp 05_bucketed '05_bucketed ARGS=--gradient-as-bucket-view'; do \
+	  set -- $$stage; echo "$$stage, run $$run"; \
+	  $(MAKE) --no-print-directory $$1 ARGS="--no-verify $${2#ARGS=}" | grep -E '^(step|no sync|[A-Za-z]+DDP |torch DDP)'; \
+	done || exit; done > results/recording.txt && mv results/recording.txt $@
 05_bucketed/reference_output_bucket_sweep.txt: FORCE | results
 	$(call record,05_bucketed/bucket_sweep)
 	cp results/bucket_sweep.png 05_bucketed

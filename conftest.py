@@ -523,13 +523,97 @@ def check_run(script, path: Path, folder: Path, world_size: int) -> None:
     assert {"forward", "backward", "sync", "optimizer"} <= spans
 
 
-def check_killed_rank(script, path: Path) -> None:
-    """SIGKILL of one rank in the middle of the benchmark ends the whole run within 30 s, with nothing left."""
-    run = script(torchrun(2, path, "--no-verify", "--batch-size", "1", "--context-length", "8", "--steps", "1000000"))
+def wait_for_line(run: Script, start: str) -> None:
+    """Read the run's output up to the line that begins so."""
     for line in run.process.stdout:
-        if line.startswith("benchmark:"):
-            break
-    victim = next(one for one in run.processes() if b"RANK=1" in Path(f"/proc/{one}/environ").read_bytes().split(b"\0"))
-    os.kill(victim, signal.SIGKILL)
-    status, _ = run.wait(timeout=30)
+        if line.startswith(start):
+            return
+    pytest.fail(f"it ended without a line that starts with {start!r}")
+
+
+def rank_1(run: Script) -> int:
+    """The process of rank 1, once it is there."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and run.process.poll() is None:
+        for process in run.processes():
+            with contextlib.suppress(OSError):
+                if b"RANK=1" in Path(f"/proc/{process}/environ").read_bytes().split(b"\0"):
+                    return process
+    pytest.fail("there is no rank 1")
+
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finding the ranks needs /proc")
+FAULTS = ["SIGKILL of a rank", "SIGTERM of the launcher", "Ctrl-C"]
+LADDER_MOMENTS = ["", "verify: epoch 1", "benchmark: "]
+LONG = ["--batch-size", "1", "--context-length", "8", "--steps", "1000000"]
+
+
+def check_fault(script, command: list, moment: str, fault: str, folder: Path) -> None:
+    """At that line of its output ("": when its ranks start) the run is hit: all of it ends within 30 s and leaves nothing."""
+    memory = set(os.listdir("/dev/shm"))
+    run = script(command, env={"TMPDIR": str(folder)})
+    victim = rank_1(run) if fault == FAULTS[0] or not moment else None
+    if moment:
+        wait_for_line(run, moment)
+    if fault == "SIGKILL of a rank":
+        os.kill(victim, signal.SIGKILL)
+    elif fault == "SIGTERM of the launcher":
+        run.process.send_signal(signal.SIGTERM)
+    else:
+        os.killpg(run.process.pid, signal.SIGINT)  # what a terminal does
+    status, output = run.wait(timeout=30)
+    assert status != 0, output
+    assert set(os.listdir("/dev/shm")) <= memory
+    left = [path.name for path in folder.iterdir() if not path.name.startswith("torchelastic_")]  # torchrun's own logs
+    assert not left, left
+
+
+def check_stopped_rank(script, path: Path) -> None:
+    """A rank that does not answer any more ends the run after --timeout, and the message names it and the place."""
+    run = script(torchrun(2, path, "--no-verify", *LONG, "--timeout", "3"))
+    victim = rank_1(run)
+    wait_for_line(run, "benchmark: ")
+    os.kill(victim, signal.SIGSTOP)
+    status, output = run.wait(timeout=60)
     assert status != 0
+    message = r"error: rank 0 waited more than --timeout 3 s in main > benchmark > .*; no answer from rank 1\n"
+    assert re.search(message, output), output
+
+
+WRONG_INPUT = [("--size", "huge"), ("--size", ""), ("--batch-size", "0"), ("--batch-size", "-1"), ("--batch-size", "x"),
+               ("--batch-size", ""), ("--batch-size", "99999999999999"), ("--context-length", "0"), ("--context-length", "1.5"),
+               ("--steps", "0"), ("--steps", "-3"), ("--steps", "many"), ("--warmup", "-1"), ("--warmup", ""), ("--seed", "-1"),
+               ("--seed", "x"), ("--dtype", "float16"), ("--device", "tpu"), ("--backend", "mpi"), ("--timeout", "0"),
+               ("--timeout", "soon"), ("--timeout", "nan"), ("--json", ""), ("--json", "/"),
+               ("--json", "/no/such/folder/x.json"), ("--data", "/no/such/folder"), ("--data", "")]
+if not torch.cuda.is_available():
+    WRONG_INPUT += [("--device", "cuda"), ("--backend", "nccl")]
+
+
+def check_wrong_input(main, path: Path, option: str, value: str, monkeypatch, capsys) -> None:
+    """One line that names option and value, and exit status 2. Without torchrun, but as its only rank."""
+    variables = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1",
+                 "MASTER_PORT": 0}
+    for name, content in variables.items():
+        monkeypatch.setenv(name, str(content))
+    monkeypatch.setattr(sys, "argv", [str(path), option, value])
+    with pytest.raises(SystemExit) as end:
+        main()
+    error = capsys.readouterr().err
+    assert end.value.code == 2, error
+    assert error.startswith(f"{path.name}: error: argument {option}: ") and error.count("\n") == 1 and value in error, error
+
+
+def check_wrong_input_under_torchrun(script, path: Path) -> None:
+    """Said once for all ranks, and not a success; torchrun's own report may follow."""
+    status, output = script(torchrun(3, path, "--size", "huge")).wait(60)
+    assert status != 0 and output.count("error: argument --size: ") == 1 and f'File "{path}"' not in output, output
+
+
+def check_not_started_by_torchrun(main, path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sys, "argv", [str(path)])
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit) as end:
+        main()
+    error = capsys.readouterr().err
+    assert end.value.code == 2 and error.count("\n") == 1 and "start this script with torchrun: torchrun --standalone" in error

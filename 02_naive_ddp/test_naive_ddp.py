@@ -4,7 +4,7 @@ from pathlib import Path
 
 import conftest as checks
 import pytest
-from naive_ddp import NaiveDDP
+from naive_ddp import NaiveDDP, main
 
 SCRIPT = Path(__file__).with_name("naive_ddp.py")
 
@@ -43,5 +43,35 @@ def test_run(script, tmp_path, world_size):
     checks.check_run(script, SCRIPT, tmp_path, world_size)
 
 
-def test_killed_rank(script):
-    checks.check_killed_rank(script, SCRIPT)
+@checks.needs_proc
+def test_killed_rank(script, tmp_path):
+    command = checks.torchrun(2, SCRIPT, "--no-verify", *checks.LONG)
+    checks.check_fault(script, command, "benchmark: ", "SIGKILL of a rank", tmp_path)
+
+
+@pytest.mark.full
+@checks.needs_proc
+@pytest.mark.parametrize("fault", checks.FAULTS)
+@pytest.mark.parametrize("moment", checks.LADDER_MOMENTS)
+def test_faults(script, moment, fault, tmp_path):
+    checks.check_fault(script, checks.torchrun(2, SCRIPT, *checks.LONG), moment, fault, tmp_path)
+
+
+@pytest.mark.full
+@checks.needs_proc
+def test_stopped_rank(script):
+    checks.check_stopped_rank(script, SCRIPT)
+
+
+@pytest.mark.parametrize("option, value", checks.WRONG_INPUT)
+def test_wrong_input(option, value, monkeypatch, capsys):
+    checks.check_wrong_input(main, SCRIPT, option, value, monkeypatch, capsys)
+
+
+def test_not_started_by_torchrun(monkeypatch, capsys):
+    checks.check_not_started_by_torchrun(main, SCRIPT, monkeypatch, capsys)
+
+
+@pytest.mark.full
+def test_wrong_input_under_torchrun(script):
+    checks.check_wrong_input_under_torchrun(script, SCRIPT)

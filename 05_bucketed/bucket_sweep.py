@@ -33,7 +33,7 @@ def best_number_of_buckets(size: float, bandwidth: float, call: float) -> float:
     return math.sqrt(size / (bandwidth * call))
 
 
-def calibrate(device: torch.device, calls: int = 20) -> tuple[float, float]:
+def calibrate(device: torch.device, calls: int = 100) -> tuple[float, float]:
     """(w, o) of this process group: a call takes o + bytes / w seconds. From calls of 1 KB and 25 MB, the median ones."""
     seconds_of = {}
     for elements in (256, 25 * 2**18):
@@ -113,7 +113,7 @@ def draw(result: dict, path: Path) -> None:
     from matplotlib.figure import Figure
 
     size, bandwidth, call = result["gradient_bytes"], result["bandwidth"], result["call_seconds"]
-    figure = Figure(figsize=(9, 5), dpi=120, layout="constrained")
+    figure = Figure(figsize=(9, 5.5), dpi=120, layout="constrained")
     axes = figure.subplots()
     buckets = numpy.geomspace(1, max(size / 2**19, 2), 200)
     axes.plot(size / buckets / 2**20, 1000 * overhead(buckets, size, bandwidth, call), color="black",
@@ -131,8 +131,9 @@ def draw(result: dict, path: Path) -> None:
              ylabel="overhead: step − no sync, ms", title=f"Bucket size and overhead, {result['world_size']} ranks, "
              f"{result['backend']} on {result['device']}, {result['size']} model")
     axes.set_ylim(bottom=0)
+    axes.xaxis.set_major_formatter("{x:g}")
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=9)
+    figure.legend(loc="outside lower center", ncols=3, fontsize=9)
     figure.savefig(path, format="png")
 
 
@@ -152,8 +153,8 @@ def main():
     parser = setup.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("--bucket-sizes-mb", type=sizes, default=[1.0, 10.0, 100.0, 1000.0], metavar="1,10,100,1000")
     parser.add_argument("--size", choices=stage.SIZES, default="tiny", help="of the language model (default: tiny)")
-    parser.add_argument("--steps", type=setup.whole_number(1), default=8, help="measured (default: 8)")
-    parser.add_argument("--warmup", type=setup.whole_number(0), default=3, help="steps not measured (default: 3)")
+    parser.add_argument("--steps", type=setup.whole_number(1), default=18, help="measured (default: 18)")
+    parser.add_argument("--warmup", type=setup.whole_number(0), default=5, help="steps not measured (default: 5)")
     parser.add_argument("--seed", type=setup.whole_number(0), default=0)
     parser.add_argument("--json", type=setup.output_file, metavar="FILE", help="everything measured, raw")
     parser.add_argument("--plot", type=setup.output_file, metavar="FILE", help="the picture, a PNG")

@@ -7,7 +7,7 @@ import bucket_sweep
 import conftest as checks
 import pytest
 import torch
-from bucketed import BucketedDDP
+from bucketed import BucketedDDP, main
 from torch import nn
 
 SCRIPT = Path(__file__).with_name("bucketed.py")
@@ -80,13 +80,45 @@ def test_file_alone(tmp_path):
     checks.check_script_alone(SCRIPT, tmp_path)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.full), 2, pytest.param(3, marks=pytest.mark.full)])
 def test_run(script, tmp_path, world_size):
     checks.check_run(script, SCRIPT, tmp_path, world_size)
 
 
-def test_killed_rank(script):
-    checks.check_killed_rank(script, SCRIPT)
+@checks.needs_proc
+def test_killed_rank(script, tmp_path):
+    command = checks.torchrun(2, SCRIPT, "--no-verify", *checks.LONG)
+    checks.check_fault(script, command, "benchmark: ", "SIGKILL of a rank", tmp_path)
+
+
+@pytest.mark.full
+@checks.needs_proc
+@pytest.mark.parametrize("fault", checks.FAULTS)
+@pytest.mark.parametrize("moment", checks.LADDER_MOMENTS)
+def test_faults(script, moment, fault, tmp_path):
+    checks.check_fault(script, checks.torchrun(2, SCRIPT, *checks.LONG), moment, fault, tmp_path)
+
+
+@pytest.mark.full
+@checks.needs_proc
+def test_stopped_rank(script):
+    checks.check_stopped_rank(script, SCRIPT)
+
+
+@pytest.mark.parametrize("option, value", [
+    *checks.WRONG_INPUT, *(("--bucket-size-mb", value) for value in ("0", "-1", "x", "", "nan")),
+    ("--trace", "/no/such/folder/x.json"), ("--save", "/")])
+def test_wrong_input(option, value, monkeypatch, capsys):
+    checks.check_wrong_input(main, SCRIPT, option, value, monkeypatch, capsys)
+
+
+def test_not_started_by_torchrun(monkeypatch, capsys):
+    checks.check_not_started_by_torchrun(main, SCRIPT, monkeypatch, capsys)
+
+
+@pytest.mark.full
+def test_wrong_input_under_torchrun(script):
+    checks.check_wrong_input_under_torchrun(script, SCRIPT)
 
 
 def test_best_number_of_buckets_is_the_minimum_of_the_overhead():

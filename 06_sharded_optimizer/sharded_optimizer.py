@@ -286,8 +286,9 @@ def training(args, device, make_optimizer):
     torch.manual_seed(args.seed + dist.get_rank())
     tokens, targets = torch.randint(vocabulary, (2, args.batch_size, args.context_length), device=device)
 
-    def compute_gradients():
+    def compute_gradients(backward_is_over=lambda: None):
         F.cross_entropy(model(tokens).flatten(0, 1).float(), targets.flatten()).backward()
+        backward_is_over()
         average_gradients(model)
 
     return model, make_optimizer(model.parameters()), compute_gradients
@@ -393,10 +394,12 @@ def benchmark(args, device):
         def training_step():
             watch.mark("start")
             optimizer.zero_grad()
-            compute_gradients()
+            compute_gradients(lambda: watch.mark("gradients are there"))
+            watch.mark("gradients are averaged")
             optimizer.step()
             watch.mark("end")
-            return {"step_seconds": watch.seconds("start", "end")}
+            return {"step_seconds": watch.seconds("start", "end"),
+                    "exposed_comm_seconds": watch.seconds("gradients are there", "gradients are averaged")}
 
         def update():
             watch.mark("start")
@@ -412,8 +415,11 @@ def benchmark(args, device):
               flush=True)
     samples = measure({name: training_step for name, (_, training_step, _) in candidates.items()}, args.steps, args.warmup)
     updates = measure({name: update for name, (_, _, update) in candidates.items()}, 4 * args.steps, args.warmup)
-    for name, (optimizer, _, _) in candidates.items():
-        samples[name] |= updates[name] | {"optimizer_state_bytes": state_bytes(optimizer)}
+    for name, (optimizer, training_step, _) in candidates.items():
+        with torch.profiler.profile() as profiler:
+            training_step()
+        calls = sum(event.count for event in profiler.key_averages() if event.key in ("c10d::allreduce_", "c10d::broadcast_"))
+        samples[name] |= updates[name] | {"optimizer_state_bytes": state_bytes(optimizer), "collectives_per_step": calls}
     rows = []
     for quantity in "optimizer_seconds", "step_seconds":
         p50 = {name: percentiles(times[quantity])[0] for name, times in samples.items()}

@@ -12,8 +12,8 @@ from common.setup import fail
 def load_images(data: str | None, download: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Training images, training labels, test images, test labels: float64 [n, pixels] and int64 [n].
 
-    Without `data` the 1,797 digits of 8×8 pixels, 0…16: 297 of them are held out, and the other 1,500 are repeated ten
-    times, so that an epoch is long enough to learn from. With `data` MNIST from that folder (28×28, scaled alike).
+    Without `data` the 1,797 digits of 8×8 pixels: 297 are held out, the others come ten times, so that an epoch is long
+    enough to learn from. With `data` MNIST from that folder (28×28, scaled alike).
     """
     if data is None:
         digits = numpy.load(Path(__file__).with_name("digits.npz"))
@@ -28,8 +28,6 @@ def load_images(data: str | None, download: bool) -> tuple[torch.Tensor, torch.T
             MNIST(data, download=True)
         dist.barrier()
         train, test = MNIST(data, train=True), MNIST(data, train=False)
-        parts = [part for split in (train, test) for part in (split.data.double().flatten(1) / 16 - 8, split.targets)]
+        return tuple(part for split in (train, test) for part in (split.data.double().flatten(1) / 16 - 8, split.targets))
     except Exception as error:  # torchvision raises many kinds for files that are missing, cut short or not MNIST
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        fail(f"argument --data: {data!r} holds no readable MNIST ({reason}); --download fetches it")
-    return tuple(parts)
+        fail(f"argument --data: {data!r} holds no readable MNIST ({' '.join(str(error).split())}); --download fetches it")

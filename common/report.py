@@ -2,18 +2,17 @@
 
 import json
 import platform
+import re
 from pathlib import Path
 
 import numpy
 import torch
 import torch.distributed as dist
 
-PERCENTILES = (50, 75, 90, 95)
-
 
 def percentiles(samples: list[float]) -> list[float]:
     """The 50th, 75th, 90th and 95th percentile, in the unit of the samples."""
-    return [float(value) for value in numpy.percentile(samples, PERCENTILES)]
+    return [float(value) for value in numpy.percentile(samples, (50, 75, 90, 95))]
 
 
 def print_table(header: list[str], rows: list[list[str]]) -> None:
@@ -33,11 +32,9 @@ def environment(device: torch.device) -> dict:
 
 def processor_name() -> str:
     """The processor's model, where the system tells."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
+    system = Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*: (.*)", system.read_text()) if system.exists() else None
+    return found[1] if found else platform.processor() or platform.machine()
 
 
 def write_json(path: Path, content: dict) -> None:

@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 import time
+import traceback
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -35,12 +36,10 @@ class Parser(argparse.ArgumentParser):
 
 def whole_number(minimum: int, maximum: int = 2**31 - 1):
     """A type for argparse: a whole number from minimum to maximum."""
-
     def convert(text: str) -> int:
         if not text.lstrip("-").isdecimal() or not minimum <= int(text) <= maximum:
             raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {minimum} to {maximum}")
         return int(text)
-
     return convert
 
 
@@ -55,57 +54,67 @@ def positive_number(text: str) -> float:
 def output_file(text: str) -> Path:
     """A type for argparse: a file that can be written. Checked at the start, not after minutes of measuring."""
     path = Path(text)
-    if not text or path.is_dir() or not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} is not the name of a file in a folder that exists")
-    if not os.access(path.parent, os.W_OK) or path.exists() and not os.access(path, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{text!r} is not writable")
+    if not text or path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text!r} is not the name of a file that can be written, in a folder that exists")
     return path
 
 
 def add_process_group_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags that `process_group` reads."""
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: CUDA if there is one")
-    parser.add_argument("--backend", choices=["auto", "gloo", "nccl"], default="auto",
-                        help="auto: nccl if every rank of this host has a GPU of its own, else gloo")
-    parser.add_argument("--timeout", type=positive_number, default=300.0, metavar="SECONDS",
-                        help="how long a rank waits for the others before it gives up (default: 300)")
+    parser.add_argument("--backend", choices=["auto", "gloo", "nccl"], default="auto", help="auto: nccl if a GPU per rank")
+    parser.add_argument("--timeout", type=positive_number, default=300.0, help="seconds to wait for the others (default: 300)")
 
 
 @contextmanager
 def process_group(args: argparse.Namespace):
-    """Join the process group that torchrun describes in the environment, and leave it again, also after an error.
-
-    Reads args.device, args.backend and args.timeout; replaces "auto". Yields this rank's torch.device.
-    """
+    """Join the process group that torchrun describes, yield this rank's torch.device, and leave the group, also after an
+    error. Reads args.device, args.backend and args.timeout; replaces "auto"."""
     if "RANK" not in os.environ:
         fail(f"start this script with torchrun: torchrun --standalone --nproc-per-node 2 {sys.argv[0]}")
     local_rank, local_world_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     gpus = torch.cuda.device_count()
-    if args.device == "auto":
-        args.device = "cuda" if gpus > 0 else "cpu"
+    args.device = ("cuda" if gpus > 0 else "cpu") if args.device == "auto" else args.device
     if args.device == "cuda" and gpus == 0:
         fail("argument --device: 'cuda' needs a GPU that torch can use, and there is none; use cpu")
     gpu_per_rank = args.device == "cuda" and gpus >= local_world_size
     if args.backend == "nccl" and not gpu_per_rank:
         fail(f"argument --backend: 'nccl' needs --device cuda and a GPU per rank; this host has {gpus} GPUs for "
              f"{local_world_size} ranks; use gloo or fewer ranks")
-    if args.backend == "auto":
-        args.backend = "nccl" if gpu_per_rank else "gloo"
+    args.backend = ("nccl" if gpu_per_rank else "gloo") if args.backend == "auto" else args.backend
     torch.set_num_threads(threads_per_rank(local_world_size))
     device = torch.device(args.device, local_rank % gpus if args.device == "cuda" else None)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    timeout = timedelta(seconds=min(args.timeout, 1e6))
     try:
-        dist.init_process_group(args.backend, timeout=timedelta(seconds=min(args.timeout, 1e6)),
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+        dist.init_process_group(args.backend, store=store, rank=rank, world_size=world_size, timeout=timeout,
                                 device_id=device if args.backend == "nccl" else None)
     except (RuntimeError, ValueError, TimeoutError) as error:
-        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        fail(f"cannot join the process group at {address}: is the first host reachable, and are all {os.environ['WORLD_SIZE']} "
-             f"ranks started? ({str(error).splitlines()[0]})")
+        fail("cannot join the process group at {MASTER_ADDR}:{MASTER_PORT}: is the first host reachable, and are all "
+             "{WORLD_SIZE} ranks started? ".format_map(os.environ) + f"({str(error).splitlines()[0]})")
     try:
         yield device
+    except RuntimeError as error:
+        if "imed out" in str(error):
+            name_the_missing(store, rank, world_size, error, args.timeout)
+        if "out of memory" in str(error) or "can't allocate memory" in str(error):
+            fail(f"not enough memory for this run; choose a smaller one ({str(error).splitlines()[0]})")
+        raise
     finally:
         dist.destroy_process_group()
+
+
+def name_the_missing(store: dist.Store, rank: int, world_size: int, error: Exception, timeout: float):
+    """A collective has timed out: every rank that notices signs in; say which ones do not, and where this one waited."""
+    store.set(f"timed out/{rank}", "")
+    with suppress(RuntimeError):
+        store.wait([f"timed out/{other}" for other in range(world_size)], timedelta(seconds=5))
+    missing = [str(other) for other in range(world_size) if not store.check([f"timed out/{other}"])]
+    names = [frame.name for frame in traceback.extract_tb(error.__traceback__) if "/torch/" not in frame.filename]
+    sys.exit(f"error: rank {rank} waited more than --timeout {timeout:g} s in {' > '.join(names[1:])}; no answer from rank "
+             f"{', '.join(missing) or 'unknown: all have timed out'}")
 
 
 def threads_per_rank(local_world_size: int) -> int:

@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from conftest import ROOT
+
 from common.compare import read, summarize
 from common.timeline import read_step
 
@@ -32,6 +34,12 @@ def compare(tmp_path):
         return subprocess.run([sys.executable, "-m", "common.compare", *files, *words], capture_output=True, text=True)
 
     return run
+
+
+@pytest.mark.parametrize("stage", ["01_allreduce", "02_naive_ddp", "03_flat_ddp", "04_overlap_ddp", "05_bucketed",
+                                   "06_sharded_optimizer"])
+def test_readme_shows_the_recorded_output(stage):
+    assert (ROOT / stage / "reference_output.txt").read_text() in (ROOT / stage / "README.md").read_text()
 
 
 def test_summary():

@@ -99,7 +99,8 @@ def main() -> None:
             fail(f"{trace}: is not a trace of --trace ({error})")
     draw(steps, args.plot)
     for label, (phases, lanes) in steps.items():
-        print(f"{label}: {sum(map(len, lanes.values()))} all-reduces in {phases[-1][1] + phases[-1][2]:.0f} ms")
+        count = sum(map(len, lanes.values()))
+        print(f"{label}: {count} all-reduce{'s' if count > 1 else ''} in {phases[-1][1] + phases[-1][2]:.0f} ms")
     print(f"picture: {args.plot}")
 
 

@@ -8,11 +8,8 @@ import torch.distributed as dist
 
 
 class Stopwatch:
-    """Named points in time: `perf_counter` on CPU, CUDA events on the current stream on a GPU.
-
-    A CUDA event is recorded when the stream gets there, so marking does not wait for the GPU and does not disturb the
-    overlap that is being measured; only `seconds` waits.
-    """
+    """Named points in time: `perf_counter` on CPU; CUDA events on the current stream on a GPU, so that marking does not
+    wait for it and the overlap that is being measured stays as it is."""
 
     def __init__(self, device: torch.device):
         self.on_cuda = device.type == "cuda"
@@ -20,11 +17,9 @@ class Stopwatch:
 
     def mark(self, name: str) -> None:
         """Remember the time now under this name; a second mark of the same name replaces the first."""
+        self.marks[name] = torch.cuda.Event(enable_timing=True) if self.on_cuda else time.perf_counter()
         if self.on_cuda:
-            self.marks[name] = torch.cuda.Event(enable_timing=True)
             self.marks[name].record()
-        else:
-            self.marks[name] = time.perf_counter()
 
     def seconds(self, start: str, end: str) -> float:
         """Seconds from one mark to another. On CUDA waits until the second one has been reached."""
