@@ -110,21 +110,19 @@ def forward_backward(model: nn.Module, inputs: tuple):
 class LanguageModel(nn.Module):
     """The model of stages 02 to 05: token ids int64 [batch, context] -> logits [batch, context, vocabulary]."""
 
-    def __init__(self, d_model: int, layers: int = 6, vocabulary: int = 10_000, context: int = 64):
+    def __init__(self, d_model: int, layers: int = 4, vocabulary: int = 10_000):
         super().__init__()
         self.token_embedding = nn.Embedding(vocabulary, d_model)
-        self.position_embedding = nn.Embedding(context, d_model)
         self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(d_model, d_model // 64, 4 * d_model, 0.0, "gelu", batch_first=True, norm_first=True)
-            for _ in range(layers)
+            nn.TransformerEncoderLayer(d_model, d_model // 64, 4 * d_model, 0.0, "gelu", batch_first=True, norm_first=True,
+                                       bias=False) for _ in range(layers)
         )
-        self.norm = nn.LayerNorm(d_model)
+        self.norm = nn.LayerNorm(d_model, bias=False)
         self.head = nn.Linear(d_model, vocabulary, bias=False)
 
     def forward(self, tokens):
-        context = tokens.shape[1]
-        x = self.token_embedding(tokens) + self.position_embedding.weight[:context]
-        mask = nn.Transformer.generate_square_subsequent_mask(context, x.device, x.dtype)
+        x = self.token_embedding(tokens)
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], x.device, x.dtype)
         for layer in self.layers:
             x = layer(x, src_mask=mask, is_causal=True)
         return self.head(self.norm(x))
