@@ -33,7 +33,7 @@ CORES := $(shell getconf _NPROCESSORS_ONLN)
 THREADS := $(shell echo $$(( $(CORES) > $(NPROC) ? $(CORES) / $(NPROC) : 1 )))
 TORCHRUN = OMP_NUM_THREADS=$(THREADS) $(PYTHON) -m torch.distributed.run $(HOSTS) --nproc-per-node $(NPROC)
 
-.PHONY: help setup test test-full lint all reference clean compare timeline $(STAGES) $(TOOLS)
+.PHONY: help setup test test-full soak hosts lint all reference clean compare timeline $(STAGES) $(TOOLS)
 
 help:
 	@echo 'make STAGE [NPROC=2] [ARGS="--help"]      run a stage; the first run makes .venv (some minutes, 5.5 GB)'
@@ -52,10 +52,12 @@ help:
 	@echo
 	@echo '  make compare                            02 to 06 with the same settings: a table, results/compare.png'
 	@echo '  make timeline                           a step of 02 to 05 on one time axis: results/timeline.png'
+	@echo '  make hosts [RATE=1gbit DELAY=0.2ms]     02 to 05 across two network namespaces (Linux, as root)'
 	@echo '  make all                                every stage with its defaults'
 	@echo '  make setup                              make .venv from requirements.txt'
 	@echo '  make test                               the test suite, the fast part'
 	@echo '  make test-full                          all of it: real models, every fault, wrong input of every option'
+	@echo '  make soak [N=20]                        the tests with several processes, N times'
 	@echo '  make lint                               ruff'
 	@echo '  make reference                          record every reference_output*.txt and picture again'
 	@echo '  make clean                              remove results/ and caches'
@@ -124,6 +126,12 @@ timeline: $(RUNTIME) | results
 	done
 	@$(PYTHON) -m common.timeline $(LADDER:%=results/%.json) --plot results/timeline.png
 
+# Linux, as root: 02 to 05 on a network of a chosen rate and delay between two namespaces of this machine.
+RATE ?= 1gbit
+DELAY ?= 0.2ms
+hosts: $(RUNTIME) | results
+	@bash common/hosts.sh $(PYTHON) $(RATE) $(DELAY) $(ARGS)
+
 all: $(STAGES)
 
 test: $(RUNTIME) $(DEVELOPMENT)
@@ -132,12 +140,17 @@ test: $(RUNTIME) $(DEVELOPMENT)
 test-full: $(RUNTIME) $(DEVELOPMENT)
 	$(PYTHON) -m pytest $(ARGS)
 
+# The tests with several processes, N times over: what fails once in many runs shows here.
+soak: $(RUNTIME) $(DEVELOPMENT)
+	@for round in $$(seq $(N)); do echo "round $$round of $(N)"; \
+	  $(PYTHON) -m pytest -q -m "distributed and not full" $(ARGS) || exit; done
+
 lint: $(RUNTIME) $(DEVELOPMENT)
 	$(PYTHON) -m ruff check .
 
 reference: $(STAGES:%=%/reference_output.txt) 05_bucketed/reference_output_bucket_sweep.txt \
 	05_bucketed/reference_output_three_runs.txt \
-	07_resnet_ddp/reference_output_sweep.txt 07_resnet_ddp/reference_output_compile_ddp.txt \
+	07_resnet_ddp/reference_output_parts.txt 07_resnet_ddp/reference_output_sweep.txt 07_resnet_ddp/reference_output_compile_ddp.txt \
 	08_ddp_rpc/reference_output_8x8.txt common/reference_output_compare.txt common/reference_output_timeline.txt
 
 # record FILE, TARGET, ARGS: what the target prints becomes the file, once it has succeeded.
@@ -149,8 +162,20 @@ $(LADDER:%=%/reference_output.txt): %/reference_output.txt: FORCE | results
 06_sharded_optimizer/reference_output.txt: FORCE | results
 	$(call record,06_sharded_optimizer,--plot 06_sharded_optimizer/memory.png)
 07_resnet_ddp/reference_output.txt: FORCE | results
+	rm -f results/07_*.json
 	$(call record,07_resnet_ddp)
 	cp results/comparison.png results/breakdown.png 07_resnet_ddp
+# What the README of 07 takes apart: single and DDP in turn at 64 and 224 pixels; half the batch; no all-reduce.
+RESNET = 07_resnet_ddp/resnet_ddp.py --threads $(THREADS) --epochs 1 --log-every 1000 --results results/07_parts
+07_resnet_ddp/reference_output_parts.txt: FORCE | results
+	rm -rf results/07_parts
+	@run() { echo "\$$ $$*"; "$$@" && echo; }; \
+	{ for pair in 1 2 3; do run $(PYTHON) $(RESNET) && run env $(TORCHRUN) $(RESNET) || exit; done && \
+	  for pair in 1 2 3; do run $(PYTHON) $(RESNET) --image-size 224 --steps-per-epoch 4 && \
+	                        run env $(TORCHRUN) $(RESNET) --image-size 224 --steps-per-epoch 4 || exit; done && \
+	  for size in '--image-size 64 --steps-per-epoch 23' '--image-size 224 --steps-per-epoch 4'; do \
+	    run $(PYTHON) $(RESNET) --global-batch 32 $$size && run env $(TORCHRUN) $(RESNET) --no-sync $$size || exit; done; \
+	} > results/recording.txt && mv results/recording.txt $@
 08_ddp_rpc/reference_output.txt: FORCE | results
 	$(call record,08_ddp_rpc)
 08_ddp_rpc/reference_output_8x8.txt: FORCE | results
@@ -168,7 +193,8 @@ $(LADDER:%=%/reference_output.txt): %/reference_output.txt: FORCE | results
 	$(call record,07_resnet_ddp/sweep)
 07_resnet_ddp/reference_output_compile_ddp.txt: FORCE | results
 	$(call record,07_resnet_ddp/compile_ddp,--matrix)
-common/reference_output_compare.txt common/reference_output_timeline.txt: common/reference_output_%.txt: FORCE | results
+common/reference_output_compare.txt common/reference_output_timeline.txt common/reference_output_hosts.txt: \
+	common/reference_output_%.txt: FORCE | results
 	$(call record,$*)
 	cp results/$*.png common
 FORCE:

@@ -28,6 +28,12 @@ ROOT = Path(__file__).resolve().parent
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background inherits that Ctrl-C is ignored
 
 
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if {"ranks", "script"} & set(item.fixturenames):
+            item.add_marker("distributed")
+
+
 class Ranks:
     """`world_size` processes joined by gloo that stay alive between tests, so that torch is imported only once."""
 
@@ -548,15 +554,16 @@ LADDER_MOMENTS = ["", "verify: epoch 1", "benchmark: "]
 LONG = ["--batch-size", "1", "--context-length", "8", "--steps", "1000000"]
 
 
-def check_fault(script, command: list, moment: str, fault: str, folder: Path) -> None:
+def check_fault(script, command: list, moment: str, fault: str, folder: Path, find_victim=rank_1) -> None:
     """At that line of its output ("": when its ranks start) the run is hit: all of it ends within 30 s and leaves nothing."""
     memory = set(os.listdir("/dev/shm"))
     run = script(command, env={"TMPDIR": str(folder)})
-    victim = rank_1(run) if fault == FAULTS[0] or not moment else None
     if moment:
         wait_for_line(run, moment)
+    else:
+        find_victim(run)
     if fault == "SIGKILL of a rank":
-        os.kill(victim, signal.SIGKILL)
+        os.kill(find_victim(run), signal.SIGKILL)
     elif fault == "SIGTERM of the launcher":
         run.process.send_signal(signal.SIGTERM)
     else:
@@ -568,9 +575,9 @@ def check_fault(script, command: list, moment: str, fault: str, folder: Path) ->
     assert not left, left
 
 
-def check_stopped_rank(script, path: Path) -> None:
+def check_stopped_rank(script, path: Path, *words) -> None:
     """A rank that does not answer any more ends the run after --timeout, and the message names it and the place."""
-    run = script(torchrun(2, path, "--no-verify", *LONG, "--timeout", "3"))
+    run = script(torchrun(2, path, "--no-verify", *LONG, "--timeout", "3", *words))
     victim = rank_1(run)
     wait_for_line(run, "benchmark: ")
     os.kill(victim, signal.SIGSTOP)

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import conftest as checks
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 sys.path.insert(0, str(Path(__file__).parent))
-from sharded_optimizer import LanguageModel, ShardedOptimizer, state_bytes
+from sharded_optimizer import LanguageModel, ShardedOptimizer, main, state_bytes
 
 SCRIPT = Path(__file__).with_name("sharded_optimizer.py")
 ADAM, ADAMW, SGD, ADAGRAD = torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad
@@ -408,6 +409,27 @@ def test_script(script, tmp_path):
     assert (tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG"
 
 
+@pytest.mark.full
+@checks.needs_proc
+@pytest.mark.parametrize("fault", checks.FAULTS)
+@pytest.mark.parametrize("moment", checks.LADDER_MOMENTS)
+def test_faults(script, moment, fault, tmp_path):
+    (tmp_path / "temporary").mkdir()
+    command = torchrun(2, SCRIPT, *checks.LONG, "--plot", tmp_path / "x.png")
+    checks.check_fault(script, command, moment, fault, tmp_path / "temporary")
+
+
+@pytest.mark.full
+@checks.needs_proc
+def test_stopped_rank(script, tmp_path):
+    checks.check_stopped_rank(script, SCRIPT, "--plot", tmp_path / "x.png")
+
+
+@pytest.mark.parametrize("option, value", checks.WRONG_INPUT)
+def test_wrong_input(option, value, monkeypatch, capsys):
+    checks.check_wrong_input(main, SCRIPT, option, value, monkeypatch, capsys)
+
+
 def test_the_script_ends_when_a_rank_dies(script, tmp_path):
     running = script(torchrun(2, SCRIPT, *QUICK, "--steps", 10_000, "--no-verify", "--no-baseline",
                               "--plot", tmp_path / "x.png"))
@@ -426,8 +448,7 @@ def command_line(process):
 
 
 @pytest.mark.parametrize("flags, named", [
-    (["--size", "huge"], "--size"), (["--steps", "0"], "--steps"), (["--batch-size", "x"], "--batch-size"),
-    (["--json", "/nowhere/x.json"], "--json"), (["--plot", "/"], "--plot"), ([], "torchrun")])
+    (["--plot", "/"], "--plot"), ([], "torchrun")])
 def test_bad_flags_are_said_in_one_line(flags, named):
     done = subprocess.run([sys.executable, SCRIPT, *flags], capture_output=True, text=True)
     assert done.returncode == 2 and done.stdout == ""

@@ -8,6 +8,7 @@ import signal
 import sys
 from pathlib import Path
 
+import conftest as checks
 import numpy
 import pytest
 import torch
@@ -226,6 +227,16 @@ def test_a_killed_worker_costs_at_most_its_epoch_and_no_bit_of_the_result(script
     for steps in ([(step["loss"], step["accuracy"]) for step in one["progress"]["steps"]] for one in (whole, resumed)):
         assert steps == [(step["loss"], step["accuracy"]) for step in whole["progress"]["steps"]] and len(steps) == 9
     assert not (tmp_path / "killed.part").exists()
+
+
+@pytest.mark.full
+@checks.needs_proc
+@pytest.mark.parametrize("fault", checks.FAULTS)
+@pytest.mark.parametrize("moment", ["", "epoch 1 step", "epoch 2 step"])
+def test_faults(script, moment, fault, tmp_path):
+    (tmp_path / "temporary").mkdir()
+    command = checks.torchrun(2, resnet_ddp.__file__, *TINY, "--epochs", 1000, "--results", tmp_path)
+    checks.check_fault(script, command, moment, fault, tmp_path / "temporary")
 
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds the worker in /proc")

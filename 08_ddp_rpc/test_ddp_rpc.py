@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import conftest as checks
 import pytest
 import torch
 
@@ -87,6 +88,14 @@ def spawned(run):
     return sorted(pid for pid in run.processes() if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes())
 
 
+def second_process(run):
+    """A trainer, as soon as all five are there."""
+    deadline = time.monotonic() + 30
+    while len(spawned(run)) < 5 and run.process.poll() is None and time.monotonic() < deadline:
+        pass
+    return spawned(run)[1]
+
+
 def listening(processes):
     """The addresses, as /proc writes them, on which these processes listen."""
     addresses = set()
@@ -129,6 +138,15 @@ def test_when_the_launcher_is_ended_nothing_is_left(script, number, expected):
         time.sleep(0.1)
     status, output = run.wait()
     assert status == expected and "Traceback" not in output, output
+
+
+@pytest.mark.full
+@linux
+@pytest.mark.parametrize("fault", checks.FAULTS)
+@pytest.mark.parametrize("moment", ["rank 0 to", "verify: passed, one trainer", "verify: passed, dense"])
+def test_faults(script, moment, fault, tmp_path):
+    command = [sys.executable, SCRIPT, "--trainers", 2, "--servers", 2, "--embedding-dim", 256, "--epochs", 1_000_000]
+    checks.check_fault(script, command, moment, fault, tmp_path, second_process)
 
 
 @pytest.mark.parametrize("options, said", [
