@@ -193,8 +193,9 @@ RESNET = 07_resnet_ddp/resnet_ddp.py --threads $(THREADS) --epochs 1 --log-every
 	$(call record,07_resnet_ddp/sweep)
 07_resnet_ddp/reference_output_compile_ddp.txt: FORCE | results
 	$(call record,07_resnet_ddp/compile_ddp,--matrix)
-common/reference_output_compare.txt common/reference_output_timeline.txt common/reference_output_hosts.txt: \
-	common/reference_output_%.txt: FORCE | results
+common/reference_output_hosts.txt: FORCE | results
+	$(call record,hosts)
+common/reference_output_compare.txt common/reference_output_timeline.txt: common/reference_output_%.txt: FORCE | results
 	$(call record,$*)
 	cp results/$*.png common
 FORCE:
