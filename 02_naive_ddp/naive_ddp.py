@@ -267,7 +267,7 @@ def main():
     parser.add_argument("--batch-size", type=setup.whole_number(1), help="sequences per rank and step")
     parser.add_argument("--context-length", type=setup.whole_number(1), help="tokens per sequence")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--steps", type=setup.whole_number(1), default=20, help="measured (default: 20)")
+    parser.add_argument("--steps", type=setup.whole_number(1), default=15, help="measured (default: 15)")
     parser.add_argument("--warmup", type=setup.whole_number(0), default=5, help="steps not measured (default: 5)")
     parser.add_argument("--seed", type=setup.whole_number(0), default=0)
     parser.add_argument("--no-verify", action="store_true", help="only benchmark")
