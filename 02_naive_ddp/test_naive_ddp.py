@@ -43,12 +43,6 @@ def test_run(script, tmp_path, world_size):
     checks.check_run(script, SCRIPT, tmp_path, world_size)
 
 
-@checks.needs_proc
-def test_killed_rank(script, tmp_path):
-    command = checks.torchrun(2, SCRIPT, "--no-verify", *checks.LONG)
-    checks.check_fault(script, command, "benchmark: ", "SIGKILL of a rank", tmp_path)
-
-
 @pytest.mark.full
 @checks.needs_proc
 @pytest.mark.parametrize("fault", checks.FAULTS)

@@ -132,6 +132,7 @@ def test_best_number_of_buckets_is_the_minimum_of_the_overhead():
         assert size / best == pytest.approx((size * bandwidth * call) ** 0.5)
 
 
+@pytest.mark.full
 def test_run_of_the_sweep(script, tmp_path):
     files = {name: tmp_path / f"sweep.{name}" for name in ("json", "plot")}
     words = ["--steps", "1", "--warmup", "1", "--bucket-sizes-mb", "25", *(w for f in files for w in (f"--{f}", files[f]))]

@@ -201,6 +201,7 @@ def worker(process, rank):
     raise AssertionError(f"no process of rank {rank}")
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds the worker in /proc")
 def test_a_killed_worker_costs_at_most_its_epoch_and_no_bit_of_the_result(script, tmp_path):
     # Three ranks: of two numbers the sum is the same in every order, of three it is not.
@@ -401,6 +402,7 @@ def test_a_mistake_is_said_once_for_all_ranks(script, tmp_path):
                                     "allowed are multiples of 2"], output
 
 
+@pytest.mark.full
 def test_another_runs_checkpoint_is_refused(script, tmp_path):
     words = [*TINY, "--epochs", 1, "--results", tmp_path, "--checkpoint", tmp_path / "c"]
     status, output = start(script, None, *words).wait()

@@ -75,6 +75,7 @@ def test_two_hosts(script, tmp_path):
     assert [entry["ranks"] for entry in result] == [[0], [0], [0, 1], [0, 1, 2, 3]]
 
 
+@pytest.mark.full
 def test_hosts_that_differ(script, tmp_path):
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho GPU0 is somewhere else\n")
     (tmp_path / "nvidia-smi").chmod(0o755)

@@ -41,7 +41,7 @@ def test_batches_are_what_the_benchmark_draws():
         assert len(targets) == 3 * len(offsets) and 0 <= targets.min() and targets.max() < 8
 
 
-@pytest.mark.parametrize("trainers, servers", [(1, 3), (3, 1)])
+@pytest.mark.parametrize("trainers, servers", [(1, 3), pytest.param(3, 1, marks=pytest.mark.full)])
 def test_uneven_layouts_verify_train_and_count_every_example(script, tmp_path, trainers, servers):
     status, output = script([sys.executable, SCRIPT, "--trainers", trainers, "--servers", servers, "--lookup", "both",
                              "--seed", 5, "--warmup", 1, "--epochs", 2, "--embeddings", 31,
@@ -66,6 +66,7 @@ def test_uneven_layouts_verify_train_and_count_every_example(script, tmp_path, t
      "use_local_synchronization=True))\n        self.lookup", "different dense weights"),
     ("(2 * indices, offsets, targets)", "(2 * indices + 1, offsets, targets)", "rows of ps0"),
 ])
+@pytest.mark.full
 def test_verify_notices_wrong_training(script, tmp_path, right, wrong, said):
     text = SCRIPT.read_text()
     assert text.count(right) == 1
