@@ -123,9 +123,10 @@ def run_ranks(world_size: int, folder: str, function, backend: str, *arguments) 
         while not ranks.join():
             pass
     finally:
-        for process in ranks.processes:
+        for process, file in zip(ranks.processes, ranks.error_files, strict=True):
             process.kill()
             process.join()
+            Path(file).unlink(missing_ok=True)  # torch's temporary file, in which the rank leaves its traceback
 
 
 def start_rank(rank: int, world_size: int, store: str, function, backend: str, *arguments) -> None:

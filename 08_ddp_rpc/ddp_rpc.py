@@ -387,6 +387,7 @@ def main():
     )
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it would name every process that it ends
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    context = None
     try:
         # Ctrl-C reaches every process of the terminal: the children inherit the mask and leave it to the launcher.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -407,6 +408,9 @@ def main():
     finally:
         for process in mp.active_children():
             process.kill()
+            process.join()
+        for file in context.error_files if context else ():  # torch's temporary files, in which ranks leave their tracebacks
+            Path(file).unlink(missing_ok=True)
         del store
 
 
