@@ -592,7 +592,7 @@ WRONG_INPUT = [("--size", "huge"), ("--size", ""), ("--batch-size", "0"), ("--ba
                ("--steps", "0"), ("--steps", "-3"), ("--steps", "many"), ("--warmup", "-1"), ("--warmup", ""), ("--seed", "-1"),
                ("--seed", "x"), ("--dtype", "float16"), ("--device", "tpu"), ("--backend", "mpi"), ("--timeout", "0"),
                ("--timeout", "soon"), ("--timeout", "nan"), ("--json", ""), ("--json", "/"),
-               ("--json", "/no/such/folder/x.json"), ("--data", "/no/such/folder"), ("--data", "")]
+               ("--json", "/no/such/folder/x.json"), ("--json", "/dev/null/x"), ("--data", "/no/such/folder"), ("--data", "")]
 if not torch.cuda.is_available():
     WRONG_INPUT += [("--device", "cuda"), ("--backend", "nccl")]
 

@@ -54,7 +54,7 @@ def positive_number(text: str) -> float:
 def output_file(text: str) -> Path:
     """A type for argparse: a file that can be written. Checked at the start, not after minutes of measuring."""
     path = Path(text)
-    if not text or path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+    if not text or path.is_dir() or not path.parent.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"{text!r} is not the name of a file that can be written, in a folder that exists")
     return path
 
