@@ -315,6 +315,7 @@ def run_process(rank, args):
     rpc.shutdown()
     if rank < args.trainers:
         dist.destroy_process_group()
+    os._exit(0)  # all is said and left: to clear the interpreter away takes a second of CPU time, times 17 on two cores
 
 
 def main():

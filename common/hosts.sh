@@ -52,8 +52,8 @@ results=()
 for script in 02_naive_ddp/naive_ddp.py 03_flat_ddp/flat_ddp.py 04_overlap_ddp/overlap_ddp.py 05_bucketed/bucketed.py; do
   name=results/hosts_${script%%/*}
   echo "$script"
-  (on_host 1 "$script" --no-verify --steps 8 --warmup 3 "$@" > "$name.1.txt" 2>&1) &
-  (on_host 0 "$script" --no-verify --steps 8 --warmup 3 --json "$name.json" "$@") > "$name.0.txt"
+  (on_host 1 "$script" --no-verify --steps 16 --warmup 3 "$@" > "$name.1.txt" 2>&1) &
+  (on_host 0 "$script" --no-verify --steps 16 --warmup 3 --json "$name.json" "$@") > "$name.0.txt"
   wait $!
   results+=("$name.json")
 done
