@@ -31,7 +31,7 @@ def sums(lengths, dtype):
     return equal
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, pytest.param(5, marks=pytest.mark.full)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64, torch.bfloat16])
 def test_ring_equals_all_reduce(ranks, world_size, dtype):
     lengths = [0, 1, world_size - 1, world_size, world_size + 1, 9973, 10**6]
@@ -196,6 +196,7 @@ def test_sigterm_leaves_no_process(script):
     assert status == 130 and "Traceback" not in rest, rest
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="finding the ranks needs /proc")
 def test_a_rank_that_dies_ends_all(script, tmp_path):
     one, output = long_run(script, "--plot", tmp_path / "a.png")

@@ -430,6 +430,7 @@ def test_wrong_input(option, value, monkeypatch, capsys):
     checks.check_wrong_input(main, SCRIPT, option, value, monkeypatch, capsys)
 
 
+@pytest.mark.full
 def test_the_script_ends_when_a_rank_dies(script, tmp_path):
     running = script(torchrun(2, SCRIPT, *QUICK, "--steps", 10_000, "--no-verify", "--no-baseline",
                               "--plot", tmp_path / "x.png"))

@@ -240,6 +240,7 @@ def test_faults(script, moment, fault, tmp_path):
     checks.check_fault(script, command, moment, fault, tmp_path / "temporary")
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds the worker in /proc")
 def test_when_one_rank_dies_all_end(script, tmp_path):
     process = start(script, 2, *TINY, "--epochs", 1000, "--results", tmp_path)

@@ -287,6 +287,21 @@ def run_master(args):
                                             for name in trainers]})
 
 
+def name_the_missing(args, error):
+    """Runs on the master when somebody has waited too long: ask everybody for a sign of life; end, and say who gave none."""
+    names = [role(rank, args.trainers, args.servers) for rank in range(args.trainers + args.servers)]
+    signs = {name: rpc.rpc_async(name, os.getpid, timeout=5) for name in names}
+    missing = []
+    for name, sign in signs.items():
+        try:
+            sign.wait()
+        except RuntimeError:
+            missing.append(name)
+    place = "an all-reduce of the trainers" if "gloo" in str(error) or "nccl" in str(error).lower() else "an answer by RPC"
+    sys.exit(f"error: --timeout {args.timeout:g} s are over: somebody has waited for {place} in vain; no sign of life from "
+             f"{', '.join(missing) or 'nobody: all answer again'}")
+
+
 def run_process(rank, args):
     """A spawned process: join the RPC world in this rank's role, serve until the master is done, leave."""
     threading.Thread(target=lambda: (mp.parent_process().join(), os._exit(1)), daemon=True).start()  # never outlive it
@@ -294,24 +309,31 @@ def run_process(rank, args):
     torch.set_num_threads(args.threads_per_process)
     world_size, name = args.trainers + args.servers + 1, role(rank, args.trainers, args.servers)
 
+    timeout = timedelta(seconds=min(args.timeout, 1e6))
+
     def connect():
-        return dist.TCPStore(args.master_addr, args.master_port, is_master=False, timeout=timedelta(minutes=5))
+        return dist.TCPStore(args.master_addr, args.master_port, is_master=False, timeout=timeout)
 
     def launchers_store(url, **_):
         yield connect(), rank, world_size
 
     if rank < args.trainers:  # the second group, of the trainers alone, for DDP
         dist.init_process_group(args.backend, store=dist.PrefixStore("trainers", connect()), rank=rank,
-                                world_size=args.trainers)
+                                world_size=args.trainers, timeout=timeout)
     dist.register_rendezvous_handler("launcher", launchers_store)
     # A server has one worker thread, so that updates of one table by several trainers follow one another: the optimizer
     # takes no lock. A trainer has one that trains and others for the answers. Plain TCP, because what torch adds to it on
     # one host (shared memory, 16 more connections per pair) took more CPU time for messages as small as these.
     rpc.init_rpc(name, rank=rank, world_size=world_size, rpc_backend_options=rpc.TensorPipeRpcBackendOptions(
-        init_method="launcher://", num_worker_threads=1 if name.startswith("ps") else 4, rpc_timeout=300,
+        init_method="launcher://", num_worker_threads=1 if name.startswith("ps") else 4, rpc_timeout=timeout.total_seconds(),
         _transports=["uv"], _channels=["basic"]))
     if name == "master":
-        run_master(args)
+        try:
+            run_master(args)
+        except RuntimeError as error:
+            if "imed out" in str(error) or "timeout" in str(error):
+                name_the_missing(args, error)
+            raise
     rpc.shutdown()
     if rank < args.trainers:
         dist.destroy_process_group()
@@ -322,7 +344,7 @@ def main():
     folder = Path(__file__).resolve().parent
     sys.path[:0] = [str(folder), str(folder.parent)]
     try:
-        from common.setup import Parser, fail, output_file, threads_per_rank, whole_number
+        from common.setup import Parser, fail, output_file, positive_number, threads_per_rank, whole_number
     except ModuleNotFoundError as error:
         sys.exit(f"error: {error}: copy the repository's folder common/ beside {folder} or into it")
 
@@ -339,6 +361,7 @@ def main():
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="of the dense net")
     parser.add_argument("--master-addr", default="127.0.0.1", help="the address to listen on (default: 127.0.0.1)")
     parser.add_argument("--master-port", type=whole_number(0, 65535), default=0, help="default: one that is free")
+    parser.add_argument("--timeout", type=positive_number, default=300.0, help="seconds to wait for the others (default: 300)")
     parser.add_argument("--seed", type=whole_number(0), default=0)
     parser.add_argument("--no-verify", dest="verify", action="store_false", help="only measure")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="everything measured, raw")
@@ -395,7 +418,7 @@ def main():
         print(layout, flush=True)
         context = mp.spawn(run_process, (args,), nprocs=last + 1, join=False)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        while not context.join():
+        while not context.join(grace_period=1):  # after which one that does not respond is killed
             pass
     except KeyboardInterrupt:
         sys.exit("interrupted")

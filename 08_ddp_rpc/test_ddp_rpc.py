@@ -111,7 +111,7 @@ def listening(processes):
 
 
 @linux
-@pytest.mark.parametrize("rank, name", [(0, "trainer0"), (3, "ps1")])
+@pytest.mark.parametrize("rank, name", [(0, "trainer0"), pytest.param(3, "ps1", marks=pytest.mark.full)])
 def test_listens_on_loopback_and_when_a_process_is_killed_all_end(script, rank, name):
     run = script([sys.executable, SCRIPT, "--trainers", 2, "--servers", 2, "--epochs", 1_000_000])
     wait_for(run, "have moved")  # verify is over, training begins
@@ -150,6 +150,18 @@ def test_faults(script, moment, fault, tmp_path):
     checks.check_fault(script, command, moment, fault, tmp_path, second_process)
 
 
+@pytest.mark.full
+@linux
+@pytest.mark.parametrize("rank, name, place", [(1, "trainer1", "an all-reduce of the trainers"), (3, "ps1", "an answer by RPC")])
+def test_a_process_that_does_not_respond_is_named(script, rank, name, place):
+    run = script([sys.executable, SCRIPT, "--trainers", 2, "--servers", 2, "--epochs", 1_000_000, "--timeout", 10])
+    wait_for(run, "have moved")
+    os.kill(spawned(run)[rank], signal.SIGSTOP)
+    status, output = run.wait(60)
+    assert status == 1, output
+    assert f"error: --timeout 10 s are over: somebody has waited for {place} in vain; no sign of life from {name}\n" in output
+
+
 @pytest.mark.parametrize("options, said", [
     (["--trainers", "0"], "argument --trainers: '0' is not a whole number from 1 to 64"),
     (["--trainers", "many"], "argument --trainers: 'many'"),
@@ -170,6 +182,8 @@ def test_faults(script, moment, fault, tmp_path):
     (["--master-addr", "no.such.host.invalid"], "argument --master-addr: cannot listen on 'no.such.host.invalid'"),
     (["--master-addr", "192.0.2.1"], "argument --master-addr: cannot listen on '192.0.2.1'"),  # of nobody: RFC 5737
     (["--master-port", "65536"], "argument --master-port: '65536'"),
+    (["--timeout", "0"], "argument --timeout: '0'"),
+    (["--timeout", "soon"], "argument --timeout: 'soon'"),
     (["--seed", "x"], "argument --seed: 'x'"),
     (["--json", ""], "argument --json: ''"),
     (["--json", "/no/such/folder/x.json"], "argument --json: '/no/such/folder/x.json'"),
