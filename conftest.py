@@ -575,15 +575,15 @@ def check_fault(script, command: list, moment: str, fault: str, folder: Path, fi
     assert not left, left
 
 
-def check_stopped_rank(script, path: Path, *words) -> None:
+def check_stopped_rank(script, path: Path, *words, moment: str = "benchmark: ", place: str = "main > benchmark > ") -> None:
     """A rank that does not answer any more ends the run after --timeout, and the message names it and the place."""
-    run = script(torchrun(2, path, "--no-verify", *LONG, "--timeout", "3", *words))
+    run = script(torchrun(2, path, "--timeout", "3", *words))
     victim = rank_1(run)
-    wait_for_line(run, "benchmark: ")
+    wait_for_line(run, moment)
     os.kill(victim, signal.SIGSTOP)
     status, output = run.wait(timeout=60)
     assert status != 0
-    message = r"error: rank 0 waited more than --timeout 3 s in main > benchmark > .*; no answer from rank 1\n"
+    message = rf"error: rank 0 waited more than --timeout 3 s in {place}.*; no answer from rank 1\n"
     assert re.search(message, output), output
 
 

@@ -102,7 +102,7 @@ def test_faults(script, moment, fault, tmp_path):
 @pytest.mark.full
 @checks.needs_proc
 def test_stopped_rank(script):
-    checks.check_stopped_rank(script, SCRIPT)
+    checks.check_stopped_rank(script, SCRIPT, "--no-verify", *checks.LONG)
 
 
 @pytest.mark.parametrize("option, value", [

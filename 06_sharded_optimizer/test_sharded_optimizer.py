@@ -422,7 +422,7 @@ def test_faults(script, moment, fault, tmp_path):
 @pytest.mark.full
 @checks.needs_proc
 def test_stopped_rank(script, tmp_path):
-    checks.check_stopped_rank(script, SCRIPT, "--plot", tmp_path / "x.png")
+    checks.check_stopped_rank(script, SCRIPT, "--no-verify", *checks.LONG, "--plot", tmp_path / "x.png")
 
 
 @pytest.mark.parametrize("option, value", checks.WRONG_INPUT)

@@ -217,6 +217,7 @@ def main():
     # for as long as the subsets need. torchrun ends the waiting ranks if a training one fails.
     waiting = argparse.Namespace(device=args.device, backend="gloo", timeout=7 * 24 * 3600)
     with process_group(waiting) as device:
+        waiting.timeout = args.timeout  # from now on what runs out of time is the group of a subset
         machine = check_hosts(args)
         report = {"pytorch_version": torch.__version__, "cuda_version": torch.version.cuda,
                   "distributed_backend": args.distributed_backend, "bucket_size": args.bucket_size, "benchmark_results": []}

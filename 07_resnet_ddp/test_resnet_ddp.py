@@ -241,6 +241,13 @@ def test_faults(script, moment, fault, tmp_path):
 
 
 @pytest.mark.full
+@checks.needs_proc
+def test_stopped_rank(script, tmp_path):
+    checks.check_stopped_rank(script, resnet_ddp.__file__, *TINY, "--epochs", 1000, "--results", tmp_path,
+                              moment="epoch 1 step", place="main > fit > ")
+
+
+@pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds the worker in /proc")
 def test_when_one_rank_dies_all_end(script, tmp_path):
     process = start(script, 2, *TINY, "--epochs", 1000, "--results", tmp_path)

@@ -97,7 +97,7 @@ def process_group(args: argparse.Namespace):
     try:
         yield device
     except RuntimeError as error:
-        if "imed out" in str(error):
+        if "imed out" in str(error) or "timeout" in str(error):
             name_the_missing(store, rank, world_size, error, args.timeout)
         if "out of memory" in str(error) or "can't allocate memory" in str(error):
             fail(f"not enough memory for this run; choose a smaller one ({str(error).splitlines()[0]})")
