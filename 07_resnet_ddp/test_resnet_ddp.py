@@ -314,6 +314,19 @@ def test_cifar10_is_read_normalised_and_trained_on(script, tmp_path, monkeypatch
     assert resnet_ddp.load_images(str(tmp_path / "data"), False, 64)[0][0][0].shape == (3, 64, 64)
 
 
+def test_cifar10_cut_short_is_one_line(tmp_path, monkeypatch, capsys):
+    from torchvision.datasets import CIFAR10
+
+    _, sums = write_cifar10(tmp_path)
+    monkeypatch.setattr(CIFAR10, "train_list", [[name, sums[name]] for name, _ in CIFAR10.train_list])
+    file = tmp_path / "cifar-10-batches-py" / "data_batch_3"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(SystemExit) as end:
+        resnet_ddp.load_images(str(tmp_path), False, 32)
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and said.count("\n") == 1 and f"argument --data: '{tmp_path}' holds no readable CIFAR-10" in said
+
+
 # Pictures
 
 def result(name, world_size, ms):

@@ -152,7 +152,8 @@ def test_faults(script, moment, fault, tmp_path):
 
 @pytest.mark.full
 @linux
-@pytest.mark.parametrize("rank, name, place", [(1, "trainer1", "an all-reduce of the trainers"), (3, "ps1", "an answer by RPC")])
+@pytest.mark.parametrize("rank, name, place", [(1, "trainer1", "an all-reduce of the trainers"),
+                                               (3, "ps1", "an answer by RPC")])
 def test_a_process_that_does_not_respond_is_named(script, rank, name, place):
     run = script([sys.executable, SCRIPT, "--trainers", 2, "--servers", 2, "--epochs", 1_000_000, "--timeout", 10])
     wait_for(run, "have moved")

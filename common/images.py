@@ -30,4 +30,5 @@ def load_images(data: str | None, download: bool) -> tuple[torch.Tensor, torch.T
         train, test = MNIST(data, train=True), MNIST(data, train=False)
         return tuple(part for split in (train, test) for part in (split.data.double().flatten(1) / 16 - 8, split.targets))
     except Exception as error:  # torchvision raises many kinds for files that are missing, cut short or not MNIST
-        fail(f"argument --data: {data!r} holds no readable MNIST ({' '.join(str(error).split())}); --download fetches it")
+        fail(f"argument --data: {data!r} holds no readable MNIST ({' '.join(str(error).split()) or type(error).__name__}); "
+             "--download fetches it")

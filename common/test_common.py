@@ -1,6 +1,11 @@
-"""The tools beside the stages: the comparison on hand-written results, the timeline on a small trace."""
+"""What the stages share: files that are read and written; the comparison on hand-written results, the timeline on a trace."""
 
+import argparse
+import contextlib
+import io
 import json
+import os
+import struct
 import subprocess
 import sys
 
@@ -8,7 +13,59 @@ import pytest
 from conftest import ROOT
 
 from common.compare import read, summarize
+from common.images import load_images
+from common.setup import output_file
 from common.timeline import read_step
+
+
+@pytest.fixture
+def mnist(tmp_path):
+    """A folder with a small MNIST, and its raw files: five images to train on, three to test."""
+    raw = tmp_path / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for name, count in (("train", 5), ("t10k", 3)):
+        (raw / f"{name}-images-idx3-ubyte").write_bytes(struct.pack(">4I", 2051, count, 28, 28) + bytes(784 * count))
+        (raw / f"{name}-labels-idx1-ubyte").write_bytes(struct.pack(">2I", 2049, count) + bytes(range(count)))
+    return tmp_path, sorted(raw.iterdir())
+
+
+def shapes_of_mnist(folder):
+    """On a rank: the shapes that were read, or the exit status and what was said."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return [tuple(part.shape) for part in load_images(folder, False)]
+    except SystemExit as end:
+        return end.code, said.getvalue()
+
+
+def test_mnist_cut_short_is_one_line(ranks, mnist):
+    folder, files = mnist
+    assert ranks(1).run(shapes_of_mnist, str(folder)) == [[(5, 784), (5,), (3, 784), (3,)]]
+    for file in files:
+        whole = file.read_bytes()
+        for length in (0, 3, 9, len(whole) - 1):
+            file.write_bytes(whole[:length])
+            [(status, said)] = ranks(1).run(shapes_of_mnist, str(folder))
+            assert status == 2 and f"error: argument --data: '{folder}' holds no readable MNIST (" in said, (file, length, said)
+            assert said.count("\n") == 1 and " ()" not in said, said
+        file.write_bytes(whole)
+
+
+@pytest.mark.skipif(not hasattr(os, "setreuid"), reason="needs users")
+def test_a_folder_that_may_not_be_written_is_refused(tmp_path):
+    assert output_file(str(tmp_path / "x.json")) == tmp_path / "x.json"
+    tmp_path.chmod(0o555)
+    root = os.getuid() == 0
+    try:
+        if root:
+            os.setreuid(65534, 0)  # os.access asks for the real user, and root may write anywhere
+        with pytest.raises(argparse.ArgumentTypeError, match="x.json' is not the name of a file that can be written"):
+            output_file(str(tmp_path / "x.json"))
+    finally:
+        if root:
+            os.setreuid(0, 0)
+        tmp_path.chmod(0o755)
 
 
 def result(stage="05_bucketed", name="BucketedDDP", step=0.8, **changes):
