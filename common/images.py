@@ -23,12 +23,10 @@ def load_images(data: str | None, download: bool) -> tuple[torch.Tensor, torch.T
         return images[297:].repeat(10, 1), labels[297:].repeat(10), images[:297], labels[:297]
     try:
         from torchvision.datasets import MNIST
-
         if download and dist.get_rank() == 0:
             MNIST(data, download=True)
         dist.barrier()
         train, test = MNIST(data, train=True), MNIST(data, train=False)
         return tuple(part for split in (train, test) for part in (split.data.double().flatten(1) / 16 - 8, split.targets))
     except Exception as error:  # torchvision raises many kinds for files that are missing, cut short or not MNIST
-        fail(f"argument --data: {data!r} holds no readable MNIST ({' '.join(str(error).split()) or type(error).__name__}); "
-             "--download fetches it")
+        fail(f"argument --data: {data!r} holds no readable MNIST ({error!r}); --download fetches it")

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import socket
 import sys
 import time
 import traceback
@@ -88,10 +89,12 @@ def process_group(args: argparse.Namespace):
         torch.cuda.set_device(device)
     timeout = timedelta(seconds=min(args.timeout, 1e6))
     try:
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun has a store for us, or has ended meanwhile
+            socket.create_connection((os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]), 10).close()
         store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
         dist.init_process_group(args.backend, store=store, rank=rank, world_size=world_size, timeout=timeout,
                                 device_id=device if args.backend == "nccl" else None)
-    except (RuntimeError, ValueError, TimeoutError) as error:
+    except (RuntimeError, ValueError, OSError) as error:
         fail("cannot join the process group at {MASTER_ADDR}:{MASTER_PORT}: is the first host reachable, and are all "
              "{WORLD_SIZE} ranks started? ".format_map(os.environ) + f"({str(error).splitlines()[0]})")
     try:

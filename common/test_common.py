@@ -5,6 +5,7 @@ import contextlib
 import io
 import json
 import os
+import socket
 import struct
 import subprocess
 import sys
@@ -173,3 +174,13 @@ def test_timeline_of_something_else_is_one_line(tmp_path):
     run = subprocess.run([sys.executable, "-m", "common.timeline", tmp_path / "other.json", "--plot", tmp_path / "x.png"],
                          capture_output=True, text=True)
     assert run.returncode == 2 and "no span named 'forward'" in run.stderr and len(run.stderr.splitlines()) == 1
+
+
+def test_a_rank_whose_torchrun_is_gone_ends_too(script):
+    """Ctrl-C in the very moment in which torchrun starts a rank ends torchrun, which does not know that rank yet."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]  # where nobody listens from now on
+    environment = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+                   "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    status, output = script([sys.executable, ROOT / "02_naive_ddp" / "naive_ddp.py"], env=environment).wait(30)
+    assert status == 2 and output.count("\n") == 1 and f"cannot join the process group at 127.0.0.1:{port}" in output, output

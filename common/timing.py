@@ -8,8 +8,7 @@ import torch.distributed as dist
 
 
 class Stopwatch:
-    """Named points in time: `perf_counter` on CPU; CUDA events on the current stream on a GPU, so that marking does not
-    wait for it and the overlap that is being measured stays as it is."""
+    """Named points in time: `perf_counter` on CPU, CUDA events on a GPU: they wait for nothing and leave the overlap be."""
 
     def __init__(self, device: torch.device):
         self.on_cuda = device.type == "cuda"
