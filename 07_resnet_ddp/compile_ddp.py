@@ -226,11 +226,15 @@ def with_memory(function, device):
             dist.barrier()  # gloo's thread has given back what it worked on
         profiler.export_chrome_trace(f"{folder}/trace.json")
         events = json.loads(Path(f"{folder}/trace.json").read_text())["traceEvents"]
-    held = peak = 0
+    blocks, peak = {}, 0
     for event in sorted((event for event in events if event.get("name") == "[memory]"), key=lambda event: event["ts"]):
-        held += event["args"]["Bytes"]
-        peak = max(peak, held)
-    return result, held, peak
+        address, size = event["args"]["Addr"], event["args"]["Bytes"]
+        if size > 0:
+            blocks[address] = size
+            peak = max(peak, sum(blocks.values()))
+        else:  # of a block from before this call the profiler may give the size of an older one at that address: not counted
+            blocks.pop(address, None)
+    return result, sum(blocks.values()), peak
 
 
 def prepare(args, device, how: str, backend: str | None, expected: tuple) -> dict:
