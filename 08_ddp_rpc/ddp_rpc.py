@@ -297,7 +297,7 @@ def name_the_missing(args, error):
             sign.wait()
         except RuntimeError:
             missing.append(name)
-    place = "an all-reduce of the trainers" if "gloo" in str(error) or "nccl" in str(error).lower() else "an answer by RPC"
+    place = "an answer by RPC" if "RPC ran for" in str(error) else "an all-reduce of the trainers"
     sys.exit(f"error: --timeout {args.timeout:g} s are over: somebody has waited for {place} in vain; no sign of life from "
              f"{', '.join(missing) or 'nobody: all answer again'}")
 
@@ -308,7 +308,6 @@ def run_process(rank, args):
     logging.captureWarnings(True)  # off the screen: torch deprecates what its own RPC and DistributedOptimizer are made of
     torch.set_num_threads(args.threads_per_process)
     world_size, name = args.trainers + args.servers + 1, role(rank, args.trainers, args.servers)
-
     timeout = timedelta(seconds=min(args.timeout, 1e6))
 
     def connect():

@@ -100,7 +100,7 @@ def process_group(args: argparse.Namespace):
     try:
         yield device
     except RuntimeError as error:
-        if "imed out" in str(error) or "timeout" in str(error):
+        if "imed out" in str(error) or "Application timeout" in str(error):  # gloo has two ways to say it
             name_the_missing(store, rank, world_size, error, args.timeout)
         if "out of memory" in str(error) or "can't allocate memory" in str(error):
             fail(f"not enough memory for this run; choose a smaller one ({str(error).splitlines()[0]})")
