@@ -2,9 +2,7 @@
 
 import json
 import os
-import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from allreduce import IN_FLIGHT, PIECE_BYTES, fit, main, measure, ring_all_reduce
-from conftest import masked
+from conftest import check_script_alone, masked
 
 SCRIPT = Path(__file__).with_name("allreduce.py")
 
@@ -127,6 +125,7 @@ def test_script_measures_fits_and_draws(script, tmp_path):
         assert "nccl # # not run: needs # GPUs, and torch finds #" in lines
 
 
+@pytest.mark.full
 def test_demo(script):
     status, output = script([sys.executable, SCRIPT, "--demo"]).wait()
     assert status == 0 and "passed, all ranks hold the sum" in output
@@ -188,6 +187,7 @@ def test_ctrl_c_keeps_what_is_measured(script, tmp_path):
     assert len(json.loads((tmp_path / "a.json").read_text())["rows"]) >= 4 and (tmp_path / "a.png").exists()
 
 
+@pytest.mark.full
 def test_sigterm_leaves_no_process(script):
     one = script([sys.executable, SCRIPT])
     one.process.stdout.readline()  # the demonstration's ranks are alive now
@@ -208,10 +208,5 @@ def test_a_rank_that_dies_ends_all(script, tmp_path):
     assert "model" in rest and (tmp_path / "a.png").exists()
 
 
-def test_copied_alone_it_imports_with_torch_only(tmp_path):
-    shutil.copy(SCRIPT, tmp_path)
-    code = "import sys; sys.modules.update(numpy=None, matplotlib=None); import allreduce; print(allreduce.ring_all_reduce)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0 and "ring_all_reduce" in done.stdout, done.stderr
-    done = subprocess.run([sys.executable, "allreduce.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1 and "copy the repository's folder common/" in done.stderr and done.stderr.count("\n") == 1
+def test_file_alone(tmp_path):
+    check_script_alone(SCRIPT, tmp_path)

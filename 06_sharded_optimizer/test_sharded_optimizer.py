@@ -3,7 +3,6 @@
 import io
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -425,7 +424,7 @@ def test_stopped_rank(script, tmp_path):
     checks.check_stopped_rank(script, SCRIPT, "--no-verify", *checks.LONG, "--plot", tmp_path / "x.png")
 
 
-@pytest.mark.parametrize("option, value", checks.WRONG_INPUT)
+@pytest.mark.parametrize("option, value", [*checks.WRONG_INPUT, ("--plot", "/"), ("--plot", "")])
 def test_wrong_input(option, value, monkeypatch, capsys):
     checks.check_wrong_input(main, SCRIPT, option, value, monkeypatch, capsys)
 
@@ -448,17 +447,9 @@ def command_line(process):
     return subprocess.run(["ps", "-o", "args=", "-p", str(process)], capture_output=True, text=True).stdout
 
 
-@pytest.mark.parametrize("flags, named", [
-    (["--plot", "/"], "--plot"), ([], "torchrun")])
-def test_bad_flags_are_said_in_one_line(flags, named):
-    done = subprocess.run([sys.executable, SCRIPT, *flags], capture_output=True, text=True)
-    assert done.returncode == 2 and done.stdout == ""
-    assert len(done.stderr.splitlines()) == 1 and "error: " in done.stderr and named in done.stderr
+def test_not_started_by_torchrun(monkeypatch, capsys):
+    checks.check_not_started_by_torchrun(main, SCRIPT, monkeypatch, capsys)
 
 
-def test_a_copied_file_imports_with_torch_alone(tmp_path):
-    copy = shutil.copy(SCRIPT, tmp_path)
-    subprocess.run([sys.executable, "-c", "import sharded_optimizer, sys; assert 'common' not in sys.modules"],
-                   check=True, cwd=tmp_path)
-    done = subprocess.run([sys.executable, copy], capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1 and "common" in done.stderr
+def test_file_alone(tmp_path):
+    checks.check_script_alone(SCRIPT, tmp_path)

@@ -103,6 +103,7 @@ def test_matrix(script):
     assert rows == [[how, which] for how in ("bare", "ddp", "fsdp") for which in ("eager", "dynamo")], output
 
 
+@pytest.mark.full
 @NEEDS_FSDP
 def test_without_a_compiler(script):
     status, output = script(torchrun(2, SCRIPT, *TOY, "--matrix"), env={"CXX": "/nowhere/g++"}).wait()

@@ -66,6 +66,7 @@ def two_hosts(script, *words, local_size=1, second_environment=None):
     return [host.wait() for host in hosts]
 
 
+@pytest.mark.full
 def test_two_hosts(script, tmp_path):
     (status, output), (second_status, second_output) = two_hosts(script, "--json", tmp_path / "two.json", local_size=2)
     assert status == second_status == 0, output + second_output

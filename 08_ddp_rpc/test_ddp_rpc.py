@@ -220,15 +220,8 @@ def test_on_a_gpu(script, trainers):
     assert status == 0 and output.count("verify: passed") == 2, output
 
 
-def test_the_file_alone_imports_and_says_what_is_missing(tmp_path):
-    alone = tmp_path / "alone"
-    alone.mkdir()
-    shutil.copy(SCRIPT, alone)
-    done = subprocess.run([sys.executable, "-c", "import ddp_rpc; print(ddp_rpc.HybridModel.__name__)"], cwd=alone,
-                          capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout == "HybridModel\n", done.stderr
-    done = subprocess.run([sys.executable, alone / "ddp_rpc.py"], cwd=alone, capture_output=True, text=True)
-    assert done.returncode == 1 and done.stderr.count("\n") == 1 and "copy the repository's folder common/" in done.stderr
+def test_file_alone(tmp_path):
+    checks.check_script_alone(SCRIPT, tmp_path)
 
 
 def delayed_loopback():

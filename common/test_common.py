@@ -13,6 +13,7 @@ import sys
 import pytest
 from conftest import ROOT
 
+import common.compare
 from common.compare import read, summarize
 from common.images import load_images
 from common.setup import output_file
@@ -81,14 +82,19 @@ def result(stage="05_bucketed", name="BucketedDDP", step=0.8, **changes):
 
 
 @pytest.fixture
-def compare(tmp_path):
-    """compare(result, result, …): runs the command line on these results."""
+def compare(tmp_path, monkeypatch, capsys):
+    """compare(result, result, …): what the command line does with these results: exit status, output, errors."""
     def run(*results, words=()):
         files = []
         for number, content in enumerate(results):
             files.append(tmp_path / f"{number}.json")
             files[-1].write_text(content if isinstance(content, str) else json.dumps(content))
-        return subprocess.run([sys.executable, "-m", "common.compare", *files, *words], capture_output=True, text=True)
+        monkeypatch.setattr(sys, "argv", ["compare.py", *map(str, files), *words])
+        try:
+            status = common.compare.main()
+        except SystemExit as end:
+            status = end.code
+        return status, *capsys.readouterr()
 
     return run
 
@@ -112,10 +118,10 @@ def test_summary_without_baselines():
 
 
 def test_compare_draws_and_says_the_change(compare, tmp_path):
-    run = compare(result(), result(stage="02_naive_ddp", name="NaiveDDP"), result(step=0.6),
-                  words=["--plot", str(tmp_path / "compare.png")])
-    assert run.returncode == 0, run.stderr
-    rows = [line.split() for line in run.stdout.splitlines()]
+    status, output, errors = compare(result(), result(stage="02_naive_ddp", name="NaiveDDP"), result(step=0.6),
+                                     words=["--plot", str(tmp_path / "compare.png")])
+    assert not status, errors
+    rows = [line.split() for line in output.splitlines()]
     assert rows[1] == ["05_bucketed", "BucketedDDP", "800.0", "1.600", "0.800", "200.0", "4", "-"]
     assert rows[2][0] == "02_naive_ddp" and rows[2][-1] == "-"
     assert rows[3][-2:] == ["-25.0", "%"]
@@ -127,8 +133,8 @@ def test_compare_draws_and_says_the_change(compare, tmp_path):
     (result(model={"size": "xl"}), "model differ"), ({"stage": "05"}, "no 'candidates'"), ("{", "cannot be read"),
 ])
 def test_compare_names_what_differs(compare, other, what):
-    run = compare(result(), other)
-    assert run.returncode == 2 and what in run.stderr and "1.json" in run.stderr and len(run.stderr.splitlines()) == 1
+    status, _, errors = compare(result(), other)
+    assert status == 2 and what in errors and "1.json" in errors and len(errors.splitlines()) == 1
 
 
 def test_compare_refuses_a_missing_file(tmp_path):
