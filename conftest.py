@@ -32,6 +32,8 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if {"ranks", "script"} & set(item.fixturenames):
             item.add_marker("distributed")
+        if item.get_closest_marker("cuda") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
 
 
 class Ranks:
@@ -520,14 +522,16 @@ runpy.run_path("{path.name}", run_name="__main__")
 QUICK = ["--steps", "2", "--warmup", "1", "--batch-size", "1", "--context-length", "8"]
 
 
-def check_run(script, path: Path, folder: Path, world_size: int) -> None:
+def check_run(script, path: Path, folder: Path, world_size: int, device: str = "cpu") -> None:
     """The whole script, small: everything it prints has the shape of reference_output.txt, every file is written."""
     files = {name: folder / name for name in ("json", "trace", "save")}
-    status, output = script(torchrun(world_size, path, *QUICK, *(w for name in files for w in (f"--{name}", files[name]))),
-                            cwd=folder).wait()
+    words = [*QUICK, "--device", device, *(word for name in files for word in (f"--{name}", files[name]))]
+    status, output = script(torchrun(world_size, path, *words), cwd=folder).wait()
     assert status == 0, output
-    assert masked(output) == masked((path.parent / "reference_output.txt").read_text()), output
     result = json.loads(files["json"].read_text())
+    recorded = (path.parent / "reference_output.txt").read_text().replace("gloo on cpu", f"{result['backend']} on {device}")
+    assert masked(output) == masked(recorded), output
+    assert (result["backend"] == "nccl") == (device == "cuda" and torch.cuda.device_count() >= world_size)
     assert result["stage"] == path.parent.name and result["world_size"] == world_size and result["verify"]["passed"]
     assert result["verify"]["accuracy"] > 0.9
     assert [len(one["step_seconds"]) for one in result["candidates"]] == 3 * [2 * world_size]

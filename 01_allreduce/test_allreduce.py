@@ -125,6 +125,16 @@ def test_script_measures_fits_and_draws(script, tmp_path):
         assert "nccl # # not run: needs # GPUs, and torch finds #" in lines
 
 
+@pytest.mark.cuda
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_on_gpus(script, tmp_path):
+    status, output = script([sys.executable, SCRIPT, "--backends", "nccl", "--world-sizes", "2", "--sizes-mb", "1",
+                             "--iters", "3", "--json", tmp_path / "a.json", "--plot", tmp_path / "a.png"]).wait()
+    assert status == 0, output
+    [row] = json.loads((tmp_path / "a.json").read_text())["rows"]
+    assert (row["algorithm"], row["world_size"], row["wrong"]) == ("nccl", 2, 0) and min(row["seconds"]) > 0
+
+
 @pytest.mark.full
 def test_demo(script):
     status, output = script([sys.executable, SCRIPT, "--demo"]).wait()

@@ -43,6 +43,12 @@ def test_run(script, tmp_path, world_size):
     checks.check_run(script, SCRIPT, tmp_path, world_size)
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("world_size", [1, 2])  # with one GPU: nccl, then gloo with two ranks that share it
+def test_on_a_gpu(script, tmp_path, world_size):
+    checks.check_run(script, SCRIPT, tmp_path, world_size, "cuda")
+
+
 @pytest.mark.full
 @checks.needs_proc
 @pytest.mark.parametrize("fault", checks.FAULTS)

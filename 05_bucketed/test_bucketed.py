@@ -85,6 +85,12 @@ def test_run(script, tmp_path, world_size):
     checks.check_run(script, SCRIPT, tmp_path, world_size)
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("world_size", [1, 2])  # with one GPU: nccl, then gloo with two ranks that share it
+def test_on_a_gpu(script, tmp_path, world_size):
+    checks.check_run(script, SCRIPT, tmp_path, world_size, "cuda")
+
+
 @checks.needs_proc
 def test_killed_rank(script, tmp_path):
     command = checks.torchrun(2, SCRIPT, "--no-verify", *checks.LONG)
@@ -133,9 +139,11 @@ def test_best_number_of_buckets_is_the_minimum_of_the_overhead():
 
 
 @pytest.mark.full
-def test_run_of_the_sweep(script, tmp_path):
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_run_of_the_sweep(script, tmp_path, device):
     files = {name: tmp_path / f"sweep.{name}" for name in ("json", "plot")}
-    words = ["--steps", "1", "--warmup", "1", "--bucket-sizes-mb", "25", *(w for f in files for w in (f"--{f}", files[f]))]
+    words = ["--steps", "1", "--warmup", "1", "--bucket-sizes-mb", "25", "--device", device,
+             *(word for name in files for word in (f"--{name}", files[name]))]
     status, output = script(checks.torchrun(2, SCRIPT.with_name("bucket_sweep.py"), *words), cwd=tmp_path).wait()
     assert status == 0, output
     result = json.loads(files["json"].read_text())

@@ -378,9 +378,11 @@ def test_a_process_group_of_some_ranks(ranks):
     ranks(3).run(in_a_subgroup)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_on_cuda(script, tmp_path):
-    status, output = script(torchrun(2, SCRIPT, "--device", "cuda", "--steps", 1, "--plot", tmp_path / "m.png")).wait(300)
+@pytest.mark.cuda
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_on_a_gpu(script, tmp_path, world_size):
+    words = ["--device", "cuda", "--steps", 1, "--plot", tmp_path / "m.png"]
+    status, output = script(torchrun(world_size, SCRIPT, *words)).wait(300)
     assert status == 0, output
     assert "verify: passed" in output and "of CUDA's allocator" in output
 

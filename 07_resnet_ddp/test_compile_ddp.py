@@ -128,7 +128,7 @@ def test_graph(script, tmp_path):
     assert status == 0 and (tmp_path / "graph.dot").read_text().startswith("digraph"), output
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.cuda
 def test_on_a_gpu(script):
     status, output = script(torchrun(1, SCRIPT, *TOY[:-1], "cuda", "--matrix")).wait(300)
     assert status == 0 and "not measured" not in output, output

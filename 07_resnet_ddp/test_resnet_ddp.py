@@ -433,7 +433,7 @@ def test_another_runs_checkpoint_is_refused(script, tmp_path):
     assert "Traceback" not in output
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.cuda
 def test_on_a_gpu(script, tmp_path):
     words = [*TINY, "--device", "cuda", "--epochs", 2, "--amp", "--channels-last", "--workers", 1, "--results", tmp_path]
     for world_size in (None, 2):

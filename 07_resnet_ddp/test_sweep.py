@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import sweep
+import torch
 from conftest import torchrun
 
 FOLDER = Path(__file__).resolve().parent
@@ -51,6 +52,17 @@ def test_one_host(script, tmp_path):
     lines = [line.split()[1] for line in output.splitlines() if line.count("/s") == 4 and line.split()[0].isdigit()]
     assert lines == ["no", "1M/1G", "1M/2G"], output
     assert diff(tmp_path / "a.json", tmp_path / "a.json").stdout.count("+0.0%") == 6
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_on_a_gpu(script, tmp_path, world_size):
+    words = [*TINY, "--device", "cuda", "--json", tmp_path / "a.json"]
+    status, output = script(torchrun(world_size, FOLDER / "sweep.py", *words)).wait()
+    assert status == 0, output
+    report = json.loads((tmp_path / "a.json").read_text())
+    assert report["distributed_backend"] == ("nccl" if torch.cuda.device_count() >= world_size else "gloo")
+    assert [entry["ranks"] for entry in report["benchmark_results"][0]["result"]] == [[0], [0], [0, 1]][:world_size + 1]
 
 
 def two_hosts(script, *words, local_size=1, second_environment=None):

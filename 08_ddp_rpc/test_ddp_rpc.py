@@ -212,7 +212,7 @@ def test_cuda_without_a_gpu_is_one_line(monkeypatch, capsys):
     test_bad_options_are_one_line(["--device", "cuda"], "argument --device: 'cuda' needs a GPU", monkeypatch, capsys)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.cuda
 @pytest.mark.parametrize("trainers", [1, 2])
 def test_on_a_gpu(script, trainers):
     status, output = script([sys.executable, SCRIPT, "--trainers", trainers, "--servers", 2, "--device", "cuda", "--warmup", 1,

@@ -11,12 +11,13 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from conftest import ROOT
 
 import common.compare
 from common.compare import read, summarize
 from common.images import load_images
-from common.setup import output_file
+from common.setup import output_file, process_group
 from common.timeline import read_step
 
 
@@ -68,6 +69,17 @@ def test_a_folder_that_may_not_be_written_is_refused(tmp_path):
         if root:
             os.setreuid(0, 0)
         tmp_path.chmod(0o755)
+
+
+def test_more_nccl_ranks_than_gpus_is_one_line(monkeypatch, capsys):
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(SystemExit) as end, process_group(argparse.Namespace(device="auto", backend="nccl", timeout=1.0)):
+        pytest.fail("joined")
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and said.count("\n") == 1
+    assert "error: argument --backend: 'nccl' needs --device cuda and a GPU per rank; this host has 2 GPUs for 3 ranks" in said
 
 
 def result(stage="05_bucketed", name="BucketedDDP", step=0.8, **changes):
