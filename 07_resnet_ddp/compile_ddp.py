@@ -210,19 +210,26 @@ def difference(tensors: list, expected: list) -> float:
                         for ours, theirs in zip(tensors, expected, strict=True)]).max().item()  # nan stays nan
 
 
-def with_memory(function, device):
-    """Call a function: its result, the bytes of tensors that it left behind, and the most there were meanwhile."""
+def bytes_held(model: nn.Module, inputs: tuple, how: str) -> int:
+    """What stays on this rank from step to step, gradients aside: parameters, buffers, inputs, and the buckets of DDP."""
+    tensors = [*model.parameters(), *model.buffers(), *(leaf for leaf in tree_leaves(inputs) if torch.is_tensor(leaf))]
+    tensors += [parameter for parameter in model.parameters() if parameter.requires_grad] if how == "ddp" else []
+    return sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in tensors)
+
+
+def peak_memory(function, device) -> int:
+    """Call a function: the most bytes of tensors that there were meanwhile, beyond those before."""
     if device.type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        result = function()
+        function()
         torch.cuda.synchronize()
-        return result, torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before
+        return torch.cuda.max_memory_allocated() - before
     # On a CPU only the profiler knows: its trace holds every allocation and release of torch's own allocator.
     with tempfile.TemporaryDirectory() as folder:
         with profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-            result = function()
+            function()
             dist.barrier()  # gloo's thread has given back what it worked on
         profiler.export_chrome_trace(f"{folder}/trace.json")
         events = json.loads(Path(f"{folder}/trace.json").read_text())["traceEvents"]
@@ -234,18 +241,15 @@ def with_memory(function, device):
             peak = max(peak, sum(blocks.values()))
         else:  # of a block from before this call the profiler may give the size of an older one at that address: not counted
             blocks.pop(address, None)
-    return result, sum(blocks.values()), peak
+    return peak
 
 
 def prepare(args, device, how: str, backend: str | None, expected: tuple) -> dict:
     """Build one cell of the matrix, time its first call, compare it with eager single-device, take its memory."""
     from common.timing import Stopwatch
 
-    def build():
-        model, inputs = create_model(args, device)
-        return *distribute(model, how, backend, args.fsdp_wrap, args.fsdp_checkpoint), inputs
-
-    (model, graphs, inputs), held, _ = with_memory(build, device)
+    model, inputs = create_model(args, device)
+    model, graphs = distribute(model, how, backend, args.fsdp_wrap, args.fsdp_checkpoint)
     watch = Stopwatch(device)
 
     def step():
@@ -260,10 +264,14 @@ def prepare(args, device, how: str, backend: str | None, expected: tuple) -> dic
                    difference(gradients_of(model), expected[1] if how == "bare" else expected[2]))
     del outputs
     step()  # after its first backward DDP arranges the buckets anew
-    _, _, peak = with_memory(step, device)
+    peaks = []
+    for _ in range(3):  # and the least is right: a tensor that gloo's thread releases may escape the profiler, which only adds
+        model.zero_grad()
+        peaks.append(peak_memory(step, device))
     held_here = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
     return {"step": lambda: {"seconds": step()[1]}, "model": model, "inputs": inputs, "first": first, "graphs": graphs,
-            "peak": held + peak, "parameters": sum(p.numel() for p in held_here), "differences": differences}
+            "peak": bytes_held(model, inputs, how) + min(peaks), "parameters": sum(p.numel() for p in held_here),
+            "differences": differences}
 
 
 def attempt(function) -> tuple:
