@@ -24,6 +24,7 @@ import socket
 import sys
 import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -302,6 +303,14 @@ def name_the_missing(args, error):
              f"{', '.join(missing) or 'nobody: all answer again'}")
 
 
+def beat(store):
+    """The master's sign of life, counted in the launcher's store: nobody else waits for the master while trainers train."""
+    with suppress(RuntimeError):  # when the launcher is gone, and with it in a moment this process
+        while True:
+            store.add("heartbeat", 1)
+            time.sleep(1)
+
+
 def run_process(rank, args):
     """A spawned process: join the RPC world in this rank's role, serve until the master is done, leave."""
     threading.Thread(target=lambda: (mp.parent_process().join(), os._exit(1)), daemon=True).start()  # never outlive it
@@ -327,6 +336,7 @@ def run_process(rank, args):
         init_method="launcher://", num_worker_threads=1 if name.startswith("ps") else 4, rpc_timeout=timeout.total_seconds(),
         _transports=["uv"], _channels=["basic"]))
     if name == "master":
+        threading.Thread(target=beat, args=(connect(),), daemon=True).start()
         try:
             run_master(args)
         except RuntimeError as error:
@@ -417,8 +427,13 @@ def main():
         print(layout, flush=True)
         context = mp.spawn(run_process, (args,), nprocs=last + 1, join=False)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        while not context.join(grace_period=1):  # after which one that does not respond is killed
-            pass
+        beats, since = 0, time.monotonic()
+        while not context.join(timeout=1, grace_period=1):  # after which one that does not respond is killed
+            count = store.add("heartbeat", 0)
+            if count != beats:
+                beats, since = count, time.monotonic()
+            elif beats and time.monotonic() - since > args.timeout:
+                sys.exit(f"error: --timeout {args.timeout:g} s are over: no sign of life from master (rank {last})")
     except KeyboardInterrupt:
         sys.exit("interrupted")
     except mp.ProcessExitedException as error:
