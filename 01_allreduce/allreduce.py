@@ -115,11 +115,17 @@ warming up, fewer of both where a call takes long; MB = 2^20 bytes, GB/s = 10^9 
 def run_ranks(world_size: int, folder: str, function, backend: str, *arguments) -> None:
     """Run function(device, backend, *arguments) on world_size ranks; none is left when this returns or raises."""
     store = tempfile.mkstemp(dir=folder)[1]  # the ranks meet in a file: no port that two runs could fight for
-    signals = {signal.SIGINT, signal.SIGTERM}
+    signals, received = {signal.SIGINT, signal.SIGTERM}, []
+    for number in signals:  # only noted: an exception while a rank is half started would leave it behind
+        signal.signal(number, lambda number, _: received.append(number))
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # inherited, so that no rank greets Ctrl-C with a traceback
     ranks = mp.spawn(start_rank, (world_size, store, function, backend, *arguments), nprocs=world_size, join=False)
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+        for number in signals:
+            signal.signal(number, signal.default_int_handler)  # KeyboardInterrupt, for both
+        if received:
+            raise KeyboardInterrupt
         while not ranks.join():
             pass
     finally:

@@ -1,11 +1,16 @@
 """Tests of 01_allreduce: the ring against the backend's all-reduce, the fit, and the script from the outside."""
 
 import json
+import multiprocessing
 import os
 import signal
+import socket
 import sys
+import threading
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
+import allreduce
 import pytest
 import torch
 import torch.distributed as dist
@@ -195,6 +200,37 @@ def test_ctrl_c_keeps_what_is_measured(script, tmp_path):
     assert status == 130 and "Traceback" not in output + rest, output + rest
     assert "interrupted" in rest and "model" in rest and "β, GB/s" in rest
     assert len(json.loads((tmp_path / "a.json").read_text())["rows"]) >= 4 and (tmp_path / "a.png").exists()
+
+
+@pytest.mark.distributed
+def test_ctrl_c_while_ranks_are_started_leaves_none(tmp_path, monkeypatch):
+    """The signal may reach any thread of the launcher, so it is not enough that the main one blocks it."""
+    popen, before = SpawnProcess._Popen, multiprocessing.active_children()
+    other = threading.Thread(target=threading.Event().wait, daemon=True)
+    other.start()
+    arrived, arriving = socket.socketpair()
+    arriving.setblocking(False)
+    signal.set_wakeup_fd(arriving.fileno())
+    started = []
+
+    def start_one(process):
+        started.append(popen(process))
+        if len(started) == 2:
+            signal.pthread_kill(other.ident, signal.SIGINT)
+            arrived.recv(1)  # the other thread has it
+        return started[-1]
+
+    monkeypatch.setattr(SpawnProcess, "_Popen", staticmethod(start_one))
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            allreduce.run_ranks(3, str(tmp_path), allreduce.demonstrate, "gloo")
+    finally:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    left = [process for process in multiprocessing.active_children() if process not in before]
+    for process in left:
+        process.kill()
+    assert not left
 
 
 @pytest.mark.full

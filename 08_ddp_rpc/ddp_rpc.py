@@ -419,7 +419,9 @@ def main():
         f"rank {last}: master; RPC over TensorPipe (TCP); all meet at {args.master_addr} port {args.master_port}"
     )
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it would name every process that it ends
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    received = []  # Ctrl-C or SIGTERM: only noted, for an exception while a process is half started would leave it behind
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: received.append(number))
     context = None
     try:
         # Ctrl-C reaches every process of the terminal: the children inherit the mask and leave it to the launcher.
@@ -429,13 +431,13 @@ def main():
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         beats, since = 0, time.monotonic()
         while not context.join(timeout=1, grace_period=1):  # after which one that does not respond is killed
+            if received:
+                sys.exit("interrupted" if received[0] == signal.SIGINT else 128 + signal.SIGTERM)
             count = store.add("heartbeat", 0)
             if count != beats:
                 beats, since = count, time.monotonic()
             elif beats and time.monotonic() - since > args.timeout:
                 sys.exit(f"error: --timeout {args.timeout:g} s are over: no sign of life from master (rank {last})")
-    except KeyboardInterrupt:
-        sys.exit("interrupted")
     except mp.ProcessExitedException as error:
         cause = f"was ended by {error.signal_name}" if error.signal_name else f"ended with status {error.exit_code}"
         sys.exit(f"error: {role(error.error_index, args.trainers, args.servers)} (rank {error.error_index}) {cause}; "
