@@ -148,7 +148,10 @@ def main():
         sys.exit(f"error: {error}: copy bucketed.py and the repository's folder common/ beside this script")
 
     def sizes(text):
-        return [setup.positive_number(word) for word in text.split(",")]
+        numbers = [setup.positive_number(word) for word in text.split(",")]
+        if max(numbers) > 1e6:
+            raise argparse.ArgumentTypeError(f"{text!r} has a size above 1000000 MB; one bucket for all is measured anyway")
+        return numbers
 
     parser = setup.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("--bucket-sizes-mb", type=sizes, default=[1.0, 10.0, 100.0, 1000.0], metavar="1,10,100,1000")
@@ -162,6 +165,8 @@ def main():
     args = parser.parse_args()
 
     with setup.process_group(args) as device:
+        if dist.get_world_size() == 1:
+            setup.fail("torchrun's argument --nproc-per-node (NPROC of make): '1' rank sends nothing; allowed are 2 and more")
         sweep(args, stage, device, report, timing)
 
 

@@ -127,6 +127,19 @@ def test_wrong_input_under_torchrun(script):
     checks.check_wrong_input_under_torchrun(script, SCRIPT)
 
 
+@pytest.mark.parametrize("option, value", [
+    *(("--bucket-sizes-mb", value) for value in ("0", "-1", "x", "", "nan", "inf", "1e30", "1,inf")), ("--size", "huge"),
+    ("--steps", "0"), ("--steps", "x"), ("--warmup", "-1"), ("--seed", "x"), ("--json", "/"), ("--json", ""),
+    ("--plot", "/no/such/folder/x.png"), ("--plot", "/"), ("--device", "tpu"), ("--backend", "mpi"), ("--timeout", "0")])
+def test_wrong_input_of_the_sweep(option, value, monkeypatch, capsys):
+    checks.check_wrong_input(bucket_sweep.main, SCRIPT.with_name("bucket_sweep.py"), option, value, monkeypatch, capsys)
+
+
+def test_a_sweep_needs_two_ranks(script):
+    status, output = script(checks.torchrun(1, SCRIPT.with_name("bucket_sweep.py"))).wait()
+    assert status != 0 and output.count("error: ") == 1 and "'1' rank sends nothing; allowed are 2 and more" in output, output
+
+
 def test_best_number_of_buckets_is_the_minimum_of_the_overhead():
     for size, bandwidth, call in [(1e8, 1e9, 5e-4), (4e9, 1e11, 2e-5), (1e6, 1e9, 1e-3)]:
         constants = size, bandwidth, call

@@ -399,6 +399,8 @@ def main():
     args.global_batch = args.global_batch or (512 if on_cuda else 64)
     args.workers = (4 if on_cuda else 0) if args.workers is None else args.workers
     args.batch_per_rank = args.global_batch // (world_size if args.scaling == "strong" else 1)
+    if args.lr == float("inf"):
+        parser.error("argument --lr: 'inf' is not a finite number above 0")
     if not 0 <= args.momentum < 1:
         parser.error(f"argument --momentum: '{args.momentum}' is not a number from 0 to below 1")
     if args.scaling == "strong" and args.global_batch % world_size:
