@@ -37,16 +37,16 @@ def pytest_collection_modifyitems(items):
 
 
 class Ranks:
-    """`world_size` processes joined by gloo that stay alive between tests; all are forked from one that imported torch."""
+    """`world_size` processes joined by gloo that stay alive between tests, so that torch is imported only once."""
 
     def __init__(self, world_size: int):
-        server = mp.get_context("forkserver")
-        server.set_forkserver_preload(["torch", "torchvision"])
+        context = mp.get_context("forkserver" if sys.platform == "linux" else "spawn")  # macOS: libraries that hate fork
+        context.set_forkserver_preload(["torch", "torchvision"])
         self.folder = tempfile.TemporaryDirectory()
         self.pipes, self.processes = [], []
         for rank in range(world_size):
-            mine, theirs = server.Pipe()
-            self.processes.append(server.Process(
+            mine, theirs = context.Pipe()
+            self.processes.append(context.Process(
                 target=_serve, args=(rank, world_size, f"{self.folder.name}/store", theirs), daemon=True))
             self.processes[-1].start()
             theirs.close()  # so that recv() ends with EOFError when the rank dies
