@@ -26,11 +26,16 @@ def sums(lengths, dtype):
     equal = []
     for length in lengths:
         numbers = torch.Generator().manual_seed(1000 * length + rank)
-        mine = torch.randint(-9, 10, (length,), generator=numbers).to(dtype)  # sums stay exact, in bfloat16 too
+        mine = torch.randint(-9, 10, (length,), generator=numbers).to(
+            dtype
+        )  # sums stay exact, in bfloat16 too
         theirs = mine.clone()
         assert ring_all_reduce(mine) is None
         dist.all_reduce(theirs)
-        equal.append(torch.equal(mine, theirs) and (length < 9 or world_size == 1 or mine.abs().sum().item() > 0))
+        equal.append(
+            torch.equal(mine, theirs)
+            and (length < 9 or world_size == 1 or mine.abs().sum().item() > 0)
+        )
     return equal
 
 
@@ -85,7 +90,11 @@ def test_fit_recovers_alpha_and_beta():
     for world_size in (2, 4, 6):
         times = [250e-6 + 2 * (world_size - 1) / world_size * size / 3e9 for size in sizes]
         alpha, beta, error = fit(sizes, times, world_size)
-        assert alpha == pytest.approx(250e-6, rel=1e-6) and beta == pytest.approx(3e9, rel=1e-9) and error < 1e-9
+        assert (
+            alpha == pytest.approx(250e-6, rel=1e-6)
+            and beta == pytest.approx(3e9, rel=1e-9)
+            and error < 1e-9
+        )
 
 
 def test_fit_minimises_the_relative_error():
@@ -94,7 +103,10 @@ def test_fit_minimises_the_relative_error():
     alpha, beta, error = fit(sizes, times, 2)
 
     def error_of(alpha, beta):
-        squares = [((alpha + size / beta) / seconds - 1) ** 2 for size, seconds in zip(sizes, times, strict=True)]
+        squares = [
+            ((alpha + size / beta) / seconds - 1) ** 2
+            for size, seconds in zip(sizes, times, strict=True)
+        ]
         return (sum(squares) / 3) ** 0.5
 
     assert error == pytest.approx(error_of(alpha, beta)) and error > 0.01
@@ -107,23 +119,49 @@ def test_fit_keeps_alpha_at_zero_or_above():
     assert alpha == 0 and beta > 0 and error > 0.1
 
 
-@pytest.mark.parametrize("sizes, times, world_size", [([1e6], [1.0], 2), ([1e6, 1e7], [1.0, 2.0], 1), ([], [], 2)])
+@pytest.mark.parametrize(
+    "sizes, times, world_size", [([1e6], [1.0], 2), ([1e6, 1e7], [1.0, 2.0], 1), ([], [], 2)]
+)
 def test_fit_says_when_there_is_nothing_to_fit(sizes, times, world_size):
     with pytest.raises(ValueError):
         fit(sizes, times, world_size)
 
 
 def test_script_measures_fits_and_draws(script, tmp_path):
-    status, output = script([sys.executable, SCRIPT, "--sizes-mb", "0.5,1,1e9", "--world-sizes", "2", "--iters", "3",
-                             "--warmup", "1", "--json", tmp_path / "a.json", "--plot", tmp_path / "a.png"]).wait()
+    status, output = script(
+        [
+            sys.executable,
+            SCRIPT,
+            "--sizes-mb",
+            "0.5,1,1e9",
+            "--world-sizes",
+            "2",
+            "--iters",
+            "3",
+            "--warmup",
+            "1",
+            "--json",
+            tmp_path / "a.json",
+            "--plot",
+            tmp_path / "a.png",
+        ]
+    ).wait()
     assert status == 0, output
     result = json.loads((tmp_path / "a.json").read_text())
     rows = result["rows"]
     assert sorted((row["algorithm"], row["world_size"], row["size_bytes"]) for row in rows) == [
-        ("gloo", 2, 2**19), ("gloo", 2, 2**20), ("ring", 2, 2**19), ("ring", 2, 2**20)]
-    assert all(row["wrong"] == 0 and len(row["seconds"]) == 3 and min(row["seconds"]) > 0 for row in rows)
+        ("gloo", 2, 2**19),
+        ("gloo", 2, 2**20),
+        ("ring", 2, 2**19),
+        ("ring", 2, 2**20),
+    ]
+    assert all(
+        row["wrong"] == 0 and len(row["seconds"]) == 3 and min(row["seconds"]) > 0 for row in rows
+    )
     assert output.count("3+1") == 4 and output.count("ranks hold the sum, bitwise equal") == 1
-    assert result["copy_bytes_per_second"] > 0 and (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert result["copy_bytes_per_second"] > 0 and (tmp_path / "a.png").read_bytes().startswith(
+        b"\x89PNG"
+    )
     lines = masked(output)
     assert "gloo # # not run: needs # GB of memory, and # are free" in lines
     if torch.cuda.device_count() < 2:
@@ -133,11 +171,29 @@ def test_script_measures_fits_and_draws(script, tmp_path):
 @pytest.mark.cuda
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_on_gpus(script, tmp_path):
-    status, output = script([sys.executable, SCRIPT, "--backends", "nccl", "--world-sizes", "2", "--sizes-mb", "1",
-                             "--iters", "3", "--json", tmp_path / "a.json", "--plot", tmp_path / "a.png"]).wait()
+    status, output = script(
+        [
+            sys.executable,
+            SCRIPT,
+            "--backends",
+            "nccl",
+            "--world-sizes",
+            "2",
+            "--sizes-mb",
+            "1",
+            "--iters",
+            "3",
+            "--json",
+            tmp_path / "a.json",
+            "--plot",
+            tmp_path / "a.png",
+        ]
+    ).wait()
     assert status == 0, output
     [row] = json.loads((tmp_path / "a.json").read_text())["rows"]
-    assert (row["algorithm"], row["world_size"], row["wrong"]) == ("nccl", 2, 0) and min(row["seconds"]) > 0
+    assert (row["algorithm"], row["world_size"], row["wrong"]) == ("nccl", 2, 0) and min(
+        row["seconds"]
+    ) > 0
 
 
 @pytest.mark.full
@@ -150,6 +206,7 @@ def test_demo(script):
 
 def wrong_of_a_broken_one():
     """The benchmark's check must see a ring that leaves one element out, and one that swaps two chunks."""
+
     def leaves_one_out(tensor):
         dist.all_reduce(tensor[:-1])
 
@@ -166,25 +223,60 @@ def test_wrong_elements_are_counted(ranks):
         assert wrong["gloo"] == 0 and wrong["one out"] == 3 * 2 and wrong["swapped"] > 2**18
 
 
-@pytest.mark.parametrize("words", [
-    ["--sizes-mb", "0"], ["--sizes-mb", "1,x"], ["--sizes-mb", ""], ["--sizes-mb", "-1"], ["--sizes-mb", "inf"],
-    ["--sizes-mb", "nan"], ["--world-sizes", "0"], ["--world-sizes", "two"], ["--world-sizes", "2,"],
-    ["--backends", "mpi"], ["--backends", ""], ["--iters", "0"], ["--iters", "1.5"], ["--warmup", "-1"],
-    ["--row-seconds", "0"], ["--json", "/"], ["--plot", "/no/such/folder/a.png"], ["--json", ""],
-], ids=" ".join)
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--sizes-mb", "0"],
+        ["--sizes-mb", "1,x"],
+        ["--sizes-mb", ""],
+        ["--sizes-mb", "-1"],
+        ["--sizes-mb", "inf"],
+        ["--sizes-mb", "nan"],
+        ["--world-sizes", "0"],
+        ["--world-sizes", "two"],
+        ["--world-sizes", "2,"],
+        ["--backends", "mpi"],
+        ["--backends", ""],
+        ["--iters", "0"],
+        ["--iters", "1.5"],
+        ["--warmup", "-1"],
+        ["--row-seconds", "0"],
+        ["--json", "/"],
+        ["--plot", "/no/such/folder/a.png"],
+        ["--json", ""],
+    ],
+    ids=" ".join,
+)
 def test_bad_input_is_one_line(words, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), *words])
     with pytest.raises(SystemExit) as end:
         main()
     output, error = capsys.readouterr()
     assert end.value.code == 2 and output == ""
-    assert error.startswith(f"allreduce.py: error: argument {words[0]}: ") and error.count("\n") == 1
+    assert (
+        error.startswith(f"allreduce.py: error: argument {words[0]}: ") and error.count("\n") == 1
+    )
 
 
 def long_run(script, *words):
     """Start a run that would take minutes, and return it with its output so far when the first sizes are measured."""
-    one = script([sys.executable, SCRIPT, "--backends", "gloo", "--sizes-mb", "0.5,1,400", "--world-sizes", "2,4",
-                  "--iters", "100000", "--row-seconds", "0.3", *words])
+    one = script(
+        [
+            sys.executable,
+            SCRIPT,
+            "--backends",
+            "gloo",
+            "--sizes-mb",
+            "0.5,1,400",
+            "--world-sizes",
+            "2,4",
+            "--iters",
+            "100000",
+            "--row-seconds",
+            "0.3",
+            *words,
+        ]
+    )
     output = ""
     for line in one.process.stdout:
         output += line
@@ -199,7 +291,10 @@ def test_ctrl_c_keeps_what_is_measured(script, tmp_path):
     status, rest = one.wait(30)
     assert status == 130 and "Traceback" not in output + rest, output + rest
     assert "interrupted" in rest and "model" in rest and "β, GB/s" in rest
-    assert len(json.loads((tmp_path / "a.json").read_text())["rows"]) >= 4 and (tmp_path / "a.png").exists()
+    assert (
+        len(json.loads((tmp_path / "a.json").read_text())["rows"]) >= 4
+        and (tmp_path / "a.png").exists()
+    )
 
 
 @pytest.mark.distributed
@@ -246,7 +341,11 @@ def test_sigterm_leaves_no_process(script):
 @pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="finding the ranks needs /proc")
 def test_a_rank_that_dies_ends_all(script, tmp_path):
     one, output = long_run(script, "--plot", tmp_path / "a.png")
-    ranks = [process for process in one.processes() if b"spawn_main" in Path(f"/proc/{process}/cmdline").read_bytes()]
+    ranks = [
+        process
+        for process in one.processes()
+        if b"spawn_main" in Path(f"/proc/{process}/cmdline").read_bytes()
+    ]
     assert len(ranks) == 2
     os.kill(ranks[-1], signal.SIGKILL)
     status, rest = one.wait(30)

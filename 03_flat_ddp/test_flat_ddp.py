@@ -10,7 +10,9 @@ SCRIPT = Path(__file__).with_name("flat_ddp.py")
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("model", [checks.Tied, checks.Frozen, checks.Branches, checks.MixedTypes, checks.ChannelsLast])
+@pytest.mark.parametrize(
+    "model", [checks.Tied, checks.Frozen, checks.Branches, checks.MixedTypes, checks.ChannelsLast]
+)
 def test_trains_like_one_process(ranks, world_size, model):
     ranks(world_size).run(checks.trains_like_one_process, FlatDDP, model)
 
@@ -44,7 +46,9 @@ def test_run(script, tmp_path, world_size):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("world_size", [1, 2])  # with one GPU: nccl, then gloo with two ranks that share it
+@pytest.mark.parametrize(
+    "world_size", [1, 2]
+)  # with one GPU: nccl, then gloo with two ranks that share it
 def test_on_a_gpu(script, tmp_path, world_size):
     checks.check_run(script, SCRIPT, tmp_path, world_size, "cuda")
 

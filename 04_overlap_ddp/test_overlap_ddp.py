@@ -10,7 +10,9 @@ SCRIPT = Path(__file__).with_name("overlap_ddp.py")
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("model", [checks.Tied, checks.Frozen, checks.Branches, checks.MixedTypes, checks.ChannelsLast])
+@pytest.mark.parametrize(
+    "model", [checks.Tied, checks.Frozen, checks.Branches, checks.MixedTypes, checks.ChannelsLast]
+)
 def test_trains_like_one_process(ranks, world_size, model):
     ranks(world_size).run(checks.trains_like_one_process, OverlapDDP, model)
 
@@ -18,7 +20,9 @@ def test_trains_like_one_process(ranks, world_size, model):
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_accumulates_gradients(ranks, world_size, set_to_none):
-    ranks(world_size).run(checks.trains_like_one_process, OverlapDDP, checks.Branches, 3, set_to_none)
+    ranks(world_size).run(
+        checks.trains_like_one_process, OverlapDDP, checks.Branches, 3, set_to_none
+    )
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -52,7 +56,9 @@ def test_run(script, tmp_path, world_size):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("world_size", [1, 2])  # with one GPU: nccl, then gloo with two ranks that share it
+@pytest.mark.parametrize(
+    "world_size", [1, 2]
+)  # with one GPU: nccl, then gloo with two ranks that share it
 def test_on_a_gpu(script, tmp_path, world_size):
     checks.check_run(script, SCRIPT, tmp_path, world_size, "cuda")
 

@@ -46,7 +46,9 @@ def calibrate(device: torch.device, calls: int = 100) -> tuple[float, float]:
                 torch.cuda.synchronize()
             seconds.append(time.perf_counter() - start)
         median = torch.tensor(sorted(seconds)[calls // 2], device=device)
-        dist.all_reduce(median, dist.ReduceOp.MAX)  # all ranks go on with the same figures: the slowest rank's
+        dist.all_reduce(
+            median, dist.ReduceOp.MAX
+        )  # all ranks go on with the same figures: the slowest rank's
         seconds_of[4 * elements] = median.item()
     (small, call), (large, whole) = seconds_of.items()
     return (large - small) / (whole - call), call
@@ -70,7 +72,9 @@ def candidate(wrap, stage, args, device):
     watch = Stopwatch(device)
     waits_in_backward = isinstance(model, DistributedDataParallel)
     if waits_in_backward:
-        model.module.token_embedding.weight.register_post_accumulate_grad_hook(lambda _: watch.mark("gradients are there"))
+        model.module.token_embedding.weight.register_post_accumulate_grad_hook(
+            lambda _: watch.mark("gradients are there")
+        )
 
     def step():
         watch.mark("start")
@@ -83,8 +87,12 @@ def candidate(wrap, stage, args, device):
         optimizer.step()
         optimizer.zero_grad()
         watch.mark("end")
-        return {"step_seconds": watch.seconds("start", "end"),
-                "exposed_comm_seconds": watch.seconds("gradients are there", "gradients are synchronized")}
+        return {
+            "step_seconds": watch.seconds("start", "end"),
+            "exposed_comm_seconds": watch.seconds(
+                "gradients are there", "gradients are synchronized"
+            ),
+        }
 
     return step
 
@@ -95,7 +103,9 @@ def available_bytes(device: torch.device) -> float:
         return torch.cuda.mem_get_info(device)[0]
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
-        return 1024 * int(next(line.split()[1] for line in lines if line.startswith("MemAvailable")))
+        return 1024 * int(
+            next(line.split()[1] for line in lines if line.startswith("MemAvailable"))
+        )
     except OSError:
         return math.inf
 
@@ -116,20 +126,51 @@ def draw(result: dict, path: Path) -> None:
     figure = Figure(figsize=(9, 5.5), dpi=120, layout="constrained")
     axes = figure.subplots()
     buckets = numpy.geomspace(1, max(size / 2**19, 2), 200)
-    axes.plot(size / buckets / 2**20, 1000 * overhead(buckets, size, bandwidth, call), color="black",
-              label="model: s/(n·w) + n·o")
-    styles = {"BucketedDDP": ("o", "#0072B2"), "torch DDP": ("s", "#D55E00"), "torch DDP, view": ("^", "#009E73")}
+    axes.plot(
+        size / buckets / 2**20,
+        1000 * overhead(buckets, size, bandwidth, call),
+        color="black",
+        label="model: s/(n·w) + n·o",
+    )
+    styles = {
+        "BucketedDDP": ("o", "#0072B2"),
+        "torch DDP": ("s", "#D55E00"),
+        "torch DDP, view": ("^", "#009E73"),
+    }
     for kind, (marker, color) in styles.items():
-        points = sorted((min(row["bucket_size_mb"], size / 2**20), 1000 * row["overhead_seconds"])
-                        for row in result["rows"] if row["kind"] == kind)
-        axes.plot(*zip(*points, strict=True), marker=marker, color=color, linestyle=":", label=f"{kind}, measured")
-    axes.axvline(result["predicted_best_mb"], color="black", linestyle="--", linewidth=1,
-                 label=f"best by the model: {result['predicted_best_mb']:.1f} MB")
-    axes.axvline(min(result["measured_best_mb"], size / 2**20), color="#0072B2", linestyle="--", linewidth=1,
-                 label=f"best BucketedDDP measured: {result['measured_best_mb']:g} MB")
-    axes.set(xscale="log", xlabel=f"bucket size, MB (at most the model's {size / 2**20:.0f} MB of gradients)",
-             ylabel="overhead: step − no sync, ms", title=f"Bucket size and overhead, {result['world_size']} ranks, "
-             f"{result['backend']} on {result['device']}, {result['size']} model")
+        points = sorted(
+            (min(row["bucket_size_mb"], size / 2**20), 1000 * row["overhead_seconds"])
+            for row in result["rows"]
+            if row["kind"] == kind
+        )
+        axes.plot(
+            *zip(*points, strict=True),
+            marker=marker,
+            color=color,
+            linestyle=":",
+            label=f"{kind}, measured",
+        )
+    axes.axvline(
+        result["predicted_best_mb"],
+        color="black",
+        linestyle="--",
+        linewidth=1,
+        label=f"best by the model: {result['predicted_best_mb']:.1f} MB",
+    )
+    axes.axvline(
+        min(result["measured_best_mb"], size / 2**20),
+        color="#0072B2",
+        linestyle="--",
+        linewidth=1,
+        label=f"best BucketedDDP measured: {result['measured_best_mb']:g} MB",
+    )
+    axes.set(
+        xscale="log",
+        xlabel=f"bucket size, MB (at most the model's {size / 2**20:.0f} MB of gradients)",
+        ylabel="overhead: step − no sync, ms",
+        title=f"Bucket size and overhead, {result['world_size']} ranks, "
+        f"{result['backend']} on {result['device']}, {result['size']} model",
+    )
     axes.set_ylim(bottom=0)
     axes.xaxis.set_major_formatter("{x:g}")
     axes.grid(alpha=0.3)
@@ -145,28 +186,48 @@ def main():
 
         from common import report, setup, timing
     except ModuleNotFoundError as error:
-        sys.exit(f"error: {error}: copy bucketed.py and the repository's folder common/ beside this script")
+        sys.exit(
+            f"error: {error}: copy bucketed.py and the repository's folder common/ beside this script"
+        )
 
     def sizes(text):
         numbers = [setup.positive_number(word) for word in text.split(",")]
         if max(numbers) > 1e6:
-            raise argparse.ArgumentTypeError(f"{text!r} has a size above 1000000 MB; one bucket for all is measured anyway")
+            raise argparse.ArgumentTypeError(
+                f"{text!r} has a size above 1000000 MB; one bucket for all is measured anyway"
+            )
         return numbers
 
-    parser = setup.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--bucket-sizes-mb", type=sizes, default=[1.0, 10.0, 100.0, 1000.0], metavar="1,10,100,1000")
-    parser.add_argument("--size", choices=stage.SIZES, default="tiny", help="of the language model (default: tiny)")
-    parser.add_argument("--steps", type=setup.whole_number(1), default=18, help="measured (default: 18)")
-    parser.add_argument("--warmup", type=setup.whole_number(0), default=5, help="steps not measured (default: 5)")
+    parser = setup.Parser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--bucket-sizes-mb", type=sizes, default=[1.0, 10.0, 100.0, 1000.0], metavar="1,10,100,1000"
+    )
+    parser.add_argument(
+        "--size", choices=stage.SIZES, default="tiny", help="of the language model (default: tiny)"
+    )
+    parser.add_argument(
+        "--steps", type=setup.whole_number(1), default=18, help="measured (default: 18)"
+    )
+    parser.add_argument(
+        "--warmup", type=setup.whole_number(0), default=5, help="steps not measured (default: 5)"
+    )
     parser.add_argument("--seed", type=setup.whole_number(0), default=0)
-    parser.add_argument("--json", type=setup.output_file, metavar="FILE", help="everything measured, raw")
+    parser.add_argument(
+        "--json", type=setup.output_file, metavar="FILE", help="everything measured, raw"
+    )
     parser.add_argument("--plot", type=setup.output_file, metavar="FILE", help="the picture, a PNG")
     setup.add_process_group_arguments(parser)
     args = parser.parse_args()
 
     with setup.process_group(args) as device:
         if dist.get_world_size() == 1:
-            setup.fail("torchrun's argument --nproc-per-node (NPROC of make): '1' rank sends nothing; allowed are 2 and more")
+            setup.fail(
+                "torchrun's argument --nproc-per-node (NPROC of make): '1' rank sends nothing; allowed are 2 and more"
+            )
         sweep(args, stage, device, report, timing)
 
 
@@ -179,62 +240,134 @@ def sweep(args, stage, device, report, timing):
     bandwidth, call = calibrate(device)
     best = gradient_bytes / best_number_of_buckets(gradient_bytes, bandwidth, call) / 2**20
     if rank == 0:
-        print(f"bucket_sweep: torch {torch.__version__}, {args.backend} on {device.type}, {world_size} ranks, {args.size} "
-              f"model, {gradient_bytes / 2**20:.1f} MB of gradients\ncalibrated: w = {bandwidth / 1e9:.2f} GB/s, "
-              f"o = {1e6 * call:.0f} µs, so by the model the best bucket has √(s·w·o) = {best:.1f} MB", flush=True)
+        print(
+            f"bucket_sweep: torch {torch.__version__}, {args.backend} on {device.type}, {world_size} ranks, {args.size} "
+            f"model, {gradient_bytes / 2**20:.1f} MB of gradients\ncalibrated: w = {bandwidth / 1e9:.2f} GB/s, "
+            f"o = {1e6 * call:.0f} µs, so by the model the best bucket has √(s·w·o) = {best:.1f} MB",
+            flush=True,
+        )
 
     def torch_ddp(megabytes, view):
-        return lambda model: DistributedDataParallel(model, [device] if device.type == "cuda" else None,
-                                                     bucket_cap_mb=megabytes, gradient_as_bucket_view=view)
+        return lambda model: DistributedDataParallel(
+            model,
+            [device] if device.type == "cuda" else None,
+            bucket_cap_mb=megabytes,
+            gradient_as_bucket_view=view,
+        )
 
     wraps = {("BucketedDDP", math.inf): lambda model: stage.BucketedDDP(model, math.inf)}
     for megabytes in args.bucket_sizes_mb:
-        wraps["BucketedDDP", megabytes] = lambda model, megabytes=megabytes: stage.BucketedDDP(model, megabytes)
+        wraps["BucketedDDP", megabytes] = lambda model, megabytes=megabytes: stage.BucketedDDP(
+            model, megabytes
+        )
         wraps["torch DDP", megabytes] = torch_ddp(megabytes, False)
         wraps["torch DDP, view", megabytes] = torch_ddp(megabytes, True)
 
     # Weights, gradients, two moments and a bucket buffer per replica: all at once, or one after another?
-    fits = torch.tensor(available_bytes(device) > 1.2 * 5 * gradient_bytes * (len(wraps) + 1)
-                        * (1 if device.type == "cuda" else world_size), dtype=torch.int32, device=device)
+    fits = torch.tensor(
+        available_bytes(device)
+        > 1.2
+        * 5
+        * gradient_bytes
+        * (len(wraps) + 1)
+        * (1 if device.type == "cuda" else world_size),
+        dtype=torch.int32,
+        device=device,
+    )
     dist.all_reduce(fits, dist.ReduceOp.MIN)
     groups = [list(wraps)] if fits else [[key] for key in wraps]
     no_sync = candidate(lambda model: model, stage, args, device)
     rows = []
     for group in groups:
-        candidates = {"no sync": no_sync} | {key: candidate(wraps[key], stage, args, device) for key in group}
+        candidates = {"no sync": no_sync} | {
+            key: candidate(wraps[key], stage, args, device) for key in group
+        }
         samples = timing.measure(candidates, args.steps, args.warmup)
         floor = report.percentiles(samples["no sync"]["step_seconds"])[0]
         for kind, megabytes in group:
             times = samples[kind, megabytes]
             count = count_all_reduces(candidates[kind, megabytes])
-            rows.append({"kind": kind, "bucket_size_mb": megabytes, "buckets": count, **times,
-                         "ratio_to_no_sync": report.percentiles(times["step_seconds"])[0] / floor,
-                         "overhead_seconds": report.percentiles(times["step_seconds"])[0] - floor,
-                         "predicted_seconds": overhead(count, gradient_bytes, bandwidth, call)})
+            rows.append(
+                {
+                    "kind": kind,
+                    "bucket_size_mb": megabytes,
+                    "buckets": count,
+                    **times,
+                    "ratio_to_no_sync": report.percentiles(times["step_seconds"])[0] / floor,
+                    "overhead_seconds": report.percentiles(times["step_seconds"])[0] - floor,
+                    "predicted_seconds": overhead(count, gradient_bytes, bandwidth, call),
+                }
+            )
         del candidates
 
-    def ratio(row):  # to the no sync of the same measurement, so that rows measured one after another compare, too
+    def ratio(
+        row,
+    ):  # to the no sync of the same measurement, so that rows measured one after another compare, too
         return row["ratio_to_no_sync"]
 
     ours = min((row for row in rows if row["kind"] == "BucketedDDP"), key=ratio)
     torchs = min((row for row in rows if row["kind"] != "BucketedDDP"), key=ratio)
     if rank == 0:
-        print(f"{len(wraps)} candidates and no sync, {'interleaved' if fits else 'one at a time against the same no sync'}; "
-              f"no sync: {1000 * floor:.1f} ms", flush=True)
+        print(
+            f"{len(wraps)} candidates and no sync, {'interleaved' if fits else 'one at a time against the same no sync'}; "
+            f"no sync: {1000 * floor:.1f} ms",
+            flush=True,
+        )
         report.print_table(
-            ["step, ms", "bucket MB", "buckets", "p50", "p75", "p90", "p95", "exposed", "overhead", "predicted", "speed-up"],
-            [[row["kind"], f"{row['bucket_size_mb']:g}", str(row["buckets"]),
-              *(f"{1000 * seconds:.1f}" for seconds in report.percentiles(row["step_seconds"])),
-              *(f"{1000 * seconds:.1f}" for seconds in (report.percentiles(row["exposed_comm_seconds"])[0],
-                                                       row["overhead_seconds"], row["predicted_seconds"])),
-              f"{ratio(rows[0]) / ratio(row):.3f}"] for row in rows])
-        print("Overhead: step p50 − no sync p50; predicted: s/(n·w) + n·o; speed-up: against no bucketing (inf MB).\n"
-              f"Best BucketedDDP: {ours['bucket_size_mb']:g} MB, by the model {best:.1f} MB; its ratio to the best torch DDP "
-              f"({torchs['kind']}, {torchs['bucket_size_mb']:g} MB): {ratio(ours) / ratio(torchs):.3f}, below 1 is faster",
-              flush=True)
-        result = {"world_size": world_size, "backend": args.backend, "device": device.type, "size": args.size,
-                  "torch": torch.__version__, "gradient_bytes": gradient_bytes, "bandwidth": bandwidth, "call_seconds": call,
-                  "predicted_best_mb": best, "measured_best_mb": ours["bucket_size_mb"], "rows": rows}
+            [
+                "step, ms",
+                "bucket MB",
+                "buckets",
+                "p50",
+                "p75",
+                "p90",
+                "p95",
+                "exposed",
+                "overhead",
+                "predicted",
+                "speed-up",
+            ],
+            [
+                [
+                    row["kind"],
+                    f"{row['bucket_size_mb']:g}",
+                    str(row["buckets"]),
+                    *(
+                        f"{1000 * seconds:.1f}"
+                        for seconds in report.percentiles(row["step_seconds"])
+                    ),
+                    *(
+                        f"{1000 * seconds:.1f}"
+                        for seconds in (
+                            report.percentiles(row["exposed_comm_seconds"])[0],
+                            row["overhead_seconds"],
+                            row["predicted_seconds"],
+                        )
+                    ),
+                    f"{ratio(rows[0]) / ratio(row):.3f}",
+                ]
+                for row in rows
+            ],
+        )
+        print(
+            "Overhead: step p50 − no sync p50; predicted: s/(n·w) + n·o; speed-up: against no bucketing (inf MB).\n"
+            f"Best BucketedDDP: {ours['bucket_size_mb']:g} MB, by the model {best:.1f} MB; its ratio to the best torch DDP "
+            f"({torchs['kind']}, {torchs['bucket_size_mb']:g} MB): {ratio(ours) / ratio(torchs):.3f}, below 1 is faster",
+            flush=True,
+        )
+        result = {
+            "world_size": world_size,
+            "backend": args.backend,
+            "device": device.type,
+            "size": args.size,
+            "torch": torch.__version__,
+            "gradient_bytes": gradient_bytes,
+            "bandwidth": bandwidth,
+            "call_seconds": call,
+            "predicted_best_mb": best,
+            "measured_best_mb": ours["bucket_size_mb"],
+            "rows": rows,
+        }
         if args.json:
             report.write_json(args.json, result)
         if args.plot:

@@ -14,7 +14,9 @@ SCRIPT = Path(__file__).with_name("bucketed.py")
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("model", [checks.Tied, checks.Frozen, checks.Branches, checks.MixedTypes, checks.ChannelsLast])
+@pytest.mark.parametrize(
+    "model", [checks.Tied, checks.Frozen, checks.Branches, checks.MixedTypes, checks.ChannelsLast]
+)
 def test_trains_like_one_process(ranks, world_size, model):
     ranks(world_size).run(checks.trains_like_one_process, BucketedDDP, model)
 
@@ -22,7 +24,9 @@ def test_trains_like_one_process(ranks, world_size, model):
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_accumulates_gradients(ranks, world_size, set_to_none):
-    ranks(world_size).run(checks.trains_like_one_process, BucketedDDP, checks.Branches, 3, set_to_none)
+    ranks(world_size).run(
+        checks.trains_like_one_process, BucketedDDP, checks.Branches, 3, set_to_none
+    )
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -50,29 +54,50 @@ def test_real_models(ranks, model, inputs, variation):
 @pytest.mark.parametrize("bucket_size_mb", [0.0001, 0.001, 1.0, float("inf")])
 @pytest.mark.parametrize("model", [checks.Branches, checks.MixedTypes])
 def test_bucket_sizes(ranks, world_size, model, bucket_size_mb):
-    ranks(world_size).run(checks.trains_like_one_process, BucketedDDP, model, 1, True, {"bucket_size_mb": bucket_size_mb})
+    ranks(world_size).run(
+        checks.trains_like_one_process,
+        BucketedDDP,
+        model,
+        1,
+        True,
+        {"bucket_size_mb": bucket_size_mb},
+    )
 
 
 def buckets_of_layers(bucket_size_mb):
     layers = [nn.Linear(4, 4, bias=False, dtype=torch.float64) for _ in range(7)]
-    layers[2], layers[4] = nn.Linear(40, 40, bias=False, dtype=torch.float64), nn.Linear(4, 4, bias=False)
+    layers[2], layers[4] = (
+        nn.Linear(40, 40, bias=False, dtype=torch.float64),
+        nn.Linear(4, 4, bias=False),
+    )
     model = BucketedDDP(nn.Sequential(*layers), bucket_size_mb)
-    number = {parameter: int(name.split(".")[0]) for name, parameter in model.module.named_parameters()}
+    number = {
+        parameter: int(name.split(".")[0]) for name, parameter in model.module.named_parameters()
+    }
     return [[number[parameter] for parameter in bucket] for bucket in model.buckets]
 
 
-@pytest.mark.parametrize("bytes_per_bucket, expected", [
-    (256, [[6], [3, 5], [4], [2], [0, 1]]),  # layers of 128 bytes; 2 is larger than a bucket, 4 is of another dtype
-    (25 * 256, [[5, 6], [4], [3], [2], [0, 1]]),
-    (float("inf"), [[0, 1, 2, 3, 5, 6], [4]]),
-])
+@pytest.mark.parametrize(
+    "bytes_per_bucket, expected",
+    [
+        (
+            256,
+            [[6], [3, 5], [4], [2], [0, 1]],
+        ),  # layers of 128 bytes; 2 is larger than a bucket, 4 is of another dtype
+        (25 * 256, [[5, 6], [4], [3], [2], [0, 1]]),
+        (float("inf"), [[0, 1, 2, 3, 5, 6], [4]]),
+    ],
+)
 def test_buckets_are_filled_in_reverse_order(ranks, bytes_per_bucket, expected):
     assert ranks(1).run(buckets_of_layers, bytes_per_bucket / 2**20) == [expected]
 
 
 def test_below_the_marker_the_stages_are_the_same():
-    below = {path.read_text().split("\n# ====")[1] for path in checks.ROOT.glob("0[2-5]_*/[!t]*.py")
-             if path.name in ("naive_ddp.py", "flat_ddp.py", "overlap_ddp.py", "bucketed.py")}
+    below = {
+        path.read_text().split("\n# ====")[1]
+        for path in checks.ROOT.glob("0[2-5]_*/[!t]*.py")
+        if path.name in ("naive_ddp.py", "flat_ddp.py", "overlap_ddp.py", "bucketed.py")
+    }
     assert len(below) == 1
 
 
@@ -80,13 +105,18 @@ def test_file_alone(tmp_path):
     checks.check_script_alone(SCRIPT, tmp_path)
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.full), 2, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "world_size",
+    [pytest.param(1, marks=pytest.mark.full), 2, pytest.param(3, marks=pytest.mark.full)],
+)
 def test_run(script, tmp_path, world_size):
     checks.check_run(script, SCRIPT, tmp_path, world_size)
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("world_size", [1, 2])  # with one GPU: nccl, then gloo with two ranks that share it
+@pytest.mark.parametrize(
+    "world_size", [1, 2]
+)  # with one GPU: nccl, then gloo with two ranks that share it
 def test_on_a_gpu(script, tmp_path, world_size):
     checks.check_run(script, SCRIPT, tmp_path, world_size, "cuda")
 
@@ -111,9 +141,15 @@ def test_stopped_rank(script):
     checks.check_stopped_rank(script, SCRIPT, "--no-verify", *checks.LONG)
 
 
-@pytest.mark.parametrize("option, value", [
-    *checks.WRONG_INPUT, *(("--bucket-size-mb", value) for value in ("0", "-1", "x", "", "nan")),
-    ("--trace", "/no/such/folder/x.json"), ("--save", "/")])
+@pytest.mark.parametrize(
+    "option, value",
+    [
+        *checks.WRONG_INPUT,
+        *(("--bucket-size-mb", value) for value in ("0", "-1", "x", "", "nan")),
+        ("--trace", "/no/such/folder/x.json"),
+        ("--save", "/"),
+    ],
+)
 def test_wrong_input(option, value, monkeypatch, capsys):
     checks.check_wrong_input(main, SCRIPT, option, value, monkeypatch, capsys)
 
@@ -127,17 +163,40 @@ def test_wrong_input_under_torchrun(script):
     checks.check_wrong_input_under_torchrun(script, SCRIPT)
 
 
-@pytest.mark.parametrize("option, value", [
-    *(("--bucket-sizes-mb", value) for value in ("0", "-1", "x", "", "nan", "inf", "1e30", "1,inf")), ("--size", "huge"),
-    ("--steps", "0"), ("--steps", "x"), ("--warmup", "-1"), ("--seed", "x"), ("--json", "/"), ("--json", ""),
-    ("--plot", "/no/such/folder/x.png"), ("--plot", "/"), ("--device", "tpu"), ("--backend", "mpi"), ("--timeout", "0")])
+@pytest.mark.parametrize(
+    "option, value",
+    [
+        *(
+            ("--bucket-sizes-mb", value)
+            for value in ("0", "-1", "x", "", "nan", "inf", "1e30", "1,inf")
+        ),
+        ("--size", "huge"),
+        ("--steps", "0"),
+        ("--steps", "x"),
+        ("--warmup", "-1"),
+        ("--seed", "x"),
+        ("--json", "/"),
+        ("--json", ""),
+        ("--plot", "/no/such/folder/x.png"),
+        ("--plot", "/"),
+        ("--device", "tpu"),
+        ("--backend", "mpi"),
+        ("--timeout", "0"),
+    ],
+)
 def test_wrong_input_of_the_sweep(option, value, monkeypatch, capsys):
-    checks.check_wrong_input(bucket_sweep.main, SCRIPT.with_name("bucket_sweep.py"), option, value, monkeypatch, capsys)
+    checks.check_wrong_input(
+        bucket_sweep.main, SCRIPT.with_name("bucket_sweep.py"), option, value, monkeypatch, capsys
+    )
 
 
 def test_a_sweep_needs_two_ranks(script):
     status, output = script(checks.torchrun(1, SCRIPT.with_name("bucket_sweep.py"))).wait()
-    assert status != 0 and output.count("error: ") == 1 and "'1' rank sends nothing; allowed are 2 and more" in output, output
+    assert (
+        status != 0
+        and output.count("error: ") == 1
+        and "'1' rank sends nothing; allowed are 2 and more" in output
+    ), output
 
 
 def test_best_number_of_buckets_is_the_minimum_of_the_overhead():
@@ -147,7 +206,9 @@ def test_best_number_of_buckets_is_the_minimum_of_the_overhead():
         grid = [best * 1.001**step for step in range(-3000, 3001)]
         numeric = min(grid, key=lambda buckets: bucket_sweep.overhead(buckets, *constants))
         assert abs(numeric / best - 1) < 2e-3
-        assert bucket_sweep.overhead(best, *constants) == pytest.approx(2 * (size * call / bandwidth) ** 0.5)
+        assert bucket_sweep.overhead(best, *constants) == pytest.approx(
+            2 * (size * call / bandwidth) ** 0.5
+        )
         assert size / best == pytest.approx((size * bandwidth * call) ** 0.5)
 
 
@@ -155,12 +216,29 @@ def test_best_number_of_buckets_is_the_minimum_of_the_overhead():
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def test_run_of_the_sweep(script, tmp_path, device):
     files = {name: tmp_path / f"sweep.{name}" for name in ("json", "plot")}
-    words = ["--steps", "1", "--warmup", "1", "--bucket-sizes-mb", "25", "--device", device,
-             *(word for name in files for word in (f"--{name}", files[name]))]
-    status, output = script(checks.torchrun(2, SCRIPT.with_name("bucket_sweep.py"), *words), cwd=tmp_path).wait()
+    words = [
+        "--steps",
+        "1",
+        "--warmup",
+        "1",
+        "--bucket-sizes-mb",
+        "25",
+        "--device",
+        device,
+        *(word for name in files for word in (f"--{name}", files[name])),
+    ]
+    status, output = script(
+        checks.torchrun(2, SCRIPT.with_name("bucket_sweep.py"), *words), cwd=tmp_path
+    ).wait()
     assert status == 0, output
     result = json.loads(files["json"].read_text())
     assert [(row["kind"], row["bucket_size_mb"]) for row in result["rows"]] == [
-        ("BucketedDDP", float("inf")), ("BucketedDDP", 25.0), ("torch DDP", 25.0), ("torch DDP, view", 25.0)]
-    assert result["rows"][0]["buckets"] == 1 and all(len(row["step_seconds"]) == 2 for row in result["rows"])
+        ("BucketedDDP", float("inf")),
+        ("BucketedDDP", 25.0),
+        ("torch DDP", 25.0),
+        ("torch DDP, view", 25.0),
+    ]
+    assert result["rows"][0]["buckets"] == 1 and all(
+        len(row["step_seconds"]) == 2 for row in result["rows"]
+    )
     assert files["plot"].read_bytes().startswith(b"\x89PNG")

@@ -38,10 +38,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
     Raises ValueError on all ranks if their parameters differ.
     """
 
-    def __init__(self, params, optimizer_cls: type[torch.optim.Optimizer], *,
-                 process_group: dist.ProcessGroup | None = None, **kwargs):
+    def __init__(
+        self,
+        params,
+        optimizer_cls: type[torch.optim.Optimizer],
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        **kwargs,
+    ):
         self.process_group = process_group
-        self.rank, self.world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
+        self.rank, self.world_size = (
+            dist.get_rank(process_group),
+            dist.get_world_size(process_group),
+        )
         self.optimizer_cls, self.kwargs = optimizer_cls, kwargs
         # The optimizer of this rank's shard. It starts with a stand-in, for a rank may own nothing and torch's
         # optimizers refuse an empty list; that also checks the arguments and gives the defaults.
@@ -61,35 +70,54 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self.constructed:
             self._register(super().add_param_group, param_group)
         else:
-            super().add_param_group(param_group)  # called by the base class's constructor, once per group
+            super().add_param_group(
+                param_group
+            )  # called by the base class's constructor, once per group
 
     def _register(self, register, *arguments) -> None:
         """Let the base class check and append groups, and distribute them if all ranks have the same."""
         failure = None
         try:
             register(*arguments)
-            mine = [f"{tuple(parameter.shape)} {parameter.dtype} strides={parameter.stride()} {parameter.device.type} "
-                    f"requires_grad={parameter.requires_grad} in group {number}"
-                    for number, group in enumerate(self.param_groups) for parameter in group["params"]]
-        except Exception as error:  # the other ranks must hear of it, or they would wait for this one
+            mine = [
+                f"{tuple(parameter.shape)} {parameter.dtype} strides={parameter.stride()} {parameter.device.type} "
+                f"requires_grad={parameter.requires_grad} in group {number}"
+                for number, group in enumerate(self.param_groups)
+                for parameter in group["params"]
+            ]
+        except (
+            Exception
+        ) as error:  # the other ranks must hear of it, or they would wait for this one
             failure, mine = error, [f"{type(error).__name__}: {error}"]
         everyones = [None] * self.world_size
         dist.all_gather_object(everyones, mine, group=self.process_group)
         for rank, theirs in enumerate(everyones):
-            for number, (expected, found) in enumerate(zip_longest(everyones[0], theirs, fillvalue="nothing")):
+            for number, (expected, found) in enumerate(
+                zip_longest(everyones[0], theirs, fillvalue="nothing")
+            ):
                 if expected != found:
-                    raise ValueError(f"the ranks' parameters differ: as number {number} rank 0 has {expected}, "
-                                     f"rank {rank} has {found}") from failure
+                    raise ValueError(
+                        f"the ranks' parameters differ: as number {number} rank 0 has {expected}, "
+                        f"rank {rank} has {found}"
+                    ) from failure
         if failure:
             raise failure
-        self._distribute(dict.fromkeys(parameter for group in self.param_groups for parameter in group["params"]
-                                       if parameter not in self.owners))
+        self._distribute(
+            dict.fromkeys(
+                parameter
+                for group in self.param_groups
+                for parameter in group["params"]
+                if parameter not in self.owners
+            )
+        )
 
     def _distribute(self, parameters) -> None:
         """Give each of these parameters an owner and make it a view into a flat buffer of its owner."""
         buckets = {}  # (owner, dtype, device) -> parameters; a flat buffer has one of each
         # Largest first to the rank that has least; frozen ones last, for they have no state to be shared out.
-        for parameter in sorted(parameters, key=lambda p: (p.requires_grad, p.nbytes), reverse=True):
+        for parameter in sorted(
+            parameters, key=lambda p: (p.requires_grad, p.nbytes), reverse=True
+        ):
             owner = self.loads.index(min(self.loads))
             self.loads[owner] += parameter.nbytes
             self.owners[parameter] = owner
@@ -98,17 +126,31 @@ class ShardedOptimizer(torch.optim.Optimizer):
             sizes = [parameter.numel() for parameter in members]
             self.flats.append((owner, members[0].detach().new_empty(sum(sizes))))
             for parameter, piece in zip(members, self.flats[-1][1].split(sizes), strict=True):
-                strides = torch.empty_like(parameter, device="meta").stride()  # kept: channels_last, transposed
-                self.views[parameter] = piece.as_strided(parameter.shape, strides).copy_(parameter.detach())
+                strides = torch.empty_like(
+                    parameter, device="meta"
+                ).stride()  # kept: channels_last, transposed
+                self.views[parameter] = piece.as_strided(parameter.shape, strides).copy_(
+                    parameter.detach()
+                )
                 parameter.data = self.views[parameter]
-        if groups := self._own_groups(parameters):  # some classes (Adagrad) make their state in the constructor
+        if groups := self._own_groups(
+            parameters
+        ):  # some classes (Adagrad) make their state in the constructor
             self.local.state.update(self.optimizer_cls(groups, **self.kwargs).state)
 
     def _own_groups(self, parameters) -> list[dict]:
         """The groups, with their hyper-parameters of now, cut down to those of `parameters` that this rank owns."""
-        groups = [{**group, "params": [parameter for parameter in group["params"]
-                                       if parameter in parameters and self.owners[parameter] == self.rank]}
-                  for group in self.param_groups]
+        groups = [
+            {
+                **group,
+                "params": [
+                    parameter
+                    for parameter in group["params"]
+                    if parameter in parameters and self.owners[parameter] == self.rank
+                ],
+            }
+            for group in self.param_groups
+        ]
         return [group for group in groups if group["params"]]
 
     @torch.no_grad()
@@ -123,12 +165,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         for parameter, view in self.views.items():
             if parameter.data_ptr() != view.data_ptr():
-                raise RuntimeError("a parameter has left its flat buffer: move or cast the model before constructing "
-                                   "ShardedOptimizer, not after")
-        self.local.param_groups = self._own_groups(self.owners)  # whatever a scheduler or the user has changed
+                raise RuntimeError(
+                    "a parameter has left its flat buffer: move or cast the model before constructing "
+                    "ShardedOptimizer, not after"
+                )
+        self.local.param_groups = self._own_groups(
+            self.owners
+        )  # whatever a scheduler or the user has changed
         if self.local.param_groups:
             self.local.step(**kwargs)
-        works = [dist.broadcast(flat, group=self.process_group, group_src=owner, async_op=True) for owner, flat in self.flats]
+        works = [
+            dist.broadcast(flat, group=self.process_group, group_src=owner, async_op=True)
+            for owner, flat in self.flats
+        ]
         for work in works:
             work.wait()
         return loss
@@ -141,8 +190,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         full = super().state_dict()
         mine, full["state"] = full["state"], {}
         for index, parameter in self._numbered(full["param_groups"]):
-            state = [{key: value.detach().to("cpu", copy=True) if torch.is_tensor(value) else value
-                      for key, value in mine.get(index, {}).items()}]
+            state = [
+                {
+                    key: value.detach().to("cpu", copy=True) if torch.is_tensor(value) else value
+                    for key, value in mine.get(index, {}).items()
+                }
+            ]
             owner = self.owners[parameter]
             if self.rank == owner != 0:
                 dist.send_object_list(state, group=self.process_group, group_dst=0)
@@ -157,22 +210,38 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Every rank must be given the whole: let all read the file, or send it with torch.distributed.broadcast_object_list.
         """
-        own = [index for index, parameter in self._numbered(state_dict["param_groups"]) if self.owners[parameter] == self.rank]
+        own = [
+            index
+            for index, parameter in self._numbered(state_dict["param_groups"])
+            if self.owners[parameter] == self.rank
+        ]
         state = {index: state_dict["state"][index] for index in own if index in state_dict["state"]}
         super().load_state_dict({**state_dict, "state": state})
-        self.local.__setstate__({"state": self.state, "param_groups": self.param_groups})  # adds what old files lack
+        self.local.__setstate__(
+            {"state": self.state, "param_groups": self.param_groups}
+        )  # adds what old files lack
 
     def _numbered(self, packed_groups: list[dict]) -> list[tuple[int, nn.Parameter]]:
         """All parameters with their numbers in a state_dict."""
-        return [(index, parameter) for packed, group in zip(packed_groups, self.param_groups, strict=False)
-                for index, parameter in zip(packed["params"], group["params"], strict=False)]
+        return [
+            (index, parameter)
+            for packed, group in zip(packed_groups, self.param_groups, strict=False)
+            for index, parameter in zip(packed["params"], group["params"], strict=False)
+        ]
 
 
 # ======================================================================================================================
 # Below this line: the models, verify, the accounting of memory, the benchmark, main.
 
-TOLERANCE = 1e-12  # of the weights in verify: the same updates by the same gradients, so 0 is expected
-PARTS = {"parameters": "#56B4E9", "gradients": "#E69F00", "optimizer state": "#009E73", "rest": "#CCCCCC"}  # and colours
+TOLERANCE = (
+    1e-12  # of the weights in verify: the same updates by the same gradients, so 0 is expected
+)
+PARTS = {
+    "parameters": "#56B4E9",
+    "gradients": "#E69F00",
+    "optimizer state": "#009E73",
+    "rest": "#CCCCCC",
+}  # and colours
 ZERO, ZERO_VIEW = "torch ZeRO", "torch ZeRO view"
 
 SIZES = {  # d_model, d_ff, layers, heads, vocabulary, sequences per rank and step, tokens per sequence
@@ -195,8 +264,12 @@ class LanguageModel(nn.Module):
     def __init__(self, d_model, d_ff, layers, heads, vocabulary):
         super().__init__()
         self.token_embedding = nn.Embedding(vocabulary, d_model)
-        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(d_model, heads, d_ff, 0.0, F.gelu, batch_first=True,
-                                                               norm_first=True, bias=False) for _ in range(layers))
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(
+                d_model, heads, d_ff, 0.0, F.gelu, batch_first=True, norm_first=True, bias=False
+            )
+            for _ in range(layers)
+        )
         self.norm = nn.LayerNorm(d_model, bias=False)
         self.head = nn.Linear(d_model, vocabulary, bias=False)
 
@@ -213,7 +286,9 @@ def average_gradients(model):
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     flat = torch.cat([gradient.flatten() for gradient in gradients]).div_(dist.get_world_size())
     dist.all_reduce(flat)
-    for gradient, average in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
+    for gradient, average in zip(
+        gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True
+    ):
         gradient.copy_(average.view(gradient.shape))
 
 
@@ -225,19 +300,34 @@ def verify(args, device):
     from common.images import load_images
 
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    images, labels, test_images, test_labels = (part.to(device) for part in load_images(args.data, args.download))
+    images, labels, test_images, test_labels = (
+        part.to(device) for part in load_images(args.data, args.download)
+    )
     trainings = []
-    for optimizer_cls, options in ((ShardedOptimizer, {"optimizer_cls": torch.optim.AdamW}), (torch.optim.AdamW, {})):
+    for optimizer_cls, options in (
+        (ShardedOptimizer, {"optimizer_cls": torch.optim.AdamW}),
+        (torch.optim.AdamW, {}),
+    ):
         torch.manual_seed(args.seed)
-        layers = nn.Linear(images.shape[1], 50), nn.ReLU(), nn.Linear(50, 50), nn.ReLU(), nn.Linear(50, 10)
+        layers = (
+            nn.Linear(images.shape[1], 50),
+            nn.ReLU(),
+            nn.Linear(50, 50),
+            nn.ReLU(),
+            nn.Linear(50, 10),
+        )
         model = nn.Sequential(*layers).to(device, torch.float64)
         model[0].requires_grad_(False)
         optimizer = optimizer_cls(model[1:].parameters(), lr=3e-3, **options)
-        trainings.append((model, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)))
+        trainings.append(
+            (model, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99))
+        )
     shuffle = torch.Generator().manual_seed(args.seed)
     for epoch in range(1, 3):
         for model, optimizer, _ in trainings if epoch == 2 else []:
-            optimizer.add_param_group({"params": list(model[0].requires_grad_(True).parameters()), "lr": 1e-3})
+            optimizer.add_param_group(
+                {"params": list(model[0].requires_grad_(True).parameters()), "lr": 1e-3}
+            )
         for union in torch.randperm(len(images), generator=shuffle).split(64 * world_size):
             shard = union[rank::world_size]
             if len(union) < 64 * world_size:
@@ -250,30 +340,63 @@ def verify(args, device):
                 scheduler.step()
         with torch.no_grad():
             logits = trainings[0][0](test_images)
-        loss, accuracy = F.cross_entropy(logits, test_labels).item(), (logits.argmax(1) == test_labels).double().mean()
+        loss, accuracy = (
+            F.cross_entropy(logits, test_labels).item(),
+            (logits.argmax(1) == test_labels).double().mean(),
+        )
         if rank == 0:
-            print(f"verify: epoch {epoch}, held-out loss {loss:.4f}, accuracy {100 * accuracy:.2f} %", flush=True)
+            print(
+                f"verify: epoch {epoch}, held-out loss {loss:.4f}, accuracy {100 * accuracy:.2f} %",
+                flush=True,
+            )
 
-    difference = torch.stack([(mine - plain).abs().max() for mine, plain in
-                              zip(*(model.parameters() for model, *_ in trainings), strict=True)]).max().detach()
+    difference = (
+        torch.stack(
+            [
+                (mine - plain).abs().max()
+                for mine, plain in zip(
+                    *(model.parameters() for model, *_ in trainings), strict=True
+                )
+            ]
+        )
+        .max()
+        .detach()
+    )
     dist.all_reduce(difference, op=dist.ReduceOp.MAX)  # every rank holds its own replicas of both
     if not difference.item() <= TOLERANCE:
         sys.exit(f"verify FAILED: a weight is {difference.item():.1e} away from unsharded training")
     if rank == 0:
-        print(f"verify: passed, all ranks at most {difference.item():.1e} away from unsharded AdamW; "
-              f"allowed: {TOLERANCE:.0e}\n", flush=True)
-    return {"max_abs_diff": difference.item(), "tolerance": TOLERANCE, "passed": True, "accuracy": accuracy.item()}
+        print(
+            f"verify: passed, all ranks at most {difference.item():.1e} away from unsharded AdamW; "
+            f"allowed: {TOLERANCE:.0e}\n",
+            flush=True,
+        )
+    return {
+        "max_abs_diff": difference.item(),
+        "tolerance": TOLERANCE,
+        "passed": True,
+        "accuracy": accuracy.item(),
+    }
 
 
 def optimizers(args):
     """{candidate: function that makes its optimizer}."""
     adamw, options = torch.optim.AdamW, {"lr": 1e-4, "fused": True}
-    sharded = {"ShardedOptimizer": lambda parameters: ShardedOptimizer(parameters, adamw, **options)}
+    sharded = {
+        "ShardedOptimizer": lambda parameters: ShardedOptimizer(parameters, adamw, **options)
+    }
     if args.no_baseline:
         return sharded
-    return {"AdamW": lambda parameters: adamw(parameters, **options)} | sharded | {
-        ZERO: lambda parameters: ZeroRedundancyOptimizer(parameters, adamw, **options),
-        ZERO_VIEW: lambda parameters: ZeroRedundancyOptimizer(parameters, adamw, parameters_as_bucket_view=True, **options)}
+    return (
+        {"AdamW": lambda parameters: adamw(parameters, **options)}
+        | sharded
+        | {
+            ZERO: lambda parameters: ZeroRedundancyOptimizer(parameters, adamw, **options),
+            ZERO_VIEW: lambda parameters: ZeroRedundancyOptimizer(
+                parameters, adamw, parameters_as_bucket_view=True, **options
+            ),
+        }
+    )
 
 
 def training(args, device, make_optimizer):
@@ -284,7 +407,9 @@ def training(args, device, make_optimizer):
         model = LanguageModel(d_model, d_ff, layers, heads, vocabulary)
     model = model.to(getattr(torch, args.dtype))
     torch.manual_seed(args.seed + dist.get_rank())
-    tokens, targets = torch.randint(vocabulary, (2, args.batch_size, args.context_length), device=device)
+    tokens, targets = torch.randint(
+        vocabulary, (2, args.batch_size, args.context_length), device=device
+    )
 
     def compute_gradients(backward_is_over=lambda: None):
         F.cross_entropy(model(tokens).flatten(0, 1).float(), targets.flatten()).backward()
@@ -298,8 +423,15 @@ def state_bytes(optimizer):
     """Bytes of optimizer state on each rank."""
     local = getattr(optimizer, "optim", optimizer)  # where ZeroRedundancyOptimizer keeps its shard
     everyones = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, sum(
-        value.nbytes for state in local.state.values() for value in state.values() if torch.is_tensor(value)))
+    dist.all_gather_object(
+        everyones,
+        sum(
+            value.nbytes
+            for state in local.state.values()
+            for value in state.values()
+            if torch.is_tensor(value)
+        ),
+    )
     return everyones
 
 
@@ -314,7 +446,9 @@ def peak_bytes(device):
         peak = int(words[words.index("VmHWM:") + 1]) * 1024
         Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, see proc(5)
     else:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+            1 if sys.platform == "darwin" else 1024
+        )
     return peak
 
 
@@ -325,9 +459,15 @@ def account(args, device, make_optimizer):
     moments = {}
 
     def snapshot(moment):
-        parts = [sum(parameter.nbytes for parameter in model.parameters()),
-                 sum(parameter.grad.nbytes for parameter in model.parameters() if parameter.grad is not None),
-                 state_bytes(optimizer)[dist.get_rank()]]
+        parts = [
+            sum(parameter.nbytes for parameter in model.parameters()),
+            sum(
+                parameter.grad.nbytes
+                for parameter in model.parameters()
+                if parameter.grad is not None
+            ),
+            state_bytes(optimizer)[dist.get_rank()],
+        ]
         moments[moment] = [None] * dist.get_world_size()
         dist.all_gather_object(moments[moment], [*parts, peak_bytes(device) - sum(parts)])
 
@@ -358,24 +498,62 @@ def report_memory(args, device, what):
     if dist.get_rank() != 0:
         return memory
     print(f"memory: {what}")
-    print_table(["MB", "rank", *PARTS, "peak"], [
-        [f"{name}, {moment}", str(rank), *(f"{part / 2**20:.1f}" for part in [*parts, sum(parts)])]
-        for name, moments in memory.items() for moment, ranks in moments.items() for rank, parts in enumerate(ranks)])
-    print("MB: 2^20 bytes; peak since the moment before: " + ("of CUDA's allocator" if device.type == "cuda" else
-          "resident size, with the interpreter and its libraries") + ";\nrest: peak less the three before it", flush=True)
+    print_table(
+        ["MB", "rank", *PARTS, "peak"],
+        [
+            [
+                f"{name}, {moment}",
+                str(rank),
+                *(f"{part / 2**20:.1f}" for part in [*parts, sum(parts)]),
+            ]
+            for name, moments in memory.items()
+            for moment, ranks in moments.items()
+            for rank, parts in enumerate(ranks)
+        ],
+    )
+    print(
+        "MB: 2^20 bytes; peak since the moment before: "
+        + (
+            "of CUDA's allocator"
+            if device.type == "cuda"
+            else "resident size, with the interpreter and its libraries"
+        )
+        + ";\nrest: peak less the three before it",
+        flush=True,
+    )
 
-    bars = [(name, rank) for name, moments in memory.items() for rank in range(len(moments["model built"]))][::-1]
+    bars = [
+        (name, rank)
+        for name, moments in memory.items()
+        for rank in range(len(moments["model built"]))
+    ][::-1]
     figure = Figure(figsize=(10, 2 + 0.4 * len(bars)), layout="constrained")
     panels = figure.subplots(1, 3, sharex=True, sharey=True)
     for panel, moment in zip(panels, memory["sharded"], strict=True):
         left = [0.0] * len(bars)
         for part, (label, color) in enumerate(PARTS.items()):
             widths = [memory[name][moment][rank][part] / 2**20 for name, rank in bars]
-            drawn = panel.barh([f"{name}, rank {rank}" for name, rank in bars], widths, left=left, color=color, label=label)
-            panel.bar_label(drawn, [f"{width:.0f}" if width > 0 else "" for width in widths], label_type="center", fontsize=8)
+            drawn = panel.barh(
+                [f"{name}, rank {rank}" for name, rank in bars],
+                widths,
+                left=left,
+                color=color,
+                label=label,
+            )
+            panel.bar_label(
+                drawn,
+                [f"{width:.0f}" if width > 0 else "" for width in widths],
+                label_type="center",
+                fontsize=8,
+            )
             left = [start + width for start, width in zip(left, widths, strict=True)]
         panel.set(title=moment, xlabel="MB")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(PARTS), frameon=False)
+    figure.legend(
+        *panels[0].get_legend_handles_labels(),
+        loc="outside lower center",
+        ncols=len(PARTS),
+        frameon=False,
+    )
     figure.suptitle(f"Peak memory of each rank, AdamW\n{what}", fontsize=11)
     figure.savefig(args.plot, dpi=150)
     return memory
@@ -398,8 +576,12 @@ def benchmark(args, device):
             watch.mark("gradients are averaged")
             optimizer.step()
             watch.mark("end")
-            return {"step_seconds": watch.seconds("start", "end"),
-                    "exposed_comm_seconds": watch.seconds("gradients are there", "gradients are averaged")}
+            return {
+                "step_seconds": watch.seconds("start", "end"),
+                "exposed_comm_seconds": watch.seconds(
+                    "gradients are there", "gradients are averaged"
+                ),
+            }
 
         def update():
             watch.mark("start")
@@ -411,28 +593,54 @@ def benchmark(args, device):
 
     candidates = {name: candidate(make) for name, make in optimizers(args).items()}
     if dist.get_rank() == 0:
-        print(f"\nbenchmark: {args.steps} training steps and {4 * args.steps} updates alone, after {args.warmup} to warm up",
-              flush=True)
-    samples = measure({name: training_step for name, (_, training_step, _) in candidates.items()}, args.steps, args.warmup)
-    updates = measure({name: update for name, (_, _, update) in candidates.items()}, 4 * args.steps, args.warmup)
+        print(
+            f"\nbenchmark: {args.steps} training steps and {4 * args.steps} updates alone, after {args.warmup} to warm up",
+            flush=True,
+        )
+    samples = measure(
+        {name: training_step for name, (_, training_step, _) in candidates.items()},
+        args.steps,
+        args.warmup,
+    )
+    updates = measure(
+        {name: update for name, (_, _, update) in candidates.items()}, 4 * args.steps, args.warmup
+    )
     for name, (optimizer, training_step, _) in candidates.items():
         with torch.profiler.profile() as profiler:
             training_step()
-        calls = sum(event.count for event in profiler.key_averages() if event.key in ("c10d::allreduce_", "c10d::broadcast_"))
-        samples[name] |= updates[name] | {"optimizer_state_bytes": state_bytes(optimizer), "collectives_per_step": calls}
+        calls = sum(
+            event.count
+            for event in profiler.key_averages()
+            if event.key in ("c10d::allreduce_", "c10d::broadcast_")
+        )
+        samples[name] |= updates[name] | {
+            "optimizer_state_bytes": state_bytes(optimizer),
+            "collectives_per_step": calls,
+        }
     rows = []
     for quantity in "optimizer_seconds", "step_seconds":
         p50 = {name: percentiles(times[quantity])[0] for name, times in samples.items()}
         for name, times in samples.items():
             milliseconds = (f"{1000 * seconds:.1f}" for seconds in percentiles(times[quantity]))
-            rows.append([f"{quantity.removesuffix('_seconds')}: {name}", *milliseconds,
-                         *(f"{p50[name] / p50[other]:.3f}" if other in p50 else "-" for other in (ZERO, ZERO_VIEW)),
-                         f"{max(times['optimizer_state_bytes']) / 2**20:.1f}"])
+            rows.append(
+                [
+                    f"{quantity.removesuffix('_seconds')}: {name}",
+                    *milliseconds,
+                    *(
+                        f"{p50[name] / p50[other]:.3f}" if other in p50 else "-"
+                        for other in (ZERO, ZERO_VIEW)
+                    ),
+                    f"{max(times['optimizer_state_bytes']) / 2**20:.1f}",
+                ]
+            )
     if dist.get_rank() == 0:
         print_table(["ms", "p50", "p75", "p90", "p95", "/ZeRO", "/ZeRO view", "state MB"], rows)
-        print("percentiles over all steps of all ranks; optimizer: optimizer.step() alone; step: all of a training step;\n"
-              "ZeRO: torch's ZeroRedundancyOptimizer, view: its parameters_as_bucket_view=True; /: ratio of the p50s, below\n"
-              "1 is faster; state: optimizer state of the rank that has most", flush=True)
+        print(
+            "percentiles over all steps of all ranks; optimizer: optimizer.step() alone; step: all of a training step;\n"
+            "ZeRO: torch's ZeroRedundancyOptimizer, view: its parameters_as_bucket_view=True; /: ratio of the p50s, below\n"
+            "1 is faster; state: optimizer state of the rank that has most",
+            flush=True,
+        )
     return [{"name": name, **times} for name, times in samples.items()]
 
 
@@ -441,48 +649,95 @@ def main():
     sys.path[:0] = [str(folder), str(folder.parent)]
     try:
         from common.report import environment, write_json
-        from common.setup import Parser, add_process_group_arguments, output_file, process_group, whole_number
+        from common.setup import (
+            Parser,
+            add_process_group_arguments,
+            output_file,
+            process_group,
+            whole_number,
+        )
     except ModuleNotFoundError as error:
         sys.exit(f"error: {error}: copy the repository's folder common/ beside {folder} or into it")
 
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = Parser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     parser.add_argument("--size", choices=SIZES, default="tiny", help="of the language model")
-    parser.add_argument("--batch-size", type=whole_number(1), help="sequences per rank and step (default: the size's)")
-    parser.add_argument("--context-length", type=whole_number(1), help="tokens in a sequence (default: the size's)")
+    parser.add_argument(
+        "--batch-size",
+        type=whole_number(1),
+        help="sequences per rank and step (default: the size's)",
+    )
+    parser.add_argument(
+        "--context-length", type=whole_number(1), help="tokens in a sequence (default: the size's)"
+    )
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--steps", type=whole_number(1), default=10, help="measured steps (default: 10)")
-    parser.add_argument("--warmup", type=whole_number(0), default=5, help="steps before them (default: 5)")
+    parser.add_argument(
+        "--steps", type=whole_number(1), default=10, help="measured steps (default: 10)"
+    )
+    parser.add_argument(
+        "--warmup", type=whole_number(0), default=5, help="steps before them (default: 5)"
+    )
     parser.add_argument("--seed", type=whole_number(0), default=0)
     parser.add_argument("--no-verify", action="store_true", help="only measure")
-    parser.add_argument("--no-baseline", action="store_true", help="measure ShardedOptimizer alone, which saves memory")
-    parser.add_argument("--data", metavar="DIR", help="verify on MNIST from this folder instead of the digits")
+    parser.add_argument(
+        "--no-baseline",
+        action="store_true",
+        help="measure ShardedOptimizer alone, which saves memory",
+    )
+    parser.add_argument(
+        "--data", metavar="DIR", help="verify on MNIST from this folder instead of the digits"
+    )
     parser.add_argument("--download", action="store_true", help="fetch MNIST into --data first")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="everything measured, raw")
     results = folder.parent / "results"
     if os.access(results.parent, os.W_OK):
         results.mkdir(exist_ok=True)
-    parser.add_argument("--plot", type=output_file, metavar="FILE", default=str(results / "06_memory.png"),
-                        help="the picture of the memory, PNG (default: results/06_memory.png)")
+    parser.add_argument(
+        "--plot",
+        type=output_file,
+        metavar="FILE",
+        default=str(results / "06_memory.png"),
+        help="the picture of the memory, PNG (default: results/06_memory.png)",
+    )
     add_process_group_arguments(parser)
     args = parser.parse_args()
-    args.batch_size, args.context_length = args.batch_size or SIZES[args.size][5], args.context_length or SIZES[args.size][6]
+    args.batch_size, args.context_length = (
+        args.batch_size or SIZES[args.size][5],
+        args.context_length or SIZES[args.size][6],
+    )
 
     with process_group(args) as device:
         rank, world_size = dist.get_rank(), dist.get_world_size()
         result = {"stage": folder.name, **environment(device), "options": {}}
         if rank == 0:
-            print("{stage}: torch {torch}, {backend} on {device}, {world_size} ranks, {threads_per_rank} threads per rank"
-                  .format(**result), flush=True)
+            print(
+                "{stage}: torch {torch}, {backend} on {device}, {world_size} ranks, {threads_per_rank} threads per rank".format(
+                    **result
+                ),
+                flush=True,
+            )
         result["verify"] = None if args.no_verify else verify(args, device)
 
         with torch.device("meta"):
             model = LanguageModel(*SIZES[args.size][:5])
         parameters = sum(parameter.numel() for parameter in model.parameters())
-        what = (f"{args.size} model, {parameters / 1e6:.1f} million parameters, {args.dtype}, {world_size} ranks, "
-                f"batch {args.batch_size} × {args.context_length} tokens per rank")
+        what = (
+            f"{args.size} model, {parameters / 1e6:.1f} million parameters, {args.dtype}, {world_size} ranks, "
+            f"batch {args.batch_size} × {args.context_length} tokens per rank"
+        )
         result["memory_bytes"] = report_memory(args, device, what)
-        result |= {"model": {"size": args.size, "parameters": parameters, "batch_size": args.batch_size,
-                             "context_length": args.context_length, "dtype": args.dtype}}
+        result |= {
+            "model": {
+                "size": args.size,
+                "parameters": parameters,
+                "batch_size": args.batch_size,
+                "context_length": args.context_length,
+                "dtype": args.dtype,
+            }
+        }
         result["candidates"] = benchmark(args, device)
         if args.json and rank == 0:
             write_json(args.json, result)

@@ -21,16 +21,30 @@ sys.path.insert(0, str(Path(__file__).parent))
 from sharded_optimizer import LanguageModel, ShardedOptimizer, main, state_bytes
 
 SCRIPT = Path(__file__).with_name("sharded_optimizer.py")
-ADAM, ADAMW, SGD, ADAGRAD = torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad
-OPTIMIZERS = [(SGD, {"lr": 0.1, "momentum": 0.9}), (SGD, {"lr": 0.1, "fused": True}), (ADAM, {"lr": 0.01, "amsgrad": True}),
-              (ADAM, {"lr": torch.tensor(0.01)}), (ADAMW, {"lr": 0.01, "fused": True}),
-              (ADAMW, {"lr": 0.01, "foreach": True}), (ADAGRAD, {"lr": 0.1, "initial_accumulator_value": 0.1})]
+ADAM, ADAMW, SGD, ADAGRAD = (
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.SGD,
+    torch.optim.Adagrad,
+)
+OPTIMIZERS = [
+    (SGD, {"lr": 0.1, "momentum": 0.9}),
+    (SGD, {"lr": 0.1, "fused": True}),
+    (ADAM, {"lr": 0.01, "amsgrad": True}),
+    (ADAM, {"lr": torch.tensor(0.01)}),
+    (ADAMW, {"lr": 0.01, "fused": True}),
+    (ADAMW, {"lr": 0.01, "foreach": True}),
+    (ADAGRAD, {"lr": 0.1, "initial_accumulator_value": 0.1}),
+]
 
 
 def parameters(*shapes, dtype=torch.float64):
     """The same parameters on every rank."""
     generator = torch.Generator().manual_seed(0)
-    return [nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)) for shape in shapes]
+    return [
+        nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype))
+        for shape in shapes
+    ]
 
 
 SHAPES = (30, 20), (40,), (7, 5, 3), (), (600,), (1,)
@@ -56,9 +70,15 @@ def assert_equal(mine, expected):
     everyones = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, [parameter.detach().clone() for parameter in mine])
     for number, (one, other) in enumerate(zip(mine, expected, strict=True)):
-        assert one.shape == other.shape and one.dtype == other.dtype and one.stride() == other.stride(), number
-        assert all(torch.equal(one, replicas[number]) for replicas in everyones), f"ranks differ in parameter {number}"
-        assert (one - other).abs().max() <= 1e-12, f"parameter {number}: {(one - other).abs().max()}"
+        assert (
+            one.shape == other.shape and one.dtype == other.dtype and one.stride() == other.stride()
+        ), number
+        assert all(torch.equal(one, replicas[number]) for replicas in everyones), (
+            f"ranks differ in parameter {number}"
+        )
+        assert (one - other).abs().max() <= 1e-12, (
+            f"parameter {number}: {(one - other).abs().max()}"
+        )
 
 
 def groups_of(mine):
@@ -69,7 +89,9 @@ def equals_unsharded():
     for optimizer_cls, options in OPTIMIZERS:
         for grouped in (False, True):
             mine, plain = parameters(*SHAPES), parameters(*SHAPES)
-            sharded = ShardedOptimizer(groups_of(mine) if grouped else mine, optimizer_cls, **options)
+            sharded = ShardedOptimizer(
+                groups_of(mine) if grouped else mine, optimizer_cls, **options
+            )
             unsharded = optimizer_cls(groups_of(plain) if grouped else plain, **options)
             train(sharded, mine, range(5))
             train(unsharded, plain, range(5))
@@ -86,12 +108,19 @@ def test_equals_the_unsharded_optimizer(ranks, world_size):
 
 
 def follows_schedulers():
-    schedulers = [lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=12),  # betas, too
-                  lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.1),
-                  lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 8)]
+    schedulers = [
+        lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, 0.1, total_steps=12
+        ),  # betas, too
+        lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.1),
+        lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 8),
+    ]
     for make in schedulers:
         mine, plain = parameters(*SHAPES), parameters(*SHAPES)
-        for optimizer, owned in ((ShardedOptimizer(groups_of(mine), ADAM), mine), (ADAM(groups_of(plain)), plain)):
+        for optimizer, owned in (
+            (ShardedOptimizer(groups_of(mine), ADAM), mine),
+            (ADAM(groups_of(plain)), plain),
+        ):
             scheduler = make(optimizer)
             for step in range(8):
                 train(optimizer, owned, [step])
@@ -106,19 +135,29 @@ def test_schedulers_take_effect(ranks):
 def adds_groups():
     for optimizer_cls, options in OPTIMIZERS:
         mine, plain = parameters(*SHAPES), parameters(*SHAPES)
-        sharded, unsharded = ShardedOptimizer(mine[:3], optimizer_cls, **options), optimizer_cls(plain[:3], **options)
+        sharded, unsharded = (
+            ShardedOptimizer(mine[:3], optimizer_cls, **options),
+            optimizer_cls(plain[:3], **options),
+        )
         train(sharded, mine[:3], range(4))
         train(unsharded, plain[:3], range(4))
-        before = {parameter: {key: torch.as_tensor(value).clone() for key, value in state.items()}
-                  for parameter, state in sharded.state.items()}
+        before = {
+            parameter: {key: torch.as_tensor(value).clone() for key, value in state.items()}
+            for parameter, state in sharded.state.items()
+        }
         owners = dict(sharded.owners)
         for optimizer, owned in ((sharded, mine), (unsharded, plain)):
             optimizer.add_param_group({"params": owned[3], "lr": 0.05})
             optimizer.add_param_group({"params": owned[4:]})
         assert all(sharded.owners[parameter] == owner for parameter, owner in owners.items())
-        assert all(torch.equal(torch.as_tensor(sharded.state[parameter][key]), value)
-                   for parameter, state in before.items() for key, value in state.items())
-        if optimizer_cls is ADAGRAD:  # older versions of torch make its state in the constructor only
+        assert all(
+            torch.equal(torch.as_tensor(sharded.state[parameter][key]), value)
+            for parameter, state in before.items()
+            for key, value in state.items()
+        )
+        if (
+            optimizer_cls is ADAGRAD
+        ):  # older versions of torch make its state in the constructor only
             for parameter in plain[3:]:
                 unsharded.state[parameter] = ADAGRAD([parameter], **options).state[parameter]
         train(sharded, mine, range(4, 8))
@@ -161,7 +200,9 @@ def test_closure_zero_grad_and_repr(ranks):
 def trains_unusual_parameters():
     def build():
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Linear(6, 5), nn.Linear(5, 6), nn.Linear(6, 5)).double()
+        model = nn.Sequential(
+            nn.Conv2d(3, 4, 3), nn.Linear(6, 5), nn.Linear(5, 6), nn.Linear(6, 5)
+        ).double()
         model.to(memory_format=torch.channels_last)
         model[3].weight = model[1].weight  # tied
         model[2].weight.requires_grad_(False)  # frozen
@@ -178,7 +219,10 @@ def trains_unusual_parameters():
             model[0].weight.grad = None  # none in the first steps
 
     sharded_model, plain_model = build(), build()
-    sharded, unsharded = ShardedOptimizer(sharded_model.parameters(), ADAM), ADAM(plain_model.parameters())
+    sharded, unsharded = (
+        ShardedOptimizer(sharded_model.parameters(), ADAM),
+        ADAM(plain_model.parameters()),
+    )
     assert sharded_model[3].weight is sharded_model[1].weight
     frozen = sharded_model[2].weight.detach().clone()
     for step in range(5):
@@ -187,7 +231,10 @@ def trains_unusual_parameters():
             optimizer.step()
     assert torch.equal(sharded_model[2].weight, frozen)
     assert_equal(list(sharded_model.parameters()), list(plain_model.parameters()))
-    for model, optimizer in ((sharded_model, sharded), (plain_model, unsharded)):  # thaw one that it has already
+    for model, optimizer in (
+        (sharded_model, sharded),
+        (plain_model, unsharded),
+    ):  # thaw one that it has already
         model[2].weight.requires_grad_(True)
         gradients(model, 9)
         optimizer.step()
@@ -202,15 +249,24 @@ def test_frozen_tied_mixed_dtypes_strides_and_no_gradient(ranks, world_size):
 
 def balances():
     world_size = dist.get_world_size()
-    models = [LanguageModel(64, 256, 6, 4, 500), nn.Sequential(*(nn.Linear(50, 50) for _ in range(12))),
-              nn.Sequential(nn.Linear(1000, 500), nn.Linear(2, 2)), nn.Linear(3, 3, bias=False)]
+    models = [
+        LanguageModel(64, 256, 6, 4, 500),
+        nn.Sequential(*(nn.Linear(50, 50) for _ in range(12))),
+        nn.Sequential(nn.Linear(1000, 500), nn.Linear(2, 2)),
+        nn.Linear(3, 3, bias=False),
+    ]
     for model in models:
         optimizer = ShardedOptimizer(model.parameters(), ADAM)
         sizes = [parameter.nbytes for parameter in model.parameters()]
         assert sum(optimizer.loads) == sum(sizes)
         assert max(optimizer.loads) <= max(1.05 / world_size * sum(sizes), max(sizes))
-        assert sum(flat.nbytes for _, flat in optimizer.flats) == sum(sizes)  # nothing is stored twice
-        assert all(parameter.untyped_storage().nbytes() <= max(optimizer.loads) for parameter in model.parameters())
+        assert sum(flat.nbytes for _, flat in optimizer.flats) == sum(
+            sizes
+        )  # nothing is stored twice
+        assert all(
+            parameter.untyped_storage().nbytes() <= max(optimizer.loads)
+            for parameter in model.parameters()
+        )
         give_gradients(model.parameters(), 0)
         optimizer.step()
         zero = ZeroRedundancyOptimizer(model.parameters(), ADAM)
@@ -252,14 +308,19 @@ def differs(case):
     start = time.monotonic()
     with pytest.raises(ValueError, match="ranks' parameters differ"):
         if case == "added":
-            ShardedOptimizer(given, ADAM).add_param_group({"params": parameters((3,) if last else (4,))})
+            ShardedOptimizer(given, ADAM).add_param_group(
+                {"params": parameters((3,) if last else (4,))}
+            )
         else:
             ShardedOptimizer(given, ADAM)
     assert time.monotonic() - start < 10, rank
     dist.barrier()  # the process group is still in order
 
 
-@pytest.mark.parametrize("case", ["shape", "count", "dtype", "strides", "frozen", "groups", "nothing", "not a leaf", "added"])
+@pytest.mark.parametrize(
+    "case",
+    ["shape", "count", "dtype", "strides", "frozen", "groups", "nothing", "not a leaf", "added"],
+)
 def test_ranks_that_differ_get_an_error(ranks, case):
     ranks(3).run(differs, case)
 
@@ -290,7 +351,9 @@ def train_and_edit(optimizer, owned, steps):
     for step in steps:
         if step == 2:
             optimizer.param_groups[0]["lr"] = 0.02  # must travel with the state
-        train(optimizer, owned[:4] if step < 3 else owned, [step])  # two get their first gradient in step 3
+        train(
+            optimizer, owned[:4] if step < 3 else owned, [step]
+        )  # two get their first gradient in step 3
 
 
 def continue_training(optimizer_cls, options, saved, steps):
@@ -321,7 +384,9 @@ def assert_same_state(mine, expected):
             torch.testing.assert_close(mine["state"][index][key], value, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("optimizer_cls, options", [one for one in OPTIMIZERS if not torch.is_tensor(one[1]["lr"])])
+@pytest.mark.parametrize(
+    "optimizer_cls, options", [one for one in OPTIMIZERS if not torch.is_tensor(one[1]["lr"])]
+)
 def test_state_dict_goes_from_2_to_3_to_1_ranks(ranks, optimizer_cls, options):
     saved, plain = None, parameters(*SHAPES)
     unsharded = optimizer_cls(groups_of(plain), **options)
@@ -332,7 +397,9 @@ def test_state_dict_goes_from_2_to_3_to_1_ranks(ranks, optimizer_cls, options):
         for number, (weight, parameter) in enumerate(zip(weights, plain, strict=True)):
             assert (weight - parameter).abs().max() <= 1e-12, (world_size, number)
         assert_same_state(state, unsharded.state_dict())
-        loaded = optimizer_cls(groups_of(plain), lr=9.0)  # into the optimizer itself, without sharding
+        loaded = optimizer_cls(
+            groups_of(plain), lr=9.0
+        )  # into the optimizer itself, without sharding
         loaded.load_state_dict(state)
         assert_same_state(loaded.state_dict(), unsharded.state_dict())
 
@@ -354,7 +421,11 @@ def messages():
     give_gradients(mine, 0)
     with torch.profiler.profile() as profiler:
         optimizer.step()
-    return {event.key: event.count for event in profiler.key_averages() if event.key.startswith("c10d::")}
+    return {
+        event.key: event.count
+        for event in profiler.key_averages()
+        if event.key.startswith("c10d::")
+    }
 
 
 def test_few_messages(ranks):
@@ -370,7 +441,9 @@ def in_a_subgroup():
         train(ADAM(plain), plain, range(3))
         assert all(torch.equal(one, other) for one, other in zip(mine, plain, strict=True))
         assert len(optimizer.state) < len(mine)
-        assert len(optimizer.state_dict()["state"]) == (len(mine) if dist.get_rank(group) == 0 else 0)
+        assert len(optimizer.state_dict()["state"]) == (
+            len(mine) if dist.get_rank(group) == 0 else 0
+        )
     dist.barrier()
 
 
@@ -391,18 +464,40 @@ QUICK = "--device", "cpu", "--batch-size", 1, "--context-length", 8, "--steps", 
 
 
 def test_script(script, tmp_path):
-    status, output = script(torchrun(2, SCRIPT, *QUICK, "--json", tmp_path / "x.json", "--plot", tmp_path / "x.png")).wait()
+    status, output = script(
+        torchrun(2, SCRIPT, *QUICK, "--json", tmp_path / "x.json", "--plot", tmp_path / "x.png")
+    ).wait()
     assert status == 0, output
     recorded = masked(SCRIPT.with_name("reference_output.txt").read_text())
-    table = [line for line in recorded if line.startswith(("verify", "memory:", "MB", "ms", "sharded", "unsharded"))]
+    table = [
+        line
+        for line in recorded
+        if line.startswith(("verify", "memory:", "MB", "ms", "sharded", "unsharded"))
+    ]
     missing = [line for line in table if line not in masked(output)]
-    assert table and not missing, f"reference_output.txt has lines that the script does not print: {missing}"
+    assert table and not missing, (
+        f"reference_output.txt has lines that the script does not print: {missing}"
+    )
     result = json.loads((tmp_path / "x.json").read_text())
-    assert result["stage"] == "06_sharded_optimizer" and result["world_size"] == 2 and result["verify"]["max_abs_diff"] == 0
-    assert [one["name"] for one in result["candidates"]] == ["AdamW", "ShardedOptimizer", "torch ZeRO", "torch ZeRO view"]
-    unsharded, sharded, *torchs = [max(one["optimizer_state_bytes"]) for one in result["candidates"]]
+    assert (
+        result["stage"] == "06_sharded_optimizer"
+        and result["world_size"] == 2
+        and result["verify"]["max_abs_diff"] == 0
+    )
+    assert [one["name"] for one in result["candidates"]] == [
+        "AdamW",
+        "ShardedOptimizer",
+        "torch ZeRO",
+        "torch ZeRO view",
+    ]
+    unsharded, sharded, *torchs = [
+        max(one["optimizer_state_bytes"]) for one in result["candidates"]
+    ]
     assert sharded <= 1.05 * unsharded / 2 and all(sharded <= one for one in torchs)
-    assert all((len(one["step_seconds"]), len(one["optimizer_seconds"])) == (2, 8) for one in result["candidates"])
+    assert all(
+        (len(one["step_seconds"]), len(one["optimizer_seconds"])) == (2, 8)
+        for one in result["candidates"]
+    )
     for name, moments in result["memory_bytes"].items():
         last = list(moments.values())[-1]
         assert last[0][0] == last[0][1] == 4 * result["model"]["parameters"]
@@ -423,7 +518,9 @@ def test_faults(script, moment, fault, tmp_path):
 @pytest.mark.full
 @checks.needs_proc
 def test_stopped_rank(script, tmp_path):
-    checks.check_stopped_rank(script, SCRIPT, "--no-verify", *checks.LONG, "--plot", tmp_path / "x.png")
+    checks.check_stopped_rank(
+        script, SCRIPT, "--no-verify", *checks.LONG, "--plot", tmp_path / "x.png"
+    )
 
 
 @pytest.mark.parametrize("option, value", [*checks.WRONG_INPUT, ("--plot", "/"), ("--plot", "")])
@@ -433,12 +530,26 @@ def test_wrong_input(option, value, monkeypatch, capsys):
 
 @pytest.mark.full
 def test_the_script_ends_when_a_rank_dies(script, tmp_path):
-    running = script(torchrun(2, SCRIPT, *QUICK, "--steps", 10_000, "--no-verify", "--no-baseline",
-                              "--plot", tmp_path / "x.png"))
+    running = script(
+        torchrun(
+            2,
+            SCRIPT,
+            *QUICK,
+            "--steps",
+            10_000,
+            "--no-verify",
+            "--no-baseline",
+            "--plot",
+            tmp_path / "x.png",
+        )
+    )
     while "benchmark:" not in running.process.stdout.readline():
         assert running.process.poll() is None
-    victim = next(process for process in running.processes()
-                  if process != running.process.pid and "torch.distributed.run" not in command_line(process))
+    victim = next(
+        process
+        for process in running.processes()
+        if process != running.process.pid and "torch.distributed.run" not in command_line(process)
+    )
     killed = time.monotonic()
     os.kill(victim, signal.SIGKILL)
     status, _ = running.wait()
@@ -446,7 +557,9 @@ def test_the_script_ends_when_a_rank_dies(script, tmp_path):
 
 
 def command_line(process):
-    return subprocess.run(["ps", "-o", "args=", "-p", str(process)], capture_output=True, text=True).stdout
+    return subprocess.run(
+        ["ps", "-o", "args=", "-p", str(process)], capture_output=True, text=True
+    ).stdout
 
 
 def test_not_started_by_torchrun(monkeypatch, capsys):

@@ -38,15 +38,24 @@ def blocks_of(module: nn.Module) -> list[nn.Module]:
     """The blocks that a model repeats: the outermost modules in an nn.Sequential or nn.ModuleList that have parts."""
     blocks = []
     for child in module.children():
-        if isinstance(module, (nn.Sequential, nn.ModuleList)) and list(child.children()) and list(child.parameters()):
+        if (
+            isinstance(module, (nn.Sequential, nn.ModuleList))
+            and list(child.children())
+            and list(child.parameters())
+        ):
             blocks.append(child)
         else:
             blocks += blocks_of(child)
     return blocks
 
 
-def distribute(model: nn.Module, how: str, backend: str | None = None, wrap_blocks: bool = False,
-               checkpoint_blocks: bool = False) -> tuple[nn.Module, list]:
+def distribute(
+    model: nn.Module,
+    how: str,
+    backend: str | None = None,
+    wrap_blocks: bool = False,
+    checkpoint_blocks: bool = False,
+) -> tuple[nn.Module, list]:
     """The model on its own ("bare"), replicated ("ddp") or with its parameters split over the ranks ("fsdp"), and compiled
     unless `backend` is None. Second result: a list to which torch.compile adds every graph that it hands to the backend.
 
@@ -60,7 +69,9 @@ def distribute(model: nn.Module, how: str, backend: str | None = None, wrap_bloc
         graphs.append(graph)
         if backend == "print":
             if dist.get_rank() == 0:
-                print(f"graph {len(graphs)}:\n{graph.print_readable(print_output=False)}", flush=True)
+                print(
+                    f"graph {len(graphs)}:\n{graph.print_readable(print_output=False)}", flush=True
+                )
             return graph.forward
         return torch._dynamo.lookup_backend(backend)(graph, example_inputs)
 
@@ -74,7 +85,9 @@ def distribute(model: nn.Module, how: str, backend: str | None = None, wrap_bloc
         if device.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
             raise RuntimeError("fully_shard on a CPU needs torch 2.7 or newer")
         if (wrap_blocks or checkpoint_blocks) and not blocks:
-            raise ValueError("the model has no blocks that could be wrapped or checkpointed one by one")
+            raise ValueError(
+                "the model has no blocks that could be wrapped or checkpointed one by one"
+            )
         for block in blocks:
             if wrap_blocks:  # the function and not the module: FSDP gathers in hooks, and no graph goes across those
                 block.forward = compiled(block.forward)
@@ -114,8 +127,17 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.token_embedding = nn.Embedding(vocabulary, d_model)
         self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(d_model, d_model // 64, 4 * d_model, 0.0, "gelu", batch_first=True, norm_first=True,
-                                       bias=False) for _ in range(layers)
+            nn.TransformerEncoderLayer(
+                d_model,
+                d_model // 64,
+                4 * d_model,
+                0.0,
+                "gelu",
+                batch_first=True,
+                norm_first=True,
+                bias=False,
+            )
+            for _ in range(layers)
         )
         self.norm = nn.LayerNorm(d_model, bias=False)
         self.head = nn.Linear(d_model, vocabulary, bias=False)
@@ -138,7 +160,10 @@ class ToyModel(nn.Module):
     def __init__(self, width: int):
         super().__init__()
         sizes = [10, width, width, width, *[width // 10] * 8]
-        hidden = [nn.Sequential(nn.Linear(*pair), nn.ReLU()) for pair in zip(sizes, sizes[1:], strict=False)]
+        hidden = [
+            nn.Sequential(nn.Linear(*pair), nn.ReLU())
+            for pair in zip(sizes, sizes[1:], strict=False)
+        ]
         self.layers = nn.Sequential(*hidden, nn.Linear(sizes[-1], 5))
 
     def forward(self, x):
@@ -151,13 +176,17 @@ def create_model(args, device) -> tuple[nn.Module, tuple]:
     with device:
         if args.torchbench_model:
             module = importlib.import_module(f"torchbenchmark.models.{args.torchbench_model}")
-            model, inputs = module.Model(test="train", device=device.type, batch_size=args.batch_size).get_module()
+            model, inputs = module.Model(
+                test="train", device=device.type, batch_size=args.batch_size
+            ).get_module()
         elif args.model == "toy":
             model = ToyModel(args.width)
         elif args.model == "lm":
             model = LanguageModel(args.width)
         else:
-            model = importlib.import_module("torchvision").models.get_model(args.model, weights=None)
+            model = importlib.import_module("torchvision").models.get_model(
+                args.model, weights=None
+            )
         torch.manual_seed(1 + dist.get_rank())
         if args.model == "toy":
             inputs = (torch.randn(args.batch_size or 20, 10),)
@@ -165,7 +194,9 @@ def create_model(args, device) -> tuple[nn.Module, tuple]:
             inputs = (torch.randint(10_000, (args.batch_size or 4, 64)),)
         elif args.model:
             inputs = (torch.rand(args.batch_size or 8, 3, 224, 224),)
-    for module in model.modules():  # random by nature, and compiled code draws other numbers than eager code
+    for (
+        module
+    ) in model.modules():  # random by nature, and compiled code draws other numbers than eager code
         if type(module).__name__ in ("Dropout", "StochasticDepth"):
             module.p = 0.0
     return model.to(device).train(), move(tuple(inputs), device)
@@ -177,7 +208,9 @@ def move(inputs: tuple, device) -> tuple:
 
 def floats(outputs) -> list[torch.Tensor]:
     """The floating-point tensors in whatever a model returns."""
-    return [leaf for leaf in tree_leaves(outputs) if torch.is_tensor(leaf) and leaf.is_floating_point()]
+    return [
+        leaf for leaf in tree_leaves(outputs) if torch.is_tensor(leaf) and leaf.is_floating_point()
+    ]
 
 
 def gradients_of(model: nn.Module) -> list[torch.Tensor]:
@@ -206,15 +239,33 @@ def reference(args, device) -> tuple[list, list, list]:
 def difference(tensors: list, expected: list) -> float:
     """The largest deviation of any tensor, relative to its largest entry plus a thousandth of the largest of all."""
     largest = max(tensor.abs().max() for tensor in expected)
-    return torch.stack([(ours - theirs).abs().max() / (theirs.abs().max() + largest / 1000)
-                        for ours, theirs in zip(tensors, expected, strict=True)]).max().item()  # nan stays nan
+    return (
+        torch.stack(
+            [
+                (ours - theirs).abs().max() / (theirs.abs().max() + largest / 1000)
+                for ours, theirs in zip(tensors, expected, strict=True)
+            ]
+        )
+        .max()
+        .item()
+    )  # nan stays nan
 
 
 def bytes_held(model: nn.Module, inputs: tuple, how: str) -> int:
     """What stays on this rank from step to step, gradients aside: parameters, buffers, inputs, and the buckets of DDP."""
-    tensors = [*model.parameters(), *model.buffers(), *(leaf for leaf in tree_leaves(inputs) if torch.is_tensor(leaf))]
-    tensors += [parameter for parameter in model.parameters() if parameter.requires_grad] if how == "ddp" else []
-    return sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in tensors)
+    tensors = [
+        *model.parameters(),
+        *model.buffers(),
+        *(leaf for leaf in tree_leaves(inputs) if torch.is_tensor(leaf)),
+    ]
+    tensors += (
+        [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if how == "ddp"
+        else []
+    )
+    return sum(
+        (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in tensors
+    )
 
 
 def peak_memory(function, device) -> int:
@@ -228,13 +279,18 @@ def peak_memory(function, device) -> int:
         return torch.cuda.max_memory_allocated() - before
     # On a CPU only the profiler knows: its trace holds every allocation and release of torch's own allocator.
     with tempfile.TemporaryDirectory() as folder:
-        with profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        with profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+        ) as profiler:
             function()
             dist.barrier()  # gloo's thread has given back what it worked on
         profiler.export_chrome_trace(f"{folder}/trace.json")
         events = json.loads(Path(f"{folder}/trace.json").read_text())["traceEvents"]
     blocks, peak = {}, 0
-    for event in sorted((event for event in events if event.get("name") == "[memory]"), key=lambda event: event["ts"]):
+    for event in sorted(
+        (event for event in events if event.get("name") == "[memory]"),
+        key=lambda event: event["ts"],
+    ):
         address, size = event["args"]["Addr"], event["args"]["Bytes"]
         if size > 0:
             blocks[address] = size
@@ -260,18 +316,29 @@ def prepare(args, device, how: str, backend: str | None, expected: tuple) -> dic
         return outputs, watch.seconds("start", "end")
 
     outputs, first = step()
-    differences = (difference([tensor.detach() for tensor in floats(outputs)], expected[0]),
-                   difference(gradients_of(model), expected[1] if how == "bare" else expected[2]))
+    differences = (
+        difference([tensor.detach() for tensor in floats(outputs)], expected[0]),
+        difference(gradients_of(model), expected[1] if how == "bare" else expected[2]),
+    )
     del outputs
     step()  # after its first backward DDP arranges the buckets anew
     peaks = []
-    for _ in range(3):  # and the least is right: a tensor that gloo's thread releases may escape the profiler, which only adds
+    for _ in range(
+        3
+    ):  # and the least is right: a tensor that gloo's thread releases may escape the profiler, which only adds
         model.zero_grad()
         peaks.append(peak_memory(step, device))
     held_here = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
-    return {"step": lambda: {"seconds": step()[1]}, "model": model, "inputs": inputs, "first": first, "graphs": graphs,
-            "peak": bytes_held(model, inputs, how) + min(peaks), "parameters": sum(p.numel() for p in held_here),
-            "differences": differences}
+    return {
+        "step": lambda: {"seconds": step()[1]},
+        "model": model,
+        "inputs": inputs,
+        "first": first,
+        "graphs": graphs,
+        "peak": bytes_held(model, inputs, how) + min(peaks),
+        "parameters": sum(p.numel() for p in held_here),
+        "differences": differences,
+    }
 
 
 def attempt(function) -> tuple:
@@ -280,19 +347,29 @@ def attempt(function) -> tuple:
     try:
         result = function()
     except Exception as error:  # compilers and models have many kinds
-        reason = (str(getattr(error, "inner_exception", error)) or type(error).__name__).splitlines()[0]
+        reason = (
+            str(getattr(error, "inner_exception", error)) or type(error).__name__
+        ).splitlines()[0]
     reasons = [None] * dist.get_world_size()
     dist.all_gather_object(reasons, reason)
-    reason = next((f"{reason} (rank {rank})" for rank, reason in enumerate(reasons) if reason), None)
+    reason = next(
+        (f"{reason} (rank {rank})" for rank, reason in enumerate(reasons) if reason), None
+    )
     return (None, reason) if reason else (result, None)
 
 
 def prepare_all(args, device, plan: list[tuple[str, str | None]]) -> tuple[dict, dict]:
     """Prepare all cells: those that can be measured by name, and by name why the others cannot."""
     # Nothing is compiled yet in a fresh cache: else the first call of one cell would find the kernels of another.
-    fresh_cache = inductor_utils.fresh_cache if hasattr(inductor_utils, "fresh_cache") else inductor_utils.fresh_inductor_cache
+    fresh_cache = (
+        inductor_utils.fresh_cache
+        if hasattr(inductor_utils, "fresh_cache")
+        else inductor_utils.fresh_inductor_cache
+    )
     rank, expected = dist.get_rank(), reference(args, device)
-    tolerance = 1e-2 if device.type == "cuda" else 1e-3  # float32; on CUDA convolutions may use TF32, of 10 bits
+    tolerance = (
+        1e-2 if device.type == "cuda" else 1e-3
+    )  # float32; on CUDA convolutions may use TF32, of 10 bits
     cells, left_out = {}, {}
     for how, backend in plan:
         name, cell = f"{how} {'dynamo only' if backend == 'eager' else backend or 'eager'}", None
@@ -307,11 +384,16 @@ def prepare_all(args, device, plan: list[tuple[str, str | None]]) -> tuple[dict,
             continue
         outputs, gradients = cell["differences"]
         if not (outputs <= tolerance and gradients <= tolerance):
-            sys.exit(f"{name}, rank {rank}: outputs {outputs:.1e}, gradients {gradients:.1e} away from eager single-device; "
-                     f"allowed: {tolerance:.0e}")
+            sys.exit(
+                f"{name}, rank {rank}: outputs {outputs:.1e}, gradients {gradients:.1e} away from eager single-device; "
+                f"allowed: {tolerance:.0e}"
+            )
         if rank == 0:
-            print(f"{name}: outputs within {outputs:.1e}, gradients within {gradients:.1e} of eager single-device (allowed: "
-                  f"{tolerance:.0e})", flush=True)
+            print(
+                f"{name}: outputs within {outputs:.1e}, gradients within {gradients:.1e} of eager single-device (allowed: "
+                f"{tolerance:.0e})",
+                flush=True,
+            )
         cells[name] = cell
     return cells, left_out
 
@@ -338,12 +420,16 @@ def write_trace(path: Path, step, repeat: int) -> None:
 def check(args, fail) -> None:
     """End the run now if flags contradict each other or a model is not there."""
     if args.matrix and (args.profile or args.graph or args.compile == "print"):
-        fail("argument --matrix: not with --profile, --graph and --compile print, which are for a single cell")
+        fail(
+            "argument --matrix: not with --profile, --graph and --compile print, which are for a single cell"
+        )
     if (args.fsdp_wrap or args.fsdp_checkpoint) and not (args.fsdp or args.matrix):
         fail("argument --fsdp-wrap, --fsdp-checkpoint: they need --fsdp or --matrix")
     step = {"toy": 10, "lm": 64}.get(args.model, 1)
     if args.width % step:
-        fail(f"argument --width: '{args.width}' is not a multiple of {step}, which --model {args.model} needs")
+        fail(
+            f"argument --width: '{args.width}' is not a multiple of {step}, which --model {args.model} needs"
+        )
     if args.graph and not importlib.util.find_spec("torchviz"):
         fail("argument --graph: needs torchviz, which is not installed: pip install torchviz")
     try:
@@ -352,10 +438,15 @@ def check(args, fail) -> None:
         elif args.model not in ("toy", "lm"):
             models = importlib.import_module("torchvision").models
             if args.model not in (known := models.list_models(module=models)):
-                fail(f"argument --model: {args.model!r} is not toy, lm or one of torchvision's: {', '.join(known)}")
+                fail(
+                    f"argument --model: {args.model!r} is not toy, lm or one of torchvision's: {', '.join(known)}"
+                )
     except ImportError as error:
-        needed = ("a checkout of github.com/pytorch/benchmark on PYTHONPATH and its install.py run for this model"
-                  if args.model is None else "torchvision: pip install torchvision")
+        needed = (
+            "a checkout of github.com/pytorch/benchmark on PYTHONPATH and its install.py run for this model"
+            if args.model is None
+            else "torchvision: pip install torchvision"
+        )
         flag = "--torchbench-model" if args.model is None else "--model"
         fail(f"argument {flag}: '{args.model or args.torchbench_model}' needs {needed} ({error})")
 
@@ -365,75 +456,182 @@ def main():
     sys.path[:0] = [str(folder), str(folder.parent)]
     try:
         from common.report import environment, percentiles, print_table
-        from common.setup import Parser, add_process_group_arguments, fail, output_file, process_group, whole_number
+        from common.setup import (
+            Parser,
+            add_process_group_arguments,
+            fail,
+            output_file,
+            process_group,
+            whole_number,
+        )
         from common.timing import measure
     except ModuleNotFoundError as error:
         sys.exit(f"error: {error}: copy the repository's folder common/ beside {folder} or into it")
 
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = Parser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     models, cells = parser.add_mutually_exclusive_group(), parser.add_mutually_exclusive_group()
-    models.add_argument("--model", metavar="toy|lm|NAME", help="NAME: a classification model of torchvision (default: lm)")
-    models.add_argument("--torchbench-model", metavar="NAME", help="through a checkout of torchbenchmark on PYTHONPATH")
+    models.add_argument(
+        "--model",
+        metavar="toy|lm|NAME",
+        help="NAME: a classification model of torchvision (default: lm)",
+    )
+    models.add_argument(
+        "--torchbench-model",
+        metavar="NAME",
+        help="through a checkout of torchbenchmark on PYTHONPATH",
+    )
     cells.add_argument("--ddp", action="store_true")
     cells.add_argument("--fsdp", action="store_true", help="neither: the bare model on every rank")
-    cells.add_argument("--matrix", action="store_true", help="bare, ddp and fsdp, each eager and compiled, side by side")
-    parser.add_argument("--compile", choices=["inductor", "aot_eager", "eager", "print"],
-                        help="torch.compile's backend; print: print the graphs (default: none; with --matrix inductor)")
-    parser.add_argument("--no-optimize-ddp", action="store_true", help="don't split the graph where DDP's buckets end")
-    parser.add_argument("--fsdp-wrap", action="store_true", help="each block its own unit; otherwise the model is the only one")
-    parser.add_argument("--fsdp-checkpoint", action="store_true", help="compute each block's activations again in backward")
-    parser.add_argument("--width", type=whole_number(10, 100_000),
-                        help="of toy's widest layers (default: 10000, on a CPU 1000), d_model of lm (default: 512)")
-    parser.add_argument("--batch-size", type=whole_number(1), help="per rank (default: toy 20, lm 4, torchvision 8)")
-    parser.add_argument("--repeat", type=whole_number(1), default=10, help="measured steps, after 3 others (default: 10)")
-    parser.add_argument("--verbose", action="store_true", help="print the model, graph breaks and recompilations")
-    parser.add_argument("--profile", action="store_true", help="write a Chrome trace to --trace-file")
-    parser.add_argument("--trace-file", type=output_file, default=Path("profile.json"), metavar="FILE",
-                        help="(default: profile.json)")
-    parser.add_argument("--graph", type=output_file, metavar="FILE.dot", help="the autograd graph; needs torchviz")
+    cells.add_argument(
+        "--matrix",
+        action="store_true",
+        help="bare, ddp and fsdp, each eager and compiled, side by side",
+    )
+    parser.add_argument(
+        "--compile",
+        choices=["inductor", "aot_eager", "eager", "print"],
+        help="torch.compile's backend; print: print the graphs (default: none; with --matrix inductor)",
+    )
+    parser.add_argument(
+        "--no-optimize-ddp",
+        action="store_true",
+        help="don't split the graph where DDP's buckets end",
+    )
+    parser.add_argument(
+        "--fsdp-wrap",
+        action="store_true",
+        help="each block its own unit; otherwise the model is the only one",
+    )
+    parser.add_argument(
+        "--fsdp-checkpoint",
+        action="store_true",
+        help="compute each block's activations again in backward",
+    )
+    parser.add_argument(
+        "--width",
+        type=whole_number(10, 100_000),
+        help="of toy's widest layers (default: 10000, on a CPU 1000), d_model of lm (default: 512)",
+    )
+    parser.add_argument(
+        "--batch-size", type=whole_number(1), help="per rank (default: toy 20, lm 4, torchvision 8)"
+    )
+    parser.add_argument(
+        "--repeat",
+        type=whole_number(1),
+        default=10,
+        help="measured steps, after 3 others (default: 10)",
+    )
+    parser.add_argument(
+        "--verbose", action="store_true", help="print the model, graph breaks and recompilations"
+    )
+    parser.add_argument(
+        "--profile", action="store_true", help="write a Chrome trace to --trace-file"
+    )
+    parser.add_argument(
+        "--trace-file",
+        type=output_file,
+        default=Path("profile.json"),
+        metavar="FILE",
+        help="(default: profile.json)",
+    )
+    parser.add_argument(
+        "--graph", type=output_file, metavar="FILE.dot", help="the autograd graph; needs torchviz"
+    )
     add_process_group_arguments(parser)
     args = parser.parse_args()
     if args.model is None and args.torchbench_model is None:
         args.model = "lm"
     if args.width is None:
-        args.width = 512 if args.model == "lm" else 10_000 if args.device != "cpu" and torch.cuda.is_available() else 1000
+        args.width = (
+            512
+            if args.model == "lm"
+            else 10_000
+            if args.device != "cpu" and torch.cuda.is_available()
+            else 1000
+        )
     check(args, fail)
     torch._dynamo.config.optimize_ddp = not args.no_optimize_ddp
-    torch._dynamo.config.cache_size_limit = 64  # with --fsdp-wrap every kind of block is a version of one forward
+    torch._dynamo.config.cache_size_limit = (
+        64  # with --fsdp-wrap every kind of block is a version of one forward
+    )
     torch._logging.set_logs(all=logging.ERROR, graph_breaks=args.verbose, recompiles=args.verbose)
 
     with process_group(args) as device:
         rank = dist.get_rank()
         if args.matrix:
-            plan = [(how, backend) for how in ("bare", "ddp", "fsdp") for backend in (None, args.compile or "inductor")]
+            plan = [
+                (how, backend)
+                for how in ("bare", "ddp", "fsdp")
+                for backend in (None, args.compile or "inductor")
+            ]
         else:
             plan = [("ddp" if args.ddp else "fsdp" if args.fsdp else "bare", args.compile)]
         if rank == 0:
-            print("torch {torch}, {backend} on {device}, {world_size} ranks, {threads_per_rank} threads per rank\n"
-                  "{}, {} steps after 3 for warming up\n"
-                  .format(args.torchbench_model or args.model, args.repeat, **environment(device)), flush=True)
+            print(
+                "torch {torch}, {backend} on {device}, {world_size} ranks, {threads_per_rank} threads per rank\n"
+                "{}, {} steps after 3 for warming up\n".format(
+                    args.torchbench_model or args.model, args.repeat, **environment(device)
+                ),
+                flush=True,
+            )
         cells, left_out = prepare_all(args, device, plan)
         if not args.matrix and left_out:
             fail("{} does not work here: {}".format(*left_out.popitem()))
         if args.verbose and rank == 0:
             print(*(f"\n{name}: {cell['model']}" for name, cell in cells.items()), sep="\n")
-        samples = measure({name: cell["step"] for name, cell in cells.items()}, args.repeat, warmup=3)
+        samples = measure(
+            {name: cell["step"] for name, cell in cells.items()}, args.repeat, warmup=3
+        )
 
         rows = []
         for name, cell in cells.items():
             seconds = samples[name]["seconds"]
             times = [sum(seconds) / len(seconds), *percentiles(seconds)]
-            ratio = f"{times[1] / percentiles(samples['bare eager']['seconds'])[0]:.2f}" if args.matrix else "-"
-            rows.append([name, *(f"{1000 * t:.1f}" for t in times), ratio, f"{cell['first']:.1f}", f"{len(cell['graphs'])}",
-                         f"{cell['peak'] / 2**20:.1f}", f"{cell['parameters'] / 1e6:.2f}"])
+            ratio = (
+                f"{times[1] / percentiles(samples['bare eager']['seconds'])[0]:.2f}"
+                if args.matrix
+                else "-"
+            )
+            rows.append(
+                [
+                    name,
+                    *(f"{1000 * t:.1f}" for t in times),
+                    ratio,
+                    f"{cell['first']:.1f}",
+                    f"{len(cell['graphs'])}",
+                    f"{cell['peak'] / 2**20:.1f}",
+                    f"{cell['parameters'] / 1e6:.2f}",
+                ]
+            )
         if rank == 0:
             print()
-            print_table(["forward + backward, ms", "mean", "p50", "p75", "p90", "p95", "/bare eager", "first call, s", "graphs",
-                         "peak memory, MB", "parameters, M"], rows)
+            print_table(
+                [
+                    "forward + backward, ms",
+                    "mean",
+                    "p50",
+                    "p75",
+                    "p90",
+                    "p95",
+                    "/bare eager",
+                    "first call, s",
+                    "graphs",
+                    "peak memory, MB",
+                    "parameters, M",
+                ],
+                rows,
+            )
             for name, problem in left_out.items():
                 print(f"{name}: not measured: {problem}")
-            print("mean and percentiles over all steps of all ranks; /bare eager: ratio of the p50s; first call: compilation\n"
-                  "included, nothing cached; graphs: compiled; peak memory of tensors, parameters held: of rank 0", flush=True)
+            print(
+                "mean and percentiles over all steps of all ranks; /bare eager: ratio of the p50s; first call: compilation\n"
+                "included, nothing cached; graphs: compiled; peak memory of tensors, parameters held: of rank 0",
+                flush=True,
+            )
         cell = list(cells.values())[-1]
         if args.profile:
             write_trace(args.trace_file, cell["step"], args.repeat)

@@ -25,8 +25,12 @@ def load(path: str) -> tuple[dict, dict]:
             times = {}
             for i, entry in enumerate(benchmark["result"]):
                 name = "no ddp" if i == 0 else f"{len(entry['ranks'])} ranks"
-                times[name] = [float(time) for time in numpy.percentile(entry["measurements"], PERCENTILES)]
-            benchmarks[f"{benchmark['model']} with batch size {int(benchmark['batch_size'])}"] = times
+                times[name] = [
+                    float(time) for time in numpy.percentile(entry["measurements"], PERCENTILES)
+                ]
+            benchmarks[f"{benchmark['model']} with batch size {int(benchmark['batch_size'])}"] = (
+                times
+            )
     except OSError as error:
         fail(f"{path!r} cannot be read: {error.strerror}")
     except (ValueError, LookupError, TypeError, AttributeError) as error:
@@ -41,12 +45,17 @@ def fail(message: str):
 
 def unmatched(baseline: dict, test: dict) -> list[str]:
     """The keys that only one of the two has, and which."""
-    return [f"only in the {'baseline' if name in baseline else 'test'}: {name}"
-            for name in [*baseline, *test] if (name in baseline) != (name in test)]
+    return [
+        f"only in the {'baseline' if name in baseline else 'test'}: {name}"
+        for name in [*baseline, *test]
+        if (name in baseline) != (name in test)
+    ]
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("baseline")
     parser.add_argument("test")
     parser.error = fail
@@ -63,11 +72,16 @@ def main():
             continue
         batch_size = int(name.split()[-1])
         print(f"\nBenchmark: {name}\n")
-        print(f"{'':10}" + "".join(f"{f'p{p} sec/iter':>16}{'ex/sec':>10}{'change':>10}" for p in PERCENTILES))
+        print(
+            f"{'':10}"
+            + "".join(f"{f'p{p} sec/iter':>16}{'ex/sec':>10}{'change':>10}" for p in PERCENTILES)
+        )
         for size in baseline[name]:
             if size in test[name]:
-                cells = [f"{after:>15.4f}s{batch_size / after:>8.1f}/s{100 * (before - after) / before:>+9.1f}%"
-                         for before, after in zip(baseline[name][size], test[name][size], strict=True)]
+                cells = [
+                    f"{after:>15.4f}s{batch_size / after:>8.1f}/s{100 * (before - after) / before:>+9.1f}%"
+                    for before, after in zip(baseline[name][size], test[name][size], strict=True)
+                ]
                 print(f"{size:10}" + "".join(cells))
         for line in unmatched(baseline[name], test[name]):
             print(line)

@@ -11,14 +11,22 @@ import torch
 from conftest import torchrun
 
 SCRIPT = Path(__file__).resolve().parent / "compile_ddp.py"
-NEEDS_FSDP = pytest.mark.skipif(not hasattr(torch.cpu.Stream, "record_event"), reason="FSDP on a CPU needs torch 2.7")
+NEEDS_FSDP = pytest.mark.skipif(
+    not hasattr(torch.cpu.Stream, "record_event"), reason="FSDP on a CPU needs torch 2.7"
+)
 TOY = ["--model", "toy", "--width", 20, "--repeat", 2, "--device", "cpu"]
 
 
 def prepared(model, how, backend=None, optimize_ddp=True, **flags):
     """One cell on the rank that calls this, in float64: all that is known of it but the model."""
-    args = argparse.Namespace(model=model, torchbench_model=None, width=64 if model == "lm" else 400, batch_size=None,
-                              fsdp_wrap=False, fsdp_checkpoint=False)
+    args = argparse.Namespace(
+        model=model,
+        torchbench_model=None,
+        width=64 if model == "lm" else 400,
+        batch_size=None,
+        fsdp_wrap=False,
+        fsdp_checkpoint=False,
+    )
     vars(args).update(flags)
     device = torch.device("cpu")
     torch._dynamo.reset()
@@ -29,29 +37,57 @@ def prepared(model, how, backend=None, optimize_ddp=True, **flags):
         cell = compile_ddp.prepare(args, device, how, backend, expected)
     finally:
         torch.set_default_dtype(torch.float32)
-    differ = not torch.equal(expected[1][0], expected[2][0])  # the ranks' inputs, and so their gradients, are different
-    return {"differences": cell["differences"], "parameters": cell["parameters"], "peak": cell["peak"],
-            "graphs": len(cell["graphs"]), "total": sum(g.numel() for g in expected[1]), "inputs differ": differ}
+    differ = not torch.equal(
+        expected[1][0], expected[2][0]
+    )  # the ranks' inputs, and so their gradients, are different
+    return {
+        "differences": cell["differences"],
+        "parameters": cell["parameters"],
+        "peak": cell["peak"],
+        "graphs": len(cell["graphs"]),
+        "total": sum(g.numel() for g in expected[1]),
+        "inputs differ": differ,
+    }
 
 
 @pytest.mark.parametrize("model, backend", [("toy", None), ("lm", None), ("toy", "aot_eager")])
-@pytest.mark.parametrize("how, flags", [
-    ("bare", {}), ("ddp", {}), *(pytest.param("fsdp", flags, marks=NEEDS_FSDP) for flags in (
-        {}, {"fsdp_wrap": True}, {"fsdp_wrap": True, "fsdp_checkpoint": True}, {"fsdp_checkpoint": True}))
-])
+@pytest.mark.parametrize(
+    "how, flags",
+    [
+        ("bare", {}),
+        ("ddp", {}),
+        *(
+            pytest.param("fsdp", flags, marks=NEEDS_FSDP)
+            for flags in (
+                {},
+                {"fsdp_wrap": True},
+                {"fsdp_wrap": True, "fsdp_checkpoint": True},
+                {"fsdp_checkpoint": True},
+            )
+        ),
+    ],
+)
 def test_outputs_and_gradients_equal_eager_single_device(ranks, model, how, flags, backend):
     for cell in ranks(2).run(run_prepared, model, how, backend, flags):
         assert cell["inputs differ"]
         assert max(cell["differences"]) < 1e-12
-        assert (cell["graphs"] > 0) == (backend is not None)  # compiled in fact, and not passed over
+        assert (cell["graphs"] > 0) == (
+            backend is not None
+        )  # compiled in fact, and not passed over
 
 
 def run_prepared(model, how, backend, flags):
     return prepared(model, how, backend, **flags)
 
 
-@pytest.mark.parametrize("how, wrap, share", [
-    ("ddp", False, 1), pytest.param("fsdp", False, 2, marks=NEEDS_FSDP), pytest.param("fsdp", True, 2, marks=NEEDS_FSDP)])
+@pytest.mark.parametrize(
+    "how, wrap, share",
+    [
+        ("ddp", False, 1),
+        pytest.param("fsdp", False, 2, marks=NEEDS_FSDP),
+        pytest.param("fsdp", True, 2, marks=NEEDS_FSDP),
+    ],
+)
 def test_fsdp_holds_one_nth_of_the_parameters(ranks, how, wrap, share):
     for cell in ranks(2).run(run_prepared, "lm", how, None, {"fsdp_wrap": wrap, "batch_size": 1}):
         assert share * cell["parameters"] == cell["total"]
@@ -65,12 +101,17 @@ def test_fsdp_shares_out_what_cannot_be_halved(ranks):
 
 def test_graph_is_split_at_buckets_unless_switched_off(ranks):
     assert all(cell["graphs"] > 1 for cell in ranks(2).run(run_prepared, "toy", "ddp", "eager", {}))
-    assert all(cell["graphs"] == 1 for cell in ranks(2).run(run_prepared, "toy", "ddp", "eager", {"optimize_ddp": False}))
+    assert all(
+        cell["graphs"] == 1
+        for cell in ranks(2).run(run_prepared, "toy", "ddp", "eager", {"optimize_ddp": False})
+    )
 
 
 def test_memory(ranks):
     def peak(how):
-        [peak, same] = [cell["peak"] for cell in ranks(2).run(run_prepared, "lm", how, None, {"batch_size": 1})]
+        [peak, same] = [
+            cell["peak"] for cell in ranks(2).run(run_prepared, "lm", how, None, {"batch_size": 1})
+        ]
         assert peak == same
         return peak
 
@@ -99,16 +140,24 @@ def test_blocks():
 
 @NEEDS_FSDP
 def test_matrix(script):
-    status, output = script(torchrun(2, SCRIPT, *TOY, "--matrix", "--compile", "eager", "--fsdp-wrap")).wait()
+    status, output = script(
+        torchrun(2, SCRIPT, *TOY, "--matrix", "--compile", "eager", "--fsdp-wrap")
+    ).wait()
     assert status == 0 and "not measured" not in output, output
-    rows = [line.split()[:2] for line in output.split("forward + backward, ms")[1].splitlines()[1:7]]
-    assert rows == [[how, which] for how in ("bare", "ddp", "fsdp") for which in ("eager", "dynamo")], output
+    rows = [
+        line.split()[:2] for line in output.split("forward + backward, ms")[1].splitlines()[1:7]
+    ]
+    assert rows == [
+        [how, which] for how in ("bare", "ddp", "fsdp") for which in ("eager", "dynamo")
+    ], output
 
 
 @pytest.mark.full
 @NEEDS_FSDP
 def test_without_a_compiler(script):
-    status, output = script(torchrun(2, SCRIPT, *TOY, "--matrix"), env={"CXX": "/nowhere/g++"}).wait()
+    status, output = script(
+        torchrun(2, SCRIPT, *TOY, "--matrix"), env={"CXX": "/nowhere/g++"}
+    ).wait()
     assert status == 0, output
     table = output.split("forward + backward, ms")[1].splitlines()
     assert [line.split()[0] for line in table[1:4]] == ["bare", "ddp", "fsdp"]
@@ -119,14 +168,19 @@ def test_trace_and_printed_graph(script, tmp_path):
     words = ["--ddp", "--compile", "print", "--profile", "--trace-file", tmp_path / "trace.json"]
     status, output = script(torchrun(2, SCRIPT, *TOY, *words)).wait()
     assert status == 0 and "graph 1:" in output and "torch._C._nn.linear" in output, output
-    names = [event.get("name") for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]]
+    names = [
+        event.get("name")
+        for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    ]
     assert names.count("Forward") >= 2 and names.count("Backward") >= 2
 
 
 @NEEDS_FSDP
 def test_graph(script, tmp_path):
     pytest.importorskip("torchviz")
-    status, output = script(torchrun(2, SCRIPT, *TOY, "--fsdp", "--graph", tmp_path / "graph.dot")).wait()
+    status, output = script(
+        torchrun(2, SCRIPT, *TOY, "--fsdp", "--graph", tmp_path / "graph.dot")
+    ).wait()
     assert status == 0 and (tmp_path / "graph.dot").read_text().startswith("digraph"), output
 
 
@@ -136,19 +190,39 @@ def test_on_a_gpu(script):
     assert status == 0 and "not measured" not in output, output
 
 
-@pytest.mark.parametrize("words, named", [
-    (["--model", "resnet1"], "--model"), (["--model", ""], "--model"), (["--torchbench-model", "hf_Bert"], "PYTHONPATH"),
-    (["--torchbench-model", ""], "PYTHONPATH"),
-    (["--model", "lm", "--torchbench-model", "hf_Bert"], "--torchbench-model"), (["--ddp", "--fsdp"], "--fsdp"),
-    (["--ddp", "--matrix"], "--matrix"), (["--compile", "gcc"], "--compile"), (["--compile"], "--compile"),
-    (["--width", "5"], "--width"), (["--width", "100"], "--width"), (["--model", "toy", "--width", "33"], "--width"),
-    (["--batch-size", "0"], "--batch-size"), (["--batch-size", "1e9"], "--batch-size"), (["--repeat", "0"], "--repeat"),
-    (["--repeat", "-3"], "--repeat"), (["--matrix", "--profile"], "--profile"), (["--matrix", "--compile", "print"], "print"),
-    (["--fsdp-wrap"], "--fsdp-wrap"), (["--ddp", "--fsdp-checkpoint"], "--fsdp-checkpoint"),
-    (["--profile", "--trace-file", "/nowhere/trace.json"], "--trace-file"), (["--trace-file", "."], "--trace-file"),
-    (["--graph", "/nowhere/graph.dot"], "--graph"), (["--device", "tpu"], "--device"), (["--backend", "mpi"], "--backend"),
-    (["--timeout", "0"], "--timeout"), (["--compile-it"], "--compile-it"), ([], "torchrun"),
-])
+@pytest.mark.parametrize(
+    "words, named",
+    [
+        (["--model", "resnet1"], "--model"),
+        (["--model", ""], "--model"),
+        (["--torchbench-model", "hf_Bert"], "PYTHONPATH"),
+        (["--torchbench-model", ""], "PYTHONPATH"),
+        (["--model", "lm", "--torchbench-model", "hf_Bert"], "--torchbench-model"),
+        (["--ddp", "--fsdp"], "--fsdp"),
+        (["--ddp", "--matrix"], "--matrix"),
+        (["--compile", "gcc"], "--compile"),
+        (["--compile"], "--compile"),
+        (["--width", "5"], "--width"),
+        (["--width", "100"], "--width"),
+        (["--model", "toy", "--width", "33"], "--width"),
+        (["--batch-size", "0"], "--batch-size"),
+        (["--batch-size", "1e9"], "--batch-size"),
+        (["--repeat", "0"], "--repeat"),
+        (["--repeat", "-3"], "--repeat"),
+        (["--matrix", "--profile"], "--profile"),
+        (["--matrix", "--compile", "print"], "print"),
+        (["--fsdp-wrap"], "--fsdp-wrap"),
+        (["--ddp", "--fsdp-checkpoint"], "--fsdp-checkpoint"),
+        (["--profile", "--trace-file", "/nowhere/trace.json"], "--trace-file"),
+        (["--trace-file", "."], "--trace-file"),
+        (["--graph", "/nowhere/graph.dot"], "--graph"),
+        (["--device", "tpu"], "--device"),
+        (["--backend", "mpi"], "--backend"),
+        (["--timeout", "0"], "--timeout"),
+        (["--compile-it"], "--compile-it"),
+        ([], "torchrun"),
+    ],
+)
 def test_bad_values(words, named, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["compile_ddp.py", *words])
     with pytest.raises(SystemExit) as end:

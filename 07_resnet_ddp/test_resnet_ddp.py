@@ -26,15 +26,29 @@ import resnet_ddp  # noqa: E402
 from common.timing import Stopwatch  # noqa: E402
 
 SCRIPT = Path(resnet_ddp.__file__)
-TINY = ["--image-size", 16, "--global-batch", 16, "--steps-per-epoch", 3, "--device", "cpu", "--log-every", 1]
+TINY = [
+    "--image-size",
+    16,
+    "--global-batch",
+    16,
+    "--steps-per-epoch",
+    3,
+    "--device",
+    "cpu",
+    "--log-every",
+    1,
+]
 CPU = torch.device("cpu")
 
 
 # Shards
 
+
 def shares(images, batch_size):
     """Of epochs 1 and 2: this rank's training batches; and its share for evaluation."""
-    train_batches, test_batches = resnet_ddp.sharded_loaders(range(images), range(images), batch_size, seed=7)
+    train_batches, test_batches = resnet_ddp.sharded_loaders(
+        range(images), range(images), batch_size, seed=7
+    )
     epochs = []
     for epoch in (1, 2):
         train_batches.sampler.set_epoch(epoch)
@@ -54,10 +68,15 @@ def test_shards_are_disjoint_and_complete_and_make_up_the_batches_of_one_device(
         used = sum(single[epoch], [])
         assert len(set(used)) == len(used) == images // 8 * 8
     assert single[0] != single[1], "the second epoch has another order"
-    assert sorted(first_evaluation + second_evaluation) == sorted(single_evaluation) == list(range(images))
+    assert (
+        sorted(first_evaluation + second_evaluation)
+        == sorted(single_evaluation)
+        == list(range(images))
+    )
 
 
 # Training
+
 
 class Numbers(torch.utils.data.Dataset):
     """Random images in float64."""
@@ -80,13 +99,19 @@ def loss_curve(batch_size, synchronize=True):
     batches, _ = resnet_ddp.sharded_loaders(data, data, batch_size, seed=0)
     torch.manual_seed(dist.get_rank())  # DDP must hand out rank 0's weights
     network = resnet18(num_classes=10, norm_layer=FrozenBatchNorm2d).double()
-    model = DistributedDataParallel(network, gradient_as_bucket_view=True) if dist.get_world_size() > 1 else network
+    model = (
+        DistributedDataParallel(network, gradient_as_bucket_view=True)
+        if dist.get_world_size() > 1
+        else network
+    )
     optimizer = torch.optim.SGD(model.parameters(), 1e-3, 0.9)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     losses = []
     for epoch in range(2):
         batches.sampler.set_epoch(epoch)
-        for watch, loss, _ in resnet_ddp.train(model, batches, optimizer, scheduler, CPU, Stopwatch, synchronize=synchronize):
+        for watch, loss, _ in resnet_ddp.train(
+            model, batches, optimizer, scheduler, CPU, Stopwatch, synchronize=synchronize
+        ):
             assert watch.seconds("start", "data") > 0 and watch.seconds("data", "end") > 0
             dist.all_reduce(loss)
             losses.append(loss.item() / dist.get_world_size())
@@ -114,8 +139,16 @@ def weights_around_warm_up():
     network = resnet18(num_classes=10)
     before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
     resnet_ddp.warm_up(DistributedDataParallel(network, gradient_as_bucket_view=True), 16, CPU)
-    left = [name for name, parameter in network.named_parameters() if parameter.grad is not None and parameter.grad.any()]
-    return left + [name for name, tensor in network.state_dict().items() if not torch.equal(tensor, before[name])]
+    left = [
+        name
+        for name, parameter in network.named_parameters()
+        if parameter.grad is not None and parameter.grad.any()
+    ]
+    return left + [
+        name
+        for name, tensor in network.state_dict().items()
+        if not torch.equal(tensor, before[name])
+    ]
 
 
 def test_warming_up_leaves_no_trace(ranks):
@@ -141,11 +174,16 @@ def evaluation(count):
     _, batches = resnet_ddp.sharded_loaders(data, data, 2, seed=0)
     found = resnet_ddp.evaluate(network, batches, CPU)
     logits = network.linear(data.images.flatten(1))
-    return found, {"loss": nn.functional.cross_entropy(logits, data.labels).item(),
-                   "accuracy": (logits.argmax(1) == data.labels).double().mean().item(), "images": count}
+    return found, {
+        "loss": nn.functional.cross_entropy(logits, data.labels).item(),
+        "accuracy": (logits.argmax(1) == data.labels).double().mean().item(),
+        "images": count,
+    }
 
 
-@pytest.mark.parametrize("count", [4, 5, 1])  # shares of 2 + 2; 3 + 2, so that one rank has a batch more; 1 + 0
+@pytest.mark.parametrize(
+    "count", [4, 5, 1]
+)  # shares of 2 + 2; 3 + 2, so that one rank has a batch more; 1 + 0
 def test_evaluation_counts_each_image_once_and_is_the_same_everywhere(ranks, count):
     for found, expected in ranks(2).run(evaluation, count):
         assert found == pytest.approx(expected, rel=1e-12)
@@ -153,43 +191,96 @@ def test_evaluation_counts_each_image_once_and_is_the_same_everywhere(ranks, cou
 
 # The whole script
 
+
 def start(script, world_size, *words, before=(), **options):
     command = [sys.executable] if world_size is None else torchrun(world_size, *before)
     return script([*command, SCRIPT, *words], **options)
 
 
 def test_single_then_ddp_then_pictures(script, tmp_path):
-    status, output = start(script, None, *TINY, "--epochs", 1, "--threads", 1, "--results", tmp_path / "new").wait()
+    status, output = start(
+        script, None, *TINY, "--epochs", 1, "--threads", 1, "--results", tmp_path / "new"
+    ).wait()
     assert status == 0, output
-    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["07_single.json"], "nothing to compare yet"
-    status, output = start(script, 2, *TINY, "--epochs", 1, "--threads", 1, "--results", tmp_path / "new").wait()
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["07_single.json"], (
+        "nothing to compare yet"
+    )
+    status, output = start(
+        script, 2, *TINY, "--epochs", 1, "--threads", 1, "--results", tmp_path / "new"
+    ).wait()
     assert status == 0, output
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == [
-        "07_ddp_2.json", "07_single.json", "breakdown.png", "comparison.png"]
+        "07_ddp_2.json",
+        "07_single.json",
+        "breakdown.png",
+        "comparison.png",
+    ]
     assert "ETA" in output and "speed-up" in output
     recorded = masked(SCRIPT.with_name("reference_output.txt").read_text())
     for line in masked(output):  # what the recorded output shows is what the script prints today
-        if line.startswith(("epoch", "total", "data", "compute", "batch", "single #", "DDP × # #")) or "images in" in line:
+        if (
+            line.startswith(("epoch", "total", "data", "compute", "batch", "single #", "DDP × # #"))
+            or "images in" in line
+        ):
             assert line in recorded
-    single, ddp = (json.loads((tmp_path / "new" / f"07_{name}.json").read_text()) for name in ("single", "ddp_2"))
-    assert (single["world_size"], single["batch_per_rank"], ddp["world_size"], ddp["batch_per_rank"]) == (1, 16, 2, 8)
+    single, ddp = (
+        json.loads((tmp_path / "new" / f"07_{name}.json").read_text())
+        for name in ("single", "ddp_2")
+    )
+    assert (
+        single["world_size"],
+        single["batch_per_rank"],
+        ddp["world_size"],
+        ddp["batch_per_rank"],
+    ) == (1, 16, 2, 8)
     for result in (single, ddp):
-        assert result["step"] == len(result["steps"]) == 3 and result["evaluations"][0]["images"] == 297
-        assert all(len(values) == result["world_size"] for step in result["steps"] for values in step.values())
+        assert (
+            result["step"] == len(result["steps"]) == 3
+            and result["evaluations"][0]["images"] == 297
+        )
+        assert all(
+            len(values) == result["world_size"]
+            for step in result["steps"]
+            for values in step.values()
+        )
         assert result["images_per_second"] == pytest.approx(3 * 16 / result["train_seconds"])
-        longest = max(sum(step["data_seconds"][rank] + step["compute_seconds"][rank] for step in result["steps"])
-                      for rank in range(result["world_size"]))
+        longest = max(
+            sum(
+                step["data_seconds"][rank] + step["compute_seconds"][rank]
+                for step in result["steps"]
+            )
+            for rank in range(result["world_size"])
+        )
         assert 0 < longest < 1.05 * result["train_seconds"] + 0.1
 
 
 def test_weak_scaling_keeps_the_batch_per_rank_and_warms_the_learning_rate_up(script, tmp_path):
-    status, output = start(script, 2, *TINY, "--scaling", "weak", "--epochs", 1, "--lr", 0.01, "--warmup-epochs", 2,
-                           "--results", tmp_path, "--checkpoint", tmp_path / "c").wait()
+    status, output = start(
+        script,
+        2,
+        *TINY,
+        "--scaling",
+        "weak",
+        "--epochs",
+        1,
+        "--lr",
+        0.01,
+        "--warmup-epochs",
+        2,
+        "--results",
+        tmp_path,
+        "--checkpoint",
+        tmp_path / "c",
+    ).wait()
     assert status == 0, output
     result = json.loads((tmp_path / "07_ddp_2.json").read_text())
-    assert result["batch_per_rank"] == 16 and result["images_per_second"] == pytest.approx(3 * 32 / result["train_seconds"])
+    assert result["batch_per_rank"] == 16 and result["images_per_second"] == pytest.approx(
+        3 * 32 / result["train_seconds"]
+    )
     # 3 of 6 steps of the way from 0.01 to 0.02
-    learning_rate = torch.load(tmp_path / "c", weights_only=True)["optimizer"]["param_groups"][0]["lr"]
+    learning_rate = torch.load(tmp_path / "c", weights_only=True)["optimizer"]["param_groups"][0][
+        "lr"
+    ]
     assert learning_rate == pytest.approx(0.015, rel=1e-12)
 
 
@@ -209,8 +300,15 @@ def test_a_killed_worker_costs_at_most_its_epoch_and_no_bit_of_the_result(script
     status, output = start(script, 3, *words, "--checkpoint", tmp_path / "whole").wait()
     assert status == 0, output
 
-    killed = start(script, 3, *words, "--checkpoint", tmp_path / "killed", before=["--max-restarts", 3],
-                   env={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})  # see the README
+    killed = start(
+        script,
+        3,
+        *words,
+        "--checkpoint",
+        tmp_path / "killed",
+        before=["--max-restarts", 3],
+        env={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+    )  # see the README
     lines = []
     for line in killed.process.stdout:
         lines.append(line)
@@ -221,12 +319,23 @@ def test_a_killed_worker_costs_at_most_its_epoch_and_no_bit_of_the_result(script
     assert status == 0, "".join(lines) + output
     assert "after epoch 1" in output and "epoch 1 step" not in output, output
 
-    whole, resumed = (torch.load(tmp_path / name, weights_only=True) for name in ("whole", "killed"))
-    assert resumed["settings"] == whole["settings"] and resumed["progress"]["evaluations"] == whole["progress"]["evaluations"]
+    whole, resumed = (
+        torch.load(tmp_path / name, weights_only=True) for name in ("whole", "killed")
+    )
+    assert (
+        resumed["settings"] == whole["settings"]
+        and resumed["progress"]["evaluations"] == whole["progress"]["evaluations"]
+    )
     for part in ("model", "optimizer", "scheduler", "random_states"):
         torch.testing.assert_close(resumed[part], whole[part], rtol=0, atol=0)
-    for steps in ([(step["loss"], step["accuracy"]) for step in one["progress"]["steps"]] for one in (whole, resumed)):
-        assert steps == [(step["loss"], step["accuracy"]) for step in whole["progress"]["steps"]] and len(steps) == 9
+    for steps in (
+        [(step["loss"], step["accuracy"]) for step in one["progress"]["steps"]]
+        for one in (whole, resumed)
+    ):
+        assert (
+            steps == [(step["loss"], step["accuracy"]) for step in whole["progress"]["steps"]]
+            and len(steps) == 9
+        )
     assert not (tmp_path / "killed.part").exists()
 
 
@@ -236,15 +345,26 @@ def test_a_killed_worker_costs_at_most_its_epoch_and_no_bit_of_the_result(script
 @pytest.mark.parametrize("moment", ["", "epoch 1 step", "epoch 2 step"])
 def test_faults(script, moment, fault, tmp_path):
     (tmp_path / "temporary").mkdir()
-    command = checks.torchrun(2, resnet_ddp.__file__, *TINY, "--epochs", 1000, "--results", tmp_path)
+    command = checks.torchrun(
+        2, resnet_ddp.__file__, *TINY, "--epochs", 1000, "--results", tmp_path
+    )
     checks.check_fault(script, command, moment, fault, tmp_path / "temporary")
 
 
 @pytest.mark.full
 @checks.needs_proc
 def test_stopped_rank(script, tmp_path):
-    checks.check_stopped_rank(script, resnet_ddp.__file__, *TINY, "--epochs", 1000, "--results", tmp_path,
-                              moment="epoch 1 step", place="main > fit > ")
+    checks.check_stopped_rank(
+        script,
+        resnet_ddp.__file__,
+        *TINY,
+        "--epochs",
+        1000,
+        "--results",
+        tmp_path,
+        moment="epoch 1 step",
+        place="main > fit > ",
+    )
 
 
 @pytest.mark.full
@@ -261,6 +381,7 @@ def test_when_one_rank_dies_all_end(script, tmp_path):
 
 # CIFAR-10
 
+
 def write_cifar10(folder):
     """A small folder in the format of cifar-10-python.tar.gz: pickled {data: uint8 [n, 3072], labels: [n]}; its checksums."""
     random, sums = numpy.random.default_rng(0), {}
@@ -270,8 +391,17 @@ def write_cifar10(folder):
     for name, count in contents.items():
         data = random.integers(0, 256, (count, 3072), dtype=numpy.uint8)
         labels = random.integers(0, 10, count).tolist()
-        contents[name] = {"batch_label": name, "data": data, "labels": labels, "filenames": ["x.png"] * count}
-    contents["batches.meta"] = {"label_names": [*"abcdefghij"], "num_cases_per_batch": 8, "num_vis": 3072}
+        contents[name] = {
+            "batch_label": name,
+            "data": data,
+            "labels": labels,
+            "filenames": ["x.png"] * count,
+        }
+    contents["batches.meta"] = {
+        "label_names": [*"abcdefghij"],
+        "num_cases_per_batch": 8,
+        "num_vis": 3072,
+    }
     for name, content in contents.items():
         (inner / name).write_bytes(pickle.dumps(content))
         sums[name] = hashlib.md5((inner / name).read_bytes()).hexdigest()
@@ -295,13 +425,27 @@ def test_cifar10_is_read_normalised_and_trained_on(script, tmp_path, monkeypatch
     from torchvision.datasets import CIFAR10
 
     contents, sums = write_cifar10(tmp_path / "data")
-    words = [*TINY, "--epochs", 1, "--steps-per-epoch", 2, "--data", tmp_path / "data", "--results", tmp_path]
-    status, output = script([sys.executable, "-c", WITH_OTHER_CHECKSUMS, json.dumps(sums), SCRIPT, *words]).wait()
+    words = [
+        *TINY,
+        "--epochs",
+        1,
+        "--steps-per-epoch",
+        2,
+        "--data",
+        tmp_path / "data",
+        "--results",
+        tmp_path,
+    ]
+    status, output = script(
+        [sys.executable, "-c", WITH_OTHER_CHECKSUMS, json.dumps(sums), SCRIPT, *words]
+    ).wait()
     assert status == 0, output
     result = json.loads((tmp_path / "07_single.json").read_text())
     assert result["settings"]["data"] == "CIFAR-10" and result["evaluations"][0]["images"] == 9
 
-    monkeypatch.setattr(CIFAR10, "train_list", [[name, sums[name]] for name, _ in CIFAR10.train_list])
+    monkeypatch.setattr(
+        CIFAR10, "train_list", [[name, sums[name]] for name, _ in CIFAR10.train_list]
+    )
     monkeypatch.setattr(CIFAR10, "test_list", [[name, sums[name]] for name, _ in CIFAR10.test_list])
     monkeypatch.setattr(CIFAR10, "meta", CIFAR10.meta | {"md5": sums["batches.meta"]})
     train_set, test_set = resnet_ddp.load_images(str(tmp_path / "data"), False, 32)
@@ -310,7 +454,9 @@ def test_cifar10_is_read_normalised_and_trained_on(script, tmp_path, monkeypatch
     raw = torch.tensor(contents["data_batch_2"]["data"][0]).view(3, 32, 32).double()
     assert label == contents["data_batch_2"]["labels"][0]
     for channel, (mean, std) in enumerate([(125.3, 63.0), (123.0, 62.1), (113.9, 66.7)]):
-        torch.testing.assert_close(image[channel].double(), (raw[channel] - mean) / std, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            image[channel].double(), (raw[channel] - mean) / std, rtol=1e-5, atol=1e-5
+        )
     assert resnet_ddp.load_images(str(tmp_path / "data"), False, 64)[0][0][0].shape == (3, 64, 64)
 
 
@@ -318,30 +464,57 @@ def test_cifar10_cut_short_is_one_line(tmp_path, monkeypatch, capsys):
     from torchvision.datasets import CIFAR10
 
     _, sums = write_cifar10(tmp_path)
-    monkeypatch.setattr(CIFAR10, "train_list", [[name, sums[name]] for name, _ in CIFAR10.train_list])
+    monkeypatch.setattr(
+        CIFAR10, "train_list", [[name, sums[name]] for name, _ in CIFAR10.train_list]
+    )
     file = tmp_path / "cifar-10-batches-py" / "data_batch_3"
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(SystemExit) as end:
         resnet_ddp.load_images(str(tmp_path), False, 32)
     said = capsys.readouterr().err
-    assert end.value.code == 2 and said.count("\n") == 1 and f"argument --data: '{tmp_path}' holds no readable CIFAR-10" in said
+    assert (
+        end.value.code == 2
+        and said.count("\n") == 1
+        and f"argument --data: '{tmp_path}' holds no readable CIFAR-10" in said
+    )
 
 
 # Pictures
 
+
 def result(name, world_size, ms):
     """A result as the script writes it, with steps of this many ms, a tenth of them for data."""
-    step = {"data_seconds": [ms / 10_000] * world_size, "compute_seconds": [9 * ms / 10_000] * world_size}
-    settings = {"data": "digits", "device": "cpu", "threads_per_rank": 1, "image_size": 64, "global_batch": 64, "epochs": 1}
-    return {"stage": "07_resnet_ddp", "name": name, "world_size": world_size, "scaling": "strong", "settings": settings,
-            "train_seconds": 4 * ms / 1000, "images_per_second": 64_000 / ms, "steps": [step] * 4,
-            "evaluations": [{"epoch": 1, "loss": 0.1, "accuracy": 0.95, "images": 297}]}
+    step = {
+        "data_seconds": [ms / 10_000] * world_size,
+        "compute_seconds": [9 * ms / 10_000] * world_size,
+    }
+    settings = {
+        "data": "digits",
+        "device": "cpu",
+        "threads_per_rank": 1,
+        "image_size": 64,
+        "global_batch": 64,
+        "epochs": 1,
+    }
+    return {
+        "stage": "07_resnet_ddp",
+        "name": name,
+        "world_size": world_size,
+        "scaling": "strong",
+        "settings": settings,
+        "train_seconds": 4 * ms / 1000,
+        "images_per_second": 64_000 / ms,
+        "steps": [step] * 4,
+        "evaluations": [{"epoch": 1, "loss": 0.1, "accuracy": 0.95, "images": 297}],
+    }
 
 
 def test_two_results_are_compared_and_drawn(tmp_path, capsys):
     (tmp_path / "07_single.json").write_text(json.dumps(result("single", 1, 600)))
     resnet_ddp.compare(tmp_path)
-    assert len(list(tmp_path.iterdir())) == 1 and not capsys.readouterr().out, "one result is nothing to compare"
+    assert len(list(tmp_path.iterdir())) == 1 and not capsys.readouterr().out, (
+        "one result is nothing to compare"
+    )
     (tmp_path / "07_ddp_2.json").write_text(json.dumps(result("ddp", 2, 400)))
     resnet_ddp.compare(tmp_path)
     table = capsys.readouterr().out
@@ -354,7 +527,10 @@ def test_two_results_are_compared_and_drawn(tmp_path, capsys):
     (tmp_path / "07_ddp_4.json").write_text(json.dumps(other))
     resnet_ddp.compare(tmp_path)
     output = capsys.readouterr().out
-    assert "07_ddp_4.json is left out of the comparison: 07_single.json has another image_size" in output
+    assert (
+        "07_ddp_4.json is left out of the comparison: 07_single.json has another image_size"
+        in output
+    )
     assert "DDP × 2" in output and "DDP × 4" not in output
     assert (imread(tmp_path / "comparison.png") == pictures[0]).all()
 
@@ -367,69 +543,88 @@ def test_time_of_data_and_of_computing(tmp_path):
 
 # Bad input
 
-@pytest.mark.parametrize("words, flag", [
-    (["--global-batch", "63"], "--global-batch"),
-    (["--global-batch", "2"], "--global-batch"),
-    (["--global-batch", "0"], "--global-batch"),
-    (["--global-batch", "many"], "--global-batch"),
-    (["--global-batch", "4096", "--image-size", "8"], "--global-batch"),
-    (["--scaling", "huge"], "--scaling"),
-    (["--image-size", "7"], "--image-size"),
-    (["--image-size", ""], "--image-size"),
-    (["--epochs", "-1"], "--epochs"),
-    (["--lr", "0"], "--lr"),
-    (["--lr", "fast"], "--lr"),
-    (["--lr", "inf"], "--lr"),
-    (["--momentum", "1"], "--momentum"),
-    (["--momentum", "nan"], "--momentum"),
-    (["--momentum", "x"], "--momentum"),
-    (["--steps-per-epoch", "0"], "--steps-per-epoch"),
-    (["--warmup-epochs", "-1"], "--warmup-epochs"),
-    (["--log-every", "0"], "--log-every"),
-    (["--seed", "-1"], "--seed"),
-    (["--seed", "x"], "--seed"),
-    (["--device", "tpu"], "--device"),
-    (["--backend", "mpi"], "--backend"),
-    (["--timeout", "nan"], "--timeout"),
-    (["--threads", "0"], "--threads"),
-    (["--workers", "-1"], "--workers"),
-    (["--download"], "--download"),
-    (["--data", "no/such/folder"], "--data"),
-    (["--data", ""], "--data"),
-    (["--data", "FILE"], "--data"),
-    (["--data", "CIFAR"], "--data"),
-    (["--checkpoint", "no/such/folder/file"], "--checkpoint"),
-    (["--checkpoint", "."], "--checkpoint"),
-    (["--checkpoint", "FILE"], "--checkpoint"),
-    (["--results", "FILE"], "--results"),
-    (["--results", "/dev/null/x"], "--results"),
-    (["--results", ""], "--results"),
-])
+
+@pytest.mark.parametrize(
+    "words, flag",
+    [
+        (["--global-batch", "63"], "--global-batch"),
+        (["--global-batch", "2"], "--global-batch"),
+        (["--global-batch", "0"], "--global-batch"),
+        (["--global-batch", "many"], "--global-batch"),
+        (["--global-batch", "4096", "--image-size", "8"], "--global-batch"),
+        (["--scaling", "huge"], "--scaling"),
+        (["--image-size", "7"], "--image-size"),
+        (["--image-size", ""], "--image-size"),
+        (["--epochs", "-1"], "--epochs"),
+        (["--lr", "0"], "--lr"),
+        (["--lr", "fast"], "--lr"),
+        (["--lr", "inf"], "--lr"),
+        (["--momentum", "1"], "--momentum"),
+        (["--momentum", "nan"], "--momentum"),
+        (["--momentum", "x"], "--momentum"),
+        (["--steps-per-epoch", "0"], "--steps-per-epoch"),
+        (["--warmup-epochs", "-1"], "--warmup-epochs"),
+        (["--log-every", "0"], "--log-every"),
+        (["--seed", "-1"], "--seed"),
+        (["--seed", "x"], "--seed"),
+        (["--device", "tpu"], "--device"),
+        (["--backend", "mpi"], "--backend"),
+        (["--timeout", "nan"], "--timeout"),
+        (["--threads", "0"], "--threads"),
+        (["--workers", "-1"], "--workers"),
+        (["--download"], "--download"),
+        (["--data", "no/such/folder"], "--data"),
+        (["--data", ""], "--data"),
+        (["--data", "FILE"], "--data"),
+        (["--data", "CIFAR"], "--data"),
+        (["--checkpoint", "no/such/folder/file"], "--checkpoint"),
+        (["--checkpoint", "."], "--checkpoint"),
+        (["--checkpoint", "FILE"], "--checkpoint"),
+        (["--results", "FILE"], "--results"),
+        (["--results", "/dev/null/x"], "--results"),
+        (["--results", ""], "--results"),
+    ],
+)
 def test_bad_input_is_one_line(words, flag, tmp_path, monkeypatch, capsys):
     (tmp_path / "file").write_text("neither a checkpoint nor a folder")
     write_cifar10(tmp_path / "cifar")  # whose checksums are not CIFAR-10's
-    words = [{"FILE": str(tmp_path / "file"), "CIFAR": str(tmp_path / "cifar")}.get(word, word) for word in words]
+    words = [
+        {"FILE": str(tmp_path / "file"), "CIFAR": str(tmp_path / "cifar")}.get(word, word)
+        for word in words
+    ]
     results = [] if flag == "--results" else ["--results", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", ["resnet_ddp.py", "--device", "cpu", *results, *words])
     monkeypatch.setattr(sys, "path", sys.path[:])
-    ranks = 1 if flag in ("--data", "--checkpoint") or "4096" in words else 2  # these are found out in the process group
-    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks,
-                        "MASTER_ADDR": "localhost", "MASTER_PORT": 0}.items():
+    ranks = (
+        1 if flag in ("--data", "--checkpoint") or "4096" in words else 2
+    )  # these are found out in the process group
+    for name, value in {
+        "RANK": 0,
+        "LOCAL_RANK": 0,
+        "WORLD_SIZE": ranks,
+        "LOCAL_WORLD_SIZE": ranks,
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": 0,
+    }.items():
         monkeypatch.setenv(name, str(value))
     threads = torch.get_num_threads()
     with pytest.raises(SystemExit) as exit_status:
         resnet_ddp.main()
     torch.set_num_threads(threads)
     [line] = capsys.readouterr().err.splitlines()
-    assert exit_status.value.code == 2 and line.startswith(f"resnet_ddp.py: error: argument {flag}: "), line
+    assert exit_status.value.code == 2 and line.startswith(
+        f"resnet_ddp.py: error: argument {flag}: "
+    ), line
     assert not dist.is_initialized()
 
 
 def test_a_mistake_is_said_once_for_all_ranks(script, tmp_path):
     status, output = start(script, 2, "--global-batch", 63, "--results", tmp_path).wait(timeout=30)
     said = [line for line in output.splitlines() if line.startswith("resnet_ddp.py: error:")]
-    assert status != 0 and said == ["resnet_ddp.py: error: argument --global-batch: '63' cannot be divided by 2 ranks; "
-                                    "allowed are multiples of 2"], output
+    assert status != 0 and said == [
+        "resnet_ddp.py: error: argument --global-batch: '63' cannot be divided by 2 ranks; "
+        "allowed are multiples of 2"
+    ], output
 
 
 @pytest.mark.full
@@ -438,16 +633,38 @@ def test_another_runs_checkpoint_is_refused(script, tmp_path):
     status, output = start(script, None, *words).wait()
     assert status == 0, output
     status, output = start(script, None, *words, "--lr", 0.5).wait()
-    assert status == 2 and output.count("error") == 1 and "it was written with lr 0.02, not 0.5" in output, output
+    assert (
+        status == 2
+        and output.count("error") == 1
+        and "it was written with lr 0.02, not 0.5" in output
+    ), output
     assert "Traceback" not in output
 
 
 @pytest.mark.cuda
 def test_on_a_gpu(script, tmp_path):
-    words = [*TINY, "--device", "cuda", "--epochs", 2, "--amp", "--channels-last", "--workers", 1, "--results", tmp_path]
+    words = [
+        *TINY,
+        "--device",
+        "cuda",
+        "--epochs",
+        2,
+        "--amp",
+        "--channels-last",
+        "--workers",
+        1,
+        "--results",
+        tmp_path,
+    ]
     for world_size in (None, 2):
-        status, output = start(script, world_size, *words, "--checkpoint", tmp_path / f"c{world_size}").wait()
+        status, output = start(
+            script, world_size, *words, "--checkpoint", tmp_path / f"c{world_size}"
+        ).wait()
         assert status == 0, output
     for name in ("07_single.json", "07_ddp_2.json"):
         steps = json.loads((tmp_path / name).read_text())["steps"]
-        assert all(seconds > 0 for step in steps for seconds in step["data_seconds"] + step["compute_seconds"])
+        assert all(
+            seconds > 0
+            for step in steps
+            for seconds in step["data_seconds"] + step["compute_seconds"]
+        )

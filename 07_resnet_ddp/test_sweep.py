@@ -12,19 +12,35 @@ import torch
 from conftest import torchrun
 
 FOLDER = Path(__file__).resolve().parent
-TINY = ["--model", "squeezenet1_1", "--batch-size", 2, "--image-size", 32, "--warmup", 1, "--iterations", 3, "--device", "cpu"]
+TINY = [
+    "--model",
+    "squeezenet1_1",
+    "--batch-size",
+    2,
+    "--image-size",
+    32,
+    "--warmup",
+    1,
+    "--iterations",
+    3,
+    "--device",
+    "cpu",
+]
 
 
-@pytest.mark.parametrize("ranks, local_size, labels", [
-    (1, 1, ["1M/1G"]),
-    (2, 2, ["1M/1G", "1M/2G"]),
-    (4, 4, ["1M/1G", "1M/2G", "1M/4G"]),
-    (8, 8, ["1M/1G", "1M/2G", "1M/4G", "1M/8G"]),
-    (16, 8, ["1M/1G", "1M/2G", "1M/4G", "1M/8G", "2M/8G"]),
-    (4, 2, ["1M/1G", "1M/2G", "2M/2G"]),
-    (12, 6, ["1M/1G", "1M/2G", "1M/4G", "1M/6G", "2M/6G"]),
-    (3, 1, ["1M/1G", "2M/1G", "3M/1G"]),
-])
+@pytest.mark.parametrize(
+    "ranks, local_size, labels",
+    [
+        (1, 1, ["1M/1G"]),
+        (2, 2, ["1M/1G", "1M/2G"]),
+        (4, 4, ["1M/1G", "1M/2G", "1M/4G"]),
+        (8, 8, ["1M/1G", "1M/2G", "1M/4G", "1M/8G"]),
+        (16, 8, ["1M/1G", "1M/2G", "1M/4G", "1M/8G", "2M/8G"]),
+        (4, 2, ["1M/1G", "1M/2G", "2M/2G"]),
+        (12, 6, ["1M/1G", "1M/2G", "1M/4G", "1M/6G", "2M/6G"]),
+        (3, 1, ["1M/1G", "2M/1G", "3M/1G"]),
+    ],
+)
 def test_plan(ranks, local_size, labels):
     found = sweep.plan(ranks, local_size)
     assert found[0] == ("no ddp", [0], False)
@@ -37,19 +53,41 @@ def test_plan(ranks, local_size, labels):
 
 
 def test_one_host(script, tmp_path):
-    status, output = script(torchrun(2, FOLDER / "sweep.py", *TINY, "--json", tmp_path / "a.json")).wait()
+    status, output = script(
+        torchrun(2, FOLDER / "sweep.py", *TINY, "--json", tmp_path / "a.json")
+    ).wait()
     assert status == 0, output
     report = json.loads((tmp_path / "a.json").read_text())
-    assert list(report) == ["pytorch_version", "cuda_version", "distributed_backend", "bucket_size", "benchmark_results"]
+    assert list(report) == [
+        "pytorch_version",
+        "cuda_version",
+        "distributed_backend",
+        "bucket_size",
+        "benchmark_results",
+    ]
     assert report["distributed_backend"] == "gloo" and report["bucket_size"] == 25
     (benchmark,) = report["benchmark_results"]
     assert list(benchmark) == ["model", "batch_size", "result"]
     assert (benchmark["model"], benchmark["batch_size"]) == ("squeezenet1_1", 2)
     assert all(list(entry) == ["ranks", "measurements"] for entry in benchmark["result"])
-    assert [entry["ranks"] for entry in benchmark["result"]] == [[0], [0], [0, 1]]  # first without DDP; no warm-up
-    assert [len(entry["measurements"]) for entry in benchmark["result"]] == [3, 3, 6]  # of all ranks together
-    assert all(0 < seconds < 60 for entry in benchmark["result"] for seconds in entry["measurements"])
-    lines = [line.split()[1] for line in output.splitlines() if line.count("/s") == 4 and line.split()[0].isdigit()]
+    assert [entry["ranks"] for entry in benchmark["result"]] == [
+        [0],
+        [0],
+        [0, 1],
+    ]  # first without DDP; no warm-up
+    assert [len(entry["measurements"]) for entry in benchmark["result"]] == [
+        3,
+        3,
+        6,
+    ]  # of all ranks together
+    assert all(
+        0 < seconds < 60 for entry in benchmark["result"] for seconds in entry["measurements"]
+    )
+    lines = [
+        line.split()[1]
+        for line in output.splitlines()
+        if line.count("/s") == 4 and line.split()[0].isdigit()
+    ]
     assert lines == ["no", "1M/1G", "1M/2G"], output
     assert diff(tmp_path / "a.json", tmp_path / "a.json").stdout.count("+0.0%") == 6
 
@@ -61,8 +99,14 @@ def test_on_a_gpu(script, tmp_path, world_size):
     status, output = script(torchrun(world_size, FOLDER / "sweep.py", *words)).wait()
     assert status == 0, output
     report = json.loads((tmp_path / "a.json").read_text())
-    assert report["distributed_backend"] == ("nccl" if torch.cuda.device_count() >= world_size else "gloo")
-    assert [entry["ranks"] for entry in report["benchmark_results"][0]["result"]] == [[0], [0], [0, 1]][:world_size + 1]
+    assert report["distributed_backend"] == (
+        "nccl" if torch.cuda.device_count() >= world_size else "gloo"
+    )
+    assert [entry["ranks"] for entry in report["benchmark_results"][0]["result"]] == [
+        [0],
+        [0],
+        [0, 1],
+    ][: world_size + 1]
 
 
 def two_hosts(script, *words, local_size=1, second_environment=None):
@@ -72,18 +116,36 @@ def two_hosts(script, *words, local_size=1, second_environment=None):
         port = free.getsockname()[1]
     hosts = []
     for node_rank, environment in enumerate([{}, second_environment or {}]):
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", 2, "--node-rank", node_rank, "--nproc-per-node",
-                    local_size, "--master-addr", "127.0.0.1", "--master-port", port]
+        launcher = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nnodes",
+            2,
+            "--node-rank",
+            node_rank,
+            "--nproc-per-node",
+            local_size,
+            "--master-addr",
+            "127.0.0.1",
+            "--master-port",
+            port,
+        ]
         hosts.append(script([*launcher, FOLDER / "sweep.py", *TINY, *words], env=environment))
     return [host.wait() for host in hosts]
 
 
 @pytest.mark.full
 def test_two_hosts(script, tmp_path):
-    (status, output), (second_status, second_output) = two_hosts(script, "--json", tmp_path / "two.json", local_size=2)
+    (status, output), (second_status, second_output) = two_hosts(
+        script, "--json", tmp_path / "two.json", local_size=2
+    )
     assert status == second_status == 0, output + second_output
-    assert [line.split()[1] for line in output.splitlines() if line.count("/s") == 4 and line.split()[0].isdigit()] \
-        == ["no", "1M/1G", "1M/2G", "2M/2G"], output
+    assert [
+        line.split()[1]
+        for line in output.splitlines()
+        if line.count("/s") == 4 and line.split()[0].isdigit()
+    ] == ["no", "1M/1G", "1M/2G", "2M/2G"], output
     result = json.loads((tmp_path / "two.json").read_text())["benchmark_results"][0]["result"]
     assert [entry["ranks"] for entry in result] == [[0], [0], [0, 1], [0, 1, 2, 3]]
 
@@ -98,22 +160,44 @@ def test_hosts_that_differ(script, tmp_path):
     assert "GPU0 is somewhere else" in results[0][1] and "cores" in results[0][1]
     assert sum(line.startswith("sweep.py: error: ") for line in results[0][1].splitlines()) == 1
     results = two_hosts(script, "--allow-mixed", second_environment=path)
-    assert results[0][0] == 0 and "GPU0 is somewhere else" in results[0][1] and "2M/1G" in results[0][1], results[0][1]
+    assert (
+        results[0][0] == 0
+        and "GPU0 is somewhere else" in results[0][1]
+        and "2M/1G" in results[0][1]
+    ), results[0][1]
 
 
-@pytest.mark.parametrize("words, named", [
-    (["--model", "resnet1"], "--model"), (["--model", ""], "--model"), (["--model"], "--model"),
-    (["--batch-size", "0"], "--batch-size"), (["--batch-size", "x"], "--batch-size"),
-    (["--batch-size", "9" * 30], "--batch-size"),
-    (["--image-size", "-1"], "--image-size"), (["--model", "alexnet", "--image-size", "8"], "--image-size"),
-    (["--model", "vit_b_16", "--image-size", "64"], "--image-size"), (["--bucket-size", "0"], "--bucket-size"),
-    (["--bucket-size", "2.5"], "--bucket-size"), (["--warmup", "-1"], "--warmup"), (["--iterations", "0"], "--iterations"),
-    (["--device", "tpu"], "--device"), (["--distributed-backend", "mpi"], "--distributed-backend"),
-    (["--distributed-backend", "nccl", "--device", "cpu", "--model", "alexnet"], "--distributed-backend"),
-    (["--timeout", "0"], "--timeout"), (["--timeout", "nan"], "--timeout"), (["--json", "."], "--json"),
-    (["--json", "/nowhere/a.json"], "--json"), (["--json", ""], "--json"), (["--modle", "resnet18"], "--modle"),
-    (["--model", "alexnet"], "torchrun"),
-])
+@pytest.mark.parametrize(
+    "words, named",
+    [
+        (["--model", "resnet1"], "--model"),
+        (["--model", ""], "--model"),
+        (["--model"], "--model"),
+        (["--batch-size", "0"], "--batch-size"),
+        (["--batch-size", "x"], "--batch-size"),
+        (["--batch-size", "9" * 30], "--batch-size"),
+        (["--image-size", "-1"], "--image-size"),
+        (["--model", "alexnet", "--image-size", "8"], "--image-size"),
+        (["--model", "vit_b_16", "--image-size", "64"], "--image-size"),
+        (["--bucket-size", "0"], "--bucket-size"),
+        (["--bucket-size", "2.5"], "--bucket-size"),
+        (["--warmup", "-1"], "--warmup"),
+        (["--iterations", "0"], "--iterations"),
+        (["--device", "tpu"], "--device"),
+        (["--distributed-backend", "mpi"], "--distributed-backend"),
+        (
+            ["--distributed-backend", "nccl", "--device", "cpu", "--model", "alexnet"],
+            "--distributed-backend",
+        ),
+        (["--timeout", "0"], "--timeout"),
+        (["--timeout", "nan"], "--timeout"),
+        (["--json", "."], "--json"),
+        (["--json", "/nowhere/a.json"], "--json"),
+        (["--json", ""], "--json"),
+        (["--modle", "resnet18"], "--modle"),
+        (["--model", "alexnet"], "torchrun"),
+    ],
+)
 def test_bad_values(words, named, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["sweep.py", *words])
     with pytest.raises(SystemExit) as end:
@@ -123,21 +207,42 @@ def test_bad_values(words, named, monkeypatch, capsys):
 
 
 def diff(*files):
-    return subprocess.run([sys.executable, FOLDER / "sweep_diff.py", *files], capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, FOLDER / "sweep_diff.py", *files], capture_output=True, text=True
+    )
 
 
 def write(path, results, **header):
     """A result file by hand: {(model, batch size): [(ranks, seconds of every measurement)]}."""
-    benchmarks = [{"model": model, "batch_size": batch_size,
-                   "result": [{"ranks": list(range(ranks)), "measurements": [seconds] * 10} for ranks, seconds in result]}
-                  for (model, batch_size), result in results.items()]
-    path.write_text(json.dumps({"pytorch_version": "2.6.0", "bucket_size": 25} | header | {"benchmark_results": benchmarks}))
+    benchmarks = [
+        {
+            "model": model,
+            "batch_size": batch_size,
+            "result": [
+                {"ranks": list(range(ranks)), "measurements": [seconds] * 10}
+                for ranks, seconds in result
+            ],
+        }
+        for (model, batch_size), result in results.items()
+    ]
+    path.write_text(
+        json.dumps(
+            {"pytorch_version": "2.6.0", "bucket_size": 25}
+            | header
+            | {"benchmark_results": benchmarks}
+        )
+    )
     return path
 
 
 def test_diff_of_equal_and_slower(tmp_path):
     baseline = write(tmp_path / "a", {("resnet18", 8): [(1, 0.10), (1, 0.10), (2, 0.20)]})
-    test = write(tmp_path / "b", {("resnet18", 8): [(1, 0.10), (1, 0.05), (2, 0.25)]}, pytorch_version="2.7.0", extra="x")
+    test = write(
+        tmp_path / "b",
+        {("resnet18", 8): [(1, 0.10), (1, 0.05), (2, 0.25)]},
+        pytorch_version="2.7.0",
+        extra="x",
+    )
     lines = [line.split() for line in diff(baseline, test).stdout.splitlines()]
     assert ["pytorch_version", "2.6.0", "2.7.0"] in lines and ["extra", "-", "x"] in lines
     assert ["no", "ddp", "0.1000s", "80.0/s", "+0.0%", "0.1000s", "80.0/s", "+0.0%"] in lines
@@ -146,14 +251,27 @@ def test_diff_of_equal_and_slower(tmp_path):
 
 
 def test_diff_names_what_does_not_match(tmp_path):
-    baseline = write(tmp_path / "a", {("alexnet", 8): [(1, 1.0)], ("resnet18", 8): [(1, 1.0), (1, 1.0), (2, 1.0)],
-                                      ("vgg11", 8): [(1, 1.0)]})
-    test = write(tmp_path / "b", {("vgg11", 16): [(1, 1.0)], ("resnet18", 8): [(1, 1.0), (1, 1.0), (4, 1.0)]})
+    baseline = write(
+        tmp_path / "a",
+        {
+            ("alexnet", 8): [(1, 1.0)],
+            ("resnet18", 8): [(1, 1.0), (1, 1.0), (2, 1.0)],
+            ("vgg11", 8): [(1, 1.0)],
+        },
+    )
+    test = write(
+        tmp_path / "b", {("vgg11", 16): [(1, 1.0)], ("resnet18", 8): [(1, 1.0), (1, 1.0), (4, 1.0)]}
+    )
     done = diff(baseline, test)
     assert done.returncode == 0
-    for line in ("only in the baseline: alexnet with batch size 8", "only in the baseline: vgg11 with batch size 8",
-                 "only in the test: vgg11 with batch size 16", "only in the baseline: 2 ranks", "only in the test: 4 ranks",
-                 "Benchmark: resnet18 with batch size 8"):
+    for line in (
+        "only in the baseline: alexnet with batch size 8",
+        "only in the baseline: vgg11 with batch size 8",
+        "only in the test: vgg11 with batch size 16",
+        "only in the baseline: 2 ranks",
+        "only in the test: 4 ranks",
+        "Benchmark: resnet18 with batch size 8",
+    ):
         assert line in done.stdout.splitlines()
     assert "Benchmark: vgg11" not in done.stdout
 
@@ -165,11 +283,15 @@ def test_diff_of_bad_files(tmp_path):
     (tmp_path / "other").write_text('{"stage": "05_bucketed"}')
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
     empty = write(tmp_path / "empty", {("resnet18", 8): []})
-    empty.write_text(empty.read_text().replace('"result": []', '"result": [{"ranks": [0], "measurements": []}]'))
+    empty.write_text(
+        empty.read_text().replace('"result": []', '"result": [{"ranks": [0], "measurements": []}]')
+    )
     for bad in ("text", "list", "other", "bytes", "empty", "missing", "."):
         done = diff(good, tmp_path / bad)
         assert done.returncode == 2 and done.stderr.count("\n") == 1, (bad, done.stderr)
-        assert done.stderr.startswith("sweep_diff.py: error: ") and str(tmp_path / bad) in done.stderr
+        assert (
+            done.stderr.startswith("sweep_diff.py: error: ") and str(tmp_path / bad) in done.stderr
+        )
     for words in ([], [good], [good, good, good]):
         done = diff(*words)
         assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr

@@ -17,24 +17,33 @@ import torch
 
 FOLDER = Path(__file__).resolve().parent
 SCRIPT = FOLDER / "ddp_rpc.py"
-linux = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds the processes of a run in /proc")
+linux = pytest.mark.skipif(
+    not Path("/proc/self/environ").exists(), reason="finds the processes of a run in /proc"
+)
 
 spec = importlib.util.spec_from_file_location("ddp_rpc", SCRIPT)
 ddp_rpc = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(ddp_rpc)
 
 
-@pytest.mark.parametrize("trainers, servers, expected", [
-    (1, 3, ["trainer0", "ps0", "ps1", "ps2", "master"]),
-    (3, 1, ["trainer0", "trainer1", "trainer2", "ps0", "master"]),
-    (2, 4, ["trainer0", "trainer1", "ps0", "ps1", "ps2", "ps3", "master"]),
-])
+@pytest.mark.parametrize(
+    "trainers, servers, expected",
+    [
+        (1, 3, ["trainer0", "ps0", "ps1", "ps2", "master"]),
+        (3, 1, ["trainer0", "trainer1", "trainer2", "ps0", "master"]),
+        (2, 4, ["trainer0", "trainer1", "ps0", "ps1", "ps2", "ps3", "master"]),
+    ],
+)
 def test_roles_of_uneven_layouts(trainers, servers, expected):
-    assert [ddp_rpc.role(rank, trainers, servers) for rank in range(trainers + servers + 1)] == expected
+    assert [
+        ddp_rpc.role(rank, trainers, servers) for rank in range(trainers + servers + 1)
+    ] == expected
 
 
 def test_batches_are_what_the_benchmark_draws():
-    for indices, offsets, targets in ddp_rpc.random_batches(500, 30, 3, torch.Generator().manual_seed(1)):
+    for indices, offsets, targets in ddp_rpc.random_batches(
+        500, 30, 3, torch.Generator().manual_seed(1)
+    ):
         bags = torch.diff(offsets, append=torch.tensor([len(indices)]))
         assert 20 <= len(indices) <= 50 and 0 <= indices.min() and indices.max() < 30
         assert offsets[0] == 0 and 1 <= bags.min() and bags.max() <= 10
@@ -43,36 +52,77 @@ def test_batches_are_what_the_benchmark_draws():
 
 @pytest.mark.parametrize("trainers, servers", [(1, 3), pytest.param(3, 1, marks=pytest.mark.full)])
 def test_uneven_layouts_verify_train_and_count_every_example(script, tmp_path, trainers, servers):
-    status, output = script([sys.executable, SCRIPT, "--trainers", trainers, "--servers", servers, "--lookup", "both",
-                             "--seed", 5, "--warmup", 1, "--epochs", 2, "--embeddings", 31,
-                             "--json", tmp_path / "out.json"]).wait()
+    status, output = script(
+        [
+            sys.executable,
+            SCRIPT,
+            "--trainers",
+            trainers,
+            "--servers",
+            servers,
+            "--lookup",
+            "both",
+            "--seed",
+            5,
+            "--warmup",
+            1,
+            "--epochs",
+            2,
+            "--embeddings",
+            31,
+            "--json",
+            tmp_path / "out.json",
+        ]
+    ).wait()
     assert status == 0 and output.count("verify: passed") == 2 and "Warning" not in output, output
     result = json.loads((tmp_path / "out.json").read_text())
     assert result["verify"]["max_abs_diff"] <= 1e-5 and result["verify"]["rows_moved"] == 15
-    assert sorted(one["name"] for one in result["trainers"]) == [f"trainer{rank}" for rank in range(trainers)]
+    assert sorted(one["name"] for one in result["trainers"]) == [
+        f"trainer{rank}" for rank in range(trainers)
+    ]
     for rank, one in enumerate(result["trainers"]):
         generator = torch.Generator().manual_seed(5 + rank)
-        counts = [sum(len(offsets) for _, offsets, _ in ddp_rpc.random_batches(10, 31, servers, generator)) for _ in range(6)]
-        assert one["lookups"]["parallel"]["examples"] == counts[2::2]  # the two epochs of warming up are not counted
+        counts = [
+            sum(
+                len(offsets) for _, offsets, _ in ddp_rpc.random_batches(10, 31, servers, generator)
+            )
+            for _ in range(6)
+        ]
+        assert (
+            one["lookups"]["parallel"]["examples"] == counts[2::2]
+        )  # the two epochs of warming up are not counted
         assert one["lookups"]["sequential"]["examples"] == counts[3::2]
         assert len(one["loss"]) == 6 and all(0 < loss < 20 for loss in one["loss"])
         assert f"trainer{rank} parallel" in output and f"trainer{rank} sequential" in output
     assert "all parallel" in output and "parallel / sequential" in output
 
 
-@pytest.mark.parametrize("right, wrong, said", [
-    ("remote + local, lr=LEARNING_RATE", "remote + local, lr=2 * LEARNING_RATE", "away from a plain model"),
-    ("process_group=process_group)\n        self.lookup", "process_group=dist.new_group([dist.get_rank()], "
-     "use_local_synchronization=True))\n        self.lookup", "different dense weights"),
-    ("(2 * indices, offsets, targets)", "(2 * indices + 1, offsets, targets)", "rows of ps0"),
-])
+@pytest.mark.parametrize(
+    "right, wrong, said",
+    [
+        (
+            "remote + local, lr=LEARNING_RATE",
+            "remote + local, lr=2 * LEARNING_RATE",
+            "away from a plain model",
+        ),
+        (
+            "process_group=process_group)\n        self.lookup",
+            "process_group=dist.new_group([dist.get_rank()], "
+            "use_local_synchronization=True))\n        self.lookup",
+            "different dense weights",
+        ),
+        ("(2 * indices, offsets, targets)", "(2 * indices + 1, offsets, targets)", "rows of ps0"),
+    ],
+)
 @pytest.mark.full
 def test_verify_notices_wrong_training(script, tmp_path, right, wrong, said):
     text = SCRIPT.read_text()
     assert text.count(right) == 1
     (tmp_path / "ddp_rpc.py").write_text(text.replace(right, wrong))
     shutil.copytree(FOLDER.parent / "common", tmp_path / "common")
-    status, output = script([sys.executable, tmp_path / "ddp_rpc.py", "--trainers", 2, "--servers", 1]).wait()
+    status, output = script(
+        [sys.executable, tmp_path / "ddp_rpc.py", "--trainers", 2, "--servers", 1]
+    ).wait()
     assert status == 1 and "verify FAILED" in output and said in output, output
 
 
@@ -86,7 +136,9 @@ def wait_for(run, text):
 
 def spawned(run):
     """The process ids of the spawned processes, by rank."""
-    return sorted(pid for pid in run.processes() if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    return sorted(
+        pid for pid in run.processes() if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    )
 
 
 def second_process(run):
@@ -101,7 +153,9 @@ def listening(processes):
     """The addresses, as /proc writes them, on which these processes listen."""
     addresses = set()
     for pid in processes:
-        sockets = {os.readlink(one) for one in Path(f"/proc/{pid}/fd").iterdir() if one.is_symlink()}
+        sockets = {
+            os.readlink(one) for one in Path(f"/proc/{pid}/fd").iterdir() if one.is_symlink()
+        }
         for table in ("tcp", "tcp6"):
             for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
                 fields = line.split()
@@ -111,7 +165,9 @@ def listening(processes):
 
 
 @linux
-@pytest.mark.parametrize("rank, name", [(0, "trainer0"), pytest.param(3, "ps1", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "rank, name", [(0, "trainer0"), pytest.param(3, "ps1", marks=pytest.mark.full)]
+)
 def test_listens_on_loopback_and_when_a_process_is_killed_all_end(script, rank, name):
     run = script([sys.executable, SCRIPT, "--trainers", 2, "--servers", 2, "--epochs", 1_000_000])
     wait_for(run, "have moved")  # verify is over, training begins
@@ -126,7 +182,9 @@ def test_listens_on_loopback_and_when_a_process_is_killed_all_end(script, rank, 
 
 
 @linux
-@pytest.mark.parametrize("number, expected", [(signal.SIGTERM, 143), (signal.SIGINT, 1), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(
+    "number, expected", [(signal.SIGTERM, 143), (signal.SIGINT, 1), (signal.SIGKILL, -9)]
+)
 def test_when_the_launcher_is_ended_nothing_is_left(script, number, expected):
     run = script([sys.executable, SCRIPT, "--trainers", 1, "--servers", 1, "--epochs", 1_000_000])
     wait_for(run, "all meet at")
@@ -139,28 +197,62 @@ def test_when_the_launcher_is_ended_nothing_is_left(script, number, expected):
         time.sleep(0.1)
     status, output = run.wait()
     assert status == expected, output
-    if number != signal.SIGKILL:  # after which Python itself complains where a process was half started
+    if (
+        number != signal.SIGKILL
+    ):  # after which Python itself complains where a process was half started
         assert "Traceback" not in output, output
 
 
 @pytest.mark.full
 @linux
 @pytest.mark.parametrize("fault", checks.FAULTS)
-@pytest.mark.parametrize("moment", ["rank 0 to", "verify: passed, one trainer", "verify: passed, dense"])
+@pytest.mark.parametrize(
+    "moment", ["rank 0 to", "verify: passed, one trainer", "verify: passed, dense"]
+)
 def test_faults(script, moment, fault, tmp_path):
-    command = [sys.executable, SCRIPT, "--trainers", 2, "--servers", 2, "--embedding-dim", 256, "--epochs", 1_000_000]
+    command = [
+        sys.executable,
+        SCRIPT,
+        "--trainers",
+        2,
+        "--servers",
+        2,
+        "--embedding-dim",
+        256,
+        "--epochs",
+        1_000_000,
+    ]
     checks.check_fault(script, command, moment, fault, tmp_path, second_process)
 
 
 @pytest.mark.full
 @linux
-@pytest.mark.parametrize("rank, said", [
-    (1, "somebody has waited for an all-reduce of the trainers in vain; no sign of life from trainer1"),
-    (3, "somebody has waited for an answer by RPC in vain; no sign of life from ps1"),
-    (4, "no sign of life from master (rank 4)"),
-])
+@pytest.mark.parametrize(
+    "rank, said",
+    [
+        (
+            1,
+            "somebody has waited for an all-reduce of the trainers in vain; no sign of life from trainer1",
+        ),
+        (3, "somebody has waited for an answer by RPC in vain; no sign of life from ps1"),
+        (4, "no sign of life from master (rank 4)"),
+    ],
+)
 def test_a_process_that_does_not_respond_is_named(script, rank, said):
-    run = script([sys.executable, SCRIPT, "--trainers", 2, "--servers", 2, "--epochs", 1_000_000, "--timeout", 10])
+    run = script(
+        [
+            sys.executable,
+            SCRIPT,
+            "--trainers",
+            2,
+            "--servers",
+            2,
+            "--epochs",
+            1_000_000,
+            "--timeout",
+            10,
+        ]
+    )
     wait_for(run, "have moved")
     os.kill(spawned(run)[rank], signal.SIGSTOP)
     status, output = run.wait(60)
@@ -168,34 +260,46 @@ def test_a_process_that_does_not_respond_is_named(script, rank, said):
     assert f"error: --timeout 10 s are over: {said}\n" in output, output
 
 
-@pytest.mark.parametrize("options, said", [
-    (["--trainers", "0"], "argument --trainers: '0' is not a whole number from 1 to 64"),
-    (["--trainers", "many"], "argument --trainers: 'many'"),
-    (["--trainers", "100000"], "argument --trainers: '100000'"),
-    (["--servers", "-1"], "argument --servers: '-1'"),
-    (["--servers", ""], "argument --servers: ''"),
-    (["--embeddings", "0"], "argument --embeddings: '0'"),
-    (["--embeddings", "2000000000"], "argument --embeddings: '2000000000'"),
-    (["--embedding-dim", "0"], "argument --embedding-dim: '0'"),
-    (["--embedding-dim", "100"], "with 8 servers the nearest that works is 64 or 128"),
-    (["--embedding-dim", "63"], "with 8 servers the nearest that works is 64"),
-    (["--servers", "3", "--embedding-dim", "700"], "with 3 servers the nearest that works is 512 or 1024"),
-    (["--warmup", "-1"], "argument --warmup: '-1'"),
-    (["--epochs", "0"], "argument --epochs: '0'"),
-    (["--epochs", "1.5"], "argument --epochs: '1.5'"),
-    (["--lookup", "random"], "argument --lookup: invalid choice: 'random'"),
-    (["--device", "tpu"], "argument --device: invalid choice: 'tpu'"),
-    (["--master-addr", "no.such.host.invalid"], "argument --master-addr: cannot listen on 'no.such.host.invalid'"),
-    (["--master-addr", "192.0.2.1"], "argument --master-addr: cannot listen on '192.0.2.1'"),  # of nobody: RFC 5737
-    (["--master-port", "65536"], "argument --master-port: '65536'"),
-    (["--timeout", "0"], "argument --timeout: '0'"),
-    (["--timeout", "soon"], "argument --timeout: 'soon'"),
-    (["--seed", "x"], "argument --seed: 'x'"),
-    (["--json", ""], "argument --json: ''"),
-    (["--json", "/no/such/folder/x.json"], "argument --json: '/no/such/folder/x.json'"),
-    (["--json", str(FOLDER)], "argument --json:"),
-    (["--trainer", "1"], "unrecognized arguments: --trainer 1"),
-])
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        (["--trainers", "0"], "argument --trainers: '0' is not a whole number from 1 to 64"),
+        (["--trainers", "many"], "argument --trainers: 'many'"),
+        (["--trainers", "100000"], "argument --trainers: '100000'"),
+        (["--servers", "-1"], "argument --servers: '-1'"),
+        (["--servers", ""], "argument --servers: ''"),
+        (["--embeddings", "0"], "argument --embeddings: '0'"),
+        (["--embeddings", "2000000000"], "argument --embeddings: '2000000000'"),
+        (["--embedding-dim", "0"], "argument --embedding-dim: '0'"),
+        (["--embedding-dim", "100"], "with 8 servers the nearest that works is 64 or 128"),
+        (["--embedding-dim", "63"], "with 8 servers the nearest that works is 64"),
+        (
+            ["--servers", "3", "--embedding-dim", "700"],
+            "with 3 servers the nearest that works is 512 or 1024",
+        ),
+        (["--warmup", "-1"], "argument --warmup: '-1'"),
+        (["--epochs", "0"], "argument --epochs: '0'"),
+        (["--epochs", "1.5"], "argument --epochs: '1.5'"),
+        (["--lookup", "random"], "argument --lookup: invalid choice: 'random'"),
+        (["--device", "tpu"], "argument --device: invalid choice: 'tpu'"),
+        (
+            ["--master-addr", "no.such.host.invalid"],
+            "argument --master-addr: cannot listen on 'no.such.host.invalid'",
+        ),
+        (
+            ["--master-addr", "192.0.2.1"],
+            "argument --master-addr: cannot listen on '192.0.2.1'",
+        ),  # of nobody: RFC 5737
+        (["--master-port", "65536"], "argument --master-port: '65536'"),
+        (["--timeout", "0"], "argument --timeout: '0'"),
+        (["--timeout", "soon"], "argument --timeout: 'soon'"),
+        (["--seed", "x"], "argument --seed: 'x'"),
+        (["--json", ""], "argument --json: ''"),
+        (["--json", "/no/such/folder/x.json"], "argument --json: '/no/such/folder/x.json'"),
+        (["--json", str(FOLDER)], "argument --json:"),
+        (["--trainer", "1"], "unrecognized arguments: --trainer 1"),
+    ],
+)
 def test_bad_options_are_one_line(options, said, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), *options])
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -203,25 +307,47 @@ def test_bad_options_are_one_line(options, said, monkeypatch, capsys):
         ddp_rpc.main()
     captured = capsys.readouterr()
     assert ended.value.code == 2 and captured.out == ""
-    assert captured.err.startswith("ddp_rpc.py: error: ") and said in captured.err and captured.err.count("\n") == 1
+    assert (
+        captured.err.startswith("ddp_rpc.py: error: ")
+        and said in captured.err
+        and captured.err.count("\n") == 1
+    )
 
 
 def test_a_port_in_use_is_one_line(monkeypatch, capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        test_bad_options_are_one_line(["--master-port", port], "argument --master-port: cannot listen on", monkeypatch, capsys)
+        test_bad_options_are_one_line(
+            ["--master-port", port], "argument --master-port: cannot listen on", monkeypatch, capsys
+        )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_cuda_without_a_gpu_is_one_line(monkeypatch, capsys):
-    test_bad_options_are_one_line(["--device", "cuda"], "argument --device: 'cuda' needs a GPU", monkeypatch, capsys)
+    test_bad_options_are_one_line(
+        ["--device", "cuda"], "argument --device: 'cuda' needs a GPU", monkeypatch, capsys
+    )
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("trainers", [1, 2])
 def test_on_a_gpu(script, trainers):
-    status, output = script([sys.executable, SCRIPT, "--trainers", trainers, "--servers", 2, "--device", "cuda", "--warmup", 1,
-                             "--epochs", 2]).wait()
+    status, output = script(
+        [
+            sys.executable,
+            SCRIPT,
+            "--trainers",
+            trainers,
+            "--servers",
+            2,
+            "--device",
+            "cuda",
+            "--warmup",
+            1,
+            "--epochs",
+            2,
+        ]
+    ).wait()
     assert status == 0 and output.count("verify: passed") == 2, output
 
 
@@ -233,8 +359,14 @@ def delayed_loopback():
     """None, or the reason why a network namespace with 1 ms of delay cannot be had."""
     if not all(shutil.which(tool) for tool in ("unshare", "ip", "tc")):
         return "needs unshare, ip and tc"
-    made = subprocess.run(["unshare", "-n", "sh", "-c", DELAY + "true"], capture_output=True, text=True)
-    return None if made.returncode == 0 else f"no delayed loopback here: {made.stderr.strip().splitlines()[0]}"
+    made = subprocess.run(
+        ["unshare", "-n", "sh", "-c", DELAY + "true"], capture_output=True, text=True
+    )
+    return (
+        None
+        if made.returncode == 0
+        else f"no delayed loopback here: {made.stderr.strip().splitlines()[0]}"
+    )
 
 
 DELAY = "ip link set lo up && tc qdisc add dev lo root netem delay 1ms && "
@@ -244,7 +376,11 @@ def test_with_latency_only_the_sequential_lookups_add_it_up(script, tmp_path):
     if reason := delayed_loopback():
         pytest.skip(reason)
     options = f"--trainers 1 --servers 8 --lookup both --epochs 5 --json {tmp_path}/out.json"
-    status, output = script(["unshare", "-n", "sh", "-c", f"{DELAY} exec {sys.executable} {SCRIPT} {options}"]).wait()
+    status, output = script(
+        ["unshare", "-n", "sh", "-c", f"{DELAY} exec {sys.executable} {SCRIPT} {options}"]
+    ).wait()
     assert status == 0, output
     measured = json.loads((tmp_path / "out.json").read_text())["trainers"][0]["lookups"]
-    assert min(measured["sequential"]["lookup_seconds"]) >= 10 * 8 * 2 * 0.001  # steps × servers × there and back
+    assert (
+        min(measured["sequential"]["lookup_seconds"]) >= 10 * 8 * 2 * 0.001
+    )  # steps × servers × there and back

@@ -9,7 +9,9 @@ import torch.distributed as dist
 from common.setup import fail
 
 
-def load_images(data: str | None, download: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def load_images(
+    data: str | None, download: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Training images, training labels, test images, test labels: float64 [n, pixels] and int64 [n].
 
     Without `data` the 1,797 digits of 8×8 pixels: 297 are held out, the others come ten times, so that an epoch is long
@@ -23,10 +25,19 @@ def load_images(data: str | None, download: bool) -> tuple[torch.Tensor, torch.T
         return images[297:].repeat(10, 1), labels[297:].repeat(10), images[:297], labels[:297]
     try:
         from torchvision.datasets import MNIST
+
         if download and dist.get_rank() == 0:
             MNIST(data, download=True)
         dist.barrier()
         train, test = MNIST(data, train=True), MNIST(data, train=False)
-        return tuple(part for split in (train, test) for part in (split.data.double().flatten(1) / 16 - 8, split.targets))
-    except Exception as error:  # torchvision raises many kinds for files that are missing, cut short or not MNIST
-        fail(f"argument --data: {data!r} holds no readable MNIST ({error!r}); --download fetches it")
+        return tuple(
+            part
+            for split in (train, test)
+            for part in (split.data.double().flatten(1) / 16 - 8, split.targets)
+        )
+    except (
+        Exception
+    ) as error:  # torchvision raises many kinds for files that are missing, cut short or not MNIST
+        fail(
+            f"argument --data: {data!r} holds no readable MNIST ({error!r}); --download fetches it"
+        )

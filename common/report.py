@@ -25,9 +25,16 @@ def print_table(header: list[str], rows: list[list[str]]) -> None:
 
 def environment(device: torch.device) -> dict:
     """What a figure depends on: torch's version, backend, device, ranks and threads (the head of the JSON)."""
-    return {"torch": torch.__version__, "backend": dist.get_backend(), "device": device.type,
-            "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name(),
-            "world_size": dist.get_world_size(), "threads_per_rank": torch.get_num_threads()}
+    return {
+        "torch": torch.__version__,
+        "backend": dist.get_backend(),
+        "device": device.type,
+        "device_name": torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else processor_name(),
+        "world_size": dist.get_world_size(),
+        "threads_per_rank": torch.get_num_threads(),
+    }
 
 
 def processor_name() -> str:

@@ -18,7 +18,9 @@ PHASES = {"forward": "#56B4E9", "backward": "#0072B2", "sync": "#F0E442", "optim
 COLLECTIVE = "#D55E00"
 
 
-def read_step(trace: dict) -> tuple[list[tuple[str, float, float]], dict[int, list[tuple[float, float]]]]:
+def read_step(
+    trace: dict,
+) -> tuple[list[tuple[str, float, float]], dict[int, list[tuple[float, float]]]]:
     """The training step of median duration in a Chrome trace: phases and collectives, in ms from the start of forward.
 
     Returns [(phase, start, duration)] in order, and {thread or stream: [(start, duration)]}, sorted by start. Where the
@@ -41,16 +43,24 @@ def read_step(trace: dict) -> tuple[list[tuple[str, float, float]], dict[int, li
         if phase not in steps[-1] and not (on_gpu and phase == "sync"):
             raise ValueError(f"no span named {phase!r}")
     # Of the recorded steps the one of median duration: a single step can be disturbed by something else on the machine.
-    step = sorted(steps, key=lambda step: step["optimizer"]["ts"] - step["forward"]["ts"])[len(steps) // 2]
+    step = sorted(steps, key=lambda step: step["optimizer"]["ts"] - step["forward"]["ts"])[
+        len(steps) // 2
+    ]
     start, end = step["forward"]["ts"], step["optimizer"]["ts"] + step["optimizer"]["dur"]
-    phases = [(name, (event["ts"] - start) / 1000, event["dur"] / 1000) for name, event in step.items()]
+    phases = [
+        (name, (event["ts"] - start) / 1000, event["dur"] / 1000) for name, event in step.items()
+    ]
     lanes = {}
     for event in events:
         is_gloo = event["name"].startswith("gloo:") and not on_gpu
         is_nccl = event.get("cat") == "kernel" and event["name"].startswith("nccl")
         if (is_gloo or is_nccl) and start <= event["ts"] < end:
-            lanes.setdefault(event["tid"], []).append(((event["ts"] - start) / 1000, event["dur"] / 1000))
-    return sorted(phases, key=lambda phase: phase[1]), {lane: sorted(lanes[lane]) for lane in sorted(lanes)}
+            lanes.setdefault(event["tid"], []).append(
+                ((event["ts"] - start) / 1000, event["dur"] / 1000)
+            )
+    return sorted(phases, key=lambda phase: phase[1]), {
+        lane: sorted(lanes[lane]) for lane in sorted(lanes)
+    }
 
 
 def draw(steps: dict[str, tuple], path: Path) -> None:
@@ -64,16 +74,34 @@ def draw(steps: dict[str, tuple], path: Path) -> None:
     for row, (label, (phases, lanes)) in enumerate(steps.items()):
         top = -2.6 * row
         for name, start, duration in phases:
-            axes.broken_barh([(start, duration)], (top, 0.9), facecolor=PHASES[name], edgecolor="white", linewidth=0.5)
+            axes.broken_barh(
+                [(start, duration)],
+                (top, 0.9),
+                facecolor=PHASES[name],
+                edgecolor="white",
+                linewidth=0.5,
+            )
         height = 0.9 / max(1, len(lanes))
         for number, blocks in enumerate(lanes.values()):
-            axes.broken_barh(blocks, (top - 0.1 - (number + 1) * height, 0.92 * height), facecolor=COLLECTIVE,
-                             edgecolor="white", linewidth=0.5)
+            axes.broken_barh(
+                blocks,
+                (top - 0.1 - (number + 1) * height, 0.92 * height),
+                facecolor=COLLECTIVE,
+                edgecolor="white",
+                linewidth=0.5,
+            )
         ticks += [top + 0.45, top - 0.55]
         count = sum(map(len, lanes.values()))
         labels += [f"{label}  compute", f"{count} all-reduce" + "s" * (count != 1)]
         step = phases[-1][1] + phases[-1][2]
-        axes.annotate(f"{step:.0f} ms", (step, top + 0.45), (4, 0), textcoords="offset points", va="center", fontsize=10)
+        axes.annotate(
+            f"{step:.0f} ms",
+            (step, top + 0.45),
+            (4, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=10,
+        )
     axes.set_yticks(ticks, labels, fontsize=10)
     axes.set_xlabel("time of one training step on rank 0, ms")
     axes.set_xlim(left=0)
@@ -81,15 +109,31 @@ def draw(steps: dict[str, tuple], path: Path) -> None:
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
     handles = [Patch(color=color, label=name) for name, color in PHASES.items()]
-    figure.legend(handles=[*handles, Patch(color=COLLECTIVE, label="collective")], loc="outside upper center", ncols=5,
-                  fontsize=10, frameon=False)
+    figure.legend(
+        handles=[*handles, Patch(color=COLLECTIVE, label="collective")],
+        loc="outside upper center",
+        ncols=5,
+        fontsize=10,
+        frameon=False,
+    )
     figure.savefig(path, format="png")
 
 
 def main() -> None:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("traces", nargs="+", metavar="TRACE.json", help="written by --trace; the file's name is its label")
-    parser.add_argument("--plot", type=output_file, required=True, metavar="FILE", help="the picture, a PNG")
+    parser = Parser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "traces",
+        nargs="+",
+        metavar="TRACE.json",
+        help="written by --trace; the file's name is its label",
+    )
+    parser.add_argument(
+        "--plot", type=output_file, required=True, metavar="FILE", help="the picture, a PNG"
+    )
     args = parser.parse_args()
     steps = {}
     for trace in args.traces:
@@ -100,7 +144,9 @@ def main() -> None:
     draw(steps, args.plot)
     for label, (phases, lanes) in steps.items():
         count = sum(map(len, lanes.values()))
-        print(f"{label}: {count} all-reduce{'s' if count > 1 else ''} in {phases[-1][1] + phases[-1][2]:.0f} ms")
+        print(
+            f"{label}: {count} all-reduce{'s' if count > 1 else ''} in {phases[-1][1] + phases[-1][2]:.0f} ms"
+        )
     print(f"picture: {args.plot}")
 
 

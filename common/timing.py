@@ -16,7 +16,9 @@ class Stopwatch:
 
     def mark(self, name: str) -> None:
         """Remember the time now under this name; a second mark of the same name replaces the first."""
-        self.marks[name] = torch.cuda.Event(enable_timing=True) if self.on_cuda else time.perf_counter()
+        self.marks[name] = (
+            torch.cuda.Event(enable_timing=True) if self.on_cuda else time.perf_counter()
+        )
         if self.on_cuda:
             self.marks[name].record()
 
@@ -28,7 +30,9 @@ class Stopwatch:
         return self.marks[end] - self.marks[start]
 
 
-def measure(candidates: dict[str, Callable[[], dict]], steps: int, warmup: int) -> dict[str, dict[str, list[float]]]:
+def measure(
+    candidates: dict[str, Callable[[], dict]], steps: int, warmup: int
+) -> dict[str, dict[str, list[float]]]:
     """Run all candidates step by step in turn (A B C A B C …), so that noise of the machine meets them all alike.
 
     Each candidate is a function that runs one step and returns its times, {quantity: seconds}. `warmup` rounds are not
@@ -43,5 +47,10 @@ def measure(candidates: dict[str, Callable[[], dict]], steps: int, warmup: int) 
                 mine[name].append(times)
     everyones = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, mine)
-    return {name: {quantity: [times[quantity] for one in everyones for times in one[name]] for quantity in mine[name][0]}
-            for name in candidates}
+    return {
+        name: {
+            quantity: [times[quantity] for one in everyones for times in one[name]]
+            for quantity in mine[name][0]
+        }
+        for name in candidates
+    }
