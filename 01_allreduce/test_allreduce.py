@@ -15,7 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from allreduce import IN_FLIGHT, PIECE_BYTES, fit, main, measure, ring_all_reduce
-from conftest import check_script_alone, masked
+
+from common.testing import check_script_alone, masked
 
 SCRIPT = Path(__file__).with_name("allreduce.py")
 

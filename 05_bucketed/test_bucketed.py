@@ -4,58 +4,68 @@ import json
 from pathlib import Path
 
 import bucket_sweep
-import conftest as checks
 import pytest
 import torch
 from bucketed import BucketedDDP, main
 from torch import nn
+
+from common import testing, wrapper_checks
 
 SCRIPT = Path(__file__).with_name("bucketed.py")
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize(
-    "model", [checks.Tied, checks.Frozen, checks.Branches, checks.MixedTypes, checks.ChannelsLast]
+    "model",
+    [
+        wrapper_checks.Tied,
+        wrapper_checks.Frozen,
+        wrapper_checks.Branches,
+        wrapper_checks.MixedTypes,
+        wrapper_checks.ChannelsLast,
+    ],
 )
 def test_trains_like_one_process(ranks, world_size, model):
-    ranks(world_size).run(checks.trains_like_one_process, BucketedDDP, model)
+    ranks(world_size).run(wrapper_checks.trains_like_one_process, BucketedDDP, model)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_accumulates_gradients(ranks, world_size, set_to_none):
     ranks(world_size).run(
-        checks.trains_like_one_process, BucketedDDP, checks.Branches, 3, set_to_none
+        wrapper_checks.trains_like_one_process, BucketedDDP, wrapper_checks.Branches, 3, set_to_none
     )
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_broadcasts_parameters_and_buffers(ranks, world_size):
-    ranks(world_size).run(checks.broadcasts_parameters_and_buffers, BucketedDDP)
+    ranks(world_size).run(wrapper_checks.broadcasts_parameters_and_buffers, BucketedDDP)
 
 
-@pytest.mark.parametrize("check", checks.WRONG_OR_UNUSUAL_USE)
+@pytest.mark.parametrize("check", wrapper_checks.WRONG_OR_UNUSUAL_USE)
 def test_wrong_or_unusual_use(ranks, check):
     ranks(2).run(check, BucketedDDP)
 
 
-@pytest.mark.parametrize("model, inputs, variation", checks.VARIATIONS)
+@pytest.mark.parametrize("model, inputs, variation", wrapper_checks.VARIATIONS)
 def test_equals_torch_ddp(ranks, model, inputs, variation):
-    ranks(2).run(checks.equals_torch_ddp, BucketedDDP, model, inputs, variation)
+    ranks(2).run(wrapper_checks.equals_torch_ddp, BucketedDDP, model, inputs, variation)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("model, inputs, variation", checks.REAL_MODELS)
+@pytest.mark.parametrize("model, inputs, variation", wrapper_checks.REAL_MODELS)
 def test_real_models(ranks, model, inputs, variation):
-    ranks(2).run(checks.equals_torch_ddp, BucketedDDP, model, inputs, variation, timeout=300)
+    ranks(2).run(
+        wrapper_checks.equals_torch_ddp, BucketedDDP, model, inputs, variation, timeout=300
+    )
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("bucket_size_mb", [0.0001, 0.001, 1.0, float("inf")])
-@pytest.mark.parametrize("model", [checks.Branches, checks.MixedTypes])
+@pytest.mark.parametrize("model", [wrapper_checks.Branches, wrapper_checks.MixedTypes])
 def test_bucket_sizes(ranks, world_size, model, bucket_size_mb):
     ranks(world_size).run(
-        checks.trains_like_one_process,
+        wrapper_checks.trains_like_one_process,
         BucketedDDP,
         model,
         1,
@@ -95,14 +105,14 @@ def test_buckets_are_filled_in_reverse_order(ranks, bytes_per_bucket, expected):
 def test_below_the_marker_the_stages_are_the_same():
     below = {
         path.read_text().split("\n# ====")[1]
-        for path in checks.ROOT.glob("0[2-5]_*/[!t]*.py")
+        for path in testing.ROOT.glob("0[2-5]_*/[!t]*.py")
         if path.name in ("naive_ddp.py", "flat_ddp.py", "overlap_ddp.py", "bucketed.py")
     }
     assert len(below) == 1
 
 
 def test_file_alone(tmp_path):
-    checks.check_script_alone(SCRIPT, tmp_path)
+    testing.check_script_alone(SCRIPT, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +120,7 @@ def test_file_alone(tmp_path):
     [pytest.param(1, marks=pytest.mark.full), 2, pytest.param(3, marks=pytest.mark.full)],
 )
 def test_run(script, tmp_path, world_size):
-    checks.check_run(script, SCRIPT, tmp_path, world_size)
+    testing.check_run(script, SCRIPT, tmp_path, world_size)
 
 
 @pytest.mark.cuda
@@ -118,49 +128,49 @@ def test_run(script, tmp_path, world_size):
     "world_size", [1, 2]
 )  # with one GPU: nccl, then gloo with two ranks that share it
 def test_on_a_gpu(script, tmp_path, world_size):
-    checks.check_run(script, SCRIPT, tmp_path, world_size, "cuda")
+    testing.check_run(script, SCRIPT, tmp_path, world_size, "cuda")
 
 
-@checks.needs_proc
+@testing.needs_proc
 def test_killed_rank(script, tmp_path):
-    command = checks.torchrun(2, SCRIPT, "--no-verify", *checks.LONG)
-    checks.check_fault(script, command, "benchmark: ", "SIGKILL of a rank", tmp_path)
+    command = testing.torchrun(2, SCRIPT, "--no-verify", *testing.LONG)
+    testing.check_fault(script, command, "benchmark: ", "SIGKILL of a rank", tmp_path)
 
 
 @pytest.mark.full
-@checks.needs_proc
-@pytest.mark.parametrize("fault", checks.FAULTS)
-@pytest.mark.parametrize("moment", checks.LADDER_MOMENTS)
+@testing.needs_proc
+@pytest.mark.parametrize("fault", testing.FAULTS)
+@pytest.mark.parametrize("moment", testing.LADDER_MOMENTS)
 def test_faults(script, moment, fault, tmp_path):
-    checks.check_fault(script, checks.torchrun(2, SCRIPT, *checks.LONG), moment, fault, tmp_path)
+    testing.check_fault(script, testing.torchrun(2, SCRIPT, *testing.LONG), moment, fault, tmp_path)
 
 
 @pytest.mark.full
-@checks.needs_proc
+@testing.needs_proc
 def test_stopped_rank(script):
-    checks.check_stopped_rank(script, SCRIPT, "--no-verify", *checks.LONG)
+    testing.check_stopped_rank(script, SCRIPT, "--no-verify", *testing.LONG)
 
 
 @pytest.mark.parametrize(
     "option, value",
     [
-        *checks.WRONG_INPUT,
+        *testing.WRONG_INPUT,
         *(("--bucket-size-mb", value) for value in ("0", "-1", "x", "", "nan")),
         ("--trace", "/no/such/folder/x.json"),
         ("--save", "/"),
     ],
 )
 def test_wrong_input(option, value, monkeypatch, capsys):
-    checks.check_wrong_input(main, SCRIPT, option, value, monkeypatch, capsys)
+    testing.check_wrong_input(main, SCRIPT, option, value, monkeypatch, capsys)
 
 
 def test_not_started_by_torchrun(monkeypatch, capsys):
-    checks.check_not_started_by_torchrun(main, SCRIPT, monkeypatch, capsys)
+    testing.check_not_started_by_torchrun(main, SCRIPT, monkeypatch, capsys)
 
 
 @pytest.mark.full
 def test_wrong_input_under_torchrun(script):
-    checks.check_wrong_input_under_torchrun(script, SCRIPT)
+    testing.check_wrong_input_under_torchrun(script, SCRIPT)
 
 
 @pytest.mark.parametrize(
@@ -185,13 +195,13 @@ def test_wrong_input_under_torchrun(script):
     ],
 )
 def test_wrong_input_of_the_sweep(option, value, monkeypatch, capsys):
-    checks.check_wrong_input(
+    testing.check_wrong_input(
         bucket_sweep.main, SCRIPT.with_name("bucket_sweep.py"), option, value, monkeypatch, capsys
     )
 
 
 def test_a_sweep_needs_two_ranks(script):
-    status, output = script(checks.torchrun(1, SCRIPT.with_name("bucket_sweep.py"))).wait()
+    status, output = script(testing.torchrun(1, SCRIPT.with_name("bucket_sweep.py"))).wait()
     assert (
         status != 0
         and output.count("error: ") == 1
@@ -228,7 +238,7 @@ def test_run_of_the_sweep(script, tmp_path, device):
         *(word for name in files for word in (f"--{name}", files[name])),
     ]
     status, output = script(
-        checks.torchrun(2, SCRIPT.with_name("bucket_sweep.py"), *words), cwd=tmp_path
+        testing.torchrun(2, SCRIPT.with_name("bucket_sweep.py"), *words), cwd=tmp_path
     ).wait()
     assert status == 0, output
     result = json.loads(files["json"].read_text())

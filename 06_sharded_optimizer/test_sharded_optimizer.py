@@ -9,13 +9,14 @@ import sys
 import time
 from pathlib import Path
 
-import conftest as checks
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import masked, torchrun
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
+
+from common import testing
+from common.testing import masked, torchrun
 
 sys.path.insert(0, str(Path(__file__).parent))
 from sharded_optimizer import LanguageModel, ShardedOptimizer, main, state_bytes
@@ -506,26 +507,26 @@ def test_script(script, tmp_path):
 
 
 @pytest.mark.full
-@checks.needs_proc
-@pytest.mark.parametrize("fault", checks.FAULTS)
-@pytest.mark.parametrize("moment", checks.LADDER_MOMENTS)
+@testing.needs_proc
+@pytest.mark.parametrize("fault", testing.FAULTS)
+@pytest.mark.parametrize("moment", testing.LADDER_MOMENTS)
 def test_faults(script, moment, fault, tmp_path):
     (tmp_path / "temporary").mkdir()
-    command = torchrun(2, SCRIPT, *checks.LONG, "--plot", tmp_path / "x.png")
-    checks.check_fault(script, command, moment, fault, tmp_path / "temporary")
+    command = torchrun(2, SCRIPT, *testing.LONG, "--plot", tmp_path / "x.png")
+    testing.check_fault(script, command, moment, fault, tmp_path / "temporary")
 
 
 @pytest.mark.full
-@checks.needs_proc
+@testing.needs_proc
 def test_stopped_rank(script, tmp_path):
-    checks.check_stopped_rank(
-        script, SCRIPT, "--no-verify", *checks.LONG, "--plot", tmp_path / "x.png"
+    testing.check_stopped_rank(
+        script, SCRIPT, "--no-verify", *testing.LONG, "--plot", tmp_path / "x.png"
     )
 
 
-@pytest.mark.parametrize("option, value", [*checks.WRONG_INPUT, ("--plot", "/"), ("--plot", "")])
+@pytest.mark.parametrize("option, value", [*testing.WRONG_INPUT, ("--plot", "/"), ("--plot", "")])
 def test_wrong_input(option, value, monkeypatch, capsys):
-    checks.check_wrong_input(main, SCRIPT, option, value, monkeypatch, capsys)
+    testing.check_wrong_input(main, SCRIPT, option, value, monkeypatch, capsys)
 
 
 @pytest.mark.full
@@ -563,8 +564,8 @@ def command_line(process):
 
 
 def test_not_started_by_torchrun(monkeypatch, capsys):
-    checks.check_not_started_by_torchrun(main, SCRIPT, monkeypatch, capsys)
+    testing.check_not_started_by_torchrun(main, SCRIPT, monkeypatch, capsys)
 
 
 def test_file_alone(tmp_path):
-    checks.check_script_alone(SCRIPT, tmp_path)
+    testing.check_script_alone(SCRIPT, tmp_path)

@@ -8,7 +8,8 @@ from pathlib import Path
 import compile_ddp
 import pytest
 import torch
-from conftest import torchrun
+
+from common.testing import torchrun
 
 SCRIPT = Path(__file__).resolve().parent / "compile_ddp.py"
 NEEDS_FSDP = pytest.mark.skipif(

@@ -8,17 +8,18 @@ import signal
 import sys
 from pathlib import Path
 
-import conftest as checks
 import numpy
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import masked, torchrun
 from matplotlib.image import imread
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torchvision.models import resnet18
 from torchvision.ops import FrozenBatchNorm2d
+
+from common import testing
+from common.testing import masked, torchrun
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 import resnet_ddp  # noqa: E402
@@ -340,21 +341,21 @@ def test_a_killed_worker_costs_at_most_its_epoch_and_no_bit_of_the_result(script
 
 
 @pytest.mark.full
-@checks.needs_proc
-@pytest.mark.parametrize("fault", checks.FAULTS)
+@testing.needs_proc
+@pytest.mark.parametrize("fault", testing.FAULTS)
 @pytest.mark.parametrize("moment", ["", "epoch 1 step", "epoch 2 step"])
 def test_faults(script, moment, fault, tmp_path):
     (tmp_path / "temporary").mkdir()
-    command = checks.torchrun(
+    command = testing.torchrun(
         2, resnet_ddp.__file__, *TINY, "--epochs", 1000, "--results", tmp_path
     )
-    checks.check_fault(script, command, moment, fault, tmp_path / "temporary")
+    testing.check_fault(script, command, moment, fault, tmp_path / "temporary")
 
 
 @pytest.mark.full
-@checks.needs_proc
+@testing.needs_proc
 def test_stopped_rank(script, tmp_path):
-    checks.check_stopped_rank(
+    testing.check_stopped_rank(
         script,
         resnet_ddp.__file__,
         *TINY,

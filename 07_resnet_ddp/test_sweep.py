@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import sweep
 import torch
-from conftest import torchrun
+
+from common.testing import torchrun
 
 FOLDER = Path(__file__).resolve().parent
 TINY = [

@@ -11,9 +11,10 @@ import sys
 import time
 from pathlib import Path
 
-import conftest as checks
 import pytest
 import torch
+
+from common import testing
 
 FOLDER = Path(__file__).resolve().parent
 SCRIPT = FOLDER / "ddp_rpc.py"
@@ -205,7 +206,7 @@ def test_when_the_launcher_is_ended_nothing_is_left(script, number, expected):
 
 @pytest.mark.full
 @linux
-@pytest.mark.parametrize("fault", checks.FAULTS)
+@pytest.mark.parametrize("fault", testing.FAULTS)
 @pytest.mark.parametrize(
     "moment", ["rank 0 to", "verify: passed, one trainer", "verify: passed, dense"]
 )
@@ -222,7 +223,7 @@ def test_faults(script, moment, fault, tmp_path):
         "--epochs",
         1_000_000,
     ]
-    checks.check_fault(script, command, moment, fault, tmp_path, second_process)
+    testing.check_fault(script, command, moment, fault, tmp_path, second_process)
 
 
 @pytest.mark.full
@@ -352,7 +353,7 @@ def test_on_a_gpu(script, trainers):
 
 
 def test_file_alone(tmp_path):
-    checks.check_script_alone(SCRIPT, tmp_path)
+    testing.check_script_alone(SCRIPT, tmp_path)
 
 
 def delayed_loopback():

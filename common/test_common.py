@@ -12,12 +12,12 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT
 
 import common.compare
 from common.compare import read, summarize
 from common.images import load_images
 from common.setup import output_file, process_group
+from common.testing import ROOT
 from common.timeline import read_step
 
 

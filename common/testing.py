@@ -1,0 +1,391 @@
+"""What tests share: real ranks that run a function, scripts watched from outside, wrong input."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class Ranks:
+    """`world_size` processes joined by gloo that stay alive between tests, so that torch is imported only once."""
+
+    def __init__(self, world_size: int):
+        context = mp.get_context(
+            "forkserver" if sys.platform == "linux" else "spawn"
+        )  # macOS: libraries that hate fork
+        context.set_forkserver_preload(["torch", "torchvision"])
+        self.folder = tempfile.TemporaryDirectory()
+        self.pipes, self.processes = [], []
+        for rank in range(world_size):
+            mine, theirs = context.Pipe()
+            self.processes.append(
+                context.Process(
+                    target=_serve,
+                    args=(rank, world_size, f"{self.folder.name}/store", theirs),
+                    daemon=True,
+                )
+            )
+            self.processes[-1].start()
+            theirs.close()  # so that recv() ends with EOFError when the rank dies
+            self.pipes.append(mine)
+
+    def run(self, function, *arguments, timeout: float = 60) -> list:
+        """Call function(*arguments) on every rank; the results by rank. Any rank's exception fails the test."""
+        for pipe in self.pipes:
+            pipe.send(sys.path)  # first, for it may be needed to find the function
+            pipe.send((function, arguments))
+        results, failures = [], []
+        deadline = time.monotonic() + timeout
+        for rank, pipe in enumerate(self.pipes):
+            try:
+                if not pipe.poll(max(0.0, deadline - time.monotonic())):
+                    raise TimeoutError(f"no answer within {timeout} s")
+                result, failure = pipe.recv()
+            except (EOFError, TimeoutError) as error:
+                result, failure = None, repr(error)
+            results.append(result)
+            if failure:
+                failures.append(f"rank {rank}: {failure}")
+                deadline = min(
+                    deadline, time.monotonic() + 5
+                )  # the others may wait for this one in vain
+        if failures:
+            self.end()
+            pytest.fail("\n".join(failures), pytrace=False)
+        return results
+
+    def end(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+        self.processes = []
+        self.folder.cleanup()
+
+
+def _serve(rank: int, world_size: int, store: str, pipe) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=30),
+    )
+    while True:
+        try:
+            sys.path[:] = pipe.recv()
+            function, arguments = pipe.recv()
+            answer = function(*arguments), None
+        except EOFError:
+            return
+        except BaseException:
+            answer = None, traceback.format_exc()
+        pipe.send(answer)
+
+
+class Script:
+    """A command that is running; everything it starts can be found again by a mark in the environment."""
+
+    def __init__(self, command: list, **options):
+        self.mark = f"TEST_MARK={os.getpid()}.{time.monotonic_ns()}"
+        name, value = self.mark.split("=")
+        environment = (
+            os.environ
+            | {name: value, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
+            | options.pop("env", {})
+        )
+        self.process = subprocess.Popen(
+            [str(word) for word in command],
+            env=environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            **options,
+        )
+
+    def processes(self) -> list[int]:
+        """The processes of this command that are alive now (Linux; elsewhere only the first one is known)."""
+        if not Path("/proc/self/environ").exists():
+            return [] if self.process.poll() is not None else [self.process.pid]
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                if self.mark.encode() in (folder / "environ").read_bytes().split(b"\0"):
+                    found.append(int(folder.name))
+            except OSError:
+                pass  # it ended meanwhile
+        return found
+
+    def wait(self, timeout: float = 120) -> tuple[int, str]:
+        """Exit status and output, once it has ended. Fails if it does not end in time or leaves a process behind."""
+        try:
+            output, _ = self.process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            pytest.fail(
+                f"still running after {timeout} s: {self.process.args}\n{self.process.communicate()[0]}"
+            )
+        deadline = time.monotonic() + 5
+        while self.processes() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        left = self.processes()
+        self.kill()
+        assert not left, f"processes left behind: {left}\n{output}"
+        return self.process.returncode, output
+
+    def kill(self) -> None:
+        for process in self.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+
+
+def torchrun(world_size: int, *words) -> list:
+    """The command line that starts a script on this many ranks of this host."""
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        world_size,
+        *words,
+    ]
+
+
+def masked(output: str) -> list[str]:
+    """The lines of an output with every number as # and blanks folded: its shape, which a recorded output shares."""
+    return [
+        " ".join(re.sub(r"[-+]?\d[\d.,]*(e[-+]\d+)?(\+cu\d+)?", "#", line).split())
+        for line in output.splitlines()
+    ]
+
+
+def check_script_alone(path: Path, folder: Path) -> None:
+    """A stage's file copied into an empty folder imports with torch alone, and says what else a run needs."""
+    (folder / path.name).write_text(path.read_text())
+    code = f"""
+import runpy, sys, torch
+hidden = ["numpy", "matplotlib", "torchvision", "common"]
+sys.modules.update(dict.fromkeys(hidden))  # None: importing it fails
+import {path.stem}
+for name in hidden:
+    del sys.modules[name]
+runpy.run_path("{path.name}", run_name="__main__")
+"""
+    run = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True)
+    assert run.returncode == 1 and run.stdout == "" and run.stderr.count("\n") == 1, run.stderr
+    assert (
+        run.stderr.startswith("error: ") and "copy the repository's folder common/" in run.stderr
+    ), run.stderr
+
+
+QUICK = ["--steps", "2", "--warmup", "1", "--batch-size", "1", "--context-length", "8"]
+
+
+def check_run(script, path: Path, folder: Path, world_size: int, device: str = "cpu") -> None:
+    """The whole script, small: everything it prints has the shape of reference_output.txt, every file is written."""
+    files = {name: folder / name for name in ("json", "trace", "save")}
+    words = [
+        *QUICK,
+        "--device",
+        device,
+        *(word for name in files for word in (f"--{name}", files[name])),
+    ]
+    status, output = script(torchrun(world_size, path, *words), cwd=folder).wait()
+    assert status == 0, output
+    result = json.loads(files["json"].read_text())
+    recorded = (
+        (path.parent / "reference_output.txt")
+        .read_text()
+        .replace("gloo on cpu", f"{result['backend']} on {device}")
+    )
+    assert masked(output) == masked(recorded), output
+    assert (result["backend"] == "nccl") == (
+        device == "cuda" and torch.cuda.device_count() >= world_size
+    )
+    assert (
+        result["stage"] == path.parent.name
+        and result["world_size"] == world_size
+        and result["verify"]["passed"]
+    )
+    assert result["verify"]["accuracy"] > 0.9
+    assert [len(one["step_seconds"]) for one in result["candidates"]] == 3 * [2 * world_size]
+    assert len(torch.load(files["save"], weights_only=True)) == 6
+    spans = {event["name"] for event in json.loads(files["trace"].read_text())["traceEvents"]}
+    assert {"forward", "backward", "sync", "optimizer"} <= spans
+
+
+def wait_for_line(run: Script, start: str) -> None:
+    """Read the run's output up to the line that begins so."""
+    for line in run.process.stdout:
+        if line.startswith(start):
+            return
+    pytest.fail(f"it ended without a line that starts with {start!r}")
+
+
+def rank_1(run: Script) -> int:
+    """The process of rank 1, once it is there."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and run.process.poll() is None:
+        for process in run.processes():
+            with contextlib.suppress(OSError):
+                if b"RANK=1" in Path(f"/proc/{process}/environ").read_bytes().split(b"\0"):
+                    return process
+    pytest.fail("there is no rank 1")
+
+
+needs_proc = pytest.mark.skipif(
+    not Path("/proc/self/environ").exists(), reason="finding the ranks needs /proc"
+)
+FAULTS = ["SIGKILL of a rank", "SIGTERM of the launcher", "Ctrl-C"]
+LADDER_MOMENTS = ["", "verify: epoch 1", "benchmark: "]
+LONG = ["--batch-size", "1", "--context-length", "8", "--steps", "1000000"]
+
+
+def is_probe(path: Path) -> bool:
+    """Python tries its temporary folder out with such a file, which stays if the process is killed in that very moment."""
+    return (
+        re.fullmatch("[a-z0-9_]{8}", path.name) is not None
+        and path.is_file()
+        and path.read_bytes() in (b"", b"blat")
+    )
+
+
+def check_fault(
+    script, command: list, moment: str, fault: str, folder: Path, find_victim=rank_1
+) -> None:
+    """At that line of its output ("": when its ranks start) the run is hit: all of it ends within 30 s and leaves nothing."""
+    memory = set(os.listdir("/dev/shm"))
+    run = script(command, env={"TMPDIR": str(folder)})
+    if moment:
+        wait_for_line(run, moment)
+    else:
+        find_victim(run)
+    if fault == "SIGKILL of a rank":
+        os.kill(find_victim(run), signal.SIGKILL)
+    elif fault == "SIGTERM of the launcher":
+        run.process.send_signal(signal.SIGTERM)
+    else:
+        os.killpg(run.process.pid, signal.SIGINT)  # what a terminal does
+    status, output = run.wait(timeout=30)
+    assert status != 0, output
+    assert set(os.listdir("/dev/shm")) <= memory
+    left = [
+        path.name
+        for path in folder.iterdir()
+        if not path.name.startswith("torchelastic_")  # torchrun's own logs
+        and not is_probe(path)
+    ]
+    assert not left, left
+
+
+def check_stopped_rank(
+    script, path: Path, *words, moment: str = "benchmark: ", place: str = "main > benchmark > "
+) -> None:
+    """A rank that does not answer any more ends the run after --timeout, and the message names it and the place."""
+    run = script(torchrun(2, path, "--timeout", "3", *words))
+    victim = rank_1(run)
+    wait_for_line(run, moment)
+    os.kill(victim, signal.SIGSTOP)
+    status, output = run.wait(timeout=60)
+    assert status != 0
+    message = rf"error: rank 0 waited more than --timeout 3 s in {place}.*; no answer from rank 1\n"
+    assert re.search(message, output), output
+
+
+WRONG_INPUT = [
+    ("--size", "huge"),
+    ("--size", ""),
+    ("--batch-size", "0"),
+    ("--batch-size", "-1"),
+    ("--batch-size", "x"),
+    ("--batch-size", ""),
+    ("--batch-size", "99999999999999"),
+    ("--context-length", "0"),
+    ("--context-length", "1.5"),
+    ("--steps", "0"),
+    ("--steps", "-3"),
+    ("--steps", "many"),
+    ("--warmup", "-1"),
+    ("--warmup", ""),
+    ("--seed", "-1"),
+    ("--seed", "x"),
+    ("--dtype", "float16"),
+    ("--device", "tpu"),
+    ("--backend", "mpi"),
+    ("--timeout", "0"),
+    ("--timeout", "soon"),
+    ("--timeout", "nan"),
+    ("--json", ""),
+    ("--json", "/"),
+    ("--json", "/no/such/folder/x.json"),
+    ("--json", "/dev/null/x"),
+    ("--data", "/no/such/folder"),
+    ("--data", ""),
+]
+if not torch.cuda.is_available():
+    WRONG_INPUT += [("--device", "cuda"), ("--backend", "nccl")]
+
+
+def check_wrong_input(main, path: Path, option: str, value: str, monkeypatch, capsys) -> None:
+    """One line that names option and value, and exit status 2. Without torchrun, but as its only rank."""
+    variables = {
+        "RANK": 0,
+        "LOCAL_RANK": 0,
+        "WORLD_SIZE": 1,
+        "LOCAL_WORLD_SIZE": 1,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": 0,
+    }
+    for name, content in variables.items():
+        monkeypatch.setenv(name, str(content))
+    monkeypatch.setattr(sys, "argv", [str(path), option, value])
+    with pytest.raises(SystemExit) as end:
+        main()
+    error = capsys.readouterr().err
+    assert end.value.code == 2, error
+    assert (
+        error.startswith(f"{path.name}: error: argument {option}: ")
+        and error.count("\n") == 1
+        and value in error
+    ), error
+
+
+def check_wrong_input_under_torchrun(script, path: Path) -> None:
+    """Said once for all ranks, and not a success; torchrun's own report may follow."""
+    status, output = script(torchrun(3, path, "--size", "huge")).wait(60)
+    assert (
+        status != 0
+        and output.count("error: argument --size: ") == 1
+        and f'File "{path}"' not in output
+    ), output
+
+
+def check_not_started_by_torchrun(main, path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sys, "argv", [str(path)])
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit) as end:
+        main()
+    error = capsys.readouterr().err
+    assert (
+        end.value.code == 2
+        and error.count("\n") == 1
+        and "start this script with torchrun: torchrun --standalone" in error
+    )
