@@ -38,12 +38,9 @@ def test_broadcasts_parameters_and_buffers(ranks, world_size):
     ranks(world_size).run(wrapper_checks.broadcasts_parameters_and_buffers, NaiveDDP)
 
 
-def test_names_the_difference_between_models(ranks):
-    ranks(2).run(wrapper_checks.names_the_difference_between_models, NaiveDDP)
-
-
-def test_refuses_sparse_gradients(ranks):
-    ranks(2).run(wrapper_checks.refuses_sparse_gradients, NaiveDDP)
+@pytest.mark.parametrize("check", wrapper_checks.UNUSUAL_USE)
+def test_unusual_use(ranks, check):
+    ranks(2).run(check, NaiveDDP)
 
 
 def test_file_alone(tmp_path):

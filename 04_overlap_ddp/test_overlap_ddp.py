@@ -38,8 +38,8 @@ def test_broadcasts_parameters_and_buffers(ranks, world_size):
     ranks(world_size).run(wrapper_checks.broadcasts_parameters_and_buffers, OverlapDDP)
 
 
-@pytest.mark.parametrize("check", wrapper_checks.WRONG_OR_UNUSUAL_USE)
-def test_wrong_or_unusual_use(ranks, check):
+@pytest.mark.parametrize("check", wrapper_checks.UNUSUAL_USE + wrapper_checks.UNUSUAL_USE_OF_HOOKS)
+def test_unusual_use(ranks, check):
     ranks(2).run(check, OverlapDDP)
 
 

@@ -35,6 +35,23 @@ def print_table(header: list[str], rows: list[list[str]]) -> None:
         print("  ".join([first.ljust(widths[0]), *cells]).rstrip(), flush=True)
 
 
+def describe(model_class, size: tuple, args) -> dict:
+    """Print what a benchmark of stages 02 to 05 runs; returns "model" of the JSON."""
+    *shape, batch_size, context_length = size
+    model = {"size": args.size, "dtype": args.dtype, "batch_size": args.batch_size or batch_size}
+    model["context_length"] = args.context_length or context_length
+    with torch.device("meta"):
+        model["parameters"] = sum(p.numel() for p in model_class(*shape).parameters())
+    if dist.get_rank() == 0:
+        line = (
+            "benchmark: {size} model, {millions:.1f} million parameters, {dtype}, {batch_size} × "
+        )
+        line += "{context_length} tokens per rank; {steps} steps, {warmup} before them to warm up"
+        more = {"millions": model["parameters"] / 1e6, "steps": args.steps, "warmup": args.warmup}
+        print(line.format(**model, **more), flush=True)
+    return model
+
+
 def print_steps(samples: dict[str, dict], tokens: int) -> None:
     """The table of stages 02 to 05: a row per candidate. `tokens`: of all ranks in a step."""
     bar = samples.get("torch DDP", {}).get("step_seconds")
@@ -48,25 +65,21 @@ def print_steps(samples: dict[str, dict], tokens: int) -> None:
         rows.append(row)
     header = ["step, ms", "p50", "p75", "p90", "p95", "tokens/s"]
     print_table([*header, "exposed", "share", "all-reduces", "/torch DDP"], rows)
-    print(
+    legend = (
         "Percentiles over all steps of all ranks; tokens/s of all ranks; exposed: communication "
-        "that is not hidden\nunder backward, ms and share of the step (p50); /torch DDP: ratio of "
-        "the p50s, below 1 is faster.",
-        flush=True,
     )
+    legend += (
+        "that is not hidden\nunder backward, ms and share of the step (p50); /torch DDP: ratio "
+    )
+    print(legend + "of the p50s, below 1 is faster.", flush=True)
 
 
 def environment(device: torch.device) -> dict:
     """What a figure depends on: versions, device, ranks and threads (the head of the JSON)."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
-    return {
-        "torch": torch.__version__,
-        "backend": dist.get_backend(),
-        "device": device.type,
-        "device_name": name,
-        "world_size": dist.get_world_size(),
-        "threads_per_rank": torch.get_num_threads(),
-    }
+    head = {"torch": torch.__version__, "backend": dist.get_backend(), "device": device.type}
+    ranks = {"world_size": dist.get_world_size(), "threads_per_rank": torch.get_num_threads()}
+    return {**head, "device_name": name, **ranks}
 
 
 def begin(stage: str, device: torch.device) -> dict:

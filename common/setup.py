@@ -44,8 +44,8 @@ def whole_number(minimum: int, maximum: int = 2**31 - 1):
 
     def convert(text: str) -> int:
         if not text.lstrip("-").isdecimal() or not minimum <= int(text) <= maximum:
-            message = f"{text!r} is not a whole number from {minimum} to {maximum}"
-            raise argparse.ArgumentTypeError(message)
+            allowed = f"a whole number from {minimum} to {maximum}"
+            raise argparse.ArgumentTypeError(f"{text!r} is not {allowed}")
         return int(text)
 
     return convert
@@ -72,20 +72,32 @@ def output_file(text: str) -> Path:
 def add_training_arguments(parser: Parser, sizes: dict, steps: int) -> None:
     """The flags that all scripts with a language model share; `steps` is the default of --steps."""
     add = parser.add_argument
-    at_least = whole_number
     add("--size", choices=sizes, default="tiny", help="of the language model (default: tiny)")
-    add("--batch-size", type=at_least(1), help="sequences per rank and step (default: the size's)")
-    add("--context-length", type=at_least(1), help="tokens per sequence (default: the size's)")
+    add(
+        "--batch-size",
+        type=whole_number(1),
+        help="sequences per rank and step (default: the size's)",
+    )
+    add("--context-length", type=whole_number(1), help="tokens per sequence (default: the size's)")
     add("--dtype", choices=["float32", "bfloat16"], default="float32")
-    add("--steps", type=at_least(1), default=steps, help=f"measured (default: {steps})")
-    add("--warmup", type=at_least(0), default=5, help="steps not measured (default: 5)")
-    add("--seed", type=at_least(0), default=0)
+    add("--steps", type=whole_number(1), default=steps, help=f"measured (default: {steps})")
+    add("--warmup", type=whole_number(0), default=5, help="steps not measured (default: 5)")
+    add("--seed", type=whole_number(0), default=0)
     add("--no-verify", action="store_true", help="only measure")
     add("--no-baseline", action="store_true", help="measure this stage alone, to save memory")
     add("--data", metavar="DIR", help="verify on MNIST from this folder instead of the digits")
     add("--download", action="store_true", help="fetch MNIST into --data first")
     add("--json", type=output_file, metavar="FILE", help="everything measured, raw")
     add_process_group_arguments(parser)
+
+
+def add_ladder_arguments(parser: Parser) -> None:
+    """The flags that stages 02 to 05 have besides."""
+    add = parser.add_argument
+    file = {"type": output_file, "metavar": "FILE"}
+    add("--gradient-as-bucket-view", action="store_true", help="torch DDP's option of that name")
+    add("--save", **file, help="the verified classifier's state_dict")
+    add("--trace", **file, help="Chrome trace of three steps of rank 0")
 
 
 def add_process_group_arguments(parser: Parser) -> None:
@@ -136,10 +148,8 @@ def process_group(args: argparse.Namespace):
     try:
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             socket.create_connection(master, 10).close()  # fails at once if torchrun has ended
-        store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
-        dist.init_process_group(
-            args.backend, store=store, rank=rank, world_size=world_size, **options
-        )
+        store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+        dist.init_process_group(args.backend, store=store, rank=rank, world_size=size, **options)
     except (RuntimeError, ValueError, OSError) as error:
         question = (
             f"is the first host reachable, and are all {os.environ['WORLD_SIZE']} ranks started?"
@@ -151,7 +161,7 @@ def process_group(args: argparse.Namespace):
     except RuntimeError as error:
         message = str(error)
         if "imed out" in message or "Application timeout" in message:  # gloo has two ways to say it
-            name_the_missing(store, rank, world_size, error, args.timeout)
+            name_the_missing(store, rank, size, error, args.timeout)
         if "out of memory" in message or "can't allocate memory" in message:
             fail(f"not enough memory; choose a smaller run ({message.splitlines()[0]})")
         raise
@@ -159,9 +169,7 @@ def process_group(args: argparse.Namespace):
         dist.destroy_process_group()
 
 
-def name_the_missing(
-    store: dist.Store, rank: int, world_size: int, error: Exception, timeout: float
-):
+def name_the_missing(store, rank: int, world_size: int, error: Exception, timeout: float):
     """After a timeout every rank that noticed signs in; say which did not, and where we waited."""
     store.set(f"timed out/{rank}", "")
     with suppress(RuntimeError):
@@ -169,15 +177,13 @@ def name_the_missing(
     missing = [str(other) for other in range(world_size) if not store.check([f"timed out/{other}"])]
     frames = traceback.extract_tb(error.__traceback__)
     names = [frame.name for frame in frames if "/torch/" not in frame.filename]
-    sys.exit(
-        f"error: rank {rank} waited more than --timeout {timeout:g} s in {' > '.join(names[1:])}; "
-        f"no answer from rank {', '.join(missing) or 'unknown: all have timed out'}"
-    )
+    waited = f"waited more than --timeout {timeout:g} s in {' > '.join(names[1:])}"
+    who = ", ".join(missing) or "unknown: all have timed out"
+    sys.exit(f"error: rank {rank} {waited}; no answer from rank {who}")
 
 
 def threads_per_rank(local_world_size: int) -> int:
     """Cores that this process may use, divided by the ranks of this machine; at least 1."""
-    cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
-    return max(1, cores // local_world_size)
+        return max(1, len(os.sched_getaffinity(0)) // local_world_size)
+    return max(1, (os.cpu_count() or 1) // local_world_size)

@@ -57,8 +57,7 @@ def measure(candidates: dict[str, Callable[[], dict]], steps: int, warmup: int) 
 def count_collectives(step: Callable[[], object], trace: Path | None = None) -> int:
     """All-reduces and broadcasts in a step, counted by the profiler over three steps.
 
-    The profiler slows a step down, so call this when all is measured. `trace`: a file for these
-    steps, in Chrome's format.
+    Call it when all is measured. `trace`: a file for these steps, in Chrome's format.
     """
     with torch.profiler.profile() as profiler:
         for _ in range(3):

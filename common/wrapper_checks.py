@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -180,44 +181,208 @@ def refuses_sparse_gradients(wrapper):
         model.finish_gradient_synchronization()
 
 
-def refuses_a_second_backward_or_forward_before_finish(wrapper):
+def refuses_what_cannot_be_wrapped(wrapper):
+    """One clear ValueError on every rank, also where a single rank has the problem."""
+    rank = dist.get_rank()
+    net = nn.Linear(3, 1)
+    inside = nn.Sequential(wrapper(copy.deepcopy(net)))
+    for module, message in [
+        (wrapper(copy.deepcopy(net)), "wrapped only once"),
+        (inside, "wrapped only once"),
+        (DistributedDataParallel(copy.deepcopy(net)), "wrapped only once"),
+        (copy.deepcopy(net).requires_grad_(False), "no parameter requires a gradient"),
+        (nn.LazyLinear(3), "run one forward before you wrap it"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            wrapper(module)
+    with pytest.raises(ValueError, match="rank 0 has weight .*rank 1 has weight .*"):
+        wrapper(copy.deepcopy(net).requires_grad_(rank == 0))
+    transposed = nn.Linear(4, 4, bias=False)
+    if rank == 0:
+        transposed.weight = nn.Parameter(torch.ones(4, 4).t())
+    with pytest.raises(ValueError, match=r"strides=\(1, 4\).*strides=\(4, 1\)"):
+        wrapper(transposed)
+    group = dist.new_group([0])
+    if rank == 0:
+        wrapper(net, process_group=group)
+    else:
+        with pytest.raises(ValueError, match="not a member of process_group"):
+            wrapper(net, process_group=group)
+    dist.barrier()  # all ranks got here: nobody waits for a collective that another did not enter
+
+
+def averages_before_it_sums(wrapper):
+    """Two ranks with a float16 gradient of 40,000 each: the mean exists, the sum does not."""
+    net = nn.Linear(4, 1, bias=False).half()
+    model = wrapper(net)
+    output = model(torch.full((1, 4), 200.0).half())
+    (output * torch.tensor(200.0).half()).sum().backward()
+    model.finish_gradient_synchronization()
+    assert net.weight.grad.tolist() == [[40_000.0] * 4]
+
+
+def refuses_create_graph(wrapper):
+    model = wrapper(nn.Linear(3, 1))
+    with pytest.raises(RuntimeError, match="create_graph=True.*torch.autograd.grad"):
+        model(torch.ones(2, 3)).square().sum().backward(create_graph=True)
+        model.finish_gradient_synchronization()
+
+
+def leaves_hooks_of_the_user_alone(wrapper):
+    """A hook on rank 0 alone neither stops the ranks nor is it lost."""
+    net = small_net().double()
+    seen = []
+    if dist.get_rank() == 0:
+        net[0].weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.shape))
+    model = wrapper(net)
+    equals_torch_ddp(None, None, models=(model, torch_ddp_of(net)))
+    assert len(seen) == 3 * (dist.get_rank() == 0)
+
+
+def communicates_nothing_within_no_sync(wrapper):
+    """Nested contexts end one by one, and a finish within them does nothing."""
+    rank = dist.get_rank()
+    net = nn.Linear(1, 1, bias=False)
+    model = wrapper(net)
+    x = torch.full((1, 1), 1.0 + rank)
+    with model.no_sync():
+        with model.no_sync():
+            model(x).sum().backward()
+        model(x).sum().backward()
+        model.finish_gradient_synchronization()
+        assert net.weight.grad.item() == 2 * (1 + rank)
+    model(x).sum().backward()
+    model.finish_gradient_synchronization()
+    assert net.weight.grad.item() == 3 * 1.5
+
+
+def accumulates_without_no_sync(wrapper):
+    """Several backward() before one finish: each gradient is averaged, as in torch DDP."""
+    net = nn.Linear(1, 1, bias=False)
+    model = wrapper(net)
+    for scale in (1, 10):
+        model(torch.full((1, 1), scale * (1.0 + dist.get_rank()))).sum().backward()
+    model.finish_gradient_synchronization()
+    assert net.weight.grad.item() == 11 * 1.5
+
+
+def may_be_wrapped_again(wrapper):
+    """Two wrappers of one module, used in turn, and a copy of the module: each trains rightly."""
+    net = small_net().double()
+    models = [wrapper(net), wrapper(net), wrapper(copy.deepcopy(net))]
+    for model in models:
+        equals_torch_ddp(None, None, models=(model, torch_ddp_of(model.module)))
+    assert list(models[0].state_dict()) == list(torch_ddp_of(net).state_dict())
+    pickle.dumps(net.state_dict())
+
+
+def trains_adversaries(wrapper):
+    """The loss of a generator passes through the wrapped discriminator, whose finish nobody calls."""
+    gradients = []
+    for wrap in (wrapper, DistributedDataParallel):
+        torch.manual_seed(0)
+        generator, discriminator = nn.Linear(6, 6).double(), nn.Linear(6, 1).double()
+        g, d = wrap(generator), wrap(discriminator)
+        x = torch.full((2, 6), 1.0 + dist.get_rank(), dtype=torch.float64)
+        for _ in range(3):
+            for module, loss in ((discriminator, lambda: d(x)), (generator, lambda: d(g(x)))):
+                module.zero_grad()
+                loss().square().mean().backward()
+                if wrap is wrapper:
+                    (d if module is discriminator else g).finish_gradient_synchronization()
+                torch.optim.SGD(module.parameters(), lr=0.1).step()
+        gradients.append([p.grad for p in generator.parameters()])
+    for mine, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-10, atol=1e-12)
+
+
+def is_an_ordinary_module_without_its_wrapper(wrapper):
+    """A backward through .module on rank 0 alone, or after the wrapper is gone, sends nothing."""
+    net = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 1))
+    model = wrapper(net)
+    model(torch.ones(1, 6)).sum().backward()
+    model.finish_gradient_synchronization()
+    for _ in range(2):
+        if dist.get_rank() == 0:
+            net(torch.ones(1, 6)).sum().backward()
+        summed = torch.tensor([10.0 * (1 + dist.get_rank())])
+        dist.all_reduce(summed)
+        assert summed.item() == 30
+        model = None
+
+
+def is_freed(wrapper):
+    """A hundred wrappers, trained and dropped, leave no object alive and no hook behind."""
+    net = nn.Linear(64, 64)
+    alive = []
+    for _ in range(100):
+        other = nn.Linear(64, 64)
+        for module in (net, other):
+            model = wrapper(module)
+            model(torch.ones(1, 64)).sum().backward()
+            model.finish_gradient_synchronization()
+            alive += [weakref.ref(model), weakref.ref(other)]
+        del model, module, other
+    assert not any(reference() for reference in alive)
+    assert not net.weight._post_accumulate_grad_hooks
+
+
+def notices_a_forgotten_finish(wrapper):
+    model, x = wrapper(nn.Linear(3, 1)), torch.ones(2, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(x).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match=r"call finish_gradient_synchronization\(\) after every"):
+        model(x)
+    model.finish_gradient_synchronization()
+    model(x)
+    optimizer.step()  # after a forward that nobody follows with a backward
+    model(x)
+
+
+def refuses_a_second_backward(wrapper):
     model, x = wrapper(nn.Linear(3, 1)), torch.ones(2, 3)
     loss = model(x).sum()
     loss.backward(retain_graph=True)
-    with pytest.raises(
-        RuntimeError, match=r"finish_gradient_synchronization\(\) in between.*no_sync"
-    ):
+    with pytest.raises(RuntimeError, match="backward.. ran twice: finish in between.*no_sync"):
         loss.backward()
-    with pytest.raises(
-        RuntimeError, match=r"call finish_gradient_synchronization\(\) after backward"
-    ):
-        model(x)
     model.finish_gradient_synchronization()
     model(x)
 
 
-def refuses_parameters_frozen_or_unfrozen_later(wrapper):
-    for before in (True, False):
-        model = wrapper(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1).requires_grad_(before)))
-        model.module[1].requires_grad_(not before)
-        with pytest.raises(RuntimeError, match="frozen or unfrozen after wrapping.*deepcopy"):
-            model(torch.ones(2, 3))
-        wrapper(copy.deepcopy(model.module))(torch.ones(2, 3)).sum().backward()
+def drops_a_step_with_zero_grad(wrapper):
+    """zero_grad() before the finish or after it: the next step is clean."""
+    torch.manual_seed(0)
+    model = wrapper(small_net().double())
+    model(torch.ones(2, 6, dtype=torch.float64)).sum().backward()
+    model.zero_grad()
+    model.finish_gradient_synchronization()
+    model.zero_grad()
+    equals_torch_ddp(None, None, models=(model, torch_ddp_of(model.module)))
 
 
-def refuses_to_be_wrapped_or_copied(wrapper):
-    model = wrapper(nn.Linear(3, 1))
-    for again in (model, model.module):
-        with pytest.raises(ValueError, match="wrap a module only once"):
-            wrapper(again)
-    with pytest.raises(RuntimeError, match=r"wrap copy.deepcopy\(model.module\)"):
-        copy.deepcopy(model)
-    other = wrapper(copy.deepcopy(model.module))
-    assert list(model.state_dict()) == list(DistributedDataParallel(nn.Linear(3, 1)).state_dict())
-    model.module.weight.data += 1
-    other.load_state_dict(model.state_dict())
-    assert torch.equal(other.module.weight, model.module.weight)
-    pickle.dumps(model.module.state_dict())
+def refuses_parameters_frozen_or_replaced_later(wrapper):
+    def swap(net):
+        net[0].requires_grad_(True)
+        net[1].requires_grad_(False)
+
+    def replace(net):
+        net[1] = nn.Linear(6, 6)
+
+    def assign(net):
+        net.load_state_dict({k: v.clone() for k, v in net.state_dict().items()}, assign=True)
+
+    def thaw(net):
+        net[0].requires_grad_(True)
+
+    for change in (swap, replace, assign, thaw):
+        net = nn.Sequential(nn.Linear(6, 6).requires_grad_(False), nn.Linear(6, 6))
+        model = wrapper(net)
+        change(net)
+        with pytest.raises(RuntimeError, match="frozen, thawed or replaced: wrap the module again"):
+            model(torch.ones(2, 6))
+        wrapper(net)(torch.ones(2, 6)).sum().backward()
 
 
 class Fails(nn.Module):
@@ -251,6 +416,10 @@ def goes_on_after_an_exception_in_backward(wrapper):
         equals_torch_ddp(
             None, None, models=(model, DistributedDataParallel(copy.deepcopy(model.module)))
         )
+
+
+def torch_ddp_of(module):
+    return DistributedDataParallel(copy.deepcopy(module))
 
 
 def small_net():
@@ -382,13 +551,26 @@ def lstm():
     return nn.LSTM(6, 8, num_layers=2, batch_first=True)
 
 
-WRONG_OR_UNUSUAL_USE = [
-    refuses_parameters_frozen_or_unfrozen_later,
-    refuses_to_be_wrapped_or_copied,
-    goes_on_after_an_exception_in_backward,
-    refuses_sparse_gradients,
-    refuses_a_second_backward_or_forward_before_finish,
+UNUSUAL_USE = [  # of all four wrappers
     names_the_difference_between_models,
+    refuses_what_cannot_be_wrapped,
+    refuses_sparse_gradients,
+    refuses_create_graph,
+    averages_before_it_sums,
+    leaves_hooks_of_the_user_alone,
+    communicates_nothing_within_no_sync,
+    accumulates_without_no_sync,
+    may_be_wrapped_again,
+    trains_adversaries,
+    is_an_ordinary_module_without_its_wrapper,
+    is_freed,
+    drops_a_step_with_zero_grad,
+]
+UNUSUAL_USE_OF_HOOKS = [  # of the two that communicate during backward
+    notices_a_forgotten_finish,
+    refuses_a_second_backward,
+    refuses_parameters_frozen_or_replaced_later,
+    goes_on_after_an_exception_in_backward,
 ]
 VARIATIONS = [
     (small_net, None, "eval"),
