@@ -1,0 +1,126 @@
+"""01: what the measured times say: the α–β model fitted to them, and the picture.
+
+allreduce.py ends with this table and this picture. Here they are made again from the file that its
+--json wrote.
+
+    python 01_allreduce/alpha_beta.py results/01_allreduce.json --plot results/01_allreduce.png
+
+The model: t(S) = α + 2(n-1)/n · S/β. A call costs α seconds whatever its size, and each of the
+2(n-1)/n · S bytes that leave a rank costs 1/β seconds.
+
+Source: Hockney, "The communication challenge for MPP", Parallel Computing 1994.
+"""
+
+import json
+import math
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00"]  # of the world sizes
+# By algorithm: how the line is drawn, the mark, and what the mark is filled with.
+BACKEND_LOOK = ("-", "o", None)
+LOOKS = {"ring": ("--", "s", "none")}
+
+
+def lines_of(rows: list[dict]) -> dict:
+    """The rows by (algorithm, world size): what the model is fitted to, a line of the picture."""
+    lines = {}
+    for row in rows:
+        lines.setdefault((row["algorithm"], row["world_size"]), []).append(row)
+    return lines
+
+
+def fit_all(rows: list[dict], fit) -> list[dict]:
+    """Fit the model to each algorithm and world size, and print the table.
+
+    `fit` is the function of allreduce.py, handed in because that file is the script that runs.
+    """
+    from common.report import print_table
+
+    fits = []
+    table = []
+    for (name, world_size), line in lines_of(rows).items():
+        sizes = [row["size_bytes"] for row in line]
+        times = [row["p50"] for row in line]
+        try:
+            alpha, beta, error = fit(sizes, times, world_size)
+        except ValueError as reason:
+            table.append([name, str(world_size), "-", "-", f"no fit: {reason}"])
+            continue
+        one = {"algorithm": name, "world_size": world_size}
+        one |= {"alpha": alpha, "beta": beta, "error": error}
+        fits.append(one)
+        figures = [f"{1e6 * alpha:.0f}", f"{beta / 1e9:.2f}", f"{100 * error:.1f} %"]
+        table.append([name, str(world_size), *figures])
+    print("\nmodel: t(S) = α + 2(n-1)/n · S/β, fitted to the p50s")
+    print_table(["algorithm", "ranks", "α, µs", "β, GB/s", "error (rms)"], table)
+    return fits
+
+
+def draw(path: Path, rows: list[dict], fits: list[dict], copy: float) -> None:
+    """Draw busbw over size and, beside it, time over size with the fitted model."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 5), layout="constrained")
+    bandwidth, time = figure.subplots(1, 2)
+    world_sizes = sorted({row["world_size"] for row in rows})
+    for (name, n), line in lines_of(rows).items():
+        color = COLORS[world_sizes.index(n) % len(COLORS)]
+        linestyle, marker, inside = LOOKS.get(name, BACKEND_LOOK)
+        style = {"color": color, "marker": marker, "markerfacecolor": inside}
+        sizes = [row["size_bytes"] / 2**20 for row in line]
+        busbw = [2 * (n - 1) / n * row["size_bytes"] / row["p50"] / 1e9 for row in line]
+        bandwidth.plot(sizes, busbw, linestyle=linestyle, label=f"{name}, {n} ranks", **style)
+        time.plot(sizes, [1000 * row["p50"] for row in line], linestyle="none", **style)
+        for one in fits:
+            if (one["algorithm"], one["world_size"]) == (name, n):
+                x = torch.logspace(math.log10(min(sizes)), math.log10(max(sizes)), 50)
+                model = 1000 * (one["alpha"] + 2 * (n - 1) / n * x * 2**20 / one["beta"])
+                time.plot(x, model, linestyle=linestyle, color=color, linewidth=1)
+    bandwidth.axhline(copy / 1e9, color="black", linestyle=":", label="memory copy, one process")
+    bandwidth.set(title="Bus bandwidth", ylabel="busbw, GB/s")
+    time.set(title="Time: measured (marks) and fitted model (lines)")
+    time.set(ylabel="time of the slowest rank, ms")
+    for axes in (bandwidth, time):
+        axes.set(xscale="log", yscale="log", xlabel="tensor size, MB")
+        axes.grid(alpha=0.3)
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_major_formatter("{x:g}")
+    figure.legend(*bandwidth.get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    figure.suptitle("All-reduce of float32 tensors on one machine, p50")
+    figure.savefig(path, dpi=150, format="png")
+    print(f"\npicture: {os.path.relpath(path)}", flush=True)
+
+
+def main():
+    folder = Path(__file__).resolve().parent
+    sys.path[:0] = [str(folder), str(folder.parent)]
+    try:
+        from allreduce import fit
+
+        from common import setup
+    except ModuleNotFoundError as error:
+        beside = "copy the repository's folder common/ and allreduce.py beside this script"
+        sys.exit(f"error: {error}: {beside}")
+
+    parser = setup.Parser(__doc__)
+    parser.add_argument("file", metavar="FILE.json", help="written by --json of allreduce.py")
+    parser.add_argument("--plot", type=setup.output_file, metavar="FILE", help="the picture, a PNG")
+    args = parser.parse_args()
+    try:
+        result = json.loads(Path(args.file).read_text())
+        rows, copy = result["rows"], result["copy_bytes_per_second"]
+        if not rows:
+            raise ValueError("it has no rows")
+        fits = fit_all(rows, fit)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        setup.fail(f"{args.file}: is not a result of allreduce.py --json ({error})")
+    if args.plot:
+        draw(args.plot, rows, fits, copy)
+
+
+if __name__ == "__main__":
+    main()
