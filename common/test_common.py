@@ -1,8 +1,12 @@
-"""What the stages share: files that are read and written; the comparison on hand-written results, the timeline on a trace."""
+"""What the stages share: files that are read and written, the process group, and the two tools.
+
+The comparison works on hand-written results, the timeline on a hand-written trace.
+"""
 
 import argparse
 import contextlib
 import io
+import itertools
 import json
 import os
 import socket
@@ -27,12 +31,10 @@ def mnist(tmp_path):
     raw = tmp_path / "MNIST" / "raw"
     raw.mkdir(parents=True)
     for name, count in (("train", 5), ("t10k", 3)):
-        (raw / f"{name}-images-idx3-ubyte").write_bytes(
-            struct.pack(">4I", 2051, count, 28, 28) + bytes(784 * count)
-        )
-        (raw / f"{name}-labels-idx1-ubyte").write_bytes(
-            struct.pack(">2I", 2049, count) + bytes(range(count))
-        )
+        images = struct.pack(">4I", 2051, count, 28, 28) + bytes(784 * count)
+        labels = struct.pack(">2I", 2049, count) + bytes(range(count))
+        (raw / f"{name}-images-idx3-ubyte").write_bytes(images)
+        (raw / f"{name}-labels-idx1-ubyte").write_bytes(labels)
     return tmp_path, sorted(raw.iterdir())
 
 
@@ -54,10 +56,8 @@ def test_mnist_cut_short_is_one_line(ranks, mnist):
         for length in (0, 3, 9, len(whole) - 1):
             file.write_bytes(whole[:length])
             [(status, said)] = ranks(1).run(shapes_of_mnist, str(folder))
-            assert (
-                status == 2
-                and f"error: argument --data: '{folder}' holds no readable MNIST (" in said
-            ), (file, length, said)
+            message = f"error: argument --data: '{folder}' holds no readable MNIST ("
+            assert status == 2 and message in said, (file, length, said)
             assert said.count("\n") == 1 and " ()" not in said, said
         file.write_bytes(whole)
 
@@ -70,10 +70,8 @@ def test_a_folder_that_may_not_be_written_is_refused(tmp_path):
     try:
         if root:
             os.setreuid(65534, 0)  # os.access asks for the real user, and root may write anywhere
-        with pytest.raises(
-            argparse.ArgumentTypeError,
-            match="x.json' is not the name of a file that can be written",
-        ):
+        message = "x.json' is not the name of a file that can be written"
+        with pytest.raises(argparse.ArgumentTypeError, match=message):
             output_file(str(tmp_path / "x.json"))
     finally:
         if root:
@@ -82,25 +80,18 @@ def test_a_folder_that_may_not_be_written_is_refused(tmp_path):
 
 
 def test_more_nccl_ranks_than_gpus_is_one_line(monkeypatch, capsys):
-    for name, value in {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "3",
-        "LOCAL_WORLD_SIZE": "3",
-    }.items():
-        monkeypatch.setenv(name, value)
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "3")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with (
-        pytest.raises(SystemExit) as end,
-        process_group(argparse.Namespace(device="auto", backend="nccl", timeout=1.0)),
-    ):
+    args = argparse.Namespace(device="auto", backend="nccl", timeout=1.0)
+    with pytest.raises(SystemExit) as end, process_group(args):
         pytest.fail("joined")
     said = capsys.readouterr().err
     assert end.value.code == 2 and said.count("\n") == 1
-    assert (
-        "error: argument --backend: 'nccl' needs --device cuda and a GPU per rank; this host has 2 GPUs for 3 ranks"
-        in said
-    )
+    assert "error: argument --backend: 'nccl' needs --device cuda and a GPU per rank; " in said
+    assert "; this host has 2 GPUs for 3 ranks" in said
 
 
 def result(stage="05_bucketed", name="BucketedDDP", step=0.8, **changes):
@@ -132,7 +123,7 @@ def result(stage="05_bucketed", name="BucketedDDP", step=0.8, **changes):
 
 @pytest.fixture
 def compare(tmp_path, monkeypatch, capsys):
-    """compare(result, result, …): what the command line does with these results: exit status, output, errors."""
+    """compare(result, …): what the command line does with these: exit status, output, errors."""
 
     def run(*results, words=()):
         files = []
@@ -149,32 +140,20 @@ def compare(tmp_path, monkeypatch, capsys):
     return run
 
 
-@pytest.mark.parametrize(
-    "stage",
-    [
-        "01_allreduce",
-        "02_naive_ddp",
-        "03_flat_ddp",
-        "04_overlap_ddp",
-        "05_bucketed",
-        "06_sharded_optimizer",
-    ],
-)
+LADDER = ["02_naive_ddp", "03_flat_ddp", "04_overlap_ddp", "05_bucketed"]
+
+
+@pytest.mark.parametrize("stage", ["01_allreduce", *LADDER, "06_sharded_optimizer"])
 def test_readme_shows_the_recorded_output(stage):
-    assert (ROOT / stage / "reference_output.txt").read_text() in (
-        ROOT / stage / "README.md"
-    ).read_text()
+    recorded = (ROOT / stage / "reference_output.txt").read_text()
+    assert recorded in (ROOT / stage / "README.md").read_text()
 
 
 def test_summary():
     row = summarize(result())
     assert row["name"] == "BucketedDDP" and row["collectives"] == 4
-    assert [round(row[key], 6) for key in ("step", "exposed", "optimizer", "compute")] == [
-        800,
-        200,
-        100,
-        500,
-    ]
+    times = [round(row[key], 6) for key in ("step", "exposed", "optimizer", "compute")]
+    assert times == [800, 200, 100, 500]
     assert (row["no sync"], row["torch DDP"]) == (1.6, 0.8)
 
 
@@ -184,12 +163,9 @@ def test_summary_without_baselines():
 
 
 def test_compare_draws_and_says_the_change(compare, tmp_path):
-    status, output, errors = compare(
-        result(),
-        result(stage="02_naive_ddp", name="NaiveDDP"),
-        result(step=0.6),
-        words=["--plot", str(tmp_path / "compare.png")],
-    )
+    results = [result(), result(stage="02_naive_ddp", name="NaiveDDP"), result(step=0.6)]
+    words = ["--plot", str(tmp_path / "compare.png")]
+    status, output, errors = compare(*results, words=words)
     assert not status, errors
     rows = [line.split() for line in output.splitlines()]
     assert rows[1] == ["05_bucketed", "BucketedDDP", "800.0", "1.600", "0.800", "200.0", "4", "-"]
@@ -245,50 +221,37 @@ def test_timeline_reads_a_step():
     assert phases[0][1:] == (0.0, 0.03) and phases[3][1:] == (0.09, 0.01)
     assert lanes == {7: [(0.04, 0.02), (0.065, 0.02)], 8: [(0.05, 0.03)]}
     for blocks in lanes.values():
-        assert all(
-            start + duration <= following
-            for (start, duration), (following, _) in zip(blocks, blocks[1:], strict=False)
-        )
+        for (start, duration), (following, _) in itertools.pairwise(blocks):
+            assert start + duration <= following
 
 
 def test_timeline_takes_the_gpu_s_own_spans():
     trace = trace_of_two_steps()
-    for name, start, duration in (
-        ("forward", 1010, 50),
-        ("backward", 1060, 80),
-        ("optimizer", 1150, 10),
-    ):
-        trace["traceEvents"].append(span(name, start, duration, 20, "gpu_user_annotation"))
-    trace["traceEvents"].append(
-        span("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 1080, 30, 21, "kernel")
-    )
+    kernel = "ncclDevKernel_AllReduce_Sum_f32_RING_LL"
+    trace["traceEvents"] += [
+        span("forward", 1010, 50, 20, "gpu_user_annotation"),
+        span("backward", 1060, 80, 20, "gpu_user_annotation"),
+        span("optimizer", 1150, 10, 20, "gpu_user_annotation"),
+        span(kernel, 1080, 30, 21, "kernel"),
+    ]
     phases, lanes = read_step(trace)
     assert phases[0] == ("forward", 0.0, 0.05) and lanes == {21: [(0.07, 0.03)]}
 
 
 def test_timeline_of_something_else_is_one_line(tmp_path):
     (tmp_path / "other.json").write_text('{"traceEvents": []}')
-    run = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "common.timeline",
-            tmp_path / "other.json",
-            "--plot",
-            tmp_path / "x.png",
-        ],
-        capture_output=True,
-        text=True,
-    )
-    assert (
-        run.returncode == 2
-        and "no span named 'forward'" in run.stderr
-        and len(run.stderr.splitlines()) == 1
-    )
+    words = [tmp_path / "other.json", "--plot", tmp_path / "x.png"]
+    command = [sys.executable, "-m", "common.timeline", *words]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 2 and len(run.stderr.splitlines()) == 1
+    assert "no span named 'forward'" in run.stderr
 
 
 def test_a_rank_whose_torchrun_is_gone_ends_too(script):
-    """Ctrl-C in the very moment in which torchrun starts a rank ends torchrun, which does not know that rank yet."""
+    """Ctrl-C in the very moment in which torchrun starts a rank ends torchrun, but not that rank.
+
+    torchrun does not know it yet.
+    """
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]  # where nobody listens from now on
     environment = {
@@ -301,11 +264,7 @@ def test_a_rank_whose_torchrun_is_gone_ends_too(script):
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
     }
-    status, output = script(
-        [sys.executable, ROOT / "02_naive_ddp" / "naive_ddp.py"], env=environment
-    ).wait(30)
-    assert (
-        status == 2
-        and output.count("\n") == 1
-        and f"cannot join the process group at 127.0.0.1:{port}" in output
-    ), output
+    command = [sys.executable, ROOT / "02_naive_ddp" / "naive_ddp.py"]
+    status, output = script(command, env=environment).wait(30)
+    assert status == 2 and output.count("\n") == 1, output
+    assert f"cannot join the process group at 127.0.0.1:{port}" in output

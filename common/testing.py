@@ -22,34 +22,35 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 class Ranks:
-    """`world_size` processes joined by gloo that stay alive between tests, so that torch is imported only once."""
+    """Processes joined by gloo that stay alive between tests, so that each imports torch once."""
 
     def __init__(self, world_size: int):
-        context = mp.get_context(
-            "forkserver" if sys.platform == "linux" else "spawn"
-        )  # macOS: libraries that hate fork
+        # macOS has libraries that hate fork.
+        context = mp.get_context("forkserver" if sys.platform == "linux" else "spawn")
         context.set_forkserver_preload(["torch", "torchvision"])
         self.folder = tempfile.TemporaryDirectory()
-        self.pipes, self.processes = [], []
+        self.pipes = []
+        self.processes = []
+        store = f"{self.folder.name}/store"
         for rank in range(world_size):
             mine, theirs = context.Pipe()
-            self.processes.append(
-                context.Process(
-                    target=_serve,
-                    args=(rank, world_size, f"{self.folder.name}/store", theirs),
-                    daemon=True,
-                )
-            )
-            self.processes[-1].start()
+            arguments = (rank, world_size, store, theirs)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
+            process.start()
+            self.processes.append(process)
             theirs.close()  # so that recv() ends with EOFError when the rank dies
             self.pipes.append(mine)
 
     def run(self, function, *arguments, timeout: float = 60) -> list:
-        """Call function(*arguments) on every rank; the results by rank. Any rank's exception fails the test."""
+        """Call function(*arguments) on every rank; returns the results by rank.
+
+        Any rank's exception fails the test.
+        """
         for pipe in self.pipes:
-            pipe.send(sys.path)  # first, for it may be needed to find the function
+            pipe.send(sys.path)  # first, because it may be needed to find the function
             pipe.send((function, arguments))
-        results, failures = [], []
+        results = []
+        failures = []
         deadline = time.monotonic() + timeout
         for rank, pipe in enumerate(self.pipes):
             try:
@@ -61,9 +62,8 @@ class Ranks:
             results.append(result)
             if failure:
                 failures.append(f"rank {rank}: {failure}")
-                deadline = min(
-                    deadline, time.monotonic() + 5
-                )  # the others may wait for this one in vain
+                # The others may wait for this one in vain.
+                deadline = min(deadline, time.monotonic() + 5)
         if failures:
             self.end()
             pytest.fail("\n".join(failures), pytrace=False)
@@ -100,16 +100,13 @@ def _serve(rank: int, world_size: int, store: str, pipe) -> None:
 
 
 class Script:
-    """A command that is running; everything it starts can be found again by a mark in the environment."""
+    """A running command; a mark in the environment finds everything that it started."""
 
     def __init__(self, command: list, **options):
         self.mark = f"TEST_MARK={os.getpid()}.{time.monotonic_ns()}"
         name, value = self.mark.split("=")
-        environment = (
-            os.environ
-            | {name: value, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
-            | options.pop("env", {})
-        )
+        environment = os.environ | {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", name: value}
+        environment |= options.pop("env", {})
         self.process = subprocess.Popen(
             [str(word) for word in command],
             env=environment,
@@ -121,9 +118,11 @@ class Script:
         )
 
     def processes(self) -> list[int]:
-        """The processes of this command that are alive now (Linux; elsewhere only the first one is known)."""
+        """The processes of this command that are alive; only on Linux all of them are known."""
         if not Path("/proc/self/environ").exists():
-            return [] if self.process.poll() is not None else [self.process.pid]
+            if self.process.poll() is not None:
+                return []
+            return [self.process.pid]
         found = []
         for folder in Path("/proc").glob("[0-9]*"):
             try:
@@ -134,14 +133,16 @@ class Script:
         return found
 
     def wait(self, timeout: float = 120) -> tuple[int, str]:
-        """Exit status and output, once it has ended. Fails if it does not end in time or leaves a process behind."""
+        """Exit status and output, once it has ended.
+
+        Fails if it does not end in time or leaves a process behind.
+        """
         try:
             output, _ = self.process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
             self.kill()
-            pytest.fail(
-                f"still running after {timeout} s: {self.process.args}\n{self.process.communicate()[0]}"
-            )
+            output, _ = self.process.communicate()
+            pytest.fail(f"still running after {timeout} s: {self.process.args}\n{output}")
         deadline = time.monotonic() + 5
         while self.processes() and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -158,27 +159,21 @@ class Script:
 
 def torchrun(world_size: int, *words) -> list:
     """The command line that starts a script on this many ranks of this host."""
-    return [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        world_size,
-        *words,
-    ]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return [*command, "--nproc-per-node", world_size, *words]
 
 
 def masked(output: str) -> list[str]:
-    """The lines of an output with every number as # and blanks folded: its shape, which a recorded output shares."""
-    return [
-        " ".join(re.sub(r"[-+]?\d[\d.,]*(e[-+]\d+)?(\+cu\d+)?", "#", line).split())
-        for line in output.splitlines()
-    ]
+    """The lines of an output with every number as # and blanks folded.
+
+    This is its shape, which a recorded output shares.
+    """
+    number = re.compile(r"[-+]?\d[\d.,]*(e[-+]\d+)?(\+cu\d+)?")
+    return [" ".join(number.sub("#", line).split()) for line in output.splitlines()]
 
 
 def check_script_alone(path: Path, folder: Path) -> None:
-    """A stage's file copied into an empty folder imports with torch alone, and says what else a run needs."""
+    """Copied into an empty folder it imports with torch alone, and says what else a run needs."""
     (folder / path.name).write_text(path.read_text())
     code = f"""
 import runpy, sys, torch
@@ -191,44 +186,32 @@ runpy.run_path("{path.name}", run_name="__main__")
 """
     run = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True)
     assert run.returncode == 1 and run.stdout == "" and run.stderr.count("\n") == 1, run.stderr
-    assert (
-        run.stderr.startswith("error: ") and "copy the repository's folder common/" in run.stderr
-    ), run.stderr
+    assert run.stderr.startswith("error: "), run.stderr
+    assert "copy the repository's folder common/" in run.stderr, run.stderr
 
 
 QUICK = ["--steps", "2", "--warmup", "1", "--batch-size", "1", "--context-length", "8"]
 
 
 def check_run(script, path: Path, folder: Path, world_size: int, device: str = "cpu") -> None:
-    """The whole script, small: everything it prints has the shape of reference_output.txt, every file is written."""
-    files = {name: folder / name for name in ("json", "trace", "save")}
-    words = [
-        *QUICK,
-        "--device",
-        device,
-        *(word for name in files for word in (f"--{name}", files[name])),
-    ]
+    """The whole script, small: it prints what reference_output.txt shows, and writes every file."""
+    words = [*QUICK, "--device", device]
+    for name in ("json", "trace", "save"):
+        words += [f"--{name}", folder / name]
     status, output = script(torchrun(world_size, path, *words), cwd=folder).wait()
     assert status == 0, output
-    result = json.loads(files["json"].read_text())
-    recorded = (
-        (path.parent / "reference_output.txt")
-        .read_text()
-        .replace("gloo on cpu", f"{result['backend']} on {device}")
-    )
+    result = json.loads((folder / "json").read_text())
+    recorded = (path.parent / "reference_output.txt").read_text()
+    recorded = recorded.replace("gloo on cpu", f"{result['backend']} on {device}")
     assert masked(output) == masked(recorded), output
-    assert (result["backend"] == "nccl") == (
-        device == "cuda" and torch.cuda.device_count() >= world_size
-    )
-    assert (
-        result["stage"] == path.parent.name
-        and result["world_size"] == world_size
-        and result["verify"]["passed"]
-    )
-    assert result["verify"]["accuracy"] > 0.9
+    gpu_per_rank = device == "cuda" and torch.cuda.device_count() >= world_size
+    assert (result["backend"] == "nccl") == gpu_per_rank
+    assert result["stage"] == path.parent.name and result["world_size"] == world_size
+    assert result["verify"]["passed"] and result["verify"]["accuracy"] > 0.9
     assert [len(one["step_seconds"]) for one in result["candidates"]] == 3 * [2 * world_size]
-    assert len(torch.load(files["save"], weights_only=True)) == 6
-    spans = {event["name"] for event in json.loads(files["trace"].read_text())["traceEvents"]}
+    assert len(torch.load(folder / "save", weights_only=True)) == 6
+    trace = json.loads((folder / "trace").read_text())
+    spans = {event["name"] for event in trace["traceEvents"]}
     assert {"forward", "backward", "sync", "optimizer"} <= spans
 
 
@@ -251,27 +234,30 @@ def rank_1(run: Script) -> int:
     pytest.fail("there is no rank 1")
 
 
-needs_proc = pytest.mark.skipif(
-    not Path("/proc/self/environ").exists(), reason="finding the ranks needs /proc"
-)
+no_proc = not Path("/proc/self/environ").exists()
+needs_proc = pytest.mark.skipif(no_proc, reason="finding the ranks needs /proc")
 FAULTS = ["SIGKILL of a rank", "SIGTERM of the launcher", "Ctrl-C"]
 LADDER_MOMENTS = ["", "verify: epoch 1", "benchmark: "]
 LONG = ["--batch-size", "1", "--context-length", "8", "--steps", "1000000"]
 
 
 def is_probe(path: Path) -> bool:
-    """Python tries its temporary folder out with such a file, which stays if the process is killed in that very moment."""
-    return (
-        re.fullmatch("[a-z0-9_]{8}", path.name) is not None
-        and path.is_file()
-        and path.read_bytes() in (b"", b"blat")
-    )
+    """Python tries its temporary folder out with such a file.
+
+    It stays if the process is killed in that very moment.
+    """
+    if not re.fullmatch("[a-z0-9_]{8}", path.name) or not path.is_file():
+        return False
+    return path.read_bytes() in (b"", b"blat")
 
 
 def check_fault(
     script, command: list, moment: str, fault: str, folder: Path, find_victim=rank_1
 ) -> None:
-    """At that line of its output ("": when its ranks start) the run is hit: all of it ends within 30 s and leaves nothing."""
+    """The run is hit at that line of its output ("": when its ranks start).
+
+    All of it ends within 30 s, and leaves nothing behind.
+    """
     memory = set(os.listdir("/dev/shm"))
     run = script(command, env={"TMPDIR": str(folder)})
     if moment:
@@ -287,19 +273,18 @@ def check_fault(
     status, output = run.wait(timeout=30)
     assert status != 0, output
     assert set(os.listdir("/dev/shm")) <= memory
-    left = [
-        path.name
-        for path in folder.iterdir()
-        if not path.name.startswith("torchelastic_")  # torchrun's own logs
-        and not is_probe(path)
-    ]
+    left = []
+    for file in folder.iterdir():
+        is_torchruns_log = file.name.startswith("torchelastic_")
+        if not is_torchruns_log and not is_probe(file):
+            left.append(file.name)
     assert not left, left
 
 
 def check_stopped_rank(
     script, path: Path, *words, moment: str = "benchmark: ", place: str = "main > benchmark > "
 ) -> None:
-    """A rank that does not answer any more ends the run after --timeout, and the message names it and the place."""
+    """A rank stops answering: the run ends after --timeout, and says who did not answer, where."""
     run = script(torchrun(2, path, "--timeout", "3", *words))
     victim = rank_1(run)
     wait_for_line(run, moment)
@@ -345,7 +330,7 @@ if not torch.cuda.is_available():
 
 
 def check_wrong_input(main, path: Path, option: str, value: str, monkeypatch, capsys) -> None:
-    """One line that names option and value, and exit status 2. Without torchrun, but as its only rank."""
+    """One line names option and value; exit status 2. Not under torchrun, but as its only rank."""
     variables = {
         "RANK": 0,
         "LOCAL_RANK": 0,
@@ -361,21 +346,16 @@ def check_wrong_input(main, path: Path, option: str, value: str, monkeypatch, ca
         main()
     error = capsys.readouterr().err
     assert end.value.code == 2, error
-    assert (
-        error.startswith(f"{path.name}: error: argument {option}: ")
-        and error.count("\n") == 1
-        and value in error
-    ), error
+    assert error.startswith(f"{path.name}: error: argument {option}: "), error
+    assert error.count("\n") == 1 and value in error, error
 
 
 def check_wrong_input_under_torchrun(script, path: Path) -> None:
     """Said once for all ranks, and not a success; torchrun's own report may follow."""
     status, output = script(torchrun(3, path, "--size", "huge")).wait(60)
-    assert (
-        status != 0
-        and output.count("error: argument --size: ") == 1
-        and f'File "{path}"' not in output
-    ), output
+    assert status != 0, output
+    assert output.count("error: argument --size: ") == 1, output
+    assert f'File "{path}"' not in output, output
 
 
 def check_not_started_by_torchrun(main, path: Path, monkeypatch, capsys) -> None:
@@ -384,8 +364,5 @@ def check_not_started_by_torchrun(main, path: Path, monkeypatch, capsys) -> None
     with pytest.raises(SystemExit) as end:
         main()
     error = capsys.readouterr().err
-    assert (
-        end.value.code == 2
-        and error.count("\n") == 1
-        and "start this script with torchrun: torchrun --standalone" in error
-    )
+    assert end.value.code == 2 and error.count("\n") == 1, error
+    assert "start this script with torchrun: torchrun --standalone" in error
