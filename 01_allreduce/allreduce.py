@@ -45,9 +45,7 @@ def ring_all_reduce(tensor: torch.Tensor) -> None:
     of chunk r+1), for the other n-1 steps it replaces what was there (all-gather).
     """
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
-        raise RuntimeError(
-            "ring_all_reduce needs a contiguous CPU tensor; call .contiguous() first"
-        )
+        raise RuntimeError("ring_all_reduce needs a contiguous CPU tensor; .contiguous() makes one")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     left = (rank - 1) % world_size
     right = (rank + 1) % world_size
@@ -61,15 +59,15 @@ def ring_all_reduce(tensor: torch.Tensor) -> None:
         pieces_of.append([chunk[i : i + length] for i in range(0, len(chunk), length)])
     incoming = []
     outgoing = []
-    to_add = 0  # so many of incoming, the first ones, are added; the others replace
+    to_add = 0  # so many pieces that arrive are added, the later ones replace
     for step in range(2 * (world_size - 1)):
         incoming += pieces_of[(rank - 1 - step) % world_size]
         outgoing += pieces_of[(rank - step) % world_size]  # what came in the step before
         if step < world_size - 1:
             to_add = len(incoming)
 
-    # Where it is received: beside the tensor if it is to be added; else in its place, which is free
-    # by then, because the piece left this rank long ago, or its sum would not be back.
+    # A piece is received beside the tensor if it is to be added; else in its own place, which is
+    # free by then, because what was there left this rank long ago, or its sum would not be back.
     buffers = flat.new_empty(IN_FLIGHT, min(length, len(chunks[0])))
     targets = []
     for number, piece in enumerate(incoming):
