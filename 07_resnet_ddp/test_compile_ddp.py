@@ -1,4 +1,7 @@
-"""Tests of compile_ddp.py: gradients of every cell, FSDP's shards, graphs, memory, real runs, bad input."""
+"""Tests of compile_ddp.py with compile_models.py and peak_memory.py.
+
+Gradients of every cell, FSDP's shards, graphs, memory, real runs, bad input.
+"""
 
 import argparse
 import json
@@ -6,10 +9,12 @@ import sys
 from pathlib import Path
 
 import compile_ddp
+import compile_models
+import peak_memory
 import pytest
 import torch
 
-from common.testing import torchrun
+from common.testing import check_script_alone, torchrun
 
 SCRIPT = Path(__file__).resolve().parent / "compile_ddp.py"
 NEEDS_FSDP = pytest.mark.skipif(
@@ -38,9 +43,8 @@ def prepared(model, how, backend=None, optimize_ddp=True, **flags):
         cell = compile_ddp.prepare(args, device, how, backend, expected)
     finally:
         torch.set_default_dtype(torch.float32)
-    differ = not torch.equal(
-        expected[1][0], expected[2][0]
-    )  # the ranks' inputs, and so their gradients, are different
+    # The ranks' inputs, and so their gradients, are different.
+    differ = not torch.equal(expected[1][0], expected[2][0])
     return {
         "differences": cell["differences"],
         "parameters": cell["parameters"],
@@ -57,24 +61,18 @@ def prepared(model, how, backend=None, optimize_ddp=True, **flags):
     [
         ("bare", {}),
         ("ddp", {}),
-        *(
-            pytest.param("fsdp", flags, marks=NEEDS_FSDP)
-            for flags in (
-                {},
-                {"fsdp_wrap": True},
-                {"fsdp_wrap": True, "fsdp_checkpoint": True},
-                {"fsdp_checkpoint": True},
-            )
-        ),
+        pytest.param("fsdp", {}, marks=NEEDS_FSDP),
+        pytest.param("fsdp", {"fsdp_wrap": True}, marks=NEEDS_FSDP),
+        pytest.param("fsdp", {"fsdp_wrap": True, "fsdp_checkpoint": True}, marks=NEEDS_FSDP),
+        pytest.param("fsdp", {"fsdp_checkpoint": True}, marks=NEEDS_FSDP),
     ],
 )
 def test_outputs_and_gradients_equal_eager_single_device(ranks, model, how, flags, backend):
     for cell in ranks(2).run(run_prepared, model, how, backend, flags):
         assert cell["inputs differ"]
         assert max(cell["differences"]) < 1e-12
-        assert (cell["graphs"] > 0) == (
-            backend is not None
-        )  # compiled in fact, and not passed over
+        # Compiled in fact, and not passed over.
+        assert (cell["graphs"] > 0) == (backend is not None)
 
 
 def run_prepared(model, how, backend, flags):
@@ -101,26 +99,37 @@ def test_fsdp_shares_out_what_cannot_be_halved(ranks):
 
 
 def test_graph_is_split_at_buckets_unless_switched_off(ranks):
-    assert all(cell["graphs"] > 1 for cell in ranks(2).run(run_prepared, "toy", "ddp", "eager", {}))
-    assert all(
-        cell["graphs"] == 1
-        for cell in ranks(2).run(run_prepared, "toy", "ddp", "eager", {"optimize_ddp": False})
-    )
+    for cell in ranks(2).run(run_prepared, "toy", "ddp", "eager", {}):
+        assert cell["graphs"] > 1
+    for cell in ranks(2).run(run_prepared, "toy", "ddp", "eager", {"optimize_ddp": False}):
+        assert cell["graphs"] == 1
 
 
 def test_memory(ranks):
     def peak(how):
-        [peak, same] = [
-            cell["peak"] for cell in ranks(2).run(run_prepared, "lm", how, None, {"batch_size": 1})
-        ]
-        assert peak == same
-        return peak
+        cell, other = ranks(2).run(run_prepared, "lm", how, None, {"batch_size": 1})
+        assert cell["peak"] == other["peak"]
+        return cell["peak"]
 
-    bare, ddp = peak("bare"), peak("ddp")
+    bare = peak("bare")
+    ddp = peak("ddp")
     parameters = 8 * ranks(2).run(run_prepared, "lm", "bare", None, {})[0]["total"]
     logits = 8 * 64 * 10_000  # the largest activation: outputs, their squares, their gradients, …
     assert 2 * parameters <= bare < 2 * parameters + 4 * logits  # parameters and gradients
     assert 3 * parameters <= ddp < 3 * parameters + 4 * logits  # and buckets
+
+
+def test_peak_memory_of_a_function():
+    kept = torch.ones(1000)  # was there before, and does not count
+
+    def step():
+        first = torch.ones(3000)  # 12,000 bytes
+        second = first + 1
+        del first
+        return second + kept.sum()
+
+    peak = peak_memory.peak_memory(step, torch.device("cpu"))
+    assert 24_000 <= peak < 25_000
 
 
 @pytest.mark.parametrize("factor", [2.0, 0.5, 0.0, float("nan")])
@@ -132,7 +141,8 @@ def test_wrong_gradients_are_seen(factor):
 
 
 def test_blocks():
-    lm, toy = compile_ddp.LanguageModel(64), compile_ddp.ToyModel(20)
+    lm = compile_models.LanguageModel(64)
+    toy = compile_models.ToyModel(20)
     assert compile_ddp.blocks_of(lm) == list(lm.layers)
     assert compile_ddp.blocks_of(toy) == list(toy.layers[:-1])
     resnet = pytest.importorskip("torchvision").models.resnet18()
@@ -141,24 +151,20 @@ def test_blocks():
 
 @NEEDS_FSDP
 def test_matrix(script):
-    status, output = script(
-        torchrun(2, SCRIPT, *TOY, "--matrix", "--compile", "eager", "--fsdp-wrap")
-    ).wait()
+    words = [*TOY, "--matrix", "--compile", "eager", "--fsdp-wrap"]
+    status, output = script(torchrun(2, SCRIPT, *words)).wait()
     assert status == 0 and "not measured" not in output, output
-    rows = [
-        line.split()[:2] for line in output.split("forward + backward, ms")[1].splitlines()[1:7]
-    ]
-    assert rows == [
-        [how, which] for how in ("bare", "ddp", "fsdp") for which in ("eager", "dynamo")
-    ], output
+    table = output.split("forward + backward, ms")[1].splitlines()
+    rows = [line.split()[:2] for line in table[1:7]]
+    expected = [["bare", "eager"], ["bare", "dynamo"], ["ddp", "eager"], ["ddp", "dynamo"]]
+    assert rows == [*expected, ["fsdp", "eager"], ["fsdp", "dynamo"]], output
 
 
 @pytest.mark.full
 @NEEDS_FSDP
 def test_without_a_compiler(script):
-    status, output = script(
-        torchrun(2, SCRIPT, *TOY, "--matrix"), env={"CXX": "/nowhere/g++"}
-    ).wait()
+    command = torchrun(2, SCRIPT, *TOY, "--matrix")
+    status, output = script(command, env={"CXX": "/nowhere/g++"}).wait()
     assert status == 0, output
     table = output.split("forward + backward, ms")[1].splitlines()
     assert [line.split()[0] for line in table[1:4]] == ["bare", "ddp", "fsdp"]
@@ -169,19 +175,16 @@ def test_trace_and_printed_graph(script, tmp_path):
     words = ["--ddp", "--compile", "print", "--profile", "--trace-file", tmp_path / "trace.json"]
     status, output = script(torchrun(2, SCRIPT, *TOY, *words)).wait()
     assert status == 0 and "graph 1:" in output and "torch._C._nn.linear" in output, output
-    names = [
-        event.get("name")
-        for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    ]
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = [event.get("name") for event in events]
     assert names.count("Forward") >= 2 and names.count("Backward") >= 2
 
 
 @NEEDS_FSDP
 def test_graph(script, tmp_path):
     pytest.importorskip("torchviz")
-    status, output = script(
-        torchrun(2, SCRIPT, *TOY, "--fsdp", "--graph", tmp_path / "graph.dot")
-    ).wait()
+    words = [*TOY, "--fsdp", "--graph", tmp_path / "graph.dot"]
+    status, output = script(torchrun(2, SCRIPT, *words)).wait()
     assert status == 0 and (tmp_path / "graph.dot").read_text().startswith("digraph"), output
 
 
@@ -238,3 +241,16 @@ def test_graph_without_torchviz(monkeypatch, capsys, tmp_path):
     with pytest.raises(SystemExit) as end:
         compile_ddp.main()
     assert end.value.code == 2 and "pip install torchviz" in capsys.readouterr().err
+
+
+def test_copied_alone(tmp_path):
+    check_script_alone(SCRIPT, tmp_path)
+
+
+@pytest.mark.parametrize("missing", ["compile_models", "peak_memory"])
+def test_copied_without_the_files_beside_it(missing, monkeypatch):
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(SystemExit) as end:
+        compile_ddp.main()
+    reason, needed = end.value.code.split(": copy ")
+    assert reason.startswith("error: ") and missing in reason and f"{missing}.py" in needed
