@@ -1,16 +1,17 @@
 """07: the time of one training iteration with DDP, over models and over growing numbers of ranks.
 
-For each model: first without DDP on one rank, then DDP on 1, 2, 4, … ranks of the first machine and on all ranks of 1,
-2, 3, … machines. `2M/8G` is two machines with eight GPUs (or CPU processes) on each. Every such subset is a process
-group of its own; the ranks outside wait. Scaling is perfect where a rank trains as many examples per second as alone.
+For each model: first without DDP on one rank, then DDP on 1, 2, 4, … ranks of the first machine and
+on all ranks of 1, 2, 3, … machines. `2M/8G` is two machines with eight GPUs (or CPU processes) on
+each. Every such subset is a process group of its own; the ranks outside wait. Scaling is perfect
+where a rank trains as many examples per second as alone.
 
-    make 07_resnet_ddp/sweep NPROC=2                                (small, for a CPU; FULL=1: the models below)
-    torchrun --standalone --nproc-per-node 8 07_resnet_ddp/sweep.py --json sweep.json                   (one host)
+    make 07_resnet_ddp/sweep NPROC=2                (small, for a CPU; FULL=1: the models below)
+    torchrun --standalone --nproc-per-node 8 07_resnet_ddp/sweep.py --json sweep.json
     torchrun --nnodes 2 --node-rank R --nproc-per-node 8 --master-addr HOST0 --master-port 29400 \
-        07_resnet_ddp/sweep.py --json sweep.json                    (two hosts; R is 0 on HOST0, else 1)
+        07_resnet_ddp/sweep.py --json sweep.json    (two hosts; R is 0 on HOST0, else 1)
 
-Compare two such files with sweep_diff.py. Source: PyTorch's benchmarks/distributed/ddp, whose models, sizes, optimizer,
-labels and JSON layout these are.
+Compare two such files with sweep_diff.py. Source: PyTorch's benchmarks/distributed/ddp, whose
+models, sizes, optimizer, labels and JSON layout these are.
 """
 
 import argparse
@@ -29,11 +30,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+MODELS = ["resnet50", "resnet101", "resnext50_32x4d", "resnext101_32x8d"]
+
 
 def plan(ranks: int, local_size: int) -> list[tuple[str, list[int], bool]]:
-    """What to measure with `ranks` ranks, `local_size` of them on each machine: [(label, ranks that train, with DDP?)].
+    """What to measure with `ranks` ranks, `local_size` of them on each machine.
 
-    Within the first machine the sizes double until it is full; from there on whole machines are added.
+    A list of (label, ranks that train, with DDP?). Within the first machine the sizes double until
+    it is full; from there on whole machines are added.
     """
     subsets = [("no ddp", [0], False)]
     size = 1
@@ -41,51 +45,61 @@ def plan(ranks: int, local_size: int) -> list[tuple[str, list[int], bool]]:
         subsets.append((f"1M/{size}G", list(range(size)), True))
         size *= 2
     for machines in range(1, ranks // local_size + 1):
-        subsets.append((f"{machines}M/{local_size}G", list(range(machines * local_size)), True))
+        members = list(range(machines * local_size))
+        subsets.append((f"{machines}M/{local_size}G", members, True))
     return subsets
 
 
 def train(
     model: nn.Module, batch_size: int, image_size: int, iterations: int, warmup: int, watch
 ) -> list[float]:
-    """Train on one batch of random images again and again: seconds of each iteration that is counted."""
-    images = torch.rand(
-        batch_size, 3, image_size, image_size, device=next(model.parameters()).device
-    )
-    labels = torch.randint(1000, (batch_size,), device=images.device)
+    """Train on one batch of random images again and again.
+
+    Returns the seconds of each iteration after the first `warmup`.
+    """
+    device = next(model.parameters()).device
+    images = torch.rand(batch_size, 3, image_size, image_size, device=device)
+    labels = torch.randint(1000, (batch_size,), device=device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9, weight_decay=1e-4)
     seconds = []
     for _ in range(warmup + iterations):
         watch.mark("start")
         logits = model(images)
-        # googlenet and inception_v3 have auxiliary classifiers, which must be trained as well, for DDP waits for them.
-        heads = logits if isinstance(logits, tuple) else (logits,)
-        sum(F.cross_entropy(head, labels) for head in heads).backward()
+        # googlenet and inception_v3 have auxiliary classifiers, which must be trained as well,
+        # because DDP waits for them.
+        if not isinstance(logits, tuple):
+            logits = (logits,)
+        loss = sum(F.cross_entropy(head, labels) for head in logits)
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         watch.mark("end")
-        seconds.append(
-            watch.seconds("start", "end")
-        )  # on CUDA this waits for the GPU, once per iteration
+        # On CUDA this waits for the GPU, once per iteration.
+        seconds.append(watch.seconds("start", "end"))
     return seconds[warmup:]
 
 
 def measure_subset(
     create_model, ranks: list[int], use_ddp: bool, train_model, args, device
 ) -> list[float]:
-    """Train on these ranks, in a process group of their own, while all others wait: the samples of all these ranks."""
+    """Train on these ranks, in a process group of their own, while all others wait.
+
+    Returns the samples of all these ranks.
+    """
     # Every rank has to create every group, also those that it is not in.
-    group = dist.new_group(
-        ranks, timeout=timedelta(seconds=min(args.timeout, 1e6)), backend=args.distributed_backend
-    )
+    timeout = timedelta(seconds=min(args.timeout, 1e6))
+    group = dist.new_group(ranks, timeout=timeout, backend=args.distributed_backend)
     seconds = []
     if dist.get_rank() in ranks:
         torch.manual_seed(dist.get_rank())
         model = create_model().to(device)
         if use_ddp:
+            device_ids = None
+            if device.type == "cuda":
+                device_ids = [device]
             model = DistributedDataParallel(
                 model,
-                [device] if device.type == "cuda" else None,
+                device_ids,
                 broadcast_buffers=False,
                 process_group=group,
                 bucket_cap_mb=args.bucket_size,
@@ -98,18 +112,19 @@ def measure_subset(
     return [second for one in everyones for second in one]
 
 
-# ======================================================================================================================
+# ==================================================================================================
 # Below this line: the sweep over one model, what the machines look like, the command line.
 
 
 def sweep(name: str, args, device) -> list[dict]:
-    """Measure one model on all subsets and print a line for each: [{"ranks": [0, 1, …], "measurements": seconds}]."""
+    """Measure one model on all subsets and print a line for each.
+
+    Returns [{"ranks": [0, 1, …], "measurements": seconds}], an entry per subset.
+    """
     import torchvision
 
     from common.report import percentiles
     from common.timing import Stopwatch
-
-    rank, local_size = dist.get_rank(), int(os.environ["LOCAL_WORLD_SIZE"])
 
     def create_model():
         return torchvision.models.get_model(name, weights=None)
@@ -119,50 +134,55 @@ def sweep(name: str, args, device) -> list[dict]:
             model, args.batch_size, args.image_size, args.iterations, args.warmup, Stopwatch(device)
         )
 
+    rank = dist.get_rank()
     if rank == 0:
-        print(f"\nBenchmark: {name} with batch size {args.batch_size}\n")
-        print(
-            f"{'ranks':15}"
-            + "".join(f"{f'p{p} sec/iter':>16}{'ex/sec':>10}" for p in (50, 75, 90, 95)),
-            flush=True,
-        )
-    # First each rank for itself, uncounted: libraries are loaded, memory is taken, kernels are chosen.
+        header = f"{'ranks':15}"
+        for percentile in (50, 75, 90, 95):
+            title = f"p{percentile} sec/iter"
+            header += f"{title:>16}{'ex/sec':>10}"
+        print(f"\nBenchmark: {name} with batch size {args.batch_size}\n\n{header}", flush=True)
+    # First each rank for itself, uncounted: libraries are loaded, memory is taken, kernels are
+    # chosen.
     torch.manual_seed(rank)
     train_model(create_model().to(device))
     dist.barrier()
     result = []
-    for label, ranks, use_ddp in plan(dist.get_world_size(), local_size):
+    for label, ranks, use_ddp in plan(dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])):
         measurements = measure_subset(create_model, ranks, use_ddp, train_model, args, device)
         result.append({"ranks": ranks, "measurements": measurements})
         if rank == 0:
-            cells = [
-                f"{seconds:>15.4f}s{args.batch_size / seconds:>8.1f}/s"
-                for seconds in percentiles(measurements)
-            ]
-            print(f"{len(ranks):>5}  {label:8}" + "".join(cells), flush=True)
+            line = f"{len(ranks):>5}  {label:8}"
+            for seconds in percentiles(measurements):
+                line += f"{seconds:>15.4f}s{args.batch_size / seconds:>8.1f}/s"
+            print(line, flush=True)
     return result
 
 
 def topology() -> str:
-    """How this machine is built: what `nvidia-smi topo -m` says, else its cores, processor and NUMA nodes."""
+    """How this machine is built.
+
+    What `nvidia-smi topo -m` says, and without it the cores, the processor and the NUMA nodes.
+    """
     from common.report import processor_name
 
     if shutil.which("nvidia-smi"):
         answer = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True)
         if answer.returncode == 0:
             return answer.stdout.strip("\n")
-    nodes = sorted(
-        Path("/sys/devices/system/node").glob("node[0-9]*/cpulist"),
-        key=lambda path: int(path.parent.name[4:]),
-    )
-    nodes = [f"node {path.parent.name[4:]}: cores {path.read_text().strip()}" for path in nodes]
-    return f"{os.cpu_count()} cores, {processor_name()}; NUMA " + (
-        ", ".join(nodes) or "nodes unknown"
-    )
+    cores = {}  # by the number of the NUMA node
+    for path in Path("/sys/devices/system/node").glob("node[0-9]*/cpulist"):
+        number = int(path.parent.name.removeprefix("node"))
+        cores[number] = path.read_text().strip()
+    nodes = [f"node {number}: cores {cores[number]}" for number in sorted(cores)]
+    numa = ", ".join(nodes) or "nodes unknown"
+    return f"{os.cpu_count()} cores, {processor_name()}; NUMA {numa}"
 
 
 def check_hosts(args) -> str:
-    """The topology of the hosts. Ends the run where they differ, in topology or number of ranks: results would mix."""
+    """The topology of the hosts. Ends the run where they differ, because results would mix.
+
+    They differ in topology (--allow-mixed: that is no reason to end) or in number of ranks.
+    """
     from common.setup import fail
 
     host = f"{socket.gethostname()} (machine {os.environ.get('GROUP_RANK', 0)})"
@@ -170,162 +190,121 @@ def check_hosts(args) -> str:
     everyones = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, mine)
     topologies = {host: topology for host, topology, _ in everyones}
+    sizes = {host: size for host, _, size in everyones}
     if len({size for _, _, size in everyones}) > 1:
-        sizes = ", ".join(
-            f"{size} on {host}"
-            for host, size in {host: size for host, _, size in everyones}.items()
-        )
-        fail(f"every machine must have the same number of ranks, and there are {sizes}")
+        found = ", ".join(f"{size} on {host}" for host, size in sizes.items())
+        fail(f"every machine must have the same number of ranks, and there are {found}")
     if len(set(topologies.values())) == 1:
-        return everyones[0][1]
-    report = "\n".join(f"{host}:\n{topology}" for host, topology in topologies.items())
+        return topologies[host]
+    report = "The machines differ:"
+    for name, text in topologies.items():
+        report += f"\n{name}:\n{text}"
     if not args.allow_mixed:
         if dist.get_rank() == 0:
-            print(f"The machines differ:\n{report}", flush=True)
+            print(report, flush=True)
         fail("the machines' topologies differ (see above); --allow-mixed measures all the same")
-    return f"The machines differ:\n{report}"
+    return report
 
 
 def check_models(args) -> None:
-    """End the run now if a model cannot be trained on such images; tried without memory, on torch's meta device."""
+    """End the run now if a model cannot be trained on such images.
+
+    That is tried without memory, on torch's meta device.
+    """
     from common.setup import fail
 
     try:
         import torchvision
     except ImportError as error:
-        fail(
-            f"the models come from torchvision, which cannot be imported ({error}): pip install torchvision"
-        )
+        reason = f"torchvision, which cannot be imported ({error}): pip install torchvision"
+        fail(f"the models come from {reason}")
     known = torchvision.models.list_models(module=torchvision.models)
+    size = args.image_size
     for name in args.model:
         if name not in known:
-            fail(
-                f"argument --model: {name!r} is no classification model of torchvision; there are {', '.join(known)}"
-            )
+            there = f"there are {', '.join(known)}"
+            fail(f"argument --model: {name!r} is no classification model of torchvision; {there}")
         try:
             with torch.device("meta"):
-                images = torch.rand(args.batch_size, 3, args.image_size, args.image_size)
+                images = torch.rand(args.batch_size, 3, size, size)
                 torchvision.models.get_model(name, weights=None)(images)
-        except (
-            Exception
-        ) as error:  # assertions, shapes that don't fit, batch norm over a single value, …
-            reason = (str(error) or type(error).__name__).splitlines()[0]
-            fail(
-                f"argument --image-size: {name} cannot train on {args.batch_size} images of {args.image_size} × "
-                f"{args.image_size} pixels ({reason})"
-            )
+        except Exception as error:  # assertions, shapes that don't fit, batch norm of one value, …
+            message = str(error) or type(error).__name__
+            images = f"{args.batch_size} images of {size} × {size} pixels"
+            reason = message.splitlines()[0]
+            fail(f"argument --image-size: {name} cannot train on {images} ({reason})")
+
+
+def choose_backend(args) -> None:
+    """Replace "auto" in args.distributed_backend, which only the subsets use."""
+    from common.setup import fail
+
+    # Not torch.cuda.is_available(): "--device cuda" without a GPU is process_group's to report.
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    gpu_per_rank = args.device != "cpu" and torch.cuda.device_count() >= local_size
+    if args.distributed_backend == "auto":
+        args.distributed_backend = "nccl" if gpu_per_rank else "gloo"
+    if args.distributed_backend == "nccl" and not gpu_per_rank:
+        needed = "CUDA and a GPU per rank of this host; use gloo or fewer ranks"
+        fail(f"argument --distributed-backend: 'nccl' needs {needed}")
+
+
+def add_arguments(parser) -> None:
+    """The flags; named as in PyTorch's benchmark where it has them."""
+    from common.setup import output_file, positive_number, whole_number
+
+    add = parser.add_argument
+    models = f"of torchvision's classification models; repeatable (default: {', '.join(MODELS)})"
+    add("--model", action="append", metavar="NAME", help=models)
+    images = "images per rank (default: 32)"
+    add("--batch-size", type=whole_number(1), default=32, help=images)
+    pixels = "pixels a side (default: 224)"
+    add("--image-size", type=whole_number(1, 10_000), default=224, help=pixels)
+    megabytes = "of DDP's buckets, in MB (default: 25)"
+    add("--bucket-size", type=whole_number(1), default=25, help=megabytes)
+    before = "iterations before the counted ones (default: 5)"
+    add("--warmup", type=whole_number(0), default=5, help=before)
+    counted = "counted iterations (default: 10)"
+    add("--iterations", type=whole_number(1), default=10, help=counted)
+    devices = ["auto", "cpu", "cuda"]
+    add("--device", choices=devices, default="auto", help="auto: CUDA where there is one")
+    backends = ["auto", "gloo", "nccl"]
+    choice = "auto: nccl where every rank of this host has a GPU of its own, gloo otherwise"
+    add("--distributed-backend", choices=backends, default="auto", help=choice)
+    waiting = "how long a rank waits for the others of its subset (default: 300)"
+    add("--timeout", type=positive_number, default=300.0, metavar="SECONDS", help=waiting)
+    mixed = "measure although the machines' topologies differ"
+    add("--allow-mixed", action="store_true", help=mixed)
+    layout = "the result as PyTorch's benchmark writes it"
+    add("--json", type=output_file, metavar="PATH", help=layout)
 
 
 def main():
     folder = Path(__file__).resolve().parent
     sys.path[:0] = [str(folder), str(folder.parent)]
     try:
-        from common.report import write_json
-        from common.setup import (
-            Parser,
-            fail,
-            output_file,
-            positive_number,
-            process_group,
-            whole_number,
-        )
+        from common import report, setup
     except ModuleNotFoundError as error:
         sys.exit(f"error: {error}: copy the repository's folder common/ beside {folder} or into it")
 
-    parser = Parser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "--model",
-        action="append",
-        metavar="NAME",
-        help="of torchvision's classification models; repeatable "
-        "(default: resnet50, resnet101, resnext50_32x4d, resnext101_32x8d)",
-    )
-    parser.add_argument(
-        "--batch-size", type=whole_number(1), default=32, help="images per rank (default: 32)"
-    )
-    parser.add_argument(
-        "--image-size",
-        type=whole_number(1, 10_000),
-        default=224,
-        help="pixels a side (default: 224)",
-    )
-    parser.add_argument(
-        "--bucket-size",
-        type=whole_number(1),
-        default=25,
-        help="of DDP's buckets, in MB (default: 25)",
-    )
-    parser.add_argument(
-        "--warmup",
-        type=whole_number(0),
-        default=5,
-        help="iterations before the counted ones (default: 5)",
-    )
-    parser.add_argument(
-        "--iterations", type=whole_number(1), default=10, help="counted iterations (default: 10)"
-    )
-    parser.add_argument(
-        "--device",
-        choices=["auto", "cpu", "cuda"],
-        default="auto",
-        help="auto: CUDA where there is one",
-    )
-    parser.add_argument(
-        "--distributed-backend",
-        choices=["auto", "gloo", "nccl"],
-        default="auto",
-        help="auto: nccl where every rank of this host has a GPU of its own, gloo otherwise",
-    )
-    parser.add_argument(
-        "--timeout",
-        type=positive_number,
-        default=300.0,
-        metavar="SECONDS",
-        help="how long a rank waits for the others of its subset (default: 300)",
-    )
-    parser.add_argument(
-        "--allow-mixed",
-        action="store_true",
-        help="measure although the machines' topologies differ",
-    )
-    parser.add_argument(
-        "--json",
-        type=output_file,
-        metavar="PATH",
-        help="the result as PyTorch's benchmark writes it",
-    )
+    parser = setup.Parser(__doc__)
+    add_arguments(parser)
     args = parser.parse_args()
-    # The published setting has broadcast_buffers=False; that torch has a newer name for it is not this script's subject.
+    # The published setting has broadcast_buffers=False; that torch has a newer name for it is not
+    # this script's subject.
     warnings.filterwarnings("ignore", ".*broadcast_buffers", FutureWarning)
-    args.model = list(
-        dict.fromkeys(
-            args.model or ["resnet50", "resnet101", "resnext50_32x4d", "resnext101_32x8d"]
-        )
-    )
+    args.model = list(dict.fromkeys(args.model or MODELS))  # each once
     check_models(args)
+    choose_backend(args)
 
-    # Not torch.cuda.is_available(): "--device cuda" without a GPU is process_group's to report.
-    gpu_per_rank = args.device != "cpu" and torch.cuda.device_count() >= int(
-        os.environ.get("LOCAL_WORLD_SIZE", 1)
-    )
-    if args.distributed_backend == "nccl" and not gpu_per_rank:
-        fail(
-            "argument --distributed-backend: 'nccl' needs CUDA and a GPU per rank of this host; use gloo or fewer ranks"
-        )
-    if args.distributed_backend == "auto":
-        args.distributed_backend = "nccl" if gpu_per_rank else "gloo"
-
-    # The group of all ranks only carries samples and makes ranks wait: gloo, so that a waiting rank's GPU stays free, and
-    # for as long as the subsets need. torchrun ends the waiting ranks if a training one fails.
+    # The group of all ranks only carries samples and makes ranks wait: gloo, so that a waiting
+    # rank's GPU stays free, and for as long as the subsets need. torchrun ends the waiting ranks if
+    # a training one fails.
     waiting = argparse.Namespace(device=args.device, backend="gloo", timeout=7 * 24 * 3600)
-    with process_group(waiting) as device:
+    with setup.process_group(waiting) as device:
         waiting.timeout = args.timeout  # from now on what runs out of time is the group of a subset
         machine = check_hosts(args)
-        report = {
+        result = {
             "pytorch_version": torch.__version__,
             "cuda_version": torch.version.cuda,
             "distributed_backend": args.distributed_backend,
@@ -333,28 +312,24 @@ def main():
             "benchmark_results": [],
         }
         if dist.get_rank() == 0:
-            print(
-                "PyTorch {pytorch_version}, CUDA {cuda_version}, {distributed_backend}, buckets of {bucket_size} MB".format(
-                    **report
-                )
-            )
-            print(
-                f"{torch.get_num_threads()} threads per rank; {args.image_size} × {args.image_size} pixels, {args.iterations}"
-                f" iterations after {args.warmup} for warming up\n\n{machine}",
-                flush=True,
-            )
+            line = "PyTorch {pytorch_version}, CUDA {cuda_version}, {distributed_backend}, "
+            line += "buckets of {bucket_size} MB"
+            print(line.format(**result))
+            size = f"{args.image_size} × {args.image_size} pixels"
+            counts = f"{args.iterations} iterations after {args.warmup} for warming up"
+            print(f"{torch.get_num_threads()} threads per rank; {size}, {counts}")
+            print(f"\n{machine}", flush=True)
         for name in args.model:
-            result = sweep(name, args, device)
-            report["benchmark_results"].append(
-                {"model": name, "batch_size": args.batch_size, "result": result}
-            )
+            benchmark = {"model": name, "batch_size": args.batch_size}
+            benchmark["result"] = sweep(name, args, device)
+            result["benchmark_results"].append(benchmark)
             if args.json and dist.get_rank() == 0:
-                write_json(
-                    args.json, report
-                )  # after every model: an interrupted sweep keeps what it has
+                # After every model: an interrupted sweep keeps what it has.
+                report.write_json(args.json, result)
         if dist.get_rank() == 0:
             print(
-                "\npercentiles over all iterations of all ranks of a subset; ex/sec: examples per second of one rank"
+                "\npercentiles over all iterations of all ranks of a subset; ex/sec: examples per "
+                "second of one rank"
             )
 
 
