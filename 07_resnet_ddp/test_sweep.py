@@ -1,4 +1,7 @@
-"""Tests of sweep.py and sweep_diff.py: the plan, real sweeps on one and on two "hosts", the JSON, the diff, bad input."""
+"""Tests of sweep.py and sweep_diff.py.
+
+The plan, real sweeps on one and on two "hosts", the JSON, the diff, bad input.
+"""
 
 import json
 import socket
@@ -13,20 +16,8 @@ import torch
 from common.testing import torchrun
 
 FOLDER = Path(__file__).resolve().parent
-TINY = [
-    "--model",
-    "squeezenet1_1",
-    "--batch-size",
-    2,
-    "--image-size",
-    32,
-    "--warmup",
-    1,
-    "--iterations",
-    3,
-    "--device",
-    "cpu",
-]
+TINY = ["--model", "squeezenet1_1", "--batch-size", 2, "--image-size", 32]
+TINY += ["--warmup", 1, "--iterations", 3, "--device", "cpu"]
 
 
 @pytest.mark.parametrize(
@@ -48,48 +39,36 @@ def test_plan(ranks, local_size, labels):
     assert [label for label, _, _ in found[1:]] == labels
     for label, members, use_ddp in found[1:]:
         machines, size = (int(part[:-1]) for part in label.split("/"))
-        # torchrun gives every machine consecutive ranks, so that these are the whole machines that the label says
+        # torchrun gives every machine consecutive ranks: these are the machines of the label.
         assert members == list(range(machines * size)) and use_ddp
     assert len(found[-1][1]) == ranks
 
 
+def measured(output):
+    """The subsets in the table of an output."""
+    lines = [line.split() for line in output.splitlines() if line.count("/s") == 4]
+    return [words[1] for words in lines if words[0].isdigit()]
+
+
 def test_one_host(script, tmp_path):
-    status, output = script(
-        torchrun(2, FOLDER / "sweep.py", *TINY, "--json", tmp_path / "a.json")
-    ).wait()
+    words = [*TINY, "--json", tmp_path / "a.json"]
+    status, output = script(torchrun(2, FOLDER / "sweep.py", *words)).wait()
     assert status == 0, output
     report = json.loads((tmp_path / "a.json").read_text())
-    assert list(report) == [
-        "pytorch_version",
-        "cuda_version",
-        "distributed_backend",
-        "bucket_size",
-        "benchmark_results",
-    ]
+    header = ["pytorch_version", "cuda_version", "distributed_backend", "bucket_size"]
+    assert list(report) == [*header, "benchmark_results"]
     assert report["distributed_backend"] == "gloo" and report["bucket_size"] == 25
     (benchmark,) = report["benchmark_results"]
     assert list(benchmark) == ["model", "batch_size", "result"]
     assert (benchmark["model"], benchmark["batch_size"]) == ("squeezenet1_1", 2)
     assert all(list(entry) == ["ranks", "measurements"] for entry in benchmark["result"])
-    assert [entry["ranks"] for entry in benchmark["result"]] == [
-        [0],
-        [0],
-        [0, 1],
-    ]  # first without DDP; no warm-up
-    assert [len(entry["measurements"]) for entry in benchmark["result"]] == [
-        3,
-        3,
-        6,
-    ]  # of all ranks together
-    assert all(
-        0 < seconds < 60 for entry in benchmark["result"] for seconds in entry["measurements"]
-    )
-    lines = [
-        line.split()[1]
-        for line in output.splitlines()
-        if line.count("/s") == 4 and line.split()[0].isdigit()
-    ]
-    assert lines == ["no", "1M/1G", "1M/2G"], output
+    # First without DDP.
+    assert [entry["ranks"] for entry in benchmark["result"]] == [[0], [0], [0, 1]]
+    # Of all ranks together, without warm-up.
+    assert [len(entry["measurements"]) for entry in benchmark["result"]] == [3, 3, 6]
+    for entry in benchmark["result"]:
+        assert all(0 < seconds < 60 for seconds in entry["measurements"])
+    assert measured(output) == ["no", "1M/1G", "1M/2G"], output
     assert diff(tmp_path / "a.json", tmp_path / "a.json").stdout.count("+0.0%") == 6
 
 
@@ -100,14 +79,10 @@ def test_on_a_gpu(script, tmp_path, world_size):
     status, output = script(torchrun(world_size, FOLDER / "sweep.py", *words)).wait()
     assert status == 0, output
     report = json.loads((tmp_path / "a.json").read_text())
-    assert report["distributed_backend"] == (
-        "nccl" if torch.cuda.device_count() >= world_size else "gloo"
-    )
-    assert [entry["ranks"] for entry in report["benchmark_results"][0]["result"]] == [
-        [0],
-        [0],
-        [0, 1],
-    ][: world_size + 1]
+    gpu_per_rank = torch.cuda.device_count() >= world_size
+    assert (report["distributed_backend"] == "nccl") == gpu_per_rank
+    subsets = [entry["ranks"] for entry in report["benchmark_results"][0]["result"]]
+    assert subsets == [[0], [0], [0, 1]][: world_size + 1]
 
 
 def two_hosts(script, *words, local_size=1, second_environment=None):
@@ -117,36 +92,19 @@ def two_hosts(script, *words, local_size=1, second_environment=None):
         port = free.getsockname()[1]
     hosts = []
     for node_rank, environment in enumerate([{}, second_environment or {}]):
-        launcher = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--nnodes",
-            2,
-            "--node-rank",
-            node_rank,
-            "--nproc-per-node",
-            local_size,
-            "--master-addr",
-            "127.0.0.1",
-            "--master-port",
-            port,
-        ]
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", 2]
+        launcher += ["--node-rank", node_rank, "--nproc-per-node", local_size]
+        launcher += ["--master-addr", "127.0.0.1", "--master-port", port]
         hosts.append(script([*launcher, FOLDER / "sweep.py", *TINY, *words], env=environment))
     return [host.wait() for host in hosts]
 
 
 @pytest.mark.full
 def test_two_hosts(script, tmp_path):
-    (status, output), (second_status, second_output) = two_hosts(
-        script, "--json", tmp_path / "two.json", local_size=2
-    )
+    first, second = two_hosts(script, "--json", tmp_path / "two.json", local_size=2)
+    (status, output), (second_status, second_output) = first, second
     assert status == second_status == 0, output + second_output
-    assert [
-        line.split()[1]
-        for line in output.splitlines()
-        if line.count("/s") == 4 and line.split()[0].isdigit()
-    ] == ["no", "1M/1G", "1M/2G", "2M/2G"], output
+    assert measured(output) == ["no", "1M/1G", "1M/2G", "2M/2G"], output
     result = json.loads((tmp_path / "two.json").read_text())["benchmark_results"][0]["result"]
     assert [entry["ranks"] for entry in result] == [[0], [0], [0, 1], [0, 1, 2, 3]]
 
@@ -160,12 +118,11 @@ def test_hosts_that_differ(script, tmp_path):
     assert all(status != 0 for status, _ in results)
     assert "GPU0 is somewhere else" in results[0][1] and "cores" in results[0][1]
     assert sum(line.startswith("sweep.py: error: ") for line in results[0][1].splitlines()) == 1
-    results = two_hosts(script, "--allow-mixed", second_environment=path)
-    assert (
-        results[0][0] == 0
-        and "GPU0 is somewhere else" in results[0][1]
-        and "2M/1G" in results[0][1]
-    ), results[0][1]
+    [(status, output), _] = two_hosts(script, "--allow-mixed", second_environment=path)
+    assert status == 0 and "GPU0 is somewhere else" in output and "2M/1G" in output, output
+
+
+NCCL_ON_CPU = ["--distributed-backend", "nccl", "--device", "cpu"]
 
 
 @pytest.mark.parametrize(
@@ -186,10 +143,7 @@ def test_hosts_that_differ(script, tmp_path):
         (["--iterations", "0"], "--iterations"),
         (["--device", "tpu"], "--device"),
         (["--distributed-backend", "mpi"], "--distributed-backend"),
-        (
-            ["--distributed-backend", "nccl", "--device", "cpu", "--model", "alexnet"],
-            "--distributed-backend",
-        ),
+        (["--model", "alexnet", *NCCL_ON_CPU], "--distributed-backend"),
         (["--timeout", "0"], "--timeout"),
         (["--timeout", "nan"], "--timeout"),
         (["--json", "."], "--json"),
@@ -208,42 +162,27 @@ def test_bad_values(words, named, monkeypatch, capsys):
 
 
 def diff(*files):
-    return subprocess.run(
-        [sys.executable, FOLDER / "sweep_diff.py", *files], capture_output=True, text=True
-    )
+    command = [sys.executable, FOLDER / "sweep_diff.py", *files]
+    return subprocess.run(command, capture_output=True, text=True)
 
 
 def write(path, results, **header):
     """A result file by hand: {(model, batch size): [(ranks, seconds of every measurement)]}."""
-    benchmarks = [
-        {
-            "model": model,
-            "batch_size": batch_size,
-            "result": [
-                {"ranks": list(range(ranks)), "measurements": [seconds] * 10}
-                for ranks, seconds in result
-            ],
-        }
-        for (model, batch_size), result in results.items()
-    ]
-    path.write_text(
-        json.dumps(
-            {"pytorch_version": "2.6.0", "bucket_size": 25}
-            | header
-            | {"benchmark_results": benchmarks}
-        )
-    )
+    benchmarks = []
+    for (model, batch_size), result in results.items():
+        entries = []
+        for ranks, seconds in result:
+            entries.append({"ranks": list(range(ranks)), "measurements": [seconds] * 10})
+        benchmarks.append({"model": model, "batch_size": batch_size, "result": entries})
+    content = {"pytorch_version": "2.6.0", "bucket_size": 25} | header
+    path.write_text(json.dumps(content | {"benchmark_results": benchmarks}))
     return path
 
 
 def test_diff_of_equal_and_slower(tmp_path):
     baseline = write(tmp_path / "a", {("resnet18", 8): [(1, 0.10), (1, 0.10), (2, 0.20)]})
-    test = write(
-        tmp_path / "b",
-        {("resnet18", 8): [(1, 0.10), (1, 0.05), (2, 0.25)]},
-        pytorch_version="2.7.0",
-        extra="x",
-    )
+    times = {("resnet18", 8): [(1, 0.10), (1, 0.05), (2, 0.25)]}
+    test = write(tmp_path / "b", times, pytorch_version="2.7.0", extra="x")
     lines = [line.split() for line in diff(baseline, test).stdout.splitlines()]
     assert ["pytorch_version", "2.6.0", "2.7.0"] in lines and ["extra", "-", "x"] in lines
     assert ["no", "ddp", "0.1000s", "80.0/s", "+0.0%", "0.1000s", "80.0/s", "+0.0%"] in lines
@@ -252,17 +191,11 @@ def test_diff_of_equal_and_slower(tmp_path):
 
 
 def test_diff_names_what_does_not_match(tmp_path):
-    baseline = write(
-        tmp_path / "a",
-        {
-            ("alexnet", 8): [(1, 1.0)],
-            ("resnet18", 8): [(1, 1.0), (1, 1.0), (2, 1.0)],
-            ("vgg11", 8): [(1, 1.0)],
-        },
-    )
-    test = write(
-        tmp_path / "b", {("vgg11", 16): [(1, 1.0)], ("resnet18", 8): [(1, 1.0), (1, 1.0), (4, 1.0)]}
-    )
+    one, two, four = (1, 1.0), (2, 1.0), (4, 1.0)
+    times = {("alexnet", 8): [one], ("resnet18", 8): [one, one, two], ("vgg11", 8): [one]}
+    baseline = write(tmp_path / "a", times)
+    times = {("vgg11", 16): [one], ("resnet18", 8): [one, one, four]}
+    test = write(tmp_path / "b", times)
     done = diff(baseline, test)
     assert done.returncode == 0
     for line in (
@@ -284,15 +217,13 @@ def test_diff_of_bad_files(tmp_path):
     (tmp_path / "other").write_text('{"stage": "05_bucketed"}')
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
     empty = write(tmp_path / "empty", {("resnet18", 8): []})
-    empty.write_text(
-        empty.read_text().replace('"result": []', '"result": [{"ranks": [0], "measurements": []}]')
-    )
+    entry = '"result": [{"ranks": [0], "measurements": []}]'
+    empty.write_text(empty.read_text().replace('"result": []', entry))
     for bad in ("text", "list", "other", "bytes", "empty", "missing", "."):
         done = diff(good, tmp_path / bad)
         assert done.returncode == 2 and done.stderr.count("\n") == 1, (bad, done.stderr)
-        assert (
-            done.stderr.startswith("sweep_diff.py: error: ") and str(tmp_path / bad) in done.stderr
-        )
+        assert done.stderr.startswith("sweep_diff.py: error: ")
+        assert str(tmp_path / bad) in done.stderr
     for words in ([], [good], [good, good, good]):
         done = diff(*words)
         assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
