@@ -1,4 +1,7 @@
-"""resnet_ddp.py: shards, the loss curve against one device, evaluation, kill and resume, CIFAR-10, pictures, bad input."""
+"""resnet_ddp.py: shards, the loss curve against one device, evaluation, kill and resume, bad input.
+
+Of images.py CIFAR-10; of compare_runs.py the table and the pictures.
+"""
 
 import hashlib
 import json
@@ -22,23 +25,14 @@ from common import testing
 from common.testing import masked, torchrun
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+import compare_runs  # noqa: E402
+import images  # noqa: E402
 import resnet_ddp  # noqa: E402
 
 from common.timing import Stopwatch  # noqa: E402
 
 SCRIPT = Path(resnet_ddp.__file__)
-TINY = [
-    "--image-size",
-    16,
-    "--global-batch",
-    16,
-    "--steps-per-epoch",
-    3,
-    "--device",
-    "cpu",
-    "--log-every",
-    1,
-]
+TINY = "--image-size 16 --global-batch 16 --steps-per-epoch 3 --device cpu --log-every 1".split()
 CPU = torch.device("cpu")
 
 
@@ -69,11 +63,8 @@ def test_shards_are_disjoint_and_complete_and_make_up_the_batches_of_one_device(
         used = sum(single[epoch], [])
         assert len(set(used)) == len(used) == images // 8 * 8
     assert single[0] != single[1], "the second epoch has another order"
-    assert (
-        sorted(first_evaluation + second_evaluation)
-        == sorted(single_evaluation)
-        == list(range(images))
-    )
+    both = sorted(first_evaluation + second_evaluation)
+    assert both == sorted(single_evaluation) == list(range(images))
 
 
 # Training
@@ -95,24 +86,26 @@ class Numbers(torch.utils.data.Dataset):
 
 
 def loss_curve(batch_size, synchronize=True):
-    """Loss of each step over all ranks and the final weights, of a ResNet-18 in float64 with frozen statistics."""
+    """Loss of each step over all ranks, and the final weights.
+
+    Of a ResNet-18 in float64 with frozen statistics.
+    """
     data = Numbers(40)
     batches, _ = resnet_ddp.sharded_loaders(data, data, batch_size, seed=0)
     torch.manual_seed(dist.get_rank())  # DDP must hand out rank 0's weights
     network = resnet18(num_classes=10, norm_layer=FrozenBatchNorm2d).double()
-    model = (
-        DistributedDataParallel(network, gradient_as_bucket_view=True)
-        if dist.get_world_size() > 1
-        else network
-    )
+    model = network
+    if dist.get_world_size() > 1:
+        model = DistributedDataParallel(network, gradient_as_bucket_view=True)
     optimizer = torch.optim.SGD(model.parameters(), 1e-3, 0.9)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     losses = []
     for epoch in range(2):
         batches.sampler.set_epoch(epoch)
-        for watch, loss, _ in resnet_ddp.train(
+        outcomes = resnet_ddp.train(
             model, batches, optimizer, scheduler, CPU, Stopwatch, synchronize=synchronize
-        ):
+        )
+        for watch, loss, _ in outcomes:
             assert watch.seconds("start", "data") > 0 and watch.seconds("data", "end") > 0
             dist.all_reduce(loss)
             losses.append(loss.item() / dist.get_world_size())
@@ -120,7 +113,7 @@ def loss_curve(batch_size, synchronize=True):
 
 
 def test_the_loss_curve_and_the_weights_are_those_of_one_device(ranks):
-    """With frozen statistics: BatchNorm normalises a rank's batch by itself, which is other mathematics than one device's."""
+    """With frozen statistics: live ones are of a rank's own batch, which is other mathematics."""
     [(single, single_weights)] = ranks(1).run(loss_curve, 8)
     results = ranks(2).run(loss_curve, 4)
     assert len(single) == 10 and single[-1] < single[0]
@@ -140,16 +133,14 @@ def weights_around_warm_up():
     network = resnet18(num_classes=10)
     before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
     resnet_ddp.warm_up(DistributedDataParallel(network, gradient_as_bucket_view=True), 16, CPU)
-    left = [
-        name
-        for name, parameter in network.named_parameters()
-        if parameter.grad is not None and parameter.grad.any()
-    ]
-    return left + [
-        name
-        for name, tensor in network.state_dict().items()
-        if not torch.equal(tensor, before[name])
-    ]
+    left = []
+    for name, parameter in network.named_parameters():
+        if parameter.grad is not None and parameter.grad.any():
+            left.append(name)
+    for name, tensor in network.state_dict().items():
+        if not torch.equal(tensor, before[name]):
+            left.append(name)
+    return left
 
 
 def test_warming_up_leaves_no_trace(ranks):
@@ -157,7 +148,7 @@ def test_warming_up_leaves_no_trace(ranks):
 
 
 class Classifier(nn.Module):
-    """A linear classifier of 3 × 16 × 16 images with a buffer that each rank has a value of its own for."""
+    """A linear classifier of 3 × 16 × 16 images; its buffer is another one on each rank."""
 
     def __init__(self):
         super().__init__()
@@ -170,7 +161,7 @@ class Classifier(nn.Module):
 
 
 def evaluation(count):
-    """The result of `evaluate` on shares of batches of 2, and what it should be: all images at once, rank 0's buffer."""
+    """What `evaluate` finds, in batches of 2, and should: all images at once, rank 0's buffer."""
     data, network = Numbers(count), Classifier()
     _, batches = resnet_ddp.sharded_loaders(data, data, 2, seed=0)
     found = resnet_ddp.evaluate(network, batches, CPU)
@@ -182,9 +173,8 @@ def evaluation(count):
     }
 
 
-@pytest.mark.parametrize(
-    "count", [4, 5, 1]
-)  # shares of 2 + 2; 3 + 2, so that one rank has a batch more; 1 + 0
+# Shares of 2 + 2; of 3 + 2, so that one rank has a batch more; of 1 + 0.
+@pytest.mark.parametrize("count", [4, 5, 1])
 def test_evaluation_counts_each_image_once_and_is_the_same_everywhere(ranks, count):
     for found, expected in ranks(2).run(evaluation, count):
         assert found == pytest.approx(expected, rel=1e-12)
@@ -198,90 +188,87 @@ def start(script, world_size, *words, before=(), **options):
     return script([*command, SCRIPT, *words], **options)
 
 
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
 def test_single_then_ddp_then_pictures(script, tmp_path):
-    status, output = start(
-        script, None, *TINY, "--epochs", 1, "--threads", 1, "--results", tmp_path / "new"
-    ).wait()
+    results = tmp_path / "new"
+    words = [*TINY, "--epochs", 1, "--threads", 1, "--results", results]
+    status, output = start(script, None, *words).wait()
     assert status == 0, output
-    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["07_single.json"], (
-        "nothing to compare yet"
-    )
-    status, output = start(
-        script, 2, *TINY, "--epochs", 1, "--threads", 1, "--results", tmp_path / "new"
-    ).wait()
+    assert names(results) == ["07_single.json"], "nothing to compare yet"
+    status, output = start(script, 2, *words).wait()
     assert status == 0, output
-    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == [
-        "07_ddp_2.json",
-        "07_single.json",
-        "breakdown.png",
-        "comparison.png",
-    ]
+    pictures = ["breakdown.png", "comparison.png"]
+    assert names(results) == ["07_ddp_2.json", "07_single.json", *pictures]
     assert "ETA" in output and "speed-up" in output
     recorded = masked(SCRIPT.with_name("reference_output.txt").read_text())
+    starts = ("epoch", "total", "data", "compute", "batch", "single #", "DDP × # #")
     for line in masked(output):  # what the recorded output shows is what the script prints today
-        if (
-            line.startswith(("epoch", "total", "data", "compute", "batch", "single #", "DDP × # #"))
-            or "images in" in line
-        ):
+        if line.startswith(starts) or "images in" in line:
             assert line in recorded
-    single, ddp = (
-        json.loads((tmp_path / "new" / f"07_{name}.json").read_text())
-        for name in ("single", "ddp_2")
-    )
-    assert (
-        single["world_size"],
-        single["batch_per_rank"],
-        ddp["world_size"],
-        ddp["batch_per_rank"],
-    ) == (1, 16, 2, 8)
+    single = json.loads((results / "07_single.json").read_text())
+    ddp = json.loads((results / "07_ddp_2.json").read_text())
+    assert (single["world_size"], single["batch_per_rank"]) == (1, 16)
+    assert (ddp["world_size"], ddp["batch_per_rank"]) == (2, 8)
     for result in (single, ddp):
-        assert (
-            result["step"] == len(result["steps"]) == 3
-            and result["evaluations"][0]["images"] == 297
-        )
-        assert all(
-            len(values) == result["world_size"]
-            for step in result["steps"]
-            for values in step.values()
-        )
+        steps = result["steps"]
+        assert result["step"] == len(steps) == 3
+        assert result["evaluations"][0]["images"] == 297
+        for step in steps:
+            assert all(len(values) == result["world_size"] for values in step.values())
         assert result["images_per_second"] == pytest.approx(3 * 16 / result["train_seconds"])
-        longest = max(
-            sum(
-                step["data_seconds"][rank] + step["compute_seconds"][rank]
-                for step in result["steps"]
+        for rank in range(result["world_size"]):
+            seconds = sum(
+                step["data_seconds"][rank] + step["compute_seconds"][rank] for step in steps
             )
-            for rank in range(result["world_size"])
-        )
-        assert 0 < longest < 1.05 * result["train_seconds"] + 0.1
+            assert 0 < seconds < 1.05 * result["train_seconds"] + 0.1
+
+
+def test_the_report_is_of_all_steps_and_ranks(capsys):
+    made = result("ddp", 2, 400) | {"batch_per_rank": 32}
+    made["steps"][0] = {"data_seconds": [0.1, 0.3], "compute_seconds": [1.0, 2.0]}
+    resnet_ddp.print_report(made, images=256)
+    _, *rows, last = capsys.readouterr().out.splitlines()
+    # 0.1, 0.3 and 6 × 0.04 s; 1, 2 and 6 × 0.36 s; the sums. A half of all is a rank's.
+    assert rows[0].split()[:4] == ["data", "0.3", "80.0", "40.0"]
+    assert rows[1].split()[:4] == ["compute", "2.6", "645.0", "360.0"]
+    assert rows[2].split()[:4] == ["batch", "2.9", "725.0", "400.0"]
+    assert last == "256 images in 1.60 s: 160.0 images/s over all ranks; held-out accuracy 95.00%"
+
+
+def test_alone_it_imports_and_says_what_to_copy(tmp_path):
+    testing.check_script_alone(SCRIPT, tmp_path)
+
+
+@pytest.mark.full
+def test_without_the_comparison_it_trains(script, tmp_path):
+    """A copy of the script and of what it cannot do without."""
+    path = tmp_path / "copy" / SCRIPT.name
+    path.parent.mkdir()
+    for name in (SCRIPT.name, "images.py"):
+        (path.parent / name).write_text(SCRIPT.with_name(name).read_text())
+    (tmp_path / "common").symlink_to(SCRIPT.parent.parent / "common")
+    words = [*TINY, "--steps-per-epoch", 1, "--epochs", 1, "--results", tmp_path / "results"]
+    status, output = script([sys.executable, path, *words]).wait()
+    assert status == 0, output
+    line = f"no comparison and no pictures: compare_runs.py is not in {path.parent}"
+    assert output.splitlines()[-1] == line
+    assert names(tmp_path / "results") == ["07_single.json"]
 
 
 def test_weak_scaling_keeps_the_batch_per_rank_and_warms_the_learning_rate_up(script, tmp_path):
-    status, output = start(
-        script,
-        2,
-        *TINY,
-        "--scaling",
-        "weak",
-        "--epochs",
-        1,
-        "--lr",
-        0.01,
-        "--warmup-epochs",
-        2,
-        "--results",
-        tmp_path,
-        "--checkpoint",
-        tmp_path / "c",
-    ).wait()
+    words = [*TINY, "--scaling", "weak", "--epochs", 1, "--lr", 0.01, "--warmup-epochs", 2]
+    words += ["--results", tmp_path, "--checkpoint", tmp_path / "c"]
+    status, output = start(script, 2, *words).wait()
     assert status == 0, output
     result = json.loads((tmp_path / "07_ddp_2.json").read_text())
-    assert result["batch_per_rank"] == 16 and result["images_per_second"] == pytest.approx(
-        3 * 32 / result["train_seconds"]
-    )
+    assert result["batch_per_rank"] == 16
+    assert result["images_per_second"] == pytest.approx(3 * 32 / result["train_seconds"])
+    checkpoint = torch.load(tmp_path / "c", weights_only=True)
+    learning_rate = checkpoint["optimizer"]["param_groups"][0]["lr"]
     # 3 of 6 steps of the way from 0.01 to 0.02
-    learning_rate = torch.load(tmp_path / "c", weights_only=True)["optimizer"]["param_groups"][0][
-        "lr"
-    ]
     assert learning_rate == pytest.approx(0.015, rel=1e-12)
 
 
@@ -301,15 +288,10 @@ def test_a_killed_worker_costs_at_most_its_epoch_and_no_bit_of_the_result(script
     status, output = start(script, 3, *words, "--checkpoint", tmp_path / "whole").wait()
     assert status == 0, output
 
-    killed = start(
-        script,
-        3,
-        *words,
-        "--checkpoint",
-        tmp_path / "killed",
-        before=["--max-restarts", 3],
-        env={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
-    )  # see the README
+    restarts = ["--max-restarts", 3]
+    new_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # see the README
+    words += ["--checkpoint", tmp_path / "killed"]
+    killed = start(script, 3, *words, before=restarts, env=new_store)
     lines = []
     for line in killed.process.stdout:
         lines.append(line)
@@ -320,23 +302,17 @@ def test_a_killed_worker_costs_at_most_its_epoch_and_no_bit_of_the_result(script
     assert status == 0, "".join(lines) + output
     assert "after epoch 1" in output and "epoch 1 step" not in output, output
 
-    whole, resumed = (
-        torch.load(tmp_path / name, weights_only=True) for name in ("whole", "killed")
-    )
-    assert (
-        resumed["settings"] == whole["settings"]
-        and resumed["progress"]["evaluations"] == whole["progress"]["evaluations"]
-    )
+    whole = torch.load(tmp_path / "whole", weights_only=True)
+    resumed = torch.load(tmp_path / "killed", weights_only=True)
+    assert resumed["settings"] == whole["settings"]
+    assert resumed["progress"]["evaluations"] == whole["progress"]["evaluations"]
     for part in ("model", "optimizer", "scheduler", "random_states"):
         torch.testing.assert_close(resumed[part], whole[part], rtol=0, atol=0)
-    for steps in (
-        [(step["loss"], step["accuracy"]) for step in one["progress"]["steps"]]
-        for one in (whole, resumed)
-    ):
-        assert (
-            steps == [(step["loss"], step["accuracy"]) for step in whole["progress"]["steps"]]
-            and len(steps) == 9
-        )
+    outcomes = []
+    for checkpoint in (whole, resumed):
+        steps = checkpoint["progress"]["steps"]
+        outcomes.append([(step["loss"], step["accuracy"]) for step in steps])
+    assert outcomes[0] == outcomes[1] and len(outcomes[0]) == 9
     assert not (tmp_path / "killed.part").exists()
 
 
@@ -346,26 +322,16 @@ def test_a_killed_worker_costs_at_most_its_epoch_and_no_bit_of_the_result(script
 @pytest.mark.parametrize("moment", ["", "epoch 1 step", "epoch 2 step"])
 def test_faults(script, moment, fault, tmp_path):
     (tmp_path / "temporary").mkdir()
-    command = testing.torchrun(
-        2, resnet_ddp.__file__, *TINY, "--epochs", 1000, "--results", tmp_path
-    )
+    command = torchrun(2, SCRIPT, *TINY, "--epochs", 1000, "--results", tmp_path)
     testing.check_fault(script, command, moment, fault, tmp_path / "temporary")
 
 
 @pytest.mark.full
 @testing.needs_proc
 def test_stopped_rank(script, tmp_path):
-    testing.check_stopped_rank(
-        script,
-        resnet_ddp.__file__,
-        *TINY,
-        "--epochs",
-        1000,
-        "--results",
-        tmp_path,
-        moment="epoch 1 step",
-        place="main > fit > ",
-    )
+    words = [*TINY, "--epochs", 1000, "--results", tmp_path]
+    place = "main > fit > "
+    testing.check_stopped_rank(script, SCRIPT, *words, moment="epoch 1 step", place=place)
 
 
 @pytest.mark.full
@@ -384,32 +350,33 @@ def test_when_one_rank_dies_all_end(script, tmp_path):
 
 
 def write_cifar10(folder):
-    """A small folder in the format of cifar-10-python.tar.gz: pickled {data: uint8 [n, 3072], labels: [n]}; its checksums."""
-    random, sums = numpy.random.default_rng(0), {}
+    """A small folder in the format of cifar-10-python.tar.gz; its contents and checksums.
+
+    Pickled {data: uint8 [n, 3072], labels: [n]}.
+    """
+    random = numpy.random.default_rng(0)
     inner = folder / "cifar-10-batches-py"
     inner.mkdir(parents=True)
-    contents = {f"data_batch_{i}": 8 for i in range(1, 6)} | {"test_batch": 9}
-    for name, count in contents.items():
-        data = random.integers(0, 256, (count, 3072), dtype=numpy.uint8)
-        labels = random.integers(0, 10, count).tolist()
+    counts = {f"data_batch_{i}": 8 for i in range(1, 6)} | {"test_batch": 9}
+    contents = {}
+    sums = {}
+    for name, count in counts.items():
         contents[name] = {
             "batch_label": name,
-            "data": data,
-            "labels": labels,
+            "data": random.integers(0, 256, (count, 3072), dtype=numpy.uint8),
+            "labels": random.integers(0, 10, count).tolist(),
             "filenames": ["x.png"] * count,
         }
-    contents["batches.meta"] = {
-        "label_names": [*"abcdefghij"],
-        "num_cases_per_batch": 8,
-        "num_vis": 3072,
-    }
+    meta = {"label_names": [*"abcdefghij"], "num_cases_per_batch": 8, "num_vis": 3072}
+    contents["batches.meta"] = meta
     for name, content in contents.items():
         (inner / name).write_bytes(pickle.dumps(content))
         sums[name] = hashlib.md5((inner / name).read_bytes()).hexdigest()
     return contents, sums
 
 
-# torchvision knows CIFAR-10 by the checksums of its files, so a process that reads the small folder must hear of its own.
+# torchvision knows CIFAR-10 by the checksums of its files, so a process that reads the small folder
+# must hear of its own.
 WITH_OTHER_CHECKSUMS = """
 import json, runpy, sys
 from torchvision.datasets import CIFAR10
@@ -426,61 +393,45 @@ def test_cifar10_is_read_normalised_and_trained_on(script, tmp_path, monkeypatch
     from torchvision.datasets import CIFAR10
 
     contents, sums = write_cifar10(tmp_path / "data")
-    words = [
-        *TINY,
-        "--epochs",
-        1,
-        "--steps-per-epoch",
-        2,
-        "--data",
-        tmp_path / "data",
-        "--results",
-        tmp_path,
-    ]
-    status, output = script(
-        [sys.executable, "-c", WITH_OTHER_CHECKSUMS, json.dumps(sums), SCRIPT, *words]
-    ).wait()
+    words = [*TINY, "--epochs", 1, "--steps-per-epoch", 2]
+    words += ["--data", tmp_path / "data", "--results", tmp_path]
+    command = [sys.executable, "-c", WITH_OTHER_CHECKSUMS, json.dumps(sums), SCRIPT, *words]
+    status, output = script(command).wait()
     assert status == 0, output
     result = json.loads((tmp_path / "07_single.json").read_text())
     assert result["settings"]["data"] == "CIFAR-10" and result["evaluations"][0]["images"] == 9
 
-    monkeypatch.setattr(
-        CIFAR10, "train_list", [[name, sums[name]] for name, _ in CIFAR10.train_list]
-    )
-    monkeypatch.setattr(CIFAR10, "test_list", [[name, sums[name]] for name, _ in CIFAR10.test_list])
+    train_list = [[name, sums[name]] for name, _ in CIFAR10.train_list]
+    monkeypatch.setattr(CIFAR10, "train_list", train_list)
+    monkeypatch.setattr(CIFAR10, "test_list", [["test_batch", sums["test_batch"]]])
     monkeypatch.setattr(CIFAR10, "meta", CIFAR10.meta | {"md5": sums["batches.meta"]})
-    train_set, test_set = resnet_ddp.load_images(str(tmp_path / "data"), False, 32)
+    train_set, test_set = images.load_images(str(tmp_path / "data"), False, 32)
     assert (len(train_set), len(test_set)) == (40, 9)
     image, label = train_set[8]  # the first of the second batch
     raw = torch.tensor(contents["data_batch_2"]["data"][0]).view(3, 32, 32).double()
     assert label == contents["data_batch_2"]["labels"][0]
     for channel, (mean, std) in enumerate([(125.3, 63.0), (123.0, 62.1), (113.9, 66.7)]):
-        torch.testing.assert_close(
-            image[channel].double(), (raw[channel] - mean) / std, rtol=1e-5, atol=1e-5
-        )
-    assert resnet_ddp.load_images(str(tmp_path / "data"), False, 64)[0][0][0].shape == (3, 64, 64)
+        expected = (raw[channel] - mean) / std
+        torch.testing.assert_close(image[channel].double(), expected, rtol=1e-5, atol=1e-5)
+    assert images.load_images(str(tmp_path / "data"), False, 64)[0][0][0].shape == (3, 64, 64)
 
 
 def test_cifar10_cut_short_is_one_line(tmp_path, monkeypatch, capsys):
     from torchvision.datasets import CIFAR10
 
     _, sums = write_cifar10(tmp_path)
-    monkeypatch.setattr(
-        CIFAR10, "train_list", [[name, sums[name]] for name, _ in CIFAR10.train_list]
-    )
+    train_list = [[name, sums[name]] for name, _ in CIFAR10.train_list]
+    monkeypatch.setattr(CIFAR10, "train_list", train_list)
     file = tmp_path / "cifar-10-batches-py" / "data_batch_3"
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(SystemExit) as end:
-        resnet_ddp.load_images(str(tmp_path), False, 32)
+        images.load_images(str(tmp_path), False, 32)
     said = capsys.readouterr().err
-    assert (
-        end.value.code == 2
-        and said.count("\n") == 1
-        and f"argument --data: '{tmp_path}' holds no readable CIFAR-10" in said
-    )
+    assert end.value.code == 2 and said.count("\n") == 1
+    assert f"argument --data: '{tmp_path}' holds no readable CIFAR-10" in said
 
 
-# Pictures
+# The comparison
 
 
 def result(name, world_size, ms):
@@ -489,14 +440,8 @@ def result(name, world_size, ms):
         "data_seconds": [ms / 10_000] * world_size,
         "compute_seconds": [9 * ms / 10_000] * world_size,
     }
-    settings = {
-        "data": "digits",
-        "device": "cpu",
-        "threads_per_rank": 1,
-        "image_size": 64,
-        "global_batch": 64,
-        "epochs": 1,
-    }
+    settings = {"data": "digits", "device": "cpu", "threads_per_rank": 1}
+    settings |= {"image_size": 64, "global_batch": 64, "epochs": 1}
     return {
         "stage": "07_resnet_ddp",
         "name": name,
@@ -512,12 +457,11 @@ def result(name, world_size, ms):
 
 def test_two_results_are_compared_and_drawn(tmp_path, capsys):
     (tmp_path / "07_single.json").write_text(json.dumps(result("single", 1, 600)))
-    resnet_ddp.compare(tmp_path)
-    assert len(list(tmp_path.iterdir())) == 1 and not capsys.readouterr().out, (
-        "one result is nothing to compare"
-    )
+    compare_runs.compare(tmp_path)
+    assert names(tmp_path) == ["07_single.json"], "one result is nothing to compare"
+    assert not capsys.readouterr().out
     (tmp_path / "07_ddp_2.json").write_text(json.dumps(result("ddp", 2, 400)))
-    resnet_ddp.compare(tmp_path)
+    compare_runs.compare(tmp_path)
     table = capsys.readouterr().out
     assert "DDP × 2      1.6     400.0     160.0      1.50       75.0%    95.00%" in table, table
     pictures = [imread(tmp_path / name) for name in ("comparison.png", "breakdown.png")]
@@ -526,20 +470,78 @@ def test_two_results_are_compared_and_drawn(tmp_path, capsys):
     other = result("ddp", 4, 200)
     other["settings"]["image_size"] = 224
     (tmp_path / "07_ddp_4.json").write_text(json.dumps(other))
-    resnet_ddp.compare(tmp_path)
+    compare_runs.compare(tmp_path)
     output = capsys.readouterr().out
-    assert (
-        "07_ddp_4.json is left out of the comparison: 07_single.json has another image_size"
-        in output
-    )
+    left_out = "07_ddp_4.json is left out of the comparison: 07_single.json has another image_size"
+    assert left_out in output
     assert "DDP × 2" in output and "DDP × 4" not in output
     assert (imread(tmp_path / "comparison.png") == pictures[0]).all()
 
 
-def test_time_of_data_and_of_computing(tmp_path):
-    assert resnet_ddp.times(result("ddp", 2, 400), "data") == pytest.approx([40] * 8)
-    assert resnet_ddp.times(result("ddp", 2, 400), "compute") == pytest.approx([360] * 8)
-    assert resnet_ddp.times(result("ddp", 2, 400), "batch") == pytest.approx([400] * 8)
+def test_time_of_data_and_of_computing():
+    made = result("ddp", 2, 400)
+    assert compare_runs.times(made, "data") == pytest.approx([40] * 8)
+    assert compare_runs.times(made, "compute") == pytest.approx([360] * 8)
+    assert compare_runs.times(made, "batch") == pytest.approx([400] * 8)
+
+
+def command_line(monkeypatch, capsys, *words):
+    """What compare_runs.py does with these words: exit status, output, errors."""
+    monkeypatch.setattr(sys, "argv", ["compare_runs.py", *map(str, words)])
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    monkeypatch.delenv("RANK", raising=False)
+    try:
+        compare_runs.main()
+        status = 0
+    except SystemExit as end:
+        status = end.code
+    return status, *capsys.readouterr()
+
+
+def test_the_comparison_by_itself(tmp_path, monkeypatch, capsys):
+    (tmp_path / "07_single.json").write_text(json.dumps(result("single", 1, 600)))
+    (tmp_path / "07_ddp_2.json").write_text(json.dumps(result("ddp", 2, 400)))
+    status, output, errors = command_line(monkeypatch, capsys, tmp_path)
+    assert (status, errors) == (0, "")
+    assert f"drawn: {tmp_path.name}/comparison.png and" in output
+    assert (tmp_path / "comparison.png").exists() and (tmp_path / "breakdown.png").exists()
+
+
+@pytest.mark.parametrize(
+    "single, ddp, complaint",
+    [
+        (None, None, "does not hold a 07_single.json and a 07_ddp_N.json of the same settings"),
+        ("good", None, "does not hold a 07_single.json and a 07_ddp_N.json of the same settings"),
+        ("good", "other", "does not hold a 07_single.json and a 07_ddp_N.json of the same"),
+        ("{", "good", "07_single.json: is not a result of resnet_ddp.py (JSONDecodeError: "),
+        ("[1]", "good", "07_single.json: is not a result of resnet_ddp.py (TypeError: "),
+        ("good", "{}", "07_ddp_2.json: is not a result of resnet_ddp.py (KeyError: "),
+        ("good", "folder", "07_ddp_2.json: cannot be read ("),
+    ],
+)
+def test_no_results_are_one_line(single, ddp, complaint, tmp_path, monkeypatch, capsys):
+    other = result("ddp", 2, 400)
+    other["settings"]["epochs"] = 2
+    for name, content in (("07_single.json", single), ("07_ddp_2.json", ddp)):
+        path = tmp_path / name
+        if content == "good":
+            path.write_text(json.dumps(result("ddp", 2, 400)))
+        elif content == "other":
+            path.write_text(json.dumps(other))
+        elif content == "folder":
+            path.mkdir()
+        elif content is not None:
+            path.write_text(content)
+    status, _, errors = command_line(monkeypatch, capsys, tmp_path)
+    assert status == 2 and errors.count("\n") == 1, errors
+    assert errors.startswith("compare_runs.py: error: ") and complaint in errors, errors
+
+
+@pytest.mark.parametrize("folder", ["", "no/such/folder", __file__])
+def test_no_folder_is_one_line(folder, monkeypatch, capsys):
+    status, _, errors = command_line(monkeypatch, capsys, folder)
+    line = f"compare_runs.py: error: argument RESULTS: {folder!r} is not a folder\n"
+    assert (status, errors) == (2, line)
 
 
 # Bad input
@@ -589,43 +591,34 @@ def test_time_of_data_and_of_computing(tmp_path):
 def test_bad_input_is_one_line(words, flag, tmp_path, monkeypatch, capsys):
     (tmp_path / "file").write_text("neither a checkpoint nor a folder")
     write_cifar10(tmp_path / "cifar")  # whose checksums are not CIFAR-10's
-    words = [
-        {"FILE": str(tmp_path / "file"), "CIFAR": str(tmp_path / "cifar")}.get(word, word)
-        for word in words
-    ]
+    stands_for = {"FILE": str(tmp_path / "file"), "CIFAR": str(tmp_path / "cifar")}
+    words = [stands_for.get(word, word) for word in words]
     results = [] if flag == "--results" else ["--results", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", ["resnet_ddp.py", "--device", "cpu", *results, *words])
     monkeypatch.setattr(sys, "path", sys.path[:])
-    ranks = (
-        1 if flag in ("--data", "--checkpoint") or "4096" in words else 2
-    )  # these are found out in the process group
-    for name, value in {
-        "RANK": 0,
-        "LOCAL_RANK": 0,
-        "WORLD_SIZE": ranks,
-        "LOCAL_WORLD_SIZE": ranks,
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": 0,
-    }.items():
+    # These are found out in the process group.
+    late = flag in ("--data", "--checkpoint") or "4096" in words
+    ranks = 1 if late else 2
+    variables = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    variables |= {"MASTER_ADDR": "localhost", "MASTER_PORT": 0}
+    for name, value in variables.items():
         monkeypatch.setenv(name, str(value))
     threads = torch.get_num_threads()
     with pytest.raises(SystemExit) as exit_status:
         resnet_ddp.main()
     torch.set_num_threads(threads)
     [line] = capsys.readouterr().err.splitlines()
-    assert exit_status.value.code == 2 and line.startswith(
-        f"resnet_ddp.py: error: argument {flag}: "
-    ), line
+    assert exit_status.value.code == 2
+    assert line.startswith(f"resnet_ddp.py: error: argument {flag}: "), line
     assert not dist.is_initialized()
 
 
 def test_a_mistake_is_said_once_for_all_ranks(script, tmp_path):
     status, output = start(script, 2, "--global-batch", 63, "--results", tmp_path).wait(timeout=30)
     said = [line for line in output.splitlines() if line.startswith("resnet_ddp.py: error:")]
-    assert status != 0 and said == [
-        "resnet_ddp.py: error: argument --global-batch: '63' cannot be divided by 2 ranks; "
-        "allowed are multiples of 2"
-    ], output
+    problem = "'63' cannot be divided by 2 ranks; allowed are multiples of 2"
+    assert status != 0
+    assert said == [f"resnet_ddp.py: error: argument --global-batch: {problem}"], output
 
 
 @pytest.mark.full
@@ -634,38 +627,20 @@ def test_another_runs_checkpoint_is_refused(script, tmp_path):
     status, output = start(script, None, *words).wait()
     assert status == 0, output
     status, output = start(script, None, *words, "--lr", 0.5).wait()
-    assert (
-        status == 2
-        and output.count("error") == 1
-        and "it was written with lr 0.02, not 0.5" in output
-    ), output
+    assert status == 2 and output.count("error") == 1, output
+    assert "it was written with lr 0.02, not 0.5" in output
     assert "Traceback" not in output
 
 
 @pytest.mark.cuda
 def test_on_a_gpu(script, tmp_path):
-    words = [
-        *TINY,
-        "--device",
-        "cuda",
-        "--epochs",
-        2,
-        "--amp",
-        "--channels-last",
-        "--workers",
-        1,
-        "--results",
-        tmp_path,
-    ]
+    words = [*TINY, "--device", "cuda", "--epochs", 2, "--amp", "--channels-last"]
+    words += ["--workers", 1, "--results", tmp_path]
     for world_size in (None, 2):
-        status, output = start(
-            script, world_size, *words, "--checkpoint", tmp_path / f"c{world_size}"
-        ).wait()
+        checkpoint = ["--checkpoint", tmp_path / f"c{world_size}"]
+        status, output = start(script, world_size, *words, *checkpoint).wait()
         assert status == 0, output
     for name in ("07_single.json", "07_ddp_2.json"):
         steps = json.loads((tmp_path / name).read_text())["steps"]
-        assert all(
-            seconds > 0
-            for step in steps
-            for seconds in step["data_seconds"] + step["compute_seconds"]
-        )
+        for step in steps:
+            assert all(seconds > 0 for seconds in step["data_seconds"] + step["compute_seconds"])
