@@ -8,7 +8,7 @@ compares and draws them. The images come from images.py.
     python 07_resnet_ddp/resnet_ddp.py --threads 1      (single)
     torchrun --standalone --nproc-per-node 2 07_resnet_ddp/resnet_ddp.py       (DDP)
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 \
-        07_resnet_ddp/resnet_ddp.py --checkpoint FILE        (DDP that survives killed workers)
+        07_resnet_ddp/resnet_ddp.py --checkpoint FILE        (DDP; restarts, see the README)
     torchrun --nnodes 2 --node-rank R --nproc-per-node 8 --master-addr HOST0 \
         --master-port 29400 07_resnet_ddp/resnet_ddp.py      (two hosts; R is 0 on HOST0, else 1)
 
@@ -20,7 +20,6 @@ Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parall
 import argparse
 import copy
 import os
-import statistics
 import sys
 import time
 from contextlib import nullcontext
@@ -44,8 +43,7 @@ def sharded_loaders(
     image of it from the r-th on. So the ranks' k-th batches together are the k-th batch of one
     device with a batch of world_size * batch_size.
     """
-    rank = dist.get_rank()
-    world_size = dist.get_world_size()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     sampler = DistributedSampler(train_set, world_size, rank, seed=seed, drop_last=True)
     train_batches = DataLoader(train_set, batch_size, sampler=sampler, drop_last=True, **options)
     # For evaluation a DistributedSampler would repeat images until the shares are equal, and those
@@ -251,7 +249,7 @@ def fit(args, device: torch.device, settings: dict, sets: tuple) -> dict:
         batches = islice(train_batches, steps)
         sync = not args.no_sync
         outcomes = train(model, batches, optimizer, scheduler, device, Stopwatch, args.amp, sync)
-        measure_epoch(outcomes, args, progress, epoch, steps)
+        measure_epoch(outcomes, args, progress, epoch, steps, device)
         held_out = evaluate(network, test_batches, device, args.amp)
         progress["evaluations"].append(held_out)
         progress["epoch"] = epoch
@@ -263,29 +261,34 @@ def fit(args, device: torch.device, settings: dict, sets: tuple) -> dict:
     return progress
 
 
-def measure_epoch(outcomes, args, progress: dict, epoch: int, steps: int) -> None:
+def measure_epoch(outcomes, args, progress: dict, epoch: int, steps: int, device) -> None:
     """Run an epoch of `train`, with a progress line every --log-every steps; adds to `progress`."""
+    global_batch = args.batch_per_rank * dist.get_world_size()
+    samples = []
+    unread = []
     dist.barrier()  # rank 0 may still be saving, and nobody's first batch should count that
-    began = time.perf_counter()
-    seconds_before = progress["train_seconds"]
-    line_began = began
-    while unread := list(islice(outcomes, args.log_every)):
-        mine = [read(*outcome) for outcome in unread]
+    began = line_began = time.perf_counter()
+    for step, outcome in enumerate(outcomes, 1):
+        unread.append(outcome)
+        if len(unread) < args.log_every and step < steps:
+            continue
+        samples += [read(*one) for one in unread]
         now = time.perf_counter()
-        everyones = [None] * dist.get_world_size()
-        dist.all_gather_object(everyones, mine)
-        for samples in zip(*everyones, strict=True):  # of one step, by rank
-            step = {name: [sample[name] for sample in samples] for name in samples[0]}
-            progress["steps"].append(step)
-        progress["step"] += len(unread)
-        progress["train_seconds"] = seconds_before + now - began
-        if dist.get_rank() == 0:
-            images = args.batch_per_rank * len(everyones) * len(unread)
-            done = progress["step"]
-            place = f"epoch {epoch} step {done - (epoch - 1) * steps:3}/{steps}"
-            seconds_left = progress["train_seconds"] / done * (args.epochs * steps - done)
-            print_progress(place, step, images / (now - line_began), seconds_left)
+        rate = global_batch * len(unread) / (now - line_began)
+        done = progress["step"] + step
+        seconds_per_step = (progress["train_seconds"] + now - began) / done
+        seconds_left = seconds_per_step * (args.epochs * steps - done)
+        place = f"epoch {epoch} step {step:3}/{steps}"
+        print_progress(place, samples[-1], rate, seconds_left, device)
+        unread = []
         line_began = time.perf_counter()
+    everyones = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, samples)
+    for of_step in zip(*everyones, strict=True):  # by rank
+        values = {name: [sample[name] for sample in of_step] for name in of_step[0]}
+        progress["steps"].append(values)
+    progress["step"] += steps
+    progress["train_seconds"] += now - began
 
 
 def read(watch, loss: torch.Tensor, accuracy: torch.Tensor) -> dict:
@@ -298,12 +301,15 @@ def read(watch, loss: torch.Tensor, accuracy: torch.Tensor) -> dict:
     }
 
 
-def print_progress(place: str, step: dict, rate: float, seconds_left: float) -> None:
-    """Times of rank 0; loss and accuracy over all ranks."""
-    data = 1000 * step["data_seconds"][0]
-    compute = 1000 * step["compute_seconds"][0]
-    loss = statistics.fmean(step["loss"])
-    accuracy = statistics.fmean(step["accuracy"])
+def print_progress(place: str, sample: dict, rate: float, seconds_left: float, device) -> None:
+    """Rank 0's times of a step; loss and accuracy over all ranks, so all have to call this."""
+    over_ranks = torch.tensor([sample["loss"], sample["accuracy"]], device=device)
+    dist.all_reduce(over_ranks)
+    if dist.get_rank() != 0:
+        return
+    loss, accuracy = (over_ranks / dist.get_world_size()).tolist()
+    data = 1000 * sample["data_seconds"]
+    compute = 1000 * sample["compute_seconds"]
     print(
         f"{place}  data {data:.1f} ms  compute+sync {compute:.1f} ms  {rate:.1f} images/s  "
         f"loss {loss:.4f}  accuracy {accuracy:.1%}  ETA {seconds_left:.0f} s",
@@ -384,16 +390,17 @@ def complete(args, parser, world_size: int) -> None:
         args.global_batch = 512 if on_cuda else 64
     if args.workers is None:
         args.workers = 4 if on_cuda else 0
-    sharing = world_size if args.scaling == "strong" else 1
-    args.batch_per_rank = args.global_batch // sharing
+    ranks = world_size if args.scaling == "strong" else 1  # that share --global-batch
+    args.batch_per_rank = args.global_batch // ranks
     batch = f"argument --global-batch: '{args.global_batch}'"
     if args.lr == float("inf"):
         parser.error("argument --lr: 'inf' is not a finite number above 0")
     if not 0 <= args.momentum < 1:
         parser.error(f"argument --momentum: '{args.momentum}' is not a number from 0 to below 1")
-    if args.global_batch % sharing:
-        allowed = f"allowed are multiples of {sharing}"
-        parser.error(f"{batch} cannot be divided by {sharing} ranks; {allowed}")
+    if args.global_batch % ranks:
+        parser.error(
+            f"{batch} cannot be divided by {ranks} ranks; allowed are multiples of {ranks}"
+        )
     if args.batch_per_rank < 2:
         parser.error(f"{batch} is one image per rank, and BatchNorm needs at least two")
     if args.no_sync and not args.distributed:
