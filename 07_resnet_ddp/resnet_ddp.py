@@ -392,17 +392,15 @@ def complete(args, parser, world_size: int) -> None:
         args.workers = 4 if on_cuda else 0
     ranks = world_size if args.scaling == "strong" else 1  # that share --global-batch
     args.batch_per_rank = args.global_batch // ranks
-    batch = f"argument --global-batch: '{args.global_batch}'"
+    flag = f"argument --global-batch: '{args.global_batch}'"
     if args.lr == float("inf"):
         parser.error("argument --lr: 'inf' is not a finite number above 0")
     if not 0 <= args.momentum < 1:
         parser.error(f"argument --momentum: '{args.momentum}' is not a number from 0 to below 1")
     if args.global_batch % ranks:
-        parser.error(
-            f"{batch} cannot be divided by {ranks} ranks; allowed are multiples of {ranks}"
-        )
+        parser.error(f"{flag} cannot be divided by {ranks} ranks; allowed are multiples of {ranks}")
     if args.batch_per_rank < 2:
-        parser.error(f"{batch} is one image per rank, and BatchNorm needs at least two")
+        parser.error(f"{flag} is one image per rank, and BatchNorm needs at least two")
     if args.no_sync and not args.distributed:
         problem = "a single device has nothing to leave out; start with torchrun"
         parser.error(f"argument --no-sync: {problem}")
