@@ -1,4 +1,4 @@
-"""Stage 08: roles, verify (and that it can fail), what listens where, how a run ends, bad options, the file alone."""
+"""Stage 08: roles, verify (and that it can fail), how a run ends, bad options, the file alone."""
 
 import importlib.util
 import json
@@ -22,9 +22,16 @@ linux = pytest.mark.skipif(
     not Path("/proc/self/environ").exists(), reason="finds the processes of a run in /proc"
 )
 
-spec = importlib.util.spec_from_file_location("ddp_rpc", SCRIPT)
-ddp_rpc = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(ddp_rpc)
+
+def load(path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+ddp_rpc = load(SCRIPT)
+launcher = load(FOLDER / "launcher.py")
 
 
 @pytest.mark.parametrize(
@@ -36,15 +43,13 @@ spec.loader.exec_module(ddp_rpc)
     ],
 )
 def test_roles_of_uneven_layouts(trainers, servers, expected):
-    assert [
-        ddp_rpc.role(rank, trainers, servers) for rank in range(trainers + servers + 1)
-    ] == expected
+    ranks = range(trainers + servers + 1)
+    assert [launcher.role(rank, trainers, servers) for rank in ranks] == expected
 
 
 def test_batches_are_what_the_benchmark_draws():
-    for indices, offsets, targets in ddp_rpc.random_batches(
-        500, 30, 3, torch.Generator().manual_seed(1)
-    ):
+    generator = torch.Generator().manual_seed(1)
+    for indices, offsets, targets in ddp_rpc.random_batches(500, 30, 3, generator):
         bags = torch.diff(offsets, append=torch.tensor([len(indices)]))
         assert 20 <= len(indices) <= 50 and 0 <= indices.min() and indices.max() < 30
         assert offsets[0] == 0 and 1 <= bags.min() and bags.max() <= 10
@@ -53,45 +58,23 @@ def test_batches_are_what_the_benchmark_draws():
 
 @pytest.mark.parametrize("trainers, servers", [(1, 3), pytest.param(3, 1, marks=pytest.mark.full)])
 def test_uneven_layouts_verify_train_and_count_every_example(script, tmp_path, trainers, servers):
-    status, output = script(
-        [
-            sys.executable,
-            SCRIPT,
-            "--trainers",
-            trainers,
-            "--servers",
-            servers,
-            "--lookup",
-            "both",
-            "--seed",
-            5,
-            "--warmup",
-            1,
-            "--epochs",
-            2,
-            "--embeddings",
-            31,
-            "--json",
-            tmp_path / "out.json",
-        ]
-    ).wait()
+    layout = ["--trainers", trainers, "--servers", servers, "--embeddings", 31]
+    length = ["--lookup", "both", "--seed", 5, "--warmup", 1, "--epochs", 2]
+    words = [*layout, *length, "--json", tmp_path / "out.json"]
+    status, output = script([sys.executable, SCRIPT, *words]).wait()
     assert status == 0 and output.count("verify: passed") == 2 and "Warning" not in output, output
     result = json.loads((tmp_path / "out.json").read_text())
     assert result["verify"]["max_abs_diff"] <= 1e-5 and result["verify"]["rows_moved"] == 15
-    assert sorted(one["name"] for one in result["trainers"]) == [
-        f"trainer{rank}" for rank in range(trainers)
-    ]
+    names = [f"trainer{rank}" for rank in range(trainers)]
+    assert sorted(one["name"] for one in result["trainers"]) == names
     for rank, one in enumerate(result["trainers"]):
         generator = torch.Generator().manual_seed(5 + rank)
-        counts = [
-            sum(
-                len(offsets) for _, offsets, _ in ddp_rpc.random_batches(10, 31, servers, generator)
-            )
-            for _ in range(6)
-        ]
-        assert (
-            one["lookups"]["parallel"]["examples"] == counts[2::2]
-        )  # the two epochs of warming up are not counted
+        counts = []
+        for _ in range(6):
+            batches = ddp_rpc.random_batches(10, 31, servers, generator)
+            counts.append(sum(len(offsets) for _, offsets, _ in batches))
+        # The two epochs of warming up are not counted.
+        assert one["lookups"]["parallel"]["examples"] == counts[2::2]
         assert one["lookups"]["sequential"]["examples"] == counts[3::2]
         assert len(one["loss"]) == 6 and all(0 < loss < 20 for loss in one["loss"])
         assert f"trainer{rank} parallel" in output and f"trainer{rank} sequential" in output
@@ -120,10 +103,10 @@ def test_verify_notices_wrong_training(script, tmp_path, right, wrong, said):
     text = SCRIPT.read_text()
     assert text.count(right) == 1
     (tmp_path / "ddp_rpc.py").write_text(text.replace(right, wrong))
+    shutil.copy(FOLDER / "launcher.py", tmp_path)
     shutil.copytree(FOLDER.parent / "common", tmp_path / "common")
-    status, output = script(
-        [sys.executable, tmp_path / "ddp_rpc.py", "--trainers", 2, "--servers", 1]
-    ).wait()
+    words = ["--trainers", 2, "--servers", 1]
+    status, output = script([sys.executable, tmp_path / "ddp_rpc.py", *words]).wait()
     assert status == 1 and "verify FAILED" in output and said in output, output
 
 
@@ -137,9 +120,11 @@ def wait_for(run, text):
 
 def spawned(run):
     """The process ids of the spawned processes, by rank."""
-    return sorted(
-        pid for pid in run.processes() if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    )
+    found = []
+    for pid in run.processes():
+        if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            found.append(pid)
+    return sorted(found)
 
 
 def second_process(run):
@@ -154,9 +139,8 @@ def listening(processes):
     """The addresses, as /proc writes them, on which these processes listen."""
     addresses = set()
     for pid in processes:
-        sockets = {
-            os.readlink(one) for one in Path(f"/proc/{pid}/fd").iterdir() if one.is_symlink()
-        }
+        files = Path(f"/proc/{pid}/fd").iterdir()
+        sockets = {os.readlink(one) for one in files if one.is_symlink()}
         for table in ("tcp", "tcp6"):
             for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
                 fields = line.split()
@@ -198,9 +182,8 @@ def test_when_the_launcher_is_ended_nothing_is_left(script, number, expected):
         time.sleep(0.1)
     status, output = run.wait()
     assert status == expected, output
-    if (
-        number != signal.SIGKILL
-    ):  # after which Python itself complains where a process was half started
+    # After SIGKILL Python itself complains where a process was half started.
+    if number != signal.SIGKILL:
         assert "Traceback" not in output, output
 
 
@@ -211,54 +194,30 @@ def test_when_the_launcher_is_ended_nothing_is_left(script, number, expected):
     "moment", ["rank 0 to", "verify: passed, one trainer", "verify: passed, dense"]
 )
 def test_faults(script, moment, fault, tmp_path):
-    command = [
-        sys.executable,
-        SCRIPT,
-        "--trainers",
-        2,
-        "--servers",
-        2,
-        "--embedding-dim",
-        256,
-        "--epochs",
-        1_000_000,
-    ]
+    words = ["--trainers", 2, "--servers", 2, "--embedding-dim", 256, "--epochs", 1_000_000]
+    command = [sys.executable, SCRIPT, *words]
     testing.check_fault(script, command, moment, fault, tmp_path, second_process)
 
 
 @pytest.mark.full
 @linux
 @pytest.mark.parametrize(
-    "rank, said",
+    "rank, place, name",
     [
-        (
-            1,
-            "somebody has waited for an all-reduce of the trainers in vain; no sign of life from trainer1",
-        ),
-        (3, "somebody has waited for an answer by RPC in vain; no sign of life from ps1"),
-        (4, "no sign of life from master (rank 4)"),
+        (1, "somebody has waited for an all-reduce of the trainers in vain; ", "trainer1"),
+        (3, "somebody has waited for an answer by RPC in vain; ", "ps1"),
+        (4, "", "master (rank 4)"),
     ],
 )
-def test_a_process_that_does_not_respond_is_named(script, rank, said):
-    run = script(
-        [
-            sys.executable,
-            SCRIPT,
-            "--trainers",
-            2,
-            "--servers",
-            2,
-            "--epochs",
-            1_000_000,
-            "--timeout",
-            10,
-        ]
-    )
+def test_a_process_that_does_not_respond_is_named(script, rank, place, name):
+    words = ["--trainers", 2, "--servers", 2, "--epochs", 1_000_000, "--timeout", 10]
+    run = script([sys.executable, SCRIPT, *words])
     wait_for(run, "have moved")
     os.kill(spawned(run)[rank], signal.SIGSTOP)
     status, output = run.wait(60)
     assert status == 1, output
-    assert f"error: --timeout 10 s are over: {said}\n" in output, output
+    said = f"error: --timeout 10 s are over: {place}no sign of life from {name}\n"
+    assert said in output, output
 
 
 @pytest.mark.parametrize(
@@ -308,47 +267,29 @@ def test_bad_options_are_one_line(options, said, monkeypatch, capsys):
         ddp_rpc.main()
     captured = capsys.readouterr()
     assert ended.value.code == 2 and captured.out == ""
-    assert (
-        captured.err.startswith("ddp_rpc.py: error: ")
-        and said in captured.err
-        and captured.err.count("\n") == 1
-    )
+    assert captured.err.startswith("ddp_rpc.py: error: ") and captured.err.count("\n") == 1
+    assert said in captured.err
 
 
 def test_a_port_in_use_is_one_line(monkeypatch, capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        test_bad_options_are_one_line(
-            ["--master-port", port], "argument --master-port: cannot listen on", monkeypatch, capsys
-        )
+        said = "argument --master-port: cannot listen on"
+        test_bad_options_are_one_line(["--master-port", port], said, monkeypatch, capsys)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_cuda_without_a_gpu_is_one_line(monkeypatch, capsys):
-    test_bad_options_are_one_line(
-        ["--device", "cuda"], "argument --device: 'cuda' needs a GPU", monkeypatch, capsys
-    )
+    said = "argument --device: 'cuda' needs a GPU"
+    test_bad_options_are_one_line(["--device", "cuda"], said, monkeypatch, capsys)
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("trainers", [1, 2])
 def test_on_a_gpu(script, trainers):
-    status, output = script(
-        [
-            sys.executable,
-            SCRIPT,
-            "--trainers",
-            trainers,
-            "--servers",
-            2,
-            "--device",
-            "cuda",
-            "--warmup",
-            1,
-            "--epochs",
-            2,
-        ]
-    ).wait()
+    layout = ["--trainers", trainers, "--servers", 2, "--device", "cuda"]
+    length = ["--warmup", 1, "--epochs", 2]
+    status, output = script([sys.executable, SCRIPT, *layout, *length]).wait()
     assert status == 0 and output.count("verify: passed") == 2, output
 
 
@@ -356,18 +297,23 @@ def test_file_alone(tmp_path):
     testing.check_script_alone(SCRIPT, tmp_path)
 
 
+def test_file_without_its_launcher(script, tmp_path):
+    shutil.copy(SCRIPT, tmp_path)
+    shutil.copytree(FOLDER.parent / "common", tmp_path / "common")
+    status, output = script([sys.executable, tmp_path / SCRIPT.name]).wait()
+    assert status == 1 and output.count("\n") == 1, output
+    assert "No module named 'launcher': copy" in output and "08_ddp_rpc/launcher.py" in output
+
+
 def delayed_loopback():
     """None, or the reason why a network namespace with 1 ms of delay cannot be had."""
     if not all(shutil.which(tool) for tool in ("unshare", "ip", "tc")):
         return "needs unshare, ip and tc"
-    made = subprocess.run(
-        ["unshare", "-n", "sh", "-c", DELAY + "true"], capture_output=True, text=True
-    )
-    return (
-        None
-        if made.returncode == 0
-        else f"no delayed loopback here: {made.stderr.strip().splitlines()[0]}"
-    )
+    command = ["unshare", "-n", "sh", "-c", f"{DELAY} true"]
+    made = subprocess.run(command, capture_output=True, text=True)
+    if made.returncode != 0:
+        return f"no delayed loopback here: {made.stderr.strip().splitlines()[0]}"
+    return None
 
 
 DELAY = "ip link set lo up && tc qdisc add dev lo root netem delay 1ms && "
@@ -377,11 +323,9 @@ def test_with_latency_only_the_sequential_lookups_add_it_up(script, tmp_path):
     if reason := delayed_loopback():
         pytest.skip(reason)
     options = f"--trainers 1 --servers 8 --lookup both --epochs 5 --json {tmp_path}/out.json"
-    status, output = script(
-        ["unshare", "-n", "sh", "-c", f"{DELAY} exec {sys.executable} {SCRIPT} {options}"]
-    ).wait()
+    command = f"{DELAY} exec {sys.executable} {SCRIPT} {options}"
+    status, output = script(["unshare", "-n", "sh", "-c", command]).wait()
     assert status == 0, output
     measured = json.loads((tmp_path / "out.json").read_text())["trainers"][0]["lookups"]
-    assert (
-        min(measured["sequential"]["lookup_seconds"]) >= 10 * 8 * 2 * 0.001
-    )  # steps × servers × there and back
+    seconds = 10 * 8 * 2 * 0.001  # steps × servers × there and back
+    assert min(measured["sequential"]["lookup_seconds"]) >= seconds

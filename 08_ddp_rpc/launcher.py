@@ -1,0 +1,285 @@
+"""Starts, watches and ends the processes of ddp_rpc.py, all on this host.
+
+The ranks are the trainers, then the parameter servers, then the master. All join one RPC world, the
+trainers a process group besides, and the master alone acts by itself: the others do what they are
+called for. The launcher has no rank. It holds the store by which all find each other, on a free
+port. When a process dies, or on Ctrl-C or SIGTERM, it ends all and says why.
+
+A process that is there but does not answer is named, too. An RPC or an all-reduce that waits for it
+fails after --timeout seconds, and the master then asks all for a sign of life. Nobody waits for the
+master while the trainers train, so it counts heartbeats in the store, which the launcher watches.
+"""
+
+import ipaddress
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed import rpc
+
+from common.setup import fail, threads_per_rank
+
+
+def role(rank: int, trainers: int, servers: int) -> str:
+    """The RPC name of a rank: the trainers first, then the parameter servers, then the master."""
+    if rank < trainers:
+        return f"trainer{rank}"
+    if rank < trainers + servers:
+        return f"ps{rank - trainers}"
+    return "master"
+
+
+# The launcher's side.
+
+
+def run(master, args, dense_parameters: int) -> None:
+    """Start all processes, and return when the master is done and all have left.
+
+    master: a function of a module, which the last rank calls with args. dense_parameters: their
+    number is printed with the layout. Ends this process with a message if one of the others fails.
+    """
+    choose_device(args)
+    store = listen(args)
+    # torch would name every process that it ends.
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
+    # Signals are only noted: an exception while a process is half started would leave it behind.
+    received = []
+
+    def note(number, frame):
+        received.append(number)
+
+    signal.signal(signal.SIGINT, note)
+    signal.signal(signal.SIGTERM, note)
+    context = None
+    try:
+        # Ctrl-C reaches every process of the terminal: the children inherit this mask, and leave
+        # it to the launcher.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        print_layout(args, dense_parameters)
+        processes = args.trainers + args.servers + 1
+        context = mp.spawn(run_process, (args, master), nprocs=processes, join=False)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        watch(context, store, received, args)
+    except mp.ProcessExitedException as error:
+        cause = f"ended with status {error.exit_code}"
+        if error.signal_name:
+            cause = f"was ended by {error.signal_name}"
+        exit_naming(error.error_index, cause, args)
+    except mp.ProcessRaisedException as error:
+        print(error, file=sys.stderr)
+        exit_naming(error.error_index, "failed", args)
+    finally:
+        for process in mp.active_children():
+            process.kill()
+            process.join()
+        if context:
+            for file in context.error_files:  # torch's, in which ranks leave their tracebacks
+                Path(file).unlink(missing_ok=True)
+        del store
+
+
+def choose_device(args) -> None:
+    """Replace "auto" in args.device; set args.backend and args.threads_per_process."""
+    gpus = torch.cuda.device_count()
+    if args.device == "cuda" and gpus == 0:
+        fail("argument --device: 'cuda' needs a GPU that torch can use, and there is none; use cpu")
+    if args.device == "auto":
+        args.device = "cuda" if gpus > 0 else "cpu"
+    gpu_per_trainer = args.device == "cuda" and gpus >= args.trainers
+    args.backend = "nccl" if gpu_per_trainer else "gloo"
+    args.threads_per_process = threads_per_rank(args.trainers + args.servers)
+
+
+def listen(args) -> dist.TCPStore:
+    """The store, on a socket of our own: torch's would listen on every interface.
+
+    Completes args.master_addr and args.master_port.
+    """
+    try:
+        found = socket.getaddrinfo(args.master_addr, args.master_port, type=socket.SOCK_STREAM)
+        family, _, _, _, address = found[0]
+        listener = socket.create_server(address[:2], family=family)
+    except (OSError, UnicodeError) as error:
+        flag = "--master-addr"
+        if args.master_port:
+            flag = "--master-port"
+        reason = getattr(error, "strerror", None) or error
+        place = f"'{args.master_addr}' port {args.master_port}"
+        fail(f"argument {flag}: cannot listen on {place}: {reason}")
+    args.master_addr, args.master_port = listener.getsockname()[:2]
+    if ipaddress.ip_address(args.master_addr).is_loopback:
+        # RPC, gloo and nccl too; otherwise the host name's interface, or what is set there.
+        interfaces = [name for _, name in socket.if_nameindex()]
+        loopback = next(name for name in interfaces if name.startswith("lo"))
+        for library in ("TP", "GLOO", "NCCL"):
+            os.environ[f"{library}_SOCKET_IFNAME"] = loopback
+    return dist.TCPStore(
+        args.master_addr,
+        args.master_port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def print_layout(args, dense_parameters: int) -> None:
+    """Say which rank is what, and where all meet."""
+    last = args.trainers + args.servers
+    gpus = torch.cuda.device_count()
+    print(
+        f"08_ddp_rpc: torch {torch.__version__}, CUDA {torch.version.cuda} with {gpus} GPUs, "
+        f"{last + 1} processes with {args.threads_per_process} threads each\n"
+        f"rank 0 to {args.trainers - 1}: trainers, {dense_parameters} dense parameters "
+        f"on {args.device}, DDP over {args.backend}\n"
+        f"rank {args.trainers} to {last - 1}: parameter servers, "
+        f"a table of {args.embeddings} × {args.embedding_dim} each\n"
+        f"rank {last}: master; RPC over TensorPipe (TCP); "
+        f"all meet at {args.master_addr} port {args.master_port}",
+        flush=True,
+    )
+
+
+def watch(context: mp.ProcessContext, store: dist.TCPStore, received: list, args) -> None:
+    """Return when all processes have ended well.
+
+    Ends this process after a signal, or when the master's heart no longer beats; raises torch's
+    exception when a process has failed.
+    """
+    beats = 0
+    since = time.monotonic()
+    # When one has failed join() ends the others, and kills what does not respond for a second.
+    while not context.join(timeout=1, grace_period=1):
+        if received:
+            if received[0] == signal.SIGINT:
+                sys.exit("interrupted")
+            sys.exit(128 + signal.SIGTERM)
+        count = store.add("heartbeat", 0)
+        if count != beats:
+            beats = count
+            since = time.monotonic()
+        elif beats and time.monotonic() - since > args.timeout:
+            missing = f"no sign of life from master (rank {args.trainers + args.servers})"
+            sys.exit(f"error: --timeout {args.timeout:g} s are over: {missing}")
+
+
+def exit_naming(rank: int, cause: str, args) -> None:
+    """End this process; the message says which of the others failed, and how."""
+    name = role(rank, args.trainers, args.servers)
+    sys.exit(f"error: {name} (rank {rank}) {cause}; all other processes were ended")
+
+
+# The side of the spawned processes.
+
+
+def run_process(rank: int, args, master) -> None:
+    """A spawned process: join in this rank's role, serve until the master is done, leave."""
+    threading.Thread(target=end_with_launcher, daemon=True).start()
+    # Off the screen: torch deprecates what its own RPC and DistributedOptimizer are made of.
+    logging.captureWarnings(True)
+    torch.set_num_threads(args.threads_per_process)
+    name = role(rank, args.trainers, args.servers)
+    join(rank, name, args)
+    if name == "master":
+        threading.Thread(target=beat, args=(connect(args),), daemon=True).start()
+        try:
+            master(args)
+        except RuntimeError as error:
+            if "imed out" in str(error) or "timeout" in str(error):
+                name_the_missing(args, error)
+            raise
+    rpc.shutdown()
+    if rank < args.trainers:
+        dist.destroy_process_group()
+    # All is said and left. To clear the interpreter away would take a second of CPU time, times 17
+    # on two cores.
+    os._exit(0)
+
+
+def end_with_launcher() -> None:
+    """A process never outlives the launcher, even if that was killed."""
+    mp.parent_process().join()
+    os._exit(1)
+
+
+def connect(args) -> dist.TCPStore:
+    """A connection to the launcher's store."""
+    timeout = timedelta(seconds=min(args.timeout, 1e6))
+    return dist.TCPStore(args.master_addr, args.master_port, is_master=False, timeout=timeout)
+
+
+def join(rank: int, name: str, args) -> None:
+    """Join the trainers' process group, if this is one of them, and the RPC world."""
+    world_size = args.trainers + args.servers + 1
+    timeout = timedelta(seconds=min(args.timeout, 1e6))
+    if rank < args.trainers:
+        dist.init_process_group(
+            args.backend,
+            store=dist.PrefixStore("trainers", connect(args)),
+            rank=rank,
+            world_size=args.trainers,
+            timeout=timeout,
+        )
+
+    def launchers_store(url, **_):
+        yield connect(args), rank, world_size
+
+    dist.register_rendezvous_handler("launcher", launchers_store)
+    # A trainer has one thread that trains and others that take the answers. A server has one in
+    # all, so that updates of one table by several trainers follow one another: the optimizer takes
+    # no lock.
+    threads = 4
+    if name.startswith("ps"):
+        threads = 1
+    options = rpc.TensorPipeRpcBackendOptions(
+        init_method="launcher://",
+        num_worker_threads=threads,
+        rpc_timeout=timeout.total_seconds(),
+        # Plain TCP. What torch adds to it on one host (shared memory, 16 more connections per pair)
+        # took more CPU time with messages as small as these.
+        _transports=["uv"],
+        _channels=["basic"],
+    )
+    rpc.init_rpc(name, rank=rank, world_size=world_size, rpc_backend_options=options)
+
+
+def beat(store: dist.TCPStore) -> None:
+    """The master's sign of life, counted in the launcher's store."""
+    with suppress(RuntimeError):  # when the launcher is gone, and in a moment this process, too
+        while True:
+            store.add("heartbeat", 1)
+            time.sleep(1)
+
+
+def name_the_missing(args, error: RuntimeError) -> None:
+    """Runs on the master when somebody has waited too long: ask all for a sign of life.
+
+    Ends the master; its message says who gave none.
+    """
+    signs = {}
+    for rank in range(args.trainers + args.servers):
+        name = role(rank, args.trainers, args.servers)
+        signs[name] = rpc.rpc_async(name, os.getpid, timeout=5)
+    missing = []
+    for name, sign in signs.items():
+        try:
+            sign.wait()
+        except RuntimeError:
+            missing.append(name)
+    place = "an all-reduce of the trainers"
+    if "RPC ran for" in str(error):
+        place = "an answer by RPC"
+    silent = ", ".join(missing) or "nobody: all answer again"
+    sys.exit(
+        f"error: --timeout {args.timeout:g} s are over: somebody has waited for {place} in vain; "
+        f"no sign of life from {silent}"
+    )
