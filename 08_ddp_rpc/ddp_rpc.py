@@ -321,7 +321,8 @@ def print_row(name, samples, epochs):
     from common.report import percentiles
 
     examples = sum(samples["examples"]) / epochs
-    cells = [f"{p:9.3f} {examples / p:6.0f}" for p in percentiles(samples["seconds"])]
+    paces = percentiles(samples["seconds"])
+    cells = [f"{seconds:9.3f} {examples / seconds:6.0f}" for seconds in paces]
     share = 100 * sum(samples["lookup_seconds"]) / sum(samples["seconds"])
     print(f"{name:20}{''.join(cells)} {share:7.0f} %", flush=True)
 
@@ -354,16 +355,16 @@ def run_master(args):
         answer = rpc.rpc_async(name, train, (args, servers), timeout=0)
         answer.add_done_callback(finished.put)
 
-    results = {}
+    results = []
     for _ in trainers:
         result = finished.get().wait()
         if not results:
             columns = [f"{name:>9}  ex./s" for name in ("p50", "p75", "p90", "p95")]
             print(f"\n{'':20}{''.join(columns)}   lookups")
-        results[result["name"]] = result
+        results.append(result)
         for lookup, samples in result["lookups"].items():
             print_row(f"{result['name']} {lookup}", samples, args.epochs)
-    results = [results[name] for name in trainers]
+    results.sort(key=lambda result: trainers.index(result["name"]))
     rates = {}
     waits = {}
     for lookup in lookups(args):
