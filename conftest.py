@@ -22,7 +22,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def ranks():
-    """ranks(n).run(function, *arguments): call a module-level function on n ranks of one gloo process group."""
+    """ranks(n).run(function, *arguments): call a module-level function on n ranks of gloo."""
     started = {}
 
     def get(world_size: int) -> Ranks:

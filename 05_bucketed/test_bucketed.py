@@ -1,11 +1,14 @@
 """Stage 05: BucketedDDP against single-process training, and the script from outside."""
 
+import copy
 import json
+import pickle
 from pathlib import Path
 
 import bucket_sweep
 import pytest
 import torch
+import torch.distributed as dist
 from bucketed import BucketedDDP, main
 from torch import nn
 
@@ -90,16 +93,77 @@ def buckets_of_layers(bucket_size_mb):
 @pytest.mark.parametrize(
     "bytes_per_bucket, expected",
     [
-        (
-            256,
-            [[6], [3, 5], [4], [2], [0, 1]],
-        ),  # layers of 128 bytes; 2 is larger than a bucket, 4 is of another dtype
-        (25 * 256, [[5, 6], [4], [3], [2], [0, 1]]),
-        (float("inf"), [[0, 1, 2, 3, 5, 6], [4]]),
+        # Layers of 128 bytes; layer 2 is larger than a bucket, layer 4 is of another dtype.
+        (256, [[6], [5, 3], [4], [2], [1, 0]]),
+        (25 * 256, [[6, 5], [4], [3], [2], [1, 0]]),
+        (float("inf"), [[6, 5, 3, 2, 1, 0], [4]]),
     ],
 )
 def test_buckets_are_filled_in_reverse_order(ranks, bytes_per_bucket, expected):
     assert ranks(1).run(buckets_of_layers, bytes_per_bucket / 2**20) == [expected]
+
+
+def sizes_of_buckets(bucket_size_mb):
+    net = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 100))
+    return [len(bucket) for bucket in BucketedDDP(net, bucket_size_mb).buckets]
+
+
+def refused_bucket_size(bucket_size_mb):
+    with pytest.raises(ValueError, match=f"bucket_size_mb={bucket_size_mb} is not above 0"):
+        BucketedDDP(nn.Linear(3, 3), bucket_size_mb)
+
+
+def test_bucket_size_is_a_number_above_0_or_none(ranks):
+    assert ranks(1).run(sizes_of_buckets, None) == ranks(1).run(sizes_of_buckets, float("inf"))
+    assert ranks(1).run(sizes_of_buckets, None) == [[4]]
+    for size in (0, -1.0, float("nan")):
+        ranks(1).run(refused_bucket_size, size)
+
+
+def refuses_changes_of_memory(change):
+    """The views would have another dtype or layout than the parameters, or no buffer in common."""
+    convolutions = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3))
+    changed = change(BucketedDDP(convolutions))
+    with pytest.raises(RuntimeError, match="copied, moved or cast: wrap the module again"):
+        changed(torch.ones(1, 3, 8, 8, dtype=next(changed.parameters()).dtype))
+    images = torch.ones(1, 3, 8, 8, dtype=next(changed.parameters()).dtype)
+    BucketedDDP(changed.module)(images).sum().backward()
+
+
+def cast(model):
+    return model.double()
+
+
+def turn(model):
+    return model.to(memory_format=torch.channels_last)
+
+
+def pickled(model):
+    return pickle.loads(pickle.dumps(model))
+
+
+@pytest.mark.parametrize("change", [cast, turn, pickled, copy.deepcopy])
+def test_refuses_changes_of_memory(ranks, change):
+    ranks(2).run(refuses_changes_of_memory, change)
+
+
+def averages_gradients_of_another_dtype():
+    """bfloat16 weights, float32 gradients (torch 2.9 and newer), one of them unused on rank 1."""
+    rank = dist.get_rank()
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)).bfloat16()
+    for parameter in net.parameters():
+        parameter.grad_dtype = torch.float32
+    model = BucketedDDP(net)
+    model.module.forward = lambda x: net[rank](x)
+    model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+    model.finish_gradient_synchronization()
+    assert [p.grad.dtype for p in net.parameters()] == 6 * [torch.float32]
+    assert [p.grad.unique().tolist() for p in net.parameters()] == [[0.5]] * 4 + [[0.0]] * 2
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="needs a newer torch")
+def test_averages_gradients_of_another_dtype(ranks):
+    ranks(2).run(averages_gradients_of_another_dtype)
 
 
 def test_below_the_marker_the_stages_are_the_same():

@@ -259,7 +259,9 @@ def check_fault(
     All of it ends within 30 s, and leaves nothing behind.
     """
     memory = set(os.listdir("/dev/shm"))
-    run = script(command, env={"TMPDIR": str(folder)})
+    compiler_cache = os.path.join(tempfile.gettempdir(), "torchinductor_of_tests")  # torch makes it
+    environment = {"TMPDIR": str(folder), "TORCHINDUCTOR_CACHE_DIR": compiler_cache}
+    run = script(command, env=environment)
     if moment:
         wait_for_line(run, moment)
     else:

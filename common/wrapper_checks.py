@@ -1,4 +1,4 @@
-"""What stages 02 to 05 promise of their wrappers. A check runs on every rank; `wrapper` is the class."""
+"""What stages 02 to 05 promise of their wrappers: checks that run on every rank."""
 
 import contextlib
 import copy
@@ -38,7 +38,7 @@ class Frozen(nn.Module):
 
 
 class Branches(nn.Module):
-    """Ranks take other ways: even ones through left then right, odd ones right then left; some layers not at all."""
+    """Even ranks go through left, then right, odd ones the other way; some layers are not used."""
 
     def __init__(self):
         super().__init__()
@@ -75,7 +75,7 @@ class ChannelsLast(nn.Module):
 
 
 def trains_like_one_process(wrapper, build, micro_batches=1, set_to_none=True, options=None):
-    """Three steps over all ranks give the gradients and weights of one process that sees all ranks' batches."""
+    """Three steps over all ranks give the gradients and weights of one process with all batches."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     tolerance = (
         1e-6 if build is MixedTypes else 1e-12
@@ -171,7 +171,7 @@ def names_the_difference_between_models(wrapper):
     ]:
         with pytest.raises(ValueError, match=difference):
             wrapper(build())
-    dist.barrier()  # all ranks got here: nobody hangs in a collective that another rank did not enter
+    dist.barrier()  # all ranks got here: nobody hangs in a collective that another never entered
 
 
 def refuses_sparse_gradients(wrapper):
@@ -277,23 +277,29 @@ def may_be_wrapped_again(wrapper):
 
 
 def trains_adversaries(wrapper):
-    """The loss of a generator passes through the wrapped discriminator, whose finish nobody calls."""
-    gradients = []
-    for wrap in (wrapper, DistributedDataParallel):
-        torch.manual_seed(0)
-        generator, discriminator = nn.Linear(6, 6).double(), nn.Linear(6, 1).double()
-        g, d = wrap(generator), wrap(discriminator)
-        x = torch.full((2, 6), 1.0 + dist.get_rank(), dtype=torch.float64)
-        for _ in range(3):
-            for module, loss in ((discriminator, lambda: d(x)), (generator, lambda: d(g(x)))):
-                module.zero_grad()
-                loss().square().mean().backward()
-                if wrap is wrapper:
-                    (d if module is discriminator else g).finish_gradient_synchronization()
-                torch.optim.SGD(module.parameters(), lr=0.1).step()
-        gradients.append([p.grad for p in generator.parameters()])
-    for mine, expected in zip(*gradients, strict=True):
-        torch.testing.assert_close(mine, expected, rtol=1e-10, atol=1e-12)
+    """A generator's loss passes through the wrapped discriminator, whose finish nobody calls."""
+    ours = gradients_of_a_generator(wrapper)
+    expected = gradients_of_a_generator(DistributedDataParallel)
+    torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-12)
+
+
+def gradients_of_a_generator(wrap):
+    torch.manual_seed(0)
+    g, d = wrap(nn.Linear(6, 6).double()), wrap(nn.Linear(6, 1).double())
+    x = torch.full((2, 6), 1.0 + dist.get_rank(), dtype=torch.float64)
+
+    def update(model, loss):
+        loss.backward()
+        if hasattr(model, "finish_gradient_synchronization"):
+            model.finish_gradient_synchronization()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+    for _ in range(3):
+        d.zero_grad()
+        update(d, d(x).square().mean())
+        g.zero_grad()
+        update(g, d(g(x)).square().mean())
+    return [parameter.grad for parameter in g.parameters()]
 
 
 def is_an_ordinary_module_without_its_wrapper(wrapper):
@@ -400,7 +406,7 @@ class Fails(nn.Module):
 
 
 def goes_on_after_an_exception_in_backward(wrapper):
-    """The step is given up on one rank or on all: finish and zero_grad, and the next one is clean."""
+    """A step is given up on one rank or on all: finish and zero_grad, and the next one is clean."""
     for failing in ([1], [0, 1]):
         torch.manual_seed(0)
         model = wrapper(Fails().double())
@@ -443,7 +449,7 @@ def compiled():
 
 
 def equals_torch_ddp(wrapper, build, inputs=None, variation="", models=None):
-    """Three training steps with the wrapper and with torch DDP give the same gradients, in float64 to 1e-12."""
+    """Three steps with the wrapper and with torch DDP give the same float64 gradients, to 1e-12."""
     rank = dist.get_rank()
     if models is None:
         torch.manual_seed(rank)

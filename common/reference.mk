@@ -1,0 +1,84 @@
+# How every reference_output*.txt and picture is recorded; the Makefile includes this file.
+
+REFERENCES := $(STAGES:%=%/reference_output.txt) \
+	05_bucketed/reference_output_bucket_sweep.txt 05_bucketed/reference_output_three_runs.txt \
+	06_sharded_optimizer/reference_output_memory.txt 07_resnet_ddp/reference_output_parts.txt \
+	07_resnet_ddp/reference_output_sweep.txt 07_resnet_ddp/reference_output_compile_ddp.txt \
+	08_ddp_rpc/reference_output_8x8.txt \
+	common/reference_output_compare.txt common/reference_output_timeline.txt
+reference: $(REFERENCES)
+
+# record TARGET, ARGS: what the target prints becomes the file, once it has succeeded.
+keep = results/recording.txt && mv results/recording.txt $@
+record = $(MAKE) --no-print-directory $(1) ARGS="$(2)" > $(keep)
+
+01_allreduce/reference_output.txt: FORCE | results
+	$(call record,01_allreduce,--plot 01_allreduce/allreduce.png)
+
+$(LADDER:%=%/reference_output.txt): %/reference_output.txt: FORCE | results
+	$(call record,$*,--steps 20)
+
+# Three runs each of 04, of 05, and of 05 beside torch DDP without its copy back: the ratios
+# scatter, so take the middle one.
+ROWS := ^(step|no sync|[A-Za-z]+DDP |torch DDP)
+05_bucketed/reference_output_three_runs.txt: FORCE | results
+	@for run in 1 2 3; do \
+	  for stage in 04_overlap_ddp 05_bucketed '05_bucketed ARGS=--gradient-as-bucket-view'; do \
+	    set -- $$stage; echo "$$stage, run $$run"; \
+	    $(MAKE) --no-print-directory $$1 ARGS="--no-verify --steps 20 $${2#ARGS=}" \
+	      | grep -E '$(ROWS)'; \
+	  done || exit; \
+	done > $(keep)
+
+05_bucketed/reference_output_bucket_sweep.txt: FORCE | results
+	$(call record,05_bucketed/bucket_sweep)
+	cp results/bucket_sweep.png 05_bucketed
+
+06_sharded_optimizer/reference_output.txt: FORCE | results
+	$(call record,06_sharded_optimizer)
+06_sharded_optimizer/reference_output_memory.txt: FORCE | results
+	$(call record,06_sharded_optimizer/memory,--plot 06_sharded_optimizer/memory.png)
+
+07_resnet_ddp/reference_output.txt: FORCE | results
+	rm -f results/07_*.json
+	$(call record,07_resnet_ddp)
+	cp results/comparison.png results/breakdown.png 07_resnet_ddp
+
+# What the README of 07 takes apart: single and DDP in turn at 64 and 224 pixels; half the batch;
+# no all-reduce.
+RESNET = 07_resnet_ddp/resnet_ddp.py --threads $(THREADS) --epochs 1 --log-every 1000 \
+	--results results/07_parts
+LARGE = --image-size 224 --steps-per-epoch 4
+07_resnet_ddp/reference_output_parts.txt: FORCE | results
+	rm -rf results/07_parts
+	@run() { echo "\$$ $$*"; "$$@" && echo; }; \
+	{ for pair in 1 2 3; do run $(PYTHON) $(RESNET) && run env $(TORCHRUN) $(RESNET) || exit; done; \
+	  for pair in 1 2 3; do \
+	    run $(PYTHON) $(RESNET) $(LARGE) && run env $(TORCHRUN) $(RESNET) $(LARGE) || exit; \
+	  done; \
+	  for size in '--image-size 64 --steps-per-epoch 23' '$(LARGE)'; do \
+	    run $(PYTHON) $(RESNET) --global-batch 32 $$size && \
+	    run env $(TORCHRUN) $(RESNET) --no-sync $$size || exit; \
+	  done; \
+	} > $(keep)
+
+07_resnet_ddp/reference_output_sweep.txt: FORCE | results
+	$(call record,07_resnet_ddp/sweep)
+07_resnet_ddp/reference_output_compile_ddp.txt: FORCE | results
+	$(call record,07_resnet_ddp/compile_ddp,--matrix)
+
+08_ddp_rpc/reference_output.txt: FORCE | results
+	$(call record,08_ddp_rpc)
+08_ddp_rpc/reference_output_8x8.txt: FORCE | results
+	@for run in 1 2 3; do echo "run $$run"; \
+	  $(PYTHON) 08_ddp_rpc/ddp_rpc.py --trainers 8 --servers 8 --lookup both --epochs 20 || exit; \
+	done > $(keep)
+
+common/reference_output_hosts.txt: FORCE | results
+	$(call record,hosts)
+common/reference_output_compare.txt common/reference_output_timeline.txt: \
+common/reference_output_%.txt: FORCE | results
+	$(call record,$*)
+	cp results/$*.png common
+
+FORCE:
