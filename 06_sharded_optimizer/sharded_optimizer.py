@@ -1,22 +1,21 @@
 """06: split the optimizer's state over the ranks (ZeRO, stage 1).
 
-Data-parallel ranks hold the same parameters and the same averaged gradients, so each of them would keep the same
-optimizer state and compute the same update. Here every parameter has one owner: that rank alone keeps its state (for
-Adam twice the parameter's bytes) and updates it, and then sends the new values to all others.
+Data-parallel ranks hold the same parameters and the same averaged gradients, so each of them would
+keep the same optimizer state and compute the same update. Here every parameter has one owner: that
+rank alone keeps its state (for Adam twice the parameter's bytes) and updates it, and then sends the
+new values to all others.
 
-    make 06_sharded_optimizer NPROC=2                                                   (see also ARGS="--help")
+    make 06_sharded_optimizer NPROC=2                                     (see also ARGS="--help")
     torchrun --standalone --nproc-per-node 2 06_sharded_optimizer/sharded_optimizer.py  (one host)
     torchrun --nnodes 2 --node-rank R --nproc-per-node 8 --master-addr HOST0 --master-port 29400 \
-        06_sharded_optimizer/sharded_optimizer.py                                       (two hosts; R is 0 on HOST0)
+        06_sharded_optimizer/sharded_optimizer.py                       (two hosts; R is 0 on HOST0)
 
-Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020, section 5.1
-(P_os); Stanford CS336, assignment 2, "Optimizer state sharding".
+Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
+SC 2020, section 5.1 (P_os); Stanford CS336, assignment 2, "Optimizer state sharding".
 """
 
-import argparse
-import os
-import resource
 import sys
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 
@@ -230,21 +229,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         ]
 
 
-# ======================================================================================================================
-# Below this line: the models, verify, the accounting of memory, the benchmark, main.
+# ==================================================================================================
+# Below this line: the models, verify, the benchmark, main.
 
-TOLERANCE = (
-    1e-12  # of the weights in verify: the same updates by the same gradients, so 0 is expected
-)
-PARTS = {
-    "parameters": "#56B4E9",
-    "gradients": "#E69F00",
-    "optimizer state": "#009E73",
-    "rest": "#CCCCCC",
-}  # and colours
-ZERO, ZERO_VIEW = "torch ZeRO", "torch ZeRO view"
+TOLERANCE = 1e-12  # of the weights in verify: the same updates by the same gradients give 0
+ZERO = "torch ZeRO"
+ZERO_VIEW = "torch ZeRO view"
 
-SIZES = {  # d_model, d_ff, layers, heads, vocabulary, sequences per rank and step, tokens per sequence
+SIZES = {  # d_model, d_ff, layers, heads, vocabulary, sequences per rank and step, tokens in each
     "tiny": (512, 2048, 4, 8, 10_000, 4, 64),
     "small": (768, 3072, 12, 12, 10_000, 4, 128),
     "medium": (1024, 4096, 24, 16, 10_000, 4, 128),
@@ -256,9 +248,9 @@ SIZES = {  # d_model, d_ff, layers, heads, vocabulary, sequences per rank and st
 
 
 class LanguageModel(nn.Module):
-    """A causal transformer: token ids int64 [batch, context] -> logits [batch, context, vocabulary].
+    """A causal transformer: tokens int64 [batch, context] -> logits [batch, context, vocabulary].
 
-    Pre-norm and without biases, as the course's model; no position embedding, for the tokens are random.
+    Pre-norm and without biases, as the course's; no position embedding: the tokens are random.
     """
 
     def __init__(self, d_model, d_ff, layers, heads, vocabulary):
@@ -286,359 +278,217 @@ def average_gradients(model):
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     flat = torch.cat([gradient.flatten() for gradient in gradients]).div_(dist.get_world_size())
     dist.all_reduce(flat)
-    for gradient, average in zip(
-        gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True
-    ):
+    pieces = flat.split([gradient.numel() for gradient in gradients])
+    for gradient, average in zip(gradients, pieces, strict=True):
         gradient.copy_(average.view(gradient.shape))
 
 
 def verify(args, device):
-    """Train a classifier with ShardedOptimizer and, on the same gradients, one with AdamW itself; compare all weights.
+    """Train a classifier with ShardedOptimizer and a twin with AdamW; compare all their weights.
 
-    The first layer is frozen in epoch 1 and added as a group for epoch 2; a scheduler lowers the learning rates.
+    The first layer is frozen in epoch 1 and added as a group for epoch 2; a scheduler lowers the
+    learning rates.
     """
     from common.images import load_images
 
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    images, labels, test_images, test_labels = (
-        part.to(device) for part in load_images(args.data, args.download)
-    )
-    trainings = []
-    for optimizer_cls, options in (
-        (ShardedOptimizer, {"optimizer_cls": torch.optim.AdamW}),
-        (torch.optim.AdamW, {}),
-    ):
+    parts = load_images(args.data, args.download)
+    images, labels, test_images, test_labels = (part.to(device) for part in parts)
+
+    def build(make_optimizer):
         torch.manual_seed(args.seed)
-        layers = (
-            nn.Linear(images.shape[1], 50),
-            nn.ReLU(),
-            nn.Linear(50, 50),
-            nn.ReLU(),
-            nn.Linear(50, 10),
-        )
-        model = nn.Sequential(*layers).to(device, torch.float64)
+        hidden_layers = [nn.Linear(images.shape[1], 50), nn.ReLU(), nn.Linear(50, 50), nn.ReLU()]
+        model = nn.Sequential(*hidden_layers, nn.Linear(50, 10)).to(device, torch.float64)
         model[0].requires_grad_(False)
-        optimizer = optimizer_cls(model[1:].parameters(), lr=3e-3, **options)
-        trainings.append(
-            (model, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99))
-        )
+        optimizer = make_optimizer(model[1:].parameters(), lr=3e-3)
+        return model, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+
+    sharded = build(partial(ShardedOptimizer, optimizer_cls=torch.optim.AdamW))
+    plain = build(torch.optim.AdamW)
     shuffle = torch.Generator().manual_seed(args.seed)
     for epoch in range(1, 3):
-        for model, optimizer, _ in trainings if epoch == 2 else []:
-            optimizer.add_param_group(
-                {"params": list(model[0].requires_grad_(True).parameters()), "lr": 1e-3}
-            )
+        if epoch == 2:
+            for model, optimizer, _ in (sharded, plain):
+                first_layer = list(model[0].requires_grad_(True).parameters())
+                optimizer.add_param_group({"params": first_layer, "lr": 1e-3})
         for union in torch.randperm(len(images), generator=shuffle).split(64 * world_size):
-            shard = union[rank::world_size]
             if len(union) < 64 * world_size:
                 break  # a last batch that does not fill every rank's 64
-            for model, optimizer, scheduler in trainings:
+            shard = union[rank::world_size]
+            for model, optimizer, scheduler in (sharded, plain):
                 optimizer.zero_grad()
                 F.cross_entropy(model(images[shard]), labels[shard]).backward()
                 average_gradients(model)
                 optimizer.step()
                 scheduler.step()
         with torch.no_grad():
-            logits = trainings[0][0](test_images)
-        loss, accuracy = (
-            F.cross_entropy(logits, test_labels).item(),
-            (logits.argmax(1) == test_labels).double().mean(),
-        )
+            logits = sharded[0](test_images)
+        loss = F.cross_entropy(logits, test_labels).item()
+        accuracy = (logits.argmax(1) == test_labels).double().mean().item()
         if rank == 0:
-            print(
-                f"verify: epoch {epoch}, held-out loss {loss:.4f}, accuracy {100 * accuracy:.2f} %",
-                flush=True,
-            )
+            line = f"held-out loss {loss:.4f}, accuracy {100 * accuracy:.2f} %"
+            print(f"verify: epoch {epoch}, {line}", flush=True)
 
-    difference = (
-        torch.stack(
-            [
-                (mine - plain).abs().max()
-                for mine, plain in zip(
-                    *(model.parameters() for model, *_ in trainings), strict=True
-                )
-            ]
-        )
-        .max()
-        .detach()
-    )
+    pairs = zip(sharded[0].parameters(), plain[0].parameters(), strict=True)
+    difference = torch.stack([(mine - other).abs().max() for mine, other in pairs]).max().detach()
     dist.all_reduce(difference, op=dist.ReduceOp.MAX)  # every rank holds its own replicas of both
-    if not difference.item() <= TOLERANCE:
-        sys.exit(f"verify FAILED: a weight is {difference.item():.1e} away from unsharded training")
+    difference = difference.item()
+    if not difference <= TOLERANCE:
+        sys.exit(f"verify FAILED: a weight is {difference:.1e} away from unsharded training")
     if rank == 0:
         print(
-            f"verify: passed, all ranks at most {difference.item():.1e} away from unsharded AdamW; "
-            f"allowed: {TOLERANCE:.0e}\n",
+            f"verify: passed, all ranks at most {difference:.1e} away from unsharded AdamW; "
+            f"allowed: {TOLERANCE:.0e}",
             flush=True,
         )
     return {
-        "max_abs_diff": difference.item(),
+        "max_abs_diff": difference,
         "tolerance": TOLERANCE,
         "passed": True,
-        "accuracy": accuracy.item(),
+        "accuracy": accuracy,
     }
+
+
+def describe_model(args):
+    """The language model of --size for the JSON. Fills in its batch and its context length."""
+    *shape, batch_size, context_length = SIZES[args.size]
+    args.batch_size = args.batch_size or batch_size
+    args.context_length = args.context_length or context_length
+    with torch.device("meta"):
+        model = LanguageModel(*shape)
+    return {
+        "size": args.size,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "batch_size": args.batch_size,
+        "context_length": args.context_length,
+        "dtype": args.dtype,
+    }
+
+
+def in_words(model):
+    """What `describe_model` returns, for a headline."""
+    return (
+        f"{model['size']} model, {model['parameters'] / 1e6:.1f} million parameters, "
+        f"{model['dtype']}, {dist.get_world_size()} ranks, "
+        f"batch {model['batch_size']} × {model['context_length']} tokens per rank"
+    )
 
 
 def optimizers(args):
     """{candidate: function that makes its optimizer}."""
-    adamw, options = torch.optim.AdamW, {"lr": 1e-4, "fused": True}
-    sharded = {
-        "ShardedOptimizer": lambda parameters: ShardedOptimizer(parameters, adamw, **options)
-    }
+    adamw = torch.optim.AdamW
+    options = {"lr": 1e-4, "fused": True}
+
+    def unsharded(parameters):
+        return adamw(parameters, **options)
+
+    def sharded(parameters):
+        return ShardedOptimizer(parameters, adamw, **options)
+
+    def zero(parameters):
+        return ZeroRedundancyOptimizer(parameters, adamw, **options)
+
+    def zero_view(parameters):
+        return ZeroRedundancyOptimizer(parameters, adamw, parameters_as_bucket_view=True, **options)
+
     if args.no_baseline:
-        return sharded
-    return (
-        {"AdamW": lambda parameters: adamw(parameters, **options)}
-        | sharded
-        | {
-            ZERO: lambda parameters: ZeroRedundancyOptimizer(parameters, adamw, **options),
-            ZERO_VIEW: lambda parameters: ZeroRedundancyOptimizer(
-                parameters, adamw, parameters_as_bucket_view=True, **options
-            ),
-        }
-    )
+        return {"ShardedOptimizer": sharded}
+    return {"AdamW": unsharded, "ShardedOptimizer": sharded, ZERO: zero, ZERO_VIEW: zero_view}
 
 
 def training(args, device, make_optimizer):
-    """A language model of its own, its optimizer, and the function that computes averaged gradients."""
-    d_model, d_ff, layers, heads, vocabulary, _, _ = SIZES[args.size]
+    """A language model of its own, its optimizer, and the function that computes gradients."""
+    *shape, _, _ = SIZES[args.size]
     torch.manual_seed(args.seed)
     with device:
-        model = LanguageModel(d_model, d_ff, layers, heads, vocabulary)
+        model = LanguageModel(*shape)
     model = model.to(getattr(torch, args.dtype))
     torch.manual_seed(args.seed + dist.get_rank())
-    tokens, targets = torch.randint(
-        vocabulary, (2, args.batch_size, args.context_length), device=device
-    )
+    batch = (args.batch_size, args.context_length)
+    tokens, targets = torch.randint(shape[-1], (2, *batch), device=device)
 
-    def compute_gradients(backward_is_over=lambda: None):
+    def backward():
         F.cross_entropy(model(tokens).flatten(0, 1).float(), targets.flatten()).backward()
-        backward_is_over()
-        average_gradients(model)
 
-    return model, make_optimizer(model.parameters()), compute_gradients
+    return model, make_optimizer(model.parameters()), backward
 
 
 def state_bytes(optimizer):
     """Bytes of optimizer state on each rank."""
     local = getattr(optimizer, "optim", optimizer)  # where ZeroRedundancyOptimizer keeps its shard
+    mine = 0
+    for state in local.state.values():
+        mine += sum(value.nbytes for value in state.values() if torch.is_tensor(value))
     everyones = [None] * dist.get_world_size()
-    dist.all_gather_object(
-        everyones,
-        sum(
-            value.nbytes
-            for state in local.state.values()
-            for value in state.values()
-            if torch.is_tensor(value)
-        ),
-    )
+    dist.all_gather_object(everyones, mine)
     return everyones
 
 
-def peak_bytes(device):
-    """The most memory since the last call: of CUDA's allocator, or this process's resident size on Linux. Elsewhere the
-    resident size cannot be reset, and it is the most so far."""
-    if device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-    elif os.access("/proc/self/clear_refs", os.W_OK):
-        words = Path("/proc/self/status").read_text().split()
-        peak = int(words[words.index("VmHWM:") + 1]) * 1024
-        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, see proc(5)
-    else:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
-            1 if sys.platform == "darwin" else 1024
+def candidate(make_optimizer, args, device):
+    """An optimizer with its own model, and two functions to time: a training step, the update."""
+    from common.timing import Stopwatch
+
+    model, optimizer, backward = training(args, device, make_optimizer)
+    watch = Stopwatch(device)
+
+    def training_step():
+        watch.mark("start")
+        optimizer.zero_grad()
+        backward()
+        watch.mark("gradients are there")
+        average_gradients(model)
+        watch.mark("gradients are averaged")
+        optimizer.step()
+        watch.mark("end")
+        exposed = watch.seconds("gradients are there", "gradients are averaged")
+        return {"step_seconds": watch.seconds("start", "end"), "exposed_comm_seconds": exposed}
+
+    def update():
+        watch.mark("start")
+        optimizer.step()  # once more with the last gradients
+        watch.mark("end")
+        return {"optimizer_seconds": watch.seconds("start", "end")}
+
+    return optimizer, training_step, update
+
+
+def benchmark(args, device, what):
+    """Time the optimizer step and the training step: AdamW unsharded, this stage, torch's ZeRO."""
+    from common import report, timing
+
+    optimizer_of, training_steps, updates = {}, {}, {}
+    for name, make_optimizer in optimizers(args).items():
+        optimizer_of[name], training_steps[name], updates[name] = candidate(
+            make_optimizer, args, device
         )
-    return peak
-
-
-def account(args, device, make_optimizer):
-    """Memory around the second optimizer step (the first one makes the state), in bytes:
-    {moment: [rank][parameters, gradients, optimizer state, rest]}. The rest is the peak less the other three.
-    """
-    moments = {}
-
-    def snapshot(moment):
-        parts = [
-            sum(parameter.nbytes for parameter in model.parameters()),
-            sum(
-                parameter.grad.nbytes
-                for parameter in model.parameters()
-                if parameter.grad is not None
-            ),
-            state_bytes(optimizer)[dist.get_rank()],
-        ]
-        moments[moment] = [None] * dist.get_world_size()
-        dist.all_gather_object(moments[moment], [*parts, peak_bytes(device) - sum(parts)])
-
-    peak_bytes(device)
-    model, optimizer, compute_gradients = training(args, device, make_optimizer)
-    snapshot("model built")
-    compute_gradients()
-    optimizer.step()
-    optimizer.zero_grad()
-    compute_gradients()
-    snapshot("before the step")
-    optimizer.step()
-    snapshot("after the step")
-    return moments
-
-
-def report_memory(args, device, what):
-    """Account without and with sharding; print it and draw it. Returns {candidate: what `account` returns}."""
-    from matplotlib.figure import Figure
-
-    from common.report import print_table
-
-    # Sharded first: it needs less, so the other's peak stands out even where a peak cannot be reset.
-    makers = optimizers(args)
-    memory = {"sharded": account(args, device, makers["ShardedOptimizer"])}
-    if not args.no_baseline:
-        memory = {"unsharded": account(args, device, makers["AdamW"])} | memory
-    if dist.get_rank() != 0:
-        return memory
-    print(f"memory: {what}")
-    print_table(
-        ["MB", "rank", *PARTS, "peak"],
-        [
-            [
-                f"{name}, {moment}",
-                str(rank),
-                *(f"{part / 2**20:.1f}" for part in [*parts, sum(parts)]),
-            ]
-            for name, moments in memory.items()
-            for moment, ranks in moments.items()
-            for rank, parts in enumerate(ranks)
-        ],
-    )
-    print(
-        "MB: 2^20 bytes; peak since the moment before: "
-        + (
-            "of CUDA's allocator"
-            if device.type == "cuda"
-            else "resident size, with the interpreter and its libraries"
-        )
-        + ";\nrest: peak less the three before it",
-        flush=True,
-    )
-
-    bars = [
-        (name, rank)
-        for name, moments in memory.items()
-        for rank in range(len(moments["model built"]))
-    ][::-1]
-    figure = Figure(figsize=(10, 2 + 0.4 * len(bars)), layout="constrained")
-    panels = figure.subplots(1, 3, sharex=True, sharey=True)
-    for panel, moment in zip(panels, memory["sharded"], strict=True):
-        left = [0.0] * len(bars)
-        for part, (label, color) in enumerate(PARTS.items()):
-            widths = [memory[name][moment][rank][part] / 2**20 for name, rank in bars]
-            drawn = panel.barh(
-                [f"{name}, rank {rank}" for name, rank in bars],
-                widths,
-                left=left,
-                color=color,
-                label=label,
-            )
-            panel.bar_label(
-                drawn,
-                [f"{width:.0f}" if width > 0 else "" for width in widths],
-                label_type="center",
-                fontsize=8,
-            )
-            left = [start + width for start, width in zip(left, widths, strict=True)]
-        panel.set(title=moment, xlabel="MB")
-    figure.legend(
-        *panels[0].get_legend_handles_labels(),
-        loc="outside lower center",
-        ncols=len(PARTS),
-        frameon=False,
-    )
-    figure.suptitle(f"Peak memory of each rank, AdamW\n{what}", fontsize=11)
-    figure.savefig(args.plot, dpi=150)
-    return memory
-
-
-def benchmark(args, device):
-    """Time the optimizer step and the training step with AdamW unsharded, with this stage, and with torch's ZeRO."""
-    from common.report import percentiles, print_table
-    from common.timing import Stopwatch, measure
-
-    def candidate(make_optimizer):
-        """An optimizer with a model of its own, and two functions to time: a training step, and the update alone."""
-        model, optimizer, compute_gradients = training(args, device, make_optimizer)
-        watch = Stopwatch(device)
-
-        def training_step():
-            watch.mark("start")
-            optimizer.zero_grad()
-            compute_gradients(lambda: watch.mark("gradients are there"))
-            watch.mark("gradients are averaged")
-            optimizer.step()
-            watch.mark("end")
-            return {
-                "step_seconds": watch.seconds("start", "end"),
-                "exposed_comm_seconds": watch.seconds(
-                    "gradients are there", "gradients are averaged"
-                ),
-            }
-
-        def update():
-            watch.mark("start")
-            optimizer.step()  # once more with the last gradients
-            watch.mark("end")
-            return {"optimizer_seconds": watch.seconds("start", "end")}
-
-        return optimizer, training_step, update
-
-    candidates = {name: candidate(make) for name, make in optimizers(args).items()}
     if dist.get_rank() == 0:
-        print(
-            f"\nbenchmark: {args.steps} training steps and {4 * args.steps} updates alone, after {args.warmup} to warm up",
-            flush=True,
-        )
-    samples = measure(
-        {name: training_step for name, (_, training_step, _) in candidates.items()},
-        args.steps,
-        args.warmup,
-    )
-    updates = measure(
-        {name: update for name, (_, _, update) in candidates.items()}, 4 * args.steps, args.warmup
-    )
-    for name, (optimizer, training_step, _) in candidates.items():
-        with torch.profiler.profile() as profiler:
-            training_step()
-        calls = sum(
-            event.count
-            for event in profiler.key_averages()
-            if event.key in ("c10d::allreduce_", "c10d::broadcast_")
-        )
-        samples[name] |= updates[name] | {
-            "optimizer_state_bytes": state_bytes(optimizer),
-            "collectives_per_step": calls,
-        }
+        print(f"\nbenchmark: {what};", flush=True)
+        counts = f"{args.steps} training steps and {4 * args.steps} updates alone"
+        print(f"{counts}, after {args.warmup} to warm up", flush=True)
+    samples = timing.measure(training_steps, args.steps, args.warmup)
+    of_updates = timing.measure(updates, 4 * args.steps, args.warmup)
+    for name, times in samples.items():
+        times |= of_updates[name]
+        times["optimizer_state_bytes"] = state_bytes(optimizer_of[name])
+        times["collectives_per_step"] = timing.count_collectives(training_steps[name])
+
     rows = []
-    for quantity in "optimizer_seconds", "step_seconds":
-        p50 = {name: percentiles(times[quantity])[0] for name, times in samples.items()}
+    for quantity in ("optimizer_seconds", "step_seconds"):
         for name, times in samples.items():
-            milliseconds = (f"{1000 * seconds:.1f}" for seconds in percentiles(times[quantity]))
-            rows.append(
-                [
-                    f"{quantity.removesuffix('_seconds')}: {name}",
-                    *milliseconds,
-                    *(
-                        f"{p50[name] / p50[other]:.3f}" if other in p50 else "-"
-                        for other in (ZERO, ZERO_VIEW)
-                    ),
-                    f"{max(times['optimizer_state_bytes']) / 2**20:.1f}",
-                ]
-            )
+            row = [f"{quantity.removesuffix('_seconds')}: {name}"]
+            row += report.milliseconds(times[quantity])
+            for other in (ZERO, ZERO_VIEW):
+                row.append(report.ratio(times[quantity], samples.get(other, {}).get(quantity)))
+            row.append(f"{max(times['optimizer_state_bytes']) / 2**20:.1f}")
+            rows.append(row)
     if dist.get_rank() == 0:
-        print_table(["ms", "p50", "p75", "p90", "p95", "/ZeRO", "/ZeRO view", "state MB"], rows)
+        header = ["ms", "p50", "p75", "p90", "p95", "/ZeRO", "/ZeRO view", "state MB"]
+        report.print_table(header, rows)
         print(
-            "percentiles over all steps of all ranks; optimizer: optimizer.step() alone; step: all of a training step;\n"
-            "ZeRO: torch's ZeroRedundancyOptimizer, view: its parameters_as_bucket_view=True; /: ratio of the p50s, below\n"
-            "1 is faster; state: optimizer state of the rank that has most",
+            "percentiles over all steps of all ranks; optimizer: optimizer.step() alone; step: all "
+            "of a training step;\nZeRO: torch's ZeroRedundancyOptimizer, view: its "
+            "parameters_as_bucket_view=True; /: ratio of the p50s, below\n1 is faster; state: "
+            "optimizer state of the rank that has most",
             flush=True,
         )
     return [{"name": name, **times} for name, times in samples.items()]
@@ -648,99 +498,24 @@ def main():
     folder = Path(__file__).resolve().parent
     sys.path[:0] = [str(folder), str(folder.parent)]
     try:
-        from common.report import environment, write_json
-        from common.setup import (
-            Parser,
-            add_process_group_arguments,
-            output_file,
-            process_group,
-            whole_number,
-        )
+        from common import report, setup
     except ModuleNotFoundError as error:
         sys.exit(f"error: {error}: copy the repository's folder common/ beside {folder} or into it")
 
-    parser = Parser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--size", choices=SIZES, default="tiny", help="of the language model")
-    parser.add_argument(
-        "--batch-size",
-        type=whole_number(1),
-        help="sequences per rank and step (default: the size's)",
-    )
-    parser.add_argument(
-        "--context-length", type=whole_number(1), help="tokens in a sequence (default: the size's)"
-    )
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument(
-        "--steps", type=whole_number(1), default=10, help="measured steps (default: 10)"
-    )
-    parser.add_argument(
-        "--warmup", type=whole_number(0), default=5, help="steps before them (default: 5)"
-    )
-    parser.add_argument("--seed", type=whole_number(0), default=0)
-    parser.add_argument("--no-verify", action="store_true", help="only measure")
-    parser.add_argument(
-        "--no-baseline",
-        action="store_true",
-        help="measure ShardedOptimizer alone, which saves memory",
-    )
-    parser.add_argument(
-        "--data", metavar="DIR", help="verify on MNIST from this folder instead of the digits"
-    )
-    parser.add_argument("--download", action="store_true", help="fetch MNIST into --data first")
-    parser.add_argument("--json", type=output_file, metavar="FILE", help="everything measured, raw")
-    results = folder.parent / "results"
-    if os.access(results.parent, os.W_OK):
-        results.mkdir(exist_ok=True)
-    parser.add_argument(
-        "--plot",
-        type=output_file,
-        metavar="FILE",
-        default=str(results / "06_memory.png"),
-        help="the picture of the memory, PNG (default: results/06_memory.png)",
-    )
-    add_process_group_arguments(parser)
+    parser = setup.Parser(__doc__)
+    setup.add_training_arguments(parser, SIZES, steps=10)
     args = parser.parse_args()
-    args.batch_size, args.context_length = (
-        args.batch_size or SIZES[args.size][5],
-        args.context_length or SIZES[args.size][6],
-    )
 
-    with process_group(args) as device:
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-        result = {"stage": folder.name, **environment(device), "options": {}}
-        if rank == 0:
-            print(
-                "{stage}: torch {torch}, {backend} on {device}, {world_size} ranks, {threads_per_rank} threads per rank".format(
-                    **result
-                ),
-                flush=True,
-            )
-        result["verify"] = None if args.no_verify else verify(args, device)
-
-        with torch.device("meta"):
-            model = LanguageModel(*SIZES[args.size][:5])
-        parameters = sum(parameter.numel() for parameter in model.parameters())
-        what = (
-            f"{args.size} model, {parameters / 1e6:.1f} million parameters, {args.dtype}, {world_size} ranks, "
-            f"batch {args.batch_size} × {args.context_length} tokens per rank"
-        )
-        result["memory_bytes"] = report_memory(args, device, what)
-        result |= {
-            "model": {
-                "size": args.size,
-                "parameters": parameters,
-                "batch_size": args.batch_size,
-                "context_length": args.context_length,
-                "dtype": args.dtype,
-            }
-        }
-        result["candidates"] = benchmark(args, device)
-        if args.json and rank == 0:
-            write_json(args.json, result)
+    with setup.process_group(args) as device:
+        result = report.begin(folder.name, device)
+        result["options"] = {}
+        result["verify"] = None
+        if not args.no_verify:
+            result["verify"] = verify(args, device)
+        result["model"] = describe_model(args)
+        result["candidates"] = benchmark(args, device, in_words(result["model"]))
+        if args.json and dist.get_rank() == 0:
+            report.write_json(args.json, result)
 
 
 if __name__ == "__main__":

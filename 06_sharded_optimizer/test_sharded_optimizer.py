@@ -1,4 +1,4 @@
-"""ShardedOptimizer against the optimizers it shards, on real ranks, and the script from end to end."""
+"""ShardedOptimizer against the optimizers it shards, on real ranks, and both scripts."""
 
 import io
 import json
@@ -19,9 +19,11 @@ from common import testing
 from common.testing import masked, torchrun
 
 sys.path.insert(0, str(Path(__file__).parent))
+import memory
 from sharded_optimizer import LanguageModel, ShardedOptimizer, main, state_bytes
 
 SCRIPT = Path(__file__).with_name("sharded_optimizer.py")
+MEMORY = Path(__file__).with_name("memory.py")
 ADAM, ADAMW, SGD, ADAGRAD = (
     torch.optim.Adam,
     torch.optim.AdamW,
@@ -52,7 +54,7 @@ SHAPES = (30, 20), (40,), (7, 5, 3), (), (600,), (1,)
 
 
 def give_gradients(parameters, step):
-    """Averaged gradients as DDP would leave them: the same on every rank, different in every step."""
+    """Averaged gradients as DDP leaves them: the same on every rank, different in every step."""
     generator = torch.Generator().manual_seed(100 + step)
     for parameter in parameters:
         gradient = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
@@ -454,56 +456,75 @@ def test_a_process_group_of_some_ranks(ranks):
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_on_a_gpu(script, tmp_path, world_size):
-    words = ["--device", "cuda", "--steps", 1, "--plot", tmp_path / "m.png"]
-    status, output = script(torchrun(world_size, SCRIPT, *words)).wait(300)
+def test_on_a_gpu(script, world_size):
+    command = torchrun(world_size, SCRIPT, "--device", "cuda", "--steps", 1)
+    status, output = script(command).wait(300)
     assert status == 0, output
-    assert "verify: passed" in output and "of CUDA's allocator" in output
+    assert "verify: passed" in output
 
 
-QUICK = "--device", "cpu", "--batch-size", 1, "--context-length", 8, "--steps", 1, "--warmup", 0
+@pytest.mark.cuda
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_memory_on_a_gpu(script, tmp_path, world_size):
+    command = torchrun(world_size, MEMORY, "--device", "cuda", "--plot", tmp_path / "m.png")
+    status, output = script(command).wait(300)
+    assert status == 0, output
+    assert "of CUDA's allocator" in output
+
+
+SMALL = "--device", "cpu", "--batch-size", 1, "--context-length", 8
+QUICK = *SMALL, "--steps", 1, "--warmup", 0
+
+
+def assert_prints(output, recorded, starts):
+    """All lines of the recorded output that start so are there, whatever their numbers are."""
+    expected = [line for line in masked(recorded.read_text()) if line.startswith(starts)]
+    missing = [line for line in expected if line not in masked(output)]
+    assert expected and not missing, f"{recorded.name} has lines that are not printed: {missing}"
 
 
 def test_script(script, tmp_path):
-    status, output = script(
-        torchrun(2, SCRIPT, *QUICK, "--json", tmp_path / "x.json", "--plot", tmp_path / "x.png")
-    ).wait()
+    status, output = script(torchrun(2, SCRIPT, *QUICK, "--json", tmp_path / "x.json")).wait()
     assert status == 0, output
-    recorded = masked(SCRIPT.with_name("reference_output.txt").read_text())
-    table = [
-        line
-        for line in recorded
-        if line.startswith(("verify", "memory:", "MB", "ms", "sharded", "unsharded"))
-    ]
-    missing = [line for line in table if line not in masked(output)]
-    assert table and not missing, (
-        f"reference_output.txt has lines that the script does not print: {missing}"
+    recorded = SCRIPT.with_name("reference_output.txt")
+    assert_prints(output, recorded, ("verify", "ms", "percentiles", "ZeRO:"))
+    result = json.loads((tmp_path / "x.json").read_text())
+    assert result["stage"] == "06_sharded_optimizer"
+    assert result["world_size"] == 2 and result["verify"]["max_abs_diff"] == 0
+    names = [one["name"] for one in result["candidates"]]
+    assert names == ["AdamW", "ShardedOptimizer", "torch ZeRO", "torch ZeRO view"]
+    most = [max(one["optimizer_state_bytes"]) for one in result["candidates"]]
+    unsharded, sharded, *torchs = most
+    assert unsharded >= 2 * 4 * result["model"]["parameters"]
+    assert sharded <= 1.05 * unsharded / 2 and all(sharded <= one for one in torchs)
+    for one in result["candidates"]:
+        assert (len(one["step_seconds"]), len(one["optimizer_seconds"])) == (2, 8)
+
+
+def test_memory(script, tmp_path):
+    files = "--json", tmp_path / "x.json", "--plot", tmp_path / "x.png"
+    status, output = script(torchrun(2, MEMORY, *SMALL, *files)).wait()
+    assert status == 0, output
+    assert_prints(
+        output,
+        MEMORY.with_name("reference_output_memory.txt"),
+        ("#_sharded_optimizer/memory", "memory:", "MB", "rest", "sharded", "unsharded"),
     )
     result = json.loads((tmp_path / "x.json").read_text())
-    assert (
-        result["stage"] == "06_sharded_optimizer"
-        and result["world_size"] == 2
-        and result["verify"]["max_abs_diff"] == 0
-    )
-    assert [one["name"] for one in result["candidates"]] == [
-        "AdamW",
-        "ShardedOptimizer",
-        "torch ZeRO",
-        "torch ZeRO view",
-    ]
-    unsharded, sharded, *torchs = [
-        max(one["optimizer_state_bytes"]) for one in result["candidates"]
-    ]
-    assert sharded <= 1.05 * unsharded / 2 and all(sharded <= one for one in torchs)
-    assert all(
-        (len(one["step_seconds"]), len(one["optimizer_seconds"])) == (2, 8)
-        for one in result["candidates"]
-    )
+    model_bytes = 4 * result["model"]["parameters"]
+    states = {}
     for name, moments in result["memory_bytes"].items():
         last = list(moments.values())[-1]
-        assert last[0][0] == last[0][1] == 4 * result["model"]["parameters"]
-        assert max(one[2] for one in last) == (unsharded if name == "unsharded" else sharded)
+        assert last[0][0] == last[0][1] == model_bytes
+        states[name] = [one[2] for one in last]
+    assert all(2 * model_bytes <= state < 2.001 * model_bytes for state in states["unsharded"])
+    assert max(states["sharded"]) <= 1.05 * states["unsharded"][0] / 2
     assert (tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_readme_shows_the_recorded_memory():
+    recorded = MEMORY.with_name("reference_output_memory.txt").read_text()
+    assert recorded in MEMORY.with_name("README.md").read_text()
 
 
 @pytest.mark.full
@@ -511,39 +532,44 @@ def test_script(script, tmp_path):
 @pytest.mark.parametrize("fault", testing.FAULTS)
 @pytest.mark.parametrize("moment", testing.LADDER_MOMENTS)
 def test_faults(script, moment, fault, tmp_path):
+    command = torchrun(2, SCRIPT, *testing.LONG)
+    testing.check_fault(script, command, moment, fault, tmp_path)
+
+
+@pytest.mark.full
+@testing.needs_proc
+@pytest.mark.parametrize("fault", testing.FAULTS)
+@pytest.mark.parametrize("moment", ["", "06_sharded_optimizer/memory: "])
+def test_faults_of_memory(script, moment, fault, tmp_path):
     (tmp_path / "temporary").mkdir()
-    command = torchrun(2, SCRIPT, *testing.LONG, "--plot", tmp_path / "x.png")
+    command = torchrun(2, MEMORY, "--plot", tmp_path / "x.png")
     testing.check_fault(script, command, moment, fault, tmp_path / "temporary")
 
 
 @pytest.mark.full
 @testing.needs_proc
-def test_stopped_rank(script, tmp_path):
-    testing.check_stopped_rank(
-        script, SCRIPT, "--no-verify", *testing.LONG, "--plot", tmp_path / "x.png"
-    )
+def test_stopped_rank(script):
+    testing.check_stopped_rank(script, SCRIPT, "--no-verify", *testing.LONG)
 
 
-@pytest.mark.parametrize("option, value", [*testing.WRONG_INPUT, ("--plot", "/"), ("--plot", "")])
+@pytest.mark.parametrize("option, value", testing.WRONG_INPUT)
 def test_wrong_input(option, value, monkeypatch, capsys):
     testing.check_wrong_input(main, SCRIPT, option, value, monkeypatch, capsys)
 
 
+NOT_OF_MEMORY = "--steps", "--warmup", "--data"
+WRONG_INPUT_OF_MEMORY = [one for one in testing.WRONG_INPUT if one[0] not in NOT_OF_MEMORY]
+
+
+@pytest.mark.parametrize("option, value", [*WRONG_INPUT_OF_MEMORY, ("--plot", "/"), ("--plot", "")])
+def test_wrong_input_of_memory(option, value, monkeypatch, capsys):
+    testing.check_wrong_input(memory.main, MEMORY, option, value, monkeypatch, capsys)
+
+
 @pytest.mark.full
-def test_the_script_ends_when_a_rank_dies(script, tmp_path):
-    running = script(
-        torchrun(
-            2,
-            SCRIPT,
-            *QUICK,
-            "--steps",
-            10_000,
-            "--no-verify",
-            "--no-baseline",
-            "--plot",
-            tmp_path / "x.png",
-        )
-    )
+def test_the_script_ends_when_a_rank_dies(script):
+    words = "--steps", 10_000, "--no-verify", "--no-baseline"
+    running = script(torchrun(2, SCRIPT, *QUICK, *words))
     while "benchmark:" not in running.process.stdout.readline():
         assert running.process.poll() is None
     victim = next(
@@ -563,9 +589,11 @@ def command_line(process):
     ).stdout
 
 
-def test_not_started_by_torchrun(monkeypatch, capsys):
-    testing.check_not_started_by_torchrun(main, SCRIPT, monkeypatch, capsys)
+@pytest.mark.parametrize("script_main, path", [(main, SCRIPT), (memory.main, MEMORY)])
+def test_not_started_by_torchrun(script_main, path, monkeypatch, capsys):
+    testing.check_not_started_by_torchrun(script_main, path, monkeypatch, capsys)
 
 
-def test_file_alone(tmp_path):
-    testing.check_script_alone(SCRIPT, tmp_path)
+@pytest.mark.parametrize("path", [SCRIPT, MEMORY])
+def test_file_alone(path, tmp_path):
+    testing.check_script_alone(path, tmp_path)
