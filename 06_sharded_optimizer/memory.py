@@ -16,10 +16,12 @@ SC 2020, section 3.1; Stanford CS336, assignment 2, "Optimizer state sharding ac
 import os
 import resource
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 MOMENTS = ["model built", "before the step", "after the step"]
 PARTS = {  # and their colours
@@ -70,19 +72,36 @@ def account(stage, args, device, make_optimizer):
         moments[moment] = [None] * dist.get_world_size()
         dist.all_gather_object(moments[moment], parts)
 
+    def compute_gradients():
+        logits = model(tokens).flatten(0, 1).float()
+        F.cross_entropy(logits, targets.flatten()).backward()
+        stage.average_gradients(model)
+
+    *shape, _, _ = stage.SIZES[args.size]
+    torch.manual_seed(args.seed)
     peak_bytes(device)
-    model, optimizer, backward = stage.training(args, device, make_optimizer)
+    with device:
+        model = stage.LanguageModel(*shape).to(getattr(torch, args.dtype))
+    batch = (args.batch_size, args.context_length)
+    torch.manual_seed(args.seed + dist.get_rank())
+    tokens, targets = torch.randint(shape[-1], (2, *batch), device=device)
+    optimizer = make_optimizer(model.parameters(), lr=1e-4, fused=True)
     snapshot("model built")
-    backward()
-    stage.average_gradients(model)
+    compute_gradients()
     optimizer.step()
     optimizer.zero_grad()
-    backward()
-    stage.average_gradients(model)
+    compute_gradients()
     snapshot("before the step")
     optimizer.step()
     snapshot("after the step")
     return moments
+
+
+def count_parameters(stage, size):
+    """The number of parameters of a language model, without building it."""
+    *shape, _, _ = stage.SIZES[size]
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in stage.LanguageModel(*shape).parameters())
 
 
 def print_memory(memory, device, what):
@@ -160,18 +179,28 @@ def main():
     add("--plot", type=setup.output_file, metavar="FILE", default=default, help=picture)
     setup.add_process_group_arguments(parser)
     args = parser.parse_args()
+    *_, batch_size, context_length = stage.SIZES[args.size]
+    args.batch_size = args.batch_size or batch_size
+    args.context_length = args.context_length or context_length
 
     with setup.process_group(args) as device:
         result = report.begin(f"{folder.name}/memory", device)
-        result["model"] = stage.describe_model(args)
+        parameters = count_parameters(stage, args.size)
+        result["model"] = {"size": args.size, "parameters": parameters, "dtype": args.dtype}
+        result["model"]["batch_size"] = args.batch_size
+        result["model"]["context_length"] = args.context_length
         # Sharded first: it needs less, so the other's peak stands out even where no peak is reset.
-        makers = stage.optimizers(args)
-        memory = {"sharded": account(stage, args, device, makers["ShardedOptimizer"])}
+        sharded = partial(stage.ShardedOptimizer, optimizer_cls=torch.optim.AdamW)
+        memory = {"sharded": account(stage, args, device, sharded)}
         if not args.no_baseline:
-            memory = {"unsharded": account(stage, args, device, makers["AdamW"]), **memory}
+            memory = {"unsharded": account(stage, args, device, torch.optim.AdamW), **memory}
         result["memory_bytes"] = memory
         if dist.get_rank() == 0:
-            what = stage.in_words(result["model"])
+            what = (
+                f"{args.size} model, {parameters / 1e6:.1f} million parameters, {args.dtype}, "
+                f"{dist.get_world_size()} ranks, "
+                f"batch {args.batch_size} × {args.context_length} tokens per rank"
+            )
             print_memory(memory, device, what)
             draw(memory, what, args.plot)
             if args.json:

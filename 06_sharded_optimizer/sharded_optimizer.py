@@ -16,7 +16,7 @@ SC 2020, section 5.1 (P_os); Stanford CS336, assignment 2, "Optimizer state shar
 
 import sys
 from functools import partial
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
 
 import torch
@@ -27,214 +27,224 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    """`optimizer_cls(params, **kwargs)`, with the state of each parameter on one rank of the process group only.
+    """`optimizer_cls(params, **kwargs)`, with the state of each parameter on one rank only.
 
-    Use it as the optimizer that it stands for, on all ranks alike: the constructor, `add_param_group`, `step` and
-    `state_dict` communicate. Parameters must come here with equal values on all ranks (the constructor of DDP sees to
-    that) and with averaged gradients to `step`. They become views into flat buffers: move or cast the model before,
-    not after. For every optimizer that updates each parameter by itself and needs no closure (all of torch but LBFGS).
-
-    Raises ValueError on all ranks if their parameters differ.
+    Use it as the optimizer that it stands for, on all ranks alike: all but `zero_grad` communicate.
+    Parameters must come here with equal values on all ranks (the constructor of DDP sees to that)
+    and with averaged gradients to `step`. They become views into flat buffers: move or cast the
+    model before, not after. For every optimizer that updates each parameter by itself: all of
+    torch but LBFGS. Raises ValueError on all ranks if their parameters differ.
     """
 
-    def __init__(
-        self,
-        params,
-        optimizer_cls: type[torch.optim.Optimizer],
-        *,
-        process_group: dist.ProcessGroup | None = None,
-        **kwargs,
-    ):
+    def __init__(self, params, optimizer_cls, *, process_group=None, **kwargs):
         self.process_group = process_group
-        self.rank, self.world_size = (
-            dist.get_rank(process_group),
-            dist.get_world_size(process_group),
-        )
-        self.optimizer_cls, self.kwargs = optimizer_cls, kwargs
-        # The optimizer of this rank's shard. It starts with a stand-in, for a rank may own nothing and torch's
-        # optimizers refuse an empty list; that also checks the arguments and gives the defaults.
-        self.local = optimizer_cls([torch.empty(0)], **kwargs)
-        self.local.state.clear()
+        self.rank = dist.get_rank(process_group)
+        self.world_size = dist.get_world_size(process_group)
+        if self.rank < 0:
+            raise ValueError("this rank is not in process_group: make no ShardedOptimizer here")
+        self.make_optimizer = partial(optimizer_cls, **kwargs)
+        # The optimizer of this rank's shard. It has the same groups, with the own parameters only;
+        # none at first, but that checks the arguments and gives the defaults.
+        self.local = self.make_optimizer([{"params": []}])
+        self.local.param_groups.clear()
+        if isinstance(self.local, torch.optim.LBFGS):
+            raise ValueError("LBFGS looks at all parameters at once: use it without sharding")
         self.owners = {}  # parameter -> the rank that keeps its state and updates it
         self.loads = [0] * self.world_size  # bytes of parameters that each rank owns
         self.flats = []  # (owner, one flat buffer with the values of parameters that it owns)
         self.views = {}  # parameter -> its part of a flat buffer
+        self.param_groups = []
         self.constructed = False
         self._register(super().__init__, params, self.local.defaults)
         self.constructed = True
         self.state = self.local.state
 
     def add_param_group(self, param_group: dict) -> None:
-        """Add a group, also in mid-training; what is there keeps its owner and its state. Call it on all ranks."""
+        """Add a group, also in mid-training; what is there keeps its owner and its state."""
         if self.constructed:
             self._register(super().add_param_group, param_group)
         else:
-            super().add_param_group(
-                param_group
-            )  # called by the base class's constructor, once per group
+            super().add_param_group(param_group)  # the base class's constructor, once per group
 
     def _register(self, register, *arguments) -> None:
-        """Let the base class check and append groups, and distribute them if all ranks have the same."""
+        """Let the base class check and append groups; distribute them if all ranks agree."""
+        before = len(self.param_groups)
         failure = None
+        lines = []
         try:
             register(*arguments)
-            mine = [
-                f"{tuple(parameter.shape)} {parameter.dtype} strides={parameter.stride()} {parameter.device.type} "
-                f"requires_grad={parameter.requires_grad} in group {number}"
-                for number, group in enumerate(self.param_groups)
-                for parameter in group["params"]
-            ]
-        except (
-            Exception
-        ) as error:  # the other ranks must hear of it, or they would wait for this one
-            failure, mine = error, [f"{type(error).__name__}: {error}"]
-        everyones = [None] * self.world_size
-        dist.all_gather_object(everyones, mine, group=self.process_group)
-        for rank, theirs in enumerate(everyones):
-            for number, (expected, found) in enumerate(
-                zip_longest(everyones[0], theirs, fillvalue="nothing")
-            ):
-                if expected != found:
-                    raise ValueError(
-                        f"the ranks' parameters differ: as number {number} rank 0 has {expected}, "
-                        f"rank {rank} has {found}"
-                    ) from failure
+            for number, group in enumerate(self.param_groups):
+                for one in group["params"]:
+                    self.make_optimizer([{**group, "params": [one]}])  # if one refuses, all refuse
+                    lines.append(
+                        f"{layout(one)}, requires_grad={one.requires_grad}, group {number}"
+                    )
+        except Exception as error:  # the other ranks must hear of it, or they would wait for us
+            failure = error
+            lines = [f"{type(error).__name__}: {error}"]
+        difference = first_difference(self._gather(lines))
+        if difference:
+            failure = ValueError(f"the ranks' parameters differ: {difference}")
         if failure:
+            del self.param_groups[before:]  # what one rank refuses stays on none
             raise failure
-        self._distribute(
-            dict.fromkeys(
-                parameter
-                for group in self.param_groups
-                for parameter in group["params"]
-                if parameter not in self.owners
-            )
-        )
+        self._distribute(self.param_groups[before:])
 
-    def _distribute(self, parameters) -> None:
-        """Give each of these parameters an owner and make it a view into a flat buffer of its owner."""
+    def _distribute(self, groups: list[dict]) -> None:
+        """Give each parameter an owner and make it a view into a flat buffer of its owner."""
+        unique = dict.fromkeys(chain.from_iterable(group["params"] for group in groups))
+        parameters = [parameter for parameter in unique if parameter not in self.owners]
+        # Largest first to the rank that has least; frozen ones last: they have no state to share.
+        parameters.sort(key=lambda one: (one.requires_grad, one.nbytes), reverse=True)
         buckets = {}  # (owner, dtype, device) -> parameters; a flat buffer has one of each
-        # Largest first to the rank that has least; frozen ones last, for they have no state to be shared out.
-        for parameter in sorted(
-            parameters, key=lambda p: (p.requires_grad, p.nbytes), reverse=True
-        ):
+        for parameter in parameters:
             owner = self.loads.index(min(self.loads))
             self.loads[owner] += parameter.nbytes
             self.owners[parameter] = owner
             buckets.setdefault((owner, parameter.dtype, parameter.device), []).append(parameter)
         for (owner, _, _), members in buckets.items():
             sizes = [parameter.numel() for parameter in members]
-            self.flats.append((owner, members[0].detach().new_empty(sum(sizes))))
-            for parameter, piece in zip(members, self.flats[-1][1].split(sizes), strict=True):
-                strides = torch.empty_like(
-                    parameter, device="meta"
-                ).stride()  # kept: channels_last, transposed
-                self.views[parameter] = piece.as_strided(parameter.shape, strides).copy_(
-                    parameter.detach()
-                )
-                parameter.data = self.views[parameter]
-        if groups := self._own_groups(
-            parameters
-        ):  # some classes (Adagrad) make their state in the constructor
-            self.local.state.update(self.optimizer_cls(groups, **self.kwargs).state)
+            flat = members[0].detach().new_empty(sum(sizes))
+            self.flats.append((owner, flat))
+            for parameter, piece in zip(members, flat.split(sizes), strict=True):
+                dense = torch.empty_like(parameter, device="meta")  # without gaps, else as it is:
+                view = piece.as_strided(dense.shape, dense.stride())  # channels_last, transposed
+                self.views[parameter] = view.copy_(parameter.detach())
+                parameter.data = view
+        for group in groups:
+            own = self._own(group)
+            self.local.add_param_group(own)
+            if own["params"]:  # some classes (Adagrad) make their state in the constructor
+                self.local.state.update(self.make_optimizer([own]).state | self.local.state)
 
-    def _own_groups(self, parameters) -> list[dict]:
-        """The groups, with their hyper-parameters of now, cut down to those of `parameters` that this rank owns."""
-        groups = [
-            {
-                **group,
-                "params": [
-                    parameter
-                    for parameter in group["params"]
-                    if parameter in parameters and self.owners[parameter] == self.rank
-                ],
-            }
-            for group in self.param_groups
-        ]
-        return [group for group in groups if group["params"]]
+    def _own(self, group: dict) -> dict:
+        """A group with its options of now, cut down to this rank's parameters."""
+        own = [parameter for parameter in group["params"] if self.owners[parameter] == self.rank]
+        return {**group, "params": own}
 
     @torch.no_grad()
     def step(self, closure=None, **kwargs):
-        """Update the own shard and exchange the results: afterwards all ranks have all new values.
+        """Update the own shard and exchange the results: then all ranks have all new values.
 
-        Every rank calls the closure, if there is one; returns its loss. RuntimeError if the model was moved or cast.
+        Every rank calls the closure, if there is one; returns its loss.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for parameter, view in self.views.items():
-            if parameter.data_ptr() != view.data_ptr():
-                raise RuntimeError(
-                    "a parameter has left its flat buffer: move or cast the model before constructing "
-                    "ShardedOptimizer, not after"
-                )
-        self.local.param_groups = self._own_groups(
-            self.owners
-        )  # whatever a scheduler or the user has changed
-        if self.local.param_groups:
-            self.local.step(**kwargs)
-        works = [
-            dist.broadcast(flat, group=self.process_group, group_src=owner, async_op=True)
-            for owner, flat in self.flats
-        ]
+        self._return_to_buffers()
+        del self.local.param_groups[len(self.param_groups) :]  # the user has taken groups out
+        for group, local in zip(self.param_groups, self.local.param_groups, strict=True):
+            local.update(self._own(group))  # with what a scheduler or the user has changed
+        self.local.step(**kwargs)
+        for group, local in zip(self.param_groups, self.local.param_groups, strict=True):
+            group.update({**local, "params": group["params"]})  # some classes count steps there
+        send = partial(dist.broadcast, group=self.process_group, async_op=True)
+        works = [send(flat, group_src=owner) for owner, flat in self.flats]
         for work in works:
             work.wait()
         return loss
 
-    def state_dict(self) -> dict:
-        """Collective. On rank 0 the whole state, on CPU, as `optimizer_cls` without sharding would give it.
+    def _return_to_buffers(self) -> None:
+        """Take the values of parameters that were given other memory (vector_to_parameters)."""
+        for parameter, view in self.views.items():
+            if parameter.data_ptr() == view.data_ptr():
+                continue
+            if layout(parameter) != layout(view) or parameter.device != view.device:
+                raise RuntimeError(
+                    f"a parameter has left its flat buffer, {layout(view)}, for {layout(parameter)}"
+                    ": move or cast the model before constructing ShardedOptimizer, not after"
+                )
+            parameter.data = view.copy_(parameter)
 
-        It is a copy, fetched parameter by parameter. On other ranks "state" is empty and "param_groups" complete.
+    def state_dict(self) -> dict:
+        """On rank 0 the whole state, on CPU, as `optimizer_cls` without sharding would give it.
+
+        It is a copy, fetched parameter by parameter. On other ranks "state" is empty.
         """
         full = super().state_dict()
-        mine, full["state"] = full["state"], {}
-        for index, parameter in self._numbered(full["param_groups"]):
-            state = [
-                {
-                    key: value.detach().to("cpu", copy=True) if torch.is_tensor(value) else value
-                    for key, value in mine.get(index, {}).items()
-                }
-            ]
+        mine = full["state"]
+        full["state"] = {}
+        for packed, index, parameter in self._numbered(full["param_groups"]):
             owner = self.owners[parameter]
-            if self.rank == owner != 0:
-                dist.send_object_list(state, group=self.process_group, group_dst=0)
-            elif self.rank == 0 != owner:
-                dist.recv_object_list(state, group=self.process_group, group_src=owner)
-            if self.rank == 0 and state[0]:
-                full["state"][index] = state[0]
+            state = self._move(mine.get(index, {}), owner, 0)
+            packed.update(self._move(packed, owner, 0))  # rank 0 may own nothing of this group
+            if state and self.rank == 0:
+                full["state"][index] = state
+        if self.rank != 0:
+            full["state_is_on_rank"] = 0
         return full
 
-    def load_state_dict(self, state_dict: dict) -> None:
-        """Take this rank's part of a whole state, saved at any world size or by `optimizer_cls` itself.
+    def load_state_dict(self, state_dict: dict | None) -> None:
+        """Load a whole state, saved at any world size or by `optimizer_cls` itself.
 
-        Every rank must be given the whole: let all read the file, or send it with torch.distributed.broadcast_object_list.
+        The first rank that was given one hands it out; others may pass None or their own part.
         """
-        own = [
-            index
-            for index, parameter in self._numbered(state_dict["param_groups"])
-            if self.owners[parameter] == self.rank
-        ]
-        state = {index: state_dict["state"][index] for index in own if index in state_dict["state"]}
-        super().load_state_dict({**state_dict, "state": state})
-        self.local.__setstate__(
-            {"state": self.state, "param_groups": self.param_groups}
-        )  # adds what old files lack
+        if state_dict is None or "state_is_on_rank" in state_dict:
+            state_dict = {"state": {}, "param_groups": None}
+        everyones = self._gather(state_dict["param_groups"])
+        givers = [rank for rank, groups in enumerate(everyones) if groups]
+        if not givers:
+            raise ValueError("no whole state was given: pass what state_dict() returns on rank 0")
+        state = {}
+        for _, index, parameter in self._numbered(everyones[givers[0]]):
+            owner = self.owners[parameter]
+            piece = self._move(state_dict["state"].get(index, {}), givers[0], owner)
+            if piece and self.rank == owner:
+                state[index] = piece
+        super().load_state_dict({"state": state, "param_groups": everyones[givers[0]]})
+        # The class itself adds what old files lack.
+        self.local.__setstate__({"state": self.state, "param_groups": self.param_groups})
+        self.local.param_groups = [self._own(group) for group in self.param_groups]
 
-    def _numbered(self, packed_groups: list[dict]) -> list[tuple[int, nn.Parameter]]:
-        """All parameters with their numbers in a state_dict."""
-        return [
-            (index, parameter)
-            for packed, group in zip(packed_groups, self.param_groups, strict=False)
-            for index, parameter in zip(packed["params"], group["params"], strict=False)
-        ]
+    def _numbered(self, packed_groups: list[dict]):
+        """(packed group, number, parameter) for all parameters of a state_dict."""
+        for packed, group in zip(packed_groups, self.param_groups, strict=False):
+            for index, parameter in zip(packed["params"], group["params"], strict=False):
+                yield packed, index, parameter
+
+    def _gather(self, mine) -> list:
+        """What all ranks have, by rank."""
+        everyones = [None] * self.world_size
+        dist.all_gather_object(everyones, mine, group=self.process_group)
+        return everyones
+
+    def _move(self, values: dict, source: int, target: int) -> dict:
+        """On rank `target` a copy, on CPU, of rank `source`'s values; elsewhere of the own."""
+        box = [dict(values)]
+        for key, value in values.items():
+            if torch.is_tensor(value):
+                box[0][key] = value.detach().to("cpu", copy=True)
+        if self.rank == source != target:
+            dist.send_object_list(box, group=self.process_group, group_dst=target)
+        elif self.rank == target != source:
+            dist.recv_object_list(box, group=self.process_group, group_src=source)
+        return box[0]
+
+    def __getstate__(self):
+        raise RuntimeError("cannot be copied or pickled: save state_dict(), load it into another")
+
+
+def layout(tensor: torch.Tensor) -> str:
+    """What two tensors must share to hold the same values in the same places."""
+    shape = tuple(tensor.shape)
+    return f"{shape} {tensor.dtype} strides={tensor.stride()} {tensor.device.type}"
+
+
+def first_difference(everyones: list[list[str]]) -> str | None:
+    """The first line in which a rank differs from rank 0, said in words."""
+    for rank, theirs in enumerate(everyones):
+        pairs = zip_longest(everyones[0], theirs, fillvalue="nothing")
+        for number, (expected, found) in enumerate(pairs):
+            if expected != found:
+                return f"as number {number} rank 0 has {expected}, rank {rank} has {found}"
+    return None
 
 
 # ==================================================================================================
 # Below this line: the models, verify, the benchmark, main.
 
 TOLERANCE = 1e-12  # of the weights in verify: the same updates by the same gradients give 0
-ZERO = "torch ZeRO"
-ZERO_VIEW = "torch ZeRO view"
 
 SIZES = {  # d_model, d_ff, layers, heads, vocabulary, sequences per rank and step, tokens in each
     "tiny": (512, 2048, 4, 8, 10_000, 4, 64),
@@ -256,12 +266,9 @@ class LanguageModel(nn.Module):
     def __init__(self, d_model, d_ff, layers, heads, vocabulary):
         super().__init__()
         self.token_embedding = nn.Embedding(vocabulary, d_model)
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(
-                d_model, heads, d_ff, 0.0, F.gelu, batch_first=True, norm_first=True, bias=False
-            )
-            for _ in range(layers)
-        )
+        layer = partial(nn.TransformerEncoderLayer, batch_first=True, norm_first=True, bias=False)
+        blocks = [layer(d_model, heads, d_ff, 0.0, F.gelu) for _ in range(layers)]
+        self.layers = nn.ModuleList(blocks)
         self.norm = nn.LayerNorm(d_model, bias=False)
         self.head = nn.Linear(d_model, vocabulary, bias=False)
 
@@ -336,81 +343,10 @@ def verify(args, device):
     if not difference <= TOLERANCE:
         sys.exit(f"verify FAILED: a weight is {difference:.1e} away from unsharded training")
     if rank == 0:
-        print(
-            f"verify: passed, all ranks at most {difference:.1e} away from unsharded AdamW; "
-            f"allowed: {TOLERANCE:.0e}",
-            flush=True,
-        )
-    return {
-        "max_abs_diff": difference,
-        "tolerance": TOLERANCE,
-        "passed": True,
-        "accuracy": accuracy,
-    }
-
-
-def describe_model(args):
-    """The language model of --size for the JSON. Fills in its batch and its context length."""
-    *shape, batch_size, context_length = SIZES[args.size]
-    args.batch_size = args.batch_size or batch_size
-    args.context_length = args.context_length or context_length
-    with torch.device("meta"):
-        model = LanguageModel(*shape)
-    return {
-        "size": args.size,
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "batch_size": args.batch_size,
-        "context_length": args.context_length,
-        "dtype": args.dtype,
-    }
-
-
-def in_words(model):
-    """What `describe_model` returns, for a headline."""
-    return (
-        f"{model['size']} model, {model['parameters'] / 1e6:.1f} million parameters, "
-        f"{model['dtype']}, {dist.get_world_size()} ranks, "
-        f"batch {model['batch_size']} × {model['context_length']} tokens per rank"
-    )
-
-
-def optimizers(args):
-    """{candidate: function that makes its optimizer}."""
-    adamw = torch.optim.AdamW
-    options = {"lr": 1e-4, "fused": True}
-
-    def unsharded(parameters):
-        return adamw(parameters, **options)
-
-    def sharded(parameters):
-        return ShardedOptimizer(parameters, adamw, **options)
-
-    def zero(parameters):
-        return ZeroRedundancyOptimizer(parameters, adamw, **options)
-
-    def zero_view(parameters):
-        return ZeroRedundancyOptimizer(parameters, adamw, parameters_as_bucket_view=True, **options)
-
-    if args.no_baseline:
-        return {"ShardedOptimizer": sharded}
-    return {"AdamW": unsharded, "ShardedOptimizer": sharded, ZERO: zero, ZERO_VIEW: zero_view}
-
-
-def training(args, device, make_optimizer):
-    """A language model of its own, its optimizer, and the function that computes gradients."""
-    *shape, _, _ = SIZES[args.size]
-    torch.manual_seed(args.seed)
-    with device:
-        model = LanguageModel(*shape)
-    model = model.to(getattr(torch, args.dtype))
-    torch.manual_seed(args.seed + dist.get_rank())
-    batch = (args.batch_size, args.context_length)
-    tokens, targets = torch.randint(shape[-1], (2, *batch), device=device)
-
-    def backward():
-        F.cross_entropy(model(tokens).flatten(0, 1).float(), targets.flatten()).backward()
-
-    return model, make_optimizer(model.parameters()), backward
+        line = f"all ranks at most {difference:.1e} away from unsharded AdamW"
+        print(f"verify: passed, {line}; allowed: {TOLERANCE:.0e}", flush=True)
+    result = {"max_abs_diff": difference, "tolerance": TOLERANCE, "passed": True}
+    return {**result, "accuracy": accuracy}
 
 
 def state_bytes(optimizer):
@@ -424,52 +360,70 @@ def state_bytes(optimizer):
     return everyones
 
 
-def candidate(make_optimizer, args, device):
-    """An optimizer with its own model, and two functions to time: a training step, the update."""
-    from common.timing import Stopwatch
-
-    model, optimizer, backward = training(args, device, make_optimizer)
-    watch = Stopwatch(device)
-
-    def training_step():
-        watch.mark("start")
-        optimizer.zero_grad()
-        backward()
-        watch.mark("gradients are there")
-        average_gradients(model)
-        watch.mark("gradients are averaged")
-        optimizer.step()
-        watch.mark("end")
-        exposed = watch.seconds("gradients are there", "gradients are averaged")
-        return {"step_seconds": watch.seconds("start", "end"), "exposed_comm_seconds": exposed}
-
-    def update():
-        watch.mark("start")
-        optimizer.step()  # once more with the last gradients
-        watch.mark("end")
-        return {"optimizer_seconds": watch.seconds("start", "end")}
-
-    return optimizer, training_step, update
-
-
-def benchmark(args, device, what):
+def benchmark(args, device):
     """Time the optimizer step and the training step: AdamW unsharded, this stage, torch's ZeRO."""
     from common import report, timing
 
-    optimizer_of, training_steps, updates = {}, {}, {}
-    for name, make_optimizer in optimizers(args).items():
-        optimizer_of[name], training_steps[name], updates[name] = candidate(
-            make_optimizer, args, device
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    *shape, batch_size, context_length = SIZES[args.size]
+    batch_size = args.batch_size or batch_size
+    context_length = args.context_length or context_length
+    torch.manual_seed(args.seed + rank)
+    tokens, targets = torch.randint(shape[-1], (2, batch_size, context_length), device=device)
+    watch = timing.Stopwatch(device)
+
+    def candidate(make_optimizer, **options):
+        """An optimizer with a model of its own, and two functions to time: a step, the update."""
+        torch.manual_seed(args.seed)
+        with device:
+            model = LanguageModel(*shape).to(getattr(torch, args.dtype))
+        optimizer = make_optimizer(model.parameters(), lr=1e-4, fused=True, **options)
+
+        def training_step():
+            watch.mark("start")
+            optimizer.zero_grad()
+            F.cross_entropy(model(tokens).flatten(0, 1).float(), targets.flatten()).backward()
+            watch.mark("gradients are there")
+            average_gradients(model)
+            watch.mark("gradients are averaged")
+            optimizer.step()
+            watch.mark("end")
+            exposed = watch.seconds("gradients are there", "gradients are averaged")
+            return {"step_seconds": watch.seconds("start", "end"), "exposed_comm_seconds": exposed}
+
+        def update():
+            watch.mark("start")
+            optimizer.step()  # once more with the last gradients
+            watch.mark("end")
+            return {"optimizer_seconds": watch.seconds("start", "end")}
+
+        return optimizer, training_step, update
+
+    zero = partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW)
+    candidates = {}
+    if not args.no_baseline:
+        candidates["AdamW"] = candidate(torch.optim.AdamW)
+    candidates["ShardedOptimizer"] = candidate(ShardedOptimizer, optimizer_cls=torch.optim.AdamW)
+    if not args.no_baseline:
+        candidates["torch ZeRO"] = candidate(zero)
+        candidates["torch ZeRO view"] = candidate(zero, parameters_as_bucket_view=True)
+    with torch.device("meta"):
+        parameters = sum(parameter.numel() for parameter in LanguageModel(*shape).parameters())
+    if rank == 0:
+        print(
+            f"\nbenchmark: {args.size} model, {parameters / 1e6:.1f} million parameters, "
+            f"{args.dtype}, {world_size} ranks, batch {batch_size} × {context_length} tokens per "
+            f"rank;\n{args.steps} training steps and {4 * args.steps} updates alone, "
+            f"after {args.warmup} to warm up",
+            flush=True,
         )
-    if dist.get_rank() == 0:
-        print(f"\nbenchmark: {what};", flush=True)
-        counts = f"{args.steps} training steps and {4 * args.steps} updates alone"
-        print(f"{counts}, after {args.warmup} to warm up", flush=True)
+    training_steps = {name: step for name, (_, step, _) in candidates.items()}
+    updates = {name: update for name, (_, _, update) in candidates.items()}
     samples = timing.measure(training_steps, args.steps, args.warmup)
     of_updates = timing.measure(updates, 4 * args.steps, args.warmup)
     for name, times in samples.items():
         times |= of_updates[name]
-        times["optimizer_state_bytes"] = state_bytes(optimizer_of[name])
+        times["optimizer_state_bytes"] = state_bytes(candidates[name][0])
         times["collectives_per_step"] = timing.count_collectives(training_steps[name])
 
     rows = []
@@ -477,11 +431,11 @@ def benchmark(args, device, what):
         for name, times in samples.items():
             row = [f"{quantity.removesuffix('_seconds')}: {name}"]
             row += report.milliseconds(times[quantity])
-            for other in (ZERO, ZERO_VIEW):
+            for other in ("torch ZeRO", "torch ZeRO view"):
                 row.append(report.ratio(times[quantity], samples.get(other, {}).get(quantity)))
             row.append(f"{max(times['optimizer_state_bytes']) / 2**20:.1f}")
             rows.append(row)
-    if dist.get_rank() == 0:
+    if rank == 0:
         header = ["ms", "p50", "p75", "p90", "p95", "/ZeRO", "/ZeRO view", "state MB"]
         report.print_table(header, rows)
         print(
@@ -491,7 +445,10 @@ def benchmark(args, device, what):
             "optimizer state of the rank that has most",
             flush=True,
         )
-    return [{"name": name, **times} for name, times in samples.items()]
+    model = {"size": args.size, "parameters": parameters, "batch_size": batch_size}
+    model |= {"context_length": context_length, "dtype": args.dtype}
+    results = [{"name": name, **times} for name, times in samples.items()]
+    return {"model": model, "candidates": results}
 
 
 def main():
@@ -512,8 +469,7 @@ def main():
         result["verify"] = None
         if not args.no_verify:
             result["verify"] = verify(args, device)
-        result["model"] = describe_model(args)
-        result["candidates"] = benchmark(args, device, in_words(result["model"]))
+        result |= benchmark(args, device)
         if args.json and dist.get_rank() == 0:
             report.write_json(args.json, result)
 
