@@ -1,8 +1,10 @@
 """ShardedOptimizer against the optimizers it shards, on real ranks, and both scripts."""
 
+import copy
 import io
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -433,6 +435,320 @@ def messages():
 
 def test_few_messages(ranks):
     assert ranks(3).run(messages) == 3 * [{"c10d::broadcast_": 3}]  # for 40 parameters
+
+
+# Every class of torch.optim, with options that make it keep all the state that it can keep. A class
+# that is not here fails the test.
+EVERY_CLASS = {
+    "ASGD": {"lr": 0.1, "t0": 2, "weight_decay": 0.1},
+    "Adadelta": {"weight_decay": 0.1},
+    "Adafactor": {"lr": 0.1},
+    "Adagrad": {"lr": 0.1, "lr_decay": 0.1, "initial_accumulator_value": 0.1},
+    "Adam": {"lr": 0.01, "amsgrad": True},
+    "AdamW": {"lr": 0.01, "amsgrad": True},
+    "Adamax": {"lr": 0.01},
+    "LBFGS": {},
+    "Muon": {"lr": 0.1},
+    "NAdam": {"lr": 0.01},
+    "RAdam": {"lr": 0.01},
+    "RMSprop": {"lr": 0.01, "momentum": 0.9, "centered": True},
+    "Rprop": {"lr": 0.01},
+    "SGD": {"lr": 0.1, "momentum": 0.9, "nesterov": True},
+    "SparseAdam": {"lr": 0.01},
+}
+CLASSES = [
+    name
+    for name, value in vars(torch.optim).items()
+    if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and name != "Optimizer"
+]
+
+
+def equals_class_and_zero(name, options):
+    optimizer_cls = getattr(torch.optim, name)
+    shapes = ((30, 20), (7, 5), (4, 4), (10, 3), (2, 600)) if name == "Muon" else SHAPES
+    if name == "SparseAdam":
+        shapes = (30, 20), (7, 5, 3), (600,)
+
+    def train_one(optimizer, owned, steps):
+        for step in steps:
+            give_gradients(owned, step)
+            if name == "SparseAdam":
+                for parameter in owned:
+                    parameter.grad = parameter.grad.to_sparse()
+            optimizer.step()
+
+    mine, plain, zeros = parameters(*shapes), parameters(*shapes), parameters(*shapes)
+    sharded = ShardedOptimizer(groups_of(mine), optimizer_cls, **options)
+    unsharded = optimizer_cls(groups_of(plain), **options)
+    zero = ZeroRedundancyOptimizer(groups_of(zeros), optimizer_cls, **options)
+    for steps in (range(4), range(4, 7)):
+        train_one(sharded, mine, steps)
+        train_one(unsharded, plain, steps)
+        train_one(zero, zeros, steps)
+        assert_equal(mine, plain)
+        assert_equal(mine, zeros)
+        state = sharded.state_dict()
+        if dist.get_rank() == 0:
+            assert_same_state(state, unsharded.state_dict())
+        for optimizer in (sharded, unsharded, zero):
+            optimizer.param_groups[0]["lr"] = 0.2
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("name", sorted(set(CLASSES) - {"LBFGS"}))
+def test_every_class_of_torch(ranks, name, world_size):
+    ranks(world_size).run(equals_class_and_zero, name, EVERY_CLASS[name])
+
+
+def refuses_what_the_class_refuses():
+    with pytest.raises(ValueError, match="LBFGS looks at all parameters at once"):
+        ShardedOptimizer(parameters((3, 3)), torch.optim.LBFGS)
+    if "Muon" in CLASSES:  # torch 2.9
+        with pytest.raises(ValueError, match="Muon only supports 2D"):
+            ShardedOptimizer(parameters((3, 3), (2, 2), (4,)), torch.optim.Muon)
+        muon = ShardedOptimizer(parameters((3, 3), (2, 2)), torch.optim.Muon)
+        with pytest.raises(ValueError, match="Muon only supports 2D"):
+            muon.add_param_group({"params": parameters((5,))})
+        assert len(muon.param_groups) == 1
+    dist.barrier()
+
+
+def test_every_rank_refuses_what_the_class_refuses(ranks):
+    ranks(3).run(refuses_what_the_class_refuses)
+
+
+class CountingAdam(torch.optim.Optimizer):
+    """It counts its steps in the group, and like apex's FusedAdam passes over an empty group."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            if not group["params"]:
+                continue
+            group["step"] = group.get("step", torch.zeros(())) + 1
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                mean = state.setdefault("mean", torch.zeros_like(parameter))
+                mean.lerp_(parameter.grad, 0.1)
+                correction = 1 - 0.9 ** group["step"].item()
+                parameter.sub_(mean / correction, alpha=group["lr"])
+
+
+class AlwaysCountingAdam(CountingAdam):
+    """The same, but it counts in every group."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            if not group["params"]:
+                group["step"] = group.get("step", torch.zeros(())) + 1
+        super().step()
+
+
+def keeps_what_is_written_into_groups(optimizer_cls):
+    def groups(owned):
+        return [{"params": owned[:1], "lr": 0.2}, {"params": owned[1:3]}, {"params": owned[3:]}]
+
+    shapes = (600,), (40,), (2,), (3, 3), (1,)
+    mine, plain = parameters(*shapes), parameters(*shapes)
+    sharded = ShardedOptimizer(groups(mine), optimizer_cls)
+    unsharded = optimizer_cls(groups(plain))
+    train(sharded, mine, range(3))
+    train(unsharded, plain, range(3))
+    assert_equal(mine, plain)
+    for group in sharded.param_groups:
+        owns = any(sharded.owners[parameter] == sharded.rank for parameter in group["params"])
+        if owns or optimizer_cls is AlwaysCountingAdam:
+            assert group["step"].item() == 3
+    state = sharded.state_dict()
+    if dist.get_rank() == 0:
+        assert_same_state(state, unsharded.state_dict())
+    resumed = parameters(*shapes)
+    for parameter, trained in zip(resumed, mine, strict=True):
+        parameter.detach().copy_(trained)
+    resumed_optimizer = ShardedOptimizer(groups(resumed), optimizer_cls)
+    resumed_optimizer.load_state_dict(state)
+    for optimizer, owned in ((sharded, mine), (unsharded, plain), (resumed_optimizer, resumed)):
+        train(optimizer, owned, range(3, 6))
+    assert_equal(mine, plain)
+    assert_equal(resumed, plain)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("optimizer_cls", [CountingAdam, AlwaysCountingAdam])
+def test_what_an_optimizer_writes_into_its_groups(ranks, optimizer_cls, world_size):
+    ranks(world_size).run(keeps_what_is_written_into_groups, optimizer_cls)
+
+
+def takes_groups_out_and_in():
+    for optimizer_cls, options in OPTIMIZERS:
+        mine, plain = parameters(*SHAPES), parameters(*SHAPES)
+        sharded = ShardedOptimizer(groups_of(mine), optimizer_cls, **options)
+        unsharded = optimizer_cls(groups_of(plain), **options)
+        for optimizer, owned in ((sharded, mine), (unsharded, plain)):
+            train(optimizer, owned, range(3))
+            group = optimizer.param_groups.pop(0)
+            train(optimizer, owned, range(3, 6))
+            optimizer.add_param_group(group)
+            train(optimizer, owned, range(6, 9))
+        assert_equal(mine, plain)
+
+
+def test_groups_can_be_taken_out_and_in(ranks):
+    ranks(3).run(takes_groups_out_and_in)
+
+
+def rolls_back():
+    mine, plain = parameters(*SHAPES), parameters(*SHAPES)
+    mine[1].requires_grad_(False)
+    plain[1].requires_grad_(False)
+    sharded, unsharded = ShardedOptimizer(mine, ADAM), ADAM(plain)
+    sharded.load_state_dict(sharded.state_dict())  # there is none yet
+    train(sharded, mine[:4], range(3))  # some have no gradient yet
+    train(unsharded, plain[:4], range(3))
+    sharded.load_state_dict(sharded.state_dict())
+    unsharded.load_state_dict(unsharded.state_dict())
+    train(sharded, mine, range(3, 6))
+    train(unsharded, plain, range(3, 6))
+    assert_equal(mine, plain)
+    saved, weights = sharded.state_dict(), [parameter.detach().clone() for parameter in mine]
+    for _ in range(2):  # the second time all is as it was saved, too
+        sharded.load_state_dict(saved)
+        for parameter, other, weight in zip(mine, plain, weights, strict=True):
+            parameter.detach().copy_(weight)
+            other.detach().copy_(weight)
+        again = ADAM(plain)
+        again.load_state_dict(copy.deepcopy(unsharded.state_dict()))
+        train(sharded, mine, range(6, 9))
+        train(again, plain, range(6, 9))
+        assert_equal(mine, plain)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_load_state_dict_of_state_dict(ranks, world_size):
+    ranks(world_size).run(rolls_back)
+
+
+def loads_from_one_rank():
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    mine, plain = parameters(*SHAPES), parameters(*SHAPES)
+    sharded, unsharded = ShardedOptimizer(mine, ADAM), ADAM(plain)
+    trained = parameters(*SHAPES)
+    optimizer = ADAM(trained)
+    train(optimizer, trained, range(3))
+    whole = optimizer.state_dict()
+    unsharded.load_state_dict(whole)
+    of_rank = sharded.state_dict()
+    for given in (whole if rank == last else None, whole if rank == 0 else of_rank):
+        sharded.load_state_dict(given)
+        own = [parameter for parameter in mine if sharded.owners[parameter] == rank]
+        assert set(sharded.state) == set(own)
+        assert all(state["step"] == 3 for state in sharded.state.values())
+    train(sharded, mine, range(3))
+    train(unsharded, plain, range(3))
+    assert_equal(mine, plain)
+    box = [sharded.state_dict()]
+    dist.broadcast_object_list(box, src=last)
+    for given in (box[0], None):
+        with pytest.raises(ValueError, match="no whole state was given"):
+            sharded.load_state_dict(given)
+    assert all(state["step"] == 6 for state in sharded.state.values())
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_one_rank_that_has_the_state_is_enough(ranks, world_size):
+    ranks(world_size).run(loads_from_one_rank)
+
+
+def forgets_a_refused_group(case):
+    last = dist.get_rank() == dist.get_world_size() - 1
+    mine, plain = parameters(*SHAPES), parameters(*SHAPES)
+    sharded, unsharded = ShardedOptimizer(mine[:3], ADAM), ADAM(plain[:3])
+    train(sharded, mine[:3], range(2))
+    train(unsharded, plain[:3], range(2))
+    refused = {"params": parameters((4,))}
+    if last and case == "shape":
+        refused = {"params": parameters((3,))}
+    if last and case == "not a leaf":
+        refused = {"params": [refused["params"][0] * 2]}
+    if case == "in another group":
+        refused = {"params": [parameters((4,))[0], mine[0]]}
+    with pytest.raises(ValueError):
+        sharded.add_param_group(refused)
+    assert len(sharded.param_groups) == len(sharded.local.param_groups) == 1
+    assert len(sharded.owners) == len(sharded.views) == 3
+    sharded.add_param_group({"params": mine[3:]})
+    unsharded.add_param_group({"params": plain[3:]})
+    train(sharded, mine, range(2, 4))
+    train(unsharded, plain, range(2, 4))
+    assert_equal(mine, plain)
+    state = sharded.state_dict()
+    if dist.get_rank() == 0:
+        assert_same_state(state, unsharded.state_dict())
+
+
+@pytest.mark.parametrize("case", ["shape", "not a leaf", "in another group"])
+def test_a_refused_group_leaves_nothing(ranks, case):
+    ranks(3).run(forgets_a_refused_group, case)
+
+
+def takes_parameters_back():
+    def build():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 6)).double()
+
+    model, twin = build(), build()
+    sharded = ShardedOptimizer(model.parameters(), ADAM)
+    unsharded = ADAM(twin.parameters())
+    for optimizer, trained in ((sharded, model), (unsharded, twin)):
+        owned = list(trained.parameters())
+        train(optimizer, owned, range(2))
+        vector = nn.utils.parameters_to_vector(owned) * 2
+        nn.utils.vector_to_parameters(vector.detach(), owned)
+        train(optimizer, owned, range(2, 5))
+    assert_equal(list(model.parameters()), list(twin.parameters()))
+    for parameter, view in sharded.views.items():
+        assert parameter.data_ptr() == view.data_ptr()
+    for change in (
+        lambda model: model.float(),
+        lambda model: model.to(memory_format=torch.channels_last),
+    ):
+        model = nn.Sequential(nn.Conv2d(3, 4, 3)).double()
+        optimizer = ShardedOptimizer(model.parameters(), ADAM)
+        change(model)
+        with pytest.raises(RuntimeError, match="left its flat buffer.*before constructing"):
+            optimizer.step()
+
+
+def test_parameters_that_were_given_other_memory(ranks):
+    ranks(2).run(takes_parameters_back)
+
+
+def refuses_a_rank_outside_the_group():
+    group = dist.new_group([0, 1])
+    if dist.get_rank() == 2:
+        with pytest.raises(ValueError, match="not in process_group"):
+            ShardedOptimizer(parameters((3,)), ADAM, process_group=group)
+    else:
+        ShardedOptimizer(parameters((3,)), ADAM, process_group=group)
+    dist.barrier()
+
+
+def test_a_rank_outside_the_process_group(ranks):
+    ranks(3).run(refuses_a_rank_outside_the_group)
+
+
+def refuses_to_be_copied():
+    optimizer = ShardedOptimizer(parameters((3,)), ADAM)
+    for copied in (copy.deepcopy, copy.copy, pickle.dumps):
+        with pytest.raises(RuntimeError, match="save state_dict"):
+            copied(optimizer)
+
+
+def test_copy_and_pickle(ranks):
+    ranks(2).run(refuses_to_be_copied)
 
 
 def in_a_subgroup():
