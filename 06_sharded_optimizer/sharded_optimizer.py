@@ -36,7 +36,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     torch but LBFGS. Raises ValueError on all ranks if their parameters differ.
     """
 
-    def __init__(self, params, optimizer_cls, *, process_group=None, **kwargs):
+    def __init__(
+        self, params, optimizer_cls, *, process_group: dist.ProcessGroup | None = None, **kwargs
+    ):
         self.process_group = process_group
         self.rank = dist.get_rank(process_group)
         self.world_size = dist.get_world_size(process_group)
