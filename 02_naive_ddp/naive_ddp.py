@@ -1,4 +1,4 @@
-"""02: all-reduce every gradient on its own, after backward.
+r"""02: all-reduce every gradient on its own, after backward.
 
 Data parallelism in its plainest form: every rank holds the whole model and a shard of the batch.
 After backward each gradient is averaged, one blocking all-reduce per parameter, so that all ranks

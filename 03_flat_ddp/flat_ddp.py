@@ -1,4 +1,4 @@
-"""03: all-reduce all gradients as one flat tensor, after backward.
+r"""03: all-reduce all gradients as one flat tensor, after backward.
 
 The same bytes as in stage 02, but in one message: all gradients are copied into one flat tensor,
 averaged with a single all-reduce, and copied back. The latency of a call is paid only once. Still

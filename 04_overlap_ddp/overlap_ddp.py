@@ -1,4 +1,4 @@
-"""04: all-reduce every gradient on its own, while backward is still running.
+r"""04: all-reduce every gradient on its own, while backward is still running.
 
 Backward computes the gradients of the last layers first, and no later layer changes them. So an
 all-reduce starts as soon as its gradient is ready, in the background, while backward goes on to

@@ -1,4 +1,4 @@
-"""05: all-reduce the gradients in buckets, while backward is still running.
+r"""05: all-reduce the gradients in buckets, while backward is still running.
 
 Communication starts during backward, as in stage 04, but gradients share a message: they are
 packed into buckets of up to 25 MB, last layers first, and a bucket is all-reduced as soon as its

@@ -1,4 +1,4 @@
-"""06, memory: what the sharded optimizer saves, accounted for around one optimizer step.
+r"""06, memory: what the sharded optimizer saves, accounted for around one optimizer step.
 
 Every rank holds parameters, gradients and optimizer state. This script trains a language model for
 two steps with AdamW and with ShardedOptimizer, counts the bytes of each part, measures the peak,

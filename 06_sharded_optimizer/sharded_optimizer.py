@@ -1,4 +1,4 @@
-"""06: split the optimizer's state over the ranks (ZeRO, stage 1).
+r"""06: split the optimizer's state over the ranks (ZeRO, stage 1).
 
 Data-parallel ranks hold the same parameters and the same averaged gradients, so each of them would
 keep the same optimizer state and compute the same update. Here every parameter has one owner: that

@@ -1,4 +1,4 @@
-"""07: one forward and backward of DDP and of FSDP, eager and compiled.
+r"""07: one forward and backward of DDP and of FSDP, eager and compiled.
 
 Two things want the same graph: a compiler wants it whole, DDP wants a pause after every bucket, to
 all-reduce it while the rest is still computed. So torch.compile splits the graph of a DDP model

@@ -1,4 +1,4 @@
-"""07: the time of one training iteration with DDP, over models and over growing numbers of ranks.
+r"""07: the time of one training iteration with DDP, over models and over growing numbers of ranks.
 
 For each model: first without DDP on one rank, then DDP on 1, 2, 4, … ranks of the first machine and
 on all ranks of 1, 2, 3, … machines. `2M/8G` is two machines with eight GPUs (or CPU processes) on
