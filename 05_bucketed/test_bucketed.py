@@ -166,15 +166,6 @@ def test_averages_gradients_of_another_dtype(ranks):
     ranks(2).run(averages_gradients_of_another_dtype)
 
 
-def test_below_the_marker_the_stages_are_the_same():
-    below = {
-        path.read_text().split("\n# ====")[1]
-        for path in testing.ROOT.glob("0[2-5]_*/[!t]*.py")
-        if path.name in ("naive_ddp.py", "flat_ddp.py", "overlap_ddp.py", "bucketed.py")
-    }
-    assert len(below) == 1
-
-
 def test_file_alone(tmp_path):
     testing.check_script_alone(SCRIPT, tmp_path)
 

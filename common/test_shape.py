@@ -1,0 +1,45 @@
+"""The shape that lets two scripts stand side by side: lengths, one changed idea, 100 columns."""
+
+import difflib
+import itertools
+
+from common.testing import ROOT
+
+# Script: lines at most in its lesson, in the whole.
+LADDER = {
+    "02_naive_ddp/naive_ddp.py": (100, 300),
+    "03_flat_ddp/flat_ddp.py": (110, 310),
+    "04_overlap_ddp/overlap_ddp.py": (150, 350),
+    "05_bucketed/bucketed.py": (185, 385),
+}
+CHANGED_LINES = [40, 80, 90]  # at most, from each rung to the next
+SHARED = ["setup.py", "timing.py", "report.py", "images.py"]  # what stages import from common/
+MARKER = "# " + 98 * "="
+
+
+def lines_of(name: str) -> list[str]:
+    return (ROOT / name).read_text().splitlines()
+
+
+def test_lengths():
+    for name, (lesson, whole) in LADDER.items():
+        lines = lines_of(name)
+        assert lines.index(MARKER) <= lesson and len(lines) <= whole, name
+    for path in ROOT.glob("0?_*/*.py"):
+        if not path.name.startswith("test_"):
+            assert len(lines_of(path)) <= 480, path
+    assert sum(len(lines_of(f"common/{name}")) for name in SHARED) <= 400
+
+
+def test_neighbours_differ_above_the_marker_only_and_in_few_lines():
+    for (one, other), most in zip(itertools.pairwise(LADDER), CHANGED_LINES, strict=True):
+        lesson, rest = split_at_marker(one)
+        next_lesson, next_rest = split_at_marker(other)
+        assert rest == next_rest, (one, other)
+        changes = list(difflib.ndiff(lesson, next_lesson))
+        assert sum(line.startswith(("- ", "+ ")) for line in changes) <= most, (one, other)
+
+
+def split_at_marker(name: str) -> tuple[list[str], list[str]]:
+    lines = lines_of(name)
+    return lines[: lines.index(MARKER)], lines[lines.index(MARKER) :]
