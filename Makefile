@@ -17,6 +17,9 @@ ifeq ($(origin PYTHON),undefined)
 PYTHON := .venv/bin/python
 RUNTIME := .venv/.installed
 DEVELOPMENT := .venv/.installed-dev
+else
+override PYTHON := "$(PYTHON)"
+RUNTIME := check-python
 endif
 
 # One host: a free port, chosen by torchrun. Several hosts: all meet at MASTER_ADDR:MASTER_PORT.
@@ -35,14 +38,21 @@ THREADS := $(shell echo $$(( $(CORES) > $(NPROC) ? $(CORES) / $(NPROC) : 1 )))
 TORCHRUN = OMP_NUM_THREADS=$(THREADS) $(PYTHON) -m torch.distributed.run $(HOSTS) \
 	--nproc-per-node $(NPROC)
 
+.NOTPARALLEL:
 .PHONY: help setup test test-full soak hosts lint format all reference clean compare timeline \
-	$(STAGES) $(TOOLS) 07_resnet_ddp/compare_runs
+	check-python $(STAGES) $(TOOLS) 07_resnet_ddp/compare_runs
 help:
 	@sed -n 's/^## \{0,1\}//p' Makefile
 
+# make 05 and make 05_bucketed/ are make 05_bucketed.
+SHORT = $(firstword $(subst _, ,$(1)))
+$(foreach stage,$(STAGES),$(eval .PHONY: $(call SHORT,$(stage)) $(stage)/) \
+	$(eval $(call SHORT,$(stage)) $(stage)/: $(stage)))
+
 ##   make 01_allreduce                       all-reduce, measured and opened up
+GIVEN := $(filter command environment,$(firstword $(origin NPROC)))
 01_allreduce: $(RUNTIME) | results
-	@$(PYTHON) 01_allreduce/allreduce.py $(ARGS)
+	@$(PYTHON) 01_allreduce/allreduce.py $(if $(GIVEN),--world-sizes $(NPROC)) $(ARGS)
 
 ##   make 02_naive_ddp                       one all-reduce per parameter, after backward
 ##   make 03_flat_ddp                        one all-reduce of one flat tensor, after backward
@@ -65,6 +75,7 @@ $(LADDER) 06_sharded_optimizer: $(RUNTIME) | results
 ##   make 07_resnet_ddp/compile_ddp          DDP and FSDP, eager and compiled (ARGS=--matrix: all)
 # Every process has the same number of threads, also the single one.
 07_resnet_ddp: $(RUNTIME) | results
+	@rm -f results/07_single.json results/07_ddp_*.json
 	@$(PYTHON) 07_resnet_ddp/resnet_ddp.py --threads $(THREADS) $(ARGS)
 	@$(TORCHRUN) 07_resnet_ddp/resnet_ddp.py --threads $(THREADS) $(ARGS)
 07_resnet_ddp/compare_runs: $(RUNTIME) | results
@@ -77,7 +88,7 @@ $(TOOLS): $(RUNTIME) | results
 	@$(TORCHRUN) $@.py $(FLAGS) $(ARGS)
 
 ##   make 08_ddp_rpc                         DDP for the dense part, RPC servers for the embeddings
-LAYOUT = --trainers 2 --servers 2 --embedding-dim 256
+LAYOUT = --trainers $(NPROC) --servers $(NPROC)
 LAYOUT_CHOSEN = $(findstring --trainers,$(ARGS))$(findstring --servers,$(ARGS))
 08_ddp_rpc: $(RUNTIME) | results
 	@$(PYTHON) 08_ddp_rpc/ddp_rpc.py $(if $(LAYOUT_CHOSEN),,$(LAYOUT)) $(ARGS)
@@ -86,6 +97,7 @@ LAYOUT_CHOSEN = $(findstring --trainers,$(ARGS))$(findstring --servers,$(ARGS))
 ##   make compare                            02 to 06 with the same settings: results/compare.png
 COMPARED := $(LADDER) 06_sharded_optimizer
 compare: $(RUNTIME) | results
+	@rm -f results/compare*
 	@for script in $(foreach stage,$(COMPARED),$(SCRIPT_OF_$(stage))); do \
 	  echo "$$script"; name=results/compare_$${script%%/*}; \
 	  $(TORCHRUN) $$script --no-verify --steps 12 --json $$name.json $(ARGS) > $$name.txt || exit; \
@@ -94,24 +106,27 @@ compare: $(RUNTIME) | results
 
 ##   make timeline                           a step of 02 to 05 on one axis: results/timeline.png
 timeline: $(RUNTIME) | results
+	@rm -f results/timeline*
 	@for script in $(foreach stage,$(LADDER),$(SCRIPT_OF_$(stage))); do \
-	  name=results/$${script%%/*}; \
+	  name=results/timeline_$${script%%/*}; \
 	  $(TORCHRUN) $$script --no-verify --no-baseline --steps 1 --trace $$name.json $(ARGS) \
 	    > $$name.txt || exit; \
 	done
-	@$(PYTHON) -m common.timeline $(LADDER:%=results/%.json) --plot results/timeline.png
+	@$(PYTHON) -m common.timeline $(LADDER:%=results/timeline_%.json) --plot results/timeline.png
 
 ##   make hosts [RATE=1gbit DELAY=0.2ms]     02 to 05 across two network namespaces (Linux, root)
-RATE ?= 1gbit
-DELAY ?= 0.2ms
 hosts: $(RUNTIME) | results
-	@bash common/hosts.sh $(PYTHON) $(RATE) $(DELAY) $(ARGS)
+	@bash common/hosts.sh $(PYTHON) $(or $(RATE),1gbit) $(or $(DELAY),0.2ms) $(ARGS)
 
 ##   make all                                every stage with its defaults
 all: $(STAGES)
 
 ##   make setup                              make .venv from requirements.txt
 NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 10) and "error: needs Python 3.10")
+HAS_TORCH := import sys, importlib.util; sys.exit(importlib.util.find_spec("torch") is None)
+check-python:
+	@$(PYTHON) -c '$(HAS_TORCH)' || \
+	  { echo 'error: PYTHON=$(PYTHON) cannot import torch: pip install -r requirements.txt'; exit 2; }
 PIP := .venv/bin/python -m pip install --quiet --disable-pip-version-check
 setup: $(RUNTIME)
 .venv/.installed: requirements.txt

@@ -121,7 +121,9 @@ def main() -> None:
     steps = {}
     for trace in args.traces:
         try:
-            steps[Path(trace).stem] = read_step(json.loads(Path(trace).read_text()))
+            steps[Path(trace).stem.removeprefix("timeline_")] = read_step(
+                json.loads(Path(trace).read_text())
+            )
         except (OSError, ValueError, KeyError, TypeError) as error:
             fail(f"{trace}: is not a trace of --trace ({error})")
     draw(steps, args.plot)

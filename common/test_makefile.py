@@ -1,0 +1,80 @@
+"""The Makefile, mostly by what `make -n` would run: names, numbers of ranks, stale results."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from common.testing import ROOT
+
+
+def make(*words, **variables) -> tuple[int, str]:
+    """Exit status and output of make, with none of this process's make variables."""
+    environment = {key: value for key, value in os.environ.items() if "MAKE" not in key}
+    environment.pop("NPROC", None)
+    run = subprocess.run(
+        ["make", *words],
+        cwd=ROOT,
+        env=environment | variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    return run.returncode, run.stdout
+
+
+def would_run(*words) -> str:
+    status, output = make("-n", f"PYTHON={sys.executable}", *words)
+    assert status == 0, output
+    return output
+
+
+@pytest.mark.parametrize("name", ["05_bucketed", "05_bucketed/", "05"])
+def test_a_stage_has_short_names(name):
+    assert "--nproc-per-node 3 05_bucketed/bucketed.py" in would_run(name, "NPROC=3")
+
+
+def test_nproc_reaches_the_stages_that_start_their_ranks_themselves():
+    assert "allreduce.py --world-sizes 3" in would_run("01_allreduce", "NPROC=3")
+    assert "--world-sizes" not in would_run("01_allreduce")
+    assert "--trainers 3 --servers 3" in would_run("08_ddp_rpc", "NPROC=3")
+    chosen = would_run("08_ddp_rpc", "ARGS=--trainers 1")
+    assert chosen.count("--trainers") == 1
+
+
+@pytest.mark.parametrize("target", ["compare", "timeline", "07_resnet_ddp"])
+def test_results_of_earlier_runs_are_removed_first(target):
+    commands = [line for line in would_run(target).splitlines() if "results/" in line]
+    assert commands[0].startswith("rm -f results/"), commands
+
+
+def test_an_interpreter_without_torch_is_one_line(tmp_path):
+    python = tmp_path / "my python"  # a space, too
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
+    python.chmod(0o755)
+    status, output = make("05_bucketed", f"PYTHON={python}")
+    assert status == 2 and output.count("error: ") == 1, output
+    assert "cannot import torch: pip install -r requirements.txt" in output
+
+
+def test_wrong_numbers_are_one_line():
+    for words, message in [
+        (["NPROC=0"], "NPROC='0' is not a whole number of at least 1"),
+        (["NPROC=two"], "NPROC='two' is not a whole number of at least 1"),
+        (["NNODES=2"], "NNODES=2 needs NODE_RANK=0, 1, … and MASTER_ADDR="),
+    ]:
+        status, output = make("05_bucketed", *words)
+        assert status == 2 and message in output and len(output.splitlines()) == 1, output
+
+
+def test_hosts_without_a_rate_takes_the_default():
+    assert "1gbit 0.2ms" in would_run("hosts", "RATE=")
+
+
+def test_help_names_every_target_of_a_stage():
+    _, output = make()
+    for script in ROOT.glob("0?_*/*.py"):
+        folder = script.parent.name
+        assert f"make {folder}" in output, folder
+    assert all(len(line) <= 100 for line in output.splitlines())
