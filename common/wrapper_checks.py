@@ -4,6 +4,7 @@ import contextlib
 import copy
 import pickle
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -318,19 +319,29 @@ def is_an_ordinary_module_without_its_wrapper(wrapper):
 
 
 def is_freed(wrapper):
-    """A hundred wrappers, trained and dropped, leave no object alive and no hook behind."""
+    """A hundred wrappers, trained and dropped, leave no object, no hook and no memory behind."""
     net = nn.Linear(64, 64)
     alive = []
-    for _ in range(100):
-        other = nn.Linear(64, 64)
+    for number in range(120):
+        other = nn.Linear(1000, 1000)  # 4 MB, and 4 MB of gradients
         for module in (net, other):
             model = wrapper(module)
-            model(torch.ones(1, 64)).sum().backward()
+            model(torch.ones(1, module.in_features)).sum().backward()
             model.finish_gradient_synchronization()
             alive += [weakref.ref(model), weakref.ref(other)]
         del model, module, other
+        if number == 20:  # by then the allocator has what it needs
+            before = resident_bytes()
     assert not any(reference() for reference in alive)
     assert not net.weight._post_accumulate_grad_hooks
+    assert resident_bytes() - before < 100 * 2**20  # a hundred kept models would be 800 MB
+
+
+def resident_bytes() -> int:
+    """This process's memory; 0 where the system does not tell."""
+    status = Path("/proc/self/status")
+    words = status.read_text().split() if status.exists() else ["VmRSS:", "0"]
+    return 1024 * int(words[words.index("VmRSS:") + 1])
 
 
 def notices_a_forgotten_finish(wrapper):
