@@ -94,15 +94,10 @@ LAYOUT_CHOSEN = $(findstring --trainers,$(ARGS))$(findstring --servers,$(ARGS))
 	@$(PYTHON) 08_ddp_rpc/ddp_rpc.py $(if $(LAYOUT_CHOSEN),,$(LAYOUT)) $(ARGS)
 
 ##
-##   make compare                            02 to 06 with the same settings: results/compare.png
-COMPARED := $(LADDER) 06_sharded_optimizer
+##   make compare                            02 to 05 in turn, two models: results/compare.png
 compare: $(RUNTIME) | results
 	@rm -f results/compare*
-	@for script in $(foreach stage,$(COMPARED),$(SCRIPT_OF_$(stage))); do \
-	  echo "$$script"; name=results/compare_$${script%%/*}; \
-	  $(TORCHRUN) $$script --no-verify --steps 12 --json $$name.json $(ARGS) > $$name.txt || exit; \
-	done
-	@$(PYTHON) -m common.compare $(COMPARED:%=results/compare_%.json) --plot results/compare.png
+	@$(TORCHRUN) common/rungs.py --plot results/compare.png --json results/compare.json $(ARGS)
 
 ##   make timeline                           a step of 02 to 05 on one axis: results/timeline.png
 timeline: $(RUNTIME) | results

@@ -213,6 +213,7 @@ def check_forward(wrapper: nn.Module) -> None:
 TOLERANCE = 1e-10  # of float64 weights after hundreds of steps; rounding alone stays far below
 SIZES = {  # d_model, d_ff, layers, heads, vocabulary, sequences per rank and step, tokens in each
     "tiny": (512, 2048, 4, 8, 10_000, 4, 64),
+    "deep": (128, 512, 32, 4, 1_000, 4, 64),
     "small": (768, 3072, 12, 12, 10_000, 4, 128),
     "medium": (1024, 4096, 24, 16, 10_000, 4, 128),
     "large": (1280, 5120, 36, 20, 10_000, 4, 128),
@@ -288,8 +289,8 @@ def verify(args, options, device):
     return {"max_abs_diff": worst, "tolerance": TOLERANCE, "passed": True, "accuracy": accuracy}
 
 
-def benchmark(args, options, device):
-    """Time steps of a language model: without synchronization, with this stage, with torch DDP."""
+def benchmark(args, options, device, others=None):
+    """Time steps of a language model: no sync, this stage, `others` (by name), and torch DDP."""
     from common import report, timing
 
     rank = dist.get_rank()
@@ -325,7 +326,7 @@ def benchmark(args, options, device):
             if wrap is not torch_ddp:
                 watch.mark("last gradient")
             with span("sync"):
-                if isinstance(model, WRAPPER):
+                if hasattr(model, "finish_gradient_synchronization"):
                     model.finish_gradient_synchronization()
             watch.mark("synchronized")
             with span("optimizer"):
@@ -341,7 +342,7 @@ def benchmark(args, options, device):
         return step
 
     stage = WRAPPER.__name__
-    wraps = {stage: lambda model: WRAPPER(model, **options)}
+    wraps = {stage: lambda model: WRAPPER(model, **options), **(others or {})}
     if not args.no_baseline:
         wraps = {"no sync": lambda model: model, **wraps, "torch DDP": torch_ddp}
     candidates = {name: candidate(wrap) for name, wrap in wraps.items()}

@@ -1,7 +1,8 @@
-"""One table and one picture for JSON files of 02 to 06, or of a stage before and after a change.
+"""One table and one picture for JSON files of stages 02 to 06, such as before and after a change.
 
-make compare                                  (runs the stages with the same settings first)
-python -m common.compare results/before.json results/after.json --plot results/compare.png
+    python -m common.compare results/before.json results/after.json --plot results/change.png
+
+To compare the rungs with each other, `make compare` (rungs.py) measures them in one run.
 """
 
 import json
