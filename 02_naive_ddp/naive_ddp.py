@@ -34,7 +34,7 @@ def broadcast_from_rank_0(module: nn.Module, process_group: dist.ProcessGroup | 
 
 
 def fill_if_unused(parameter: nn.Parameter) -> None:
-    """Zeros for a parameter that this rank did not use: its share of the mean over all ranks."""
+    """Zeros for a parameter that this rank did not use; RuntimeError for what has no mean."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter, dtype=getattr(parameter, "grad_dtype", None))
     if parameter.grad.is_sparse:
@@ -106,9 +106,8 @@ def check_module(module: nn.Module, process_group: dist.ProcessGroup | None) -> 
             if expected != found:
                 raise ValueError(f"models differ: rank 0 has {expected}, rank {rank} has {found}")
     # From here on the ranks have the same module, so that all of them raise or none does.
-    for part in module.modules():
-        if hasattr(part, "finish_gradient_synchronization") or hasattr(part, "no_sync"):
-            raise ValueError("a module can be wrapped only once: wrap the plain one, model.module")
+    if any(hasattr(part, "no_sync") for part in module.modules()):
+        raise ValueError("a module can be wrapped only once: wrap the plain one, model.module")
     if not any(tensor.requires_grad for tensor in tensors.values()):
         raise ValueError("no parameter requires a gradient, so there is nothing to synchronize")
 
@@ -117,10 +116,10 @@ def check_forward(wrapper: nn.Module) -> None:
     """Stages 04 and 05: RuntimeError before a forward whose gradients could not be averaged."""
     if {p for p in wrapper.module.parameters() if p.requires_grad} != set(wrapper.order):
         raise RuntimeError("parameters were frozen, thawed or replaced: wrap the module again")
-    weights = sum(parameter._version for parameter in wrapper.order)  # counts writes to them
-    if wrapper.ready and (wrapper.waiting or weights != wrapper.weights):
+    versions = sum(p._version for p in wrapper.order)  # counts in-place writes: optimizer steps
+    if wrapper.ready and (wrapper.waiting or versions != wrapper.versions):
         raise RuntimeError("call finish_gradient_synchronization() after every backward()")
-    wrapper.weights = weights
+    wrapper.versions = versions
 
 
 TOLERANCE = 1e-10  # of float64 weights after hundreds of steps; rounding alone stays far below
@@ -254,14 +253,13 @@ def benchmark(args, options, device, others=None):
 
         return step
 
-    stage = WRAPPER.__name__
-    wraps = {stage: lambda model: WRAPPER(model, **options), **(others or {})}
+    wraps = {WRAPPER.__name__: lambda model: WRAPPER(model, **options), **(others or {})}
     if not args.no_baseline:
         wraps = {"no sync": lambda model: model, **wraps, "torch DDP": torch_ddp}
     candidates = {name: candidate(wrap) for name, wrap in wraps.items()}
     samples = timing.measure(candidates, args.steps, args.warmup)
     for name, step in candidates.items():
-        trace = args.trace if name == stage and rank == 0 else None
+        trace = args.trace if name == WRAPPER.__name__ and rank == 0 else None
         samples[name]["collectives_per_step"] = timing.count_collectives(step, trace)
     if rank == 0:
         report.print_steps(samples, tokens.numel() * dist.get_world_size())

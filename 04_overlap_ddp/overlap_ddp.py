@@ -35,7 +35,7 @@ def broadcast_from_rank_0(module: nn.Module, process_group: dist.ProcessGroup | 
 
 
 def fill_if_unused(parameter: nn.Parameter) -> None:
-    """Zeros for a parameter that this rank did not use: its share of the mean over all ranks."""
+    """Zeros for a parameter that this rank did not use; RuntimeError for what has no mean."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter, dtype=getattr(parameter, "grad_dtype", None))
     if parameter.grad.is_sparse:
@@ -63,15 +63,15 @@ class OverlapDDP(nn.Module):
         # in another order would add up gradients of different parameters.
         self.order = [p for p in reversed(list(module.parameters())) if p.requires_grad]
         self._start_over()
-        hook = weakref.WeakMethod(self._gradient_is_ready)  # does not keep the wrapper alive
+        hook = weakref.WeakMethod(self._gradient_is_ready)  # hook() gives it while we live
         for parameter in self.order:
             handle = parameter.register_post_accumulate_grad_hook(lambda p: hook()(p))
-            weakref.finalize(self, handle.remove)
+            weakref.finalize(self, handle.remove)  # the hooks end with the wrapper
 
     def forward(self, *inputs, **kwargs):
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and any(p.requires_grad for p in self.module.parameters()):
             check_forward(self)
-            if self.ready:  # by a loss that trains another module, as in a GAN
+            if self.ready:  # by a backward that trained another module, as in a GAN
                 self.finish_gradient_synchronization()
             self.armed = self.synchronizing
         return self.module(*inputs, **kwargs)
@@ -90,7 +90,7 @@ class OverlapDDP(nn.Module):
         self.armed = False  # hooks act only from a forward of this wrapper to the finish
         self.ready = set()  # parameters whose gradient is complete
         self.waiting = deque(self.order)  # what is not launched yet
-        self.in_flight = []  # all-reduces that were launched
+        self.in_flight = []  # (all-reduce, its tensor, the tensor's version at the launch)
 
     def _gradient_is_ready(self, parameter: nn.Parameter):
         if not self.armed or not self.synchronizing:
@@ -106,17 +106,19 @@ class OverlapDDP(nn.Module):
         fill_if_unused(parameter)
         parameter.grad.mul_(1 / self.world_size)  # before the sum, which could overflow
         work = dist.all_reduce(parameter.grad, group=self.process_group, async_op=True)
-        self.in_flight.append(work)
+        self.in_flight.append((work, parameter.grad, parameter.grad._version))
 
     def finish_gradient_synchronization(self) -> None:
         """Average all gradients. Call it after backward(), before optimizer.step()."""
-        if not self.synchronizing and not self.in_flight:
+        if not self.synchronizing:
             return
         try:
             while self.waiting:  # what backward did not reach
                 self._launch_next()
-            for work in self.in_flight:
+            for work, _, _ in self.in_flight:
                 work.wait()
+            if any(t.is_cpu and t._version != version for _, t, version in self.in_flight):
+                raise RuntimeError("gradients changed on their way: clip or zero them afterwards")
         finally:
             self._start_over()
 
@@ -145,9 +147,8 @@ def check_module(module: nn.Module, process_group: dist.ProcessGroup | None) -> 
             if expected != found:
                 raise ValueError(f"models differ: rank 0 has {expected}, rank {rank} has {found}")
     # From here on the ranks have the same module, so that all of them raise or none does.
-    for part in module.modules():
-        if hasattr(part, "finish_gradient_synchronization") or hasattr(part, "no_sync"):
-            raise ValueError("a module can be wrapped only once: wrap the plain one, model.module")
+    if any(hasattr(part, "no_sync") for part in module.modules()):
+        raise ValueError("a module can be wrapped only once: wrap the plain one, model.module")
     if not any(tensor.requires_grad for tensor in tensors.values()):
         raise ValueError("no parameter requires a gradient, so there is nothing to synchronize")
 
@@ -156,10 +157,10 @@ def check_forward(wrapper: nn.Module) -> None:
     """Stages 04 and 05: RuntimeError before a forward whose gradients could not be averaged."""
     if {p for p in wrapper.module.parameters() if p.requires_grad} != set(wrapper.order):
         raise RuntimeError("parameters were frozen, thawed or replaced: wrap the module again")
-    weights = sum(parameter._version for parameter in wrapper.order)  # counts writes to them
-    if wrapper.ready and (wrapper.waiting or weights != wrapper.weights):
+    versions = sum(p._version for p in wrapper.order)  # counts in-place writes: optimizer steps
+    if wrapper.ready and (wrapper.waiting or versions != wrapper.versions):
         raise RuntimeError("call finish_gradient_synchronization() after every backward()")
-    wrapper.weights = weights
+    wrapper.versions = versions
 
 
 TOLERANCE = 1e-10  # of float64 weights after hundreds of steps; rounding alone stays far below
@@ -293,14 +294,13 @@ def benchmark(args, options, device, others=None):
 
         return step
 
-    stage = WRAPPER.__name__
-    wraps = {stage: lambda model: WRAPPER(model, **options), **(others or {})}
+    wraps = {WRAPPER.__name__: lambda model: WRAPPER(model, **options), **(others or {})}
     if not args.no_baseline:
         wraps = {"no sync": lambda model: model, **wraps, "torch DDP": torch_ddp}
     candidates = {name: candidate(wrap) for name, wrap in wraps.items()}
     samples = timing.measure(candidates, args.steps, args.warmup)
     for name, step in candidates.items():
-        trace = args.trace if name == stage and rank == 0 else None
+        trace = args.trace if name == WRAPPER.__name__ and rank == 0 else None
         samples[name]["collectives_per_step"] = timing.count_collectives(step, trace)
     if rank == 0:
         report.print_steps(samples, tokens.numel() * dist.get_world_size())

@@ -103,6 +103,21 @@ def test_buckets_are_filled_in_reverse_order(ranks, bytes_per_bucket, expected):
     assert ranks(1).run(buckets_of_layers, bytes_per_bucket / 2**20) == [expected]
 
 
+def drops_a_step_of_single_buckets():
+    """A gradient that waits for an unused one before it, in a bucket of its own, is zeroed away."""
+    net = nn.ModuleDict({"used": nn.Linear(4, 4), "unused": nn.Linear(4, 4)})
+    net.forward = lambda x: net["used"](x)
+    model = BucketedDDP(net, 0.00001)
+    model(torch.ones(1, 4)).sum().backward()
+    model.zero_grad()
+    model.finish_gradient_synchronization()
+    assert all(p.grad is None or not p.grad.any() for p in net.parameters())
+
+
+def test_drops_a_step_of_single_buckets(ranks):
+    ranks(2).run(drops_a_step_of_single_buckets)
+
+
 def sizes_of_buckets(bucket_size_mb):
     net = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 100))
     return [len(bucket) for bucket in BucketedDDP(net, bucket_size_mb).buckets]

@@ -358,25 +358,66 @@ def notices_a_forgotten_finish(wrapper):
     model(x)
 
 
+def notices_gradients_that_change_on_their_way(wrapper):
+    """Clipped or zeroed between backward() and the finish; the next step is clean."""
+
+    def clip(net):
+        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+
+    def zero(net):
+        net.zero_grad(set_to_none=False)
+
+    for change in (clip, zero):
+        torch.manual_seed(0)
+        net = small_net().double()
+        model = wrapper(net)
+        model(torch.ones(2, 6, dtype=torch.float64)).sum().backward()
+        change(net)
+        with pytest.raises(RuntimeError, match="gradients changed on their way"):
+            model.finish_gradient_synchronization()
+        model.zero_grad()
+        equals_torch_ddp(None, None, models=(model, torch_ddp_of(net)))
+
+
 def refuses_a_second_backward(wrapper):
     model, x = wrapper(nn.Linear(3, 1)), torch.ones(2, 3)
     loss = model(x).sum()
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="backward.. ran twice: finish in between.*no_sync"):
         loss.backward()
-    model.finish_gradient_synchronization()
+    with pytest.raises(RuntimeError, match="gradients changed on their way"):  # they grew
+        model.finish_gradient_synchronization()
     model(x)
 
 
 def drops_a_step_with_zero_grad(wrapper):
-    """zero_grad() before the finish or after it: the next step is clean."""
+    """zero_grad() before the finish or after it, layers unused or not: the next step is clean."""
     torch.manual_seed(0)
-    model = wrapper(small_net().double())
-    model(torch.ones(2, 6, dtype=torch.float64)).sum().backward()
-    model.zero_grad()
+    net = small_net().double()
+    model = wrapper(net)
+    used = net.forward
+    for forward in (used, lambda x: net[0](x)):
+        net.forward = forward
+        model(torch.ones(2, 6, dtype=torch.float64)).sum().backward()
+        model.zero_grad()
+        model.finish_gradient_synchronization()
+        model.zero_grad()
+    del net.forward
+    equals_torch_ddp(None, None, models=(model, torch_ddp_of(net)))
+
+
+def trains_with_all_frozen_for_a_while(wrapper):
+    """A discriminator that is frozen in the generator's step, as pix2pix does it."""
+    net = nn.Linear(6, 1).double()
+    model = wrapper(net)
+    x = torch.ones(2, 6, dtype=torch.float64, requires_grad=True)
+    net.requires_grad_(False)
+    model(x).sum().backward()
+    assert net.weight.grad is None and x.grad is not None
+    net.requires_grad_(True)
+    model(x * (1 + dist.get_rank())).sum().backward()
     model.finish_gradient_synchronization()
-    model.zero_grad()
-    equals_torch_ddp(None, None, models=(model, torch_ddp_of(model.module)))
+    assert net.weight.grad.tolist() == [[3.0] * 6]  # two rows, on average of 1.5 each
 
 
 def refuses_parameters_frozen_or_replaced_later(wrapper):
@@ -582,9 +623,11 @@ UNUSUAL_USE = [  # of all four wrappers
     is_an_ordinary_module_without_its_wrapper,
     is_freed,
     drops_a_step_with_zero_grad,
+    trains_with_all_frozen_for_a_while,
 ]
 UNUSUAL_USE_OF_HOOKS = [  # of the two that communicate during backward
     notices_a_forgotten_finish,
+    notices_gradients_that_change_on_their_way,
     refuses_a_second_backward,
     refuses_parameters_frozen_or_replaced_later,
     goes_on_after_an_exception_in_backward,
