@@ -36,9 +36,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     torch but LBFGS. Raises ValueError on all ranks if their parameters differ.
     """
 
-    def __init__(
-        self, params, optimizer_cls, *, process_group: dist.ProcessGroup | None = None, **kwargs
-    ):
+    def __init__(self, params, optimizer_cls, *, process_group=None, **kwargs):
         self.process_group = process_group
         self.rank = dist.get_rank(process_group)
         self.world_size = dist.get_world_size(process_group)
@@ -71,6 +69,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _register(self, register, *arguments) -> None:
         """Let the base class check and append groups; distribute them if all ranks agree."""
         before = len(self.param_groups)
+        del self.local.param_groups[before:]  # groups that the user has taken out
         failure = None
         lines = []
         try:
@@ -138,6 +137,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         del self.local.param_groups[len(self.param_groups) :]  # the user has taken groups out
         for group, local in zip(self.param_groups, self.local.param_groups, strict=True):
             local.update(self._own(group))  # with what a scheduler or the user has changed
+        self.local.state = self.state  # which the user may have reset
         self.local.step(**kwargs)
         for group, local in zip(self.param_groups, self.local.param_groups, strict=True):
             group.update({**local, "params": group["params"]})  # some classes count steps there

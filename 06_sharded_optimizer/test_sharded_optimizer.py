@@ -1,5 +1,6 @@
 """ShardedOptimizer against the optimizers it shards, on real ranks, and both scripts."""
 
+import collections
 import copy
 import io
 import json
@@ -597,6 +598,34 @@ def takes_groups_out_and_in():
             optimizer.add_param_group(group)
             train(optimizer, owned, range(6, 9))
         assert_equal(mine, plain)
+
+
+def takes_a_group_out_and_in_at_once():
+    mine, plain = parameters(*SHAPES), parameters(*SHAPES)
+    sharded = ShardedOptimizer(groups_of(mine), torch.optim.Adam)
+    unsharded = torch.optim.Adam(groups_of(plain))
+    for optimizer, owned in ((sharded, mine), (unsharded, plain)):
+        train(optimizer, owned, range(3))
+        optimizer.add_param_group(optimizer.param_groups.pop())
+        train(optimizer, owned, range(3, 6))
+    assert_equal(mine, plain)
+
+
+def resets_its_state():
+    """The usual idiom, in the middle of training."""
+    mine, plain = parameters(*SHAPES), parameters(*SHAPES)
+    sharded = ShardedOptimizer(mine, torch.optim.Adam)
+    unsharded = torch.optim.Adam(plain)
+    for optimizer, owned in ((sharded, mine), (unsharded, plain)):
+        train(optimizer, owned, range(3))
+        optimizer.state = collections.defaultdict(dict)
+        train(optimizer, owned, range(3, 6))
+    assert_equal(mine, plain)
+
+
+@pytest.mark.parametrize("check", [takes_a_group_out_and_in_at_once, resets_its_state])
+def test_the_user_edits_groups_and_state(ranks, check):
+    ranks(3).run(check)
 
 
 def test_groups_can_be_taken_out_and_in(ranks):
