@@ -63,7 +63,7 @@ class OverlapDDP(nn.Module):
         # in another order would add up gradients of different parameters.
         self.order = [p for p in reversed(list(module.parameters())) if p.requires_grad]
         self._start_over()
-        hook = weakref.WeakMethod(self._gradient_is_ready)  # hook() gives it while we live
+        hook = weakref.WeakMethod(self._gradient_is_ready)  # weak: keeps no wrapper alive
         for parameter in self.order:
             handle = parameter.register_post_accumulate_grad_hook(lambda p: hook()(p))
             weakref.finalize(self, handle.remove)  # the hooks end with the wrapper

@@ -96,7 +96,7 @@ class BucketedDDP(nn.Module):
                 strides = torch.empty_like(parameter, device="meta").stride()
                 self.views[parameter] = piece.as_strided(parameter.shape, strides)
         self._start_over()
-        hook = weakref.WeakMethod(self._gradient_is_ready)  # hook() gives it while we live
+        hook = weakref.WeakMethod(self._gradient_is_ready)  # weak: keeps no wrapper alive
         for parameter in self.order:
             handle = parameter.register_post_accumulate_grad_hook(lambda p: hook()(p))
             weakref.finalize(self, handle.remove)  # the hooks end with the wrapper
