@@ -35,7 +35,7 @@ HOSTS = --standalone
 endif
 CORES := $(shell getconf _NPROCESSORS_ONLN)
 THREADS := $(shell echo $$(( $(CORES) > $(NPROC) ? $(CORES) / $(NPROC) : 1 )))
-TORCHRUN = OMP_NUM_THREADS=$(THREADS) $(PYTHON) -m torch.distributed.run $(HOSTS) \
+TORCHRUN = OMP_NUM_THREADS=$(THREADS) $(PYTHON) -m common.torchrun $(HOSTS) \
 	--nproc-per-node $(NPROC)
 
 .NOTPARALLEL:

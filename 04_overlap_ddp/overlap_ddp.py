@@ -196,7 +196,7 @@ class LanguageModel(nn.Module):
 
 def verify(args, options, device):
     """Train a classifier on shards, and a twin in one process on their union; compare weights."""
-    from common.images import load_images
+    from common.setup import load_images, say
 
     rank, world_size = dist.get_rank(), dist.get_world_size()
     images, labels, test_images, test_labels = load_images(args.data, args.download, device)
@@ -223,9 +223,7 @@ def verify(args, options, device):
             logits = model(test_images)
         loss = F.cross_entropy(logits, test_labels).item()
         accuracy = (logits.argmax(1) == test_labels).double().mean().item()
-        if rank == 0:
-            result = f"held-out loss {loss:.4f}, accuracy {100 * accuracy:.2f} %"
-            print(f"verify: epoch {epoch}, {result}", flush=True)
+        say(f"verify: epoch {epoch}, held-out loss {loss:.4f}, accuracy {100 * accuracy:.2f} %")
     mine = nn.utils.parameters_to_vector(model.parameters()).detach()
     replicas = [torch.empty_like(mine) for _ in range(world_size)]
     dist.all_gather(replicas, mine)
@@ -234,29 +232,29 @@ def verify(args, options, device):
     worst = (mine - nn.utils.parameters_to_vector(twin.parameters())).abs().max().item()
     if not worst <= TOLERANCE:
         sys.exit(f"verify: FAILED, a weight is {worst:.1e} away from single-process training")
-    if rank == 0:
-        away = f"at most {worst:.1e} away from single-process training (allowed: {TOLERANCE:.0e})"
-        print(f"verify: passed, the ranks are bitwise equal and {away}\n", flush=True)
-        if args.save:
-            torch.save(model.module.state_dict(), args.save)
+    away = f"at most {worst:.1e} away from single-process training (allowed: {TOLERANCE:.0e})"
+    say(f"verify: passed, the ranks are bitwise equal and {away}\n")
+    if args.save and rank == 0:
+        torch.save(model.module.state_dict(), args.save)
+        say(f"written: {args.save}")
     return {"max_abs_diff": worst, "tolerance": TOLERANCE, "passed": True, "accuracy": accuracy}
 
 
-def benchmark(args, options, device, others=None):
+def benchmark(args, options, device, batch_shape, others=None):
     """Time steps of a language model: no sync, this stage, `others` (by name), and torch DDP."""
     from common import report, timing
-
-    rank = dist.get_rank()
-    shape = SIZES[args.size][:5]
-    model = report.describe(LanguageModel, SIZES[args.size], args)
-    batch = model["batch_size"], model["context_length"]
-    torch.manual_seed(args.seed + rank)
-    tokens, targets = torch.randint(shape[-1], (2, *batch), device=device)
 
     def torch_ddp(model):
         devices = [device] if device.type == "cuda" else None
         view = args.gradient_as_bucket_view
         return nn.parallel.DistributedDataParallel(model, devices, gradient_as_bucket_view=view)
+
+    wraps = {WRAPPER.__name__: lambda model: WRAPPER(model, **options), **(others or {})}
+    if not args.no_baseline:
+        wraps = {"no sync": lambda model: model, **wraps, "torch DDP": torch_ddp}
+    shape = SIZES[args.size][:5]
+    torch.manual_seed(args.seed + dist.get_rank())
+    tokens, targets = torch.randint(shape[-1], (2, *batch_shape), device=device)
 
     def candidate(wrap):
         """A model of its own, and the function that trains it for a step and returns its times."""
@@ -294,17 +292,13 @@ def benchmark(args, options, device, others=None):
 
         return step
 
-    wraps = {WRAPPER.__name__: lambda model: WRAPPER(model, **options), **(others or {})}
-    if not args.no_baseline:
-        wraps = {"no sync": lambda model: model, **wraps, "torch DDP": torch_ddp}
     candidates = {name: candidate(wrap) for name, wrap in wraps.items()}
     samples = timing.measure(candidates, args.steps, args.warmup)
     for name, step in candidates.items():
-        trace = args.trace if name == WRAPPER.__name__ and rank == 0 else None
+        trace = args.trace if name == WRAPPER.__name__ else None
         samples[name]["collectives_per_step"] = timing.count_collectives(step, trace)
-    if rank == 0:
-        report.print_steps(samples, tokens.numel() * dist.get_world_size())
-    return {"model": model, "candidates": [{"name": name, **samples[name]} for name in samples]}
+    report.print_steps(samples, tokens.numel() * dist.get_world_size())
+    return [{"name": name, **times} for name, times in samples.items()]
 
 
 def main():
@@ -321,16 +315,22 @@ def main():
             "--" + name.replace("_", "-"), type=setup.positive_number, default=value
         )
     setup.add_training_arguments(parser, SIZES, steps=15)
-    setup.add_ladder_arguments(parser)
+    setup.add_verify_arguments(parser)
+    view = "torch DDP's option of that name, for the baseline"
+    parser.add_argument("--gradient-as-bucket-view", action="store_true", help=view)
     args = parser.parse_args()
+    if args.save and args.no_verify:
+        parser.error("argument --save: not with --no-verify, which trains no classifier")
 
     with setup.process_group(args) as device:
         options = {name: getattr(args, name) for name in WRAPPER_OPTIONS}
-        result = report.begin(folder.name, device) | {"options": options}
+        result = report.begin(folder.name, args, device)
+        replicas = 1 if args.no_baseline else 3
+        model = result["model"] = report.describe(LanguageModel, SIZES, args, replicas)
         result["verify"] = None if args.no_verify else verify(args, options, device)
-        result |= benchmark(args, options, device)
-        if args.json and dist.get_rank() == 0:
-            report.write_json(args.json, result)
+        batch_shape = model["batch_size"], model["context_length"]
+        result["candidates"] = benchmark(args, options, device, batch_shape)
+        report.write_json(args.json, result)
 
 
 if __name__ == "__main__":

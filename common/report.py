@@ -3,28 +3,29 @@
 import json
 import platform
 import re
+from datetime import datetime, timezone
 from pathlib import Path
 
 import numpy
 import torch
 import torch.distributed as dist
 
+from common.setup import check_memory, say
 
-def percentiles(samples: list[float]) -> list[float]:
-    """The 50th, 75th, 90th and 95th percentile, in the unit of the samples."""
+
+def percentiles(samples: list) -> list[float]:
+    """The 50th, 75th, 90th and 95th percentile over all ranks, in the unit of the samples."""
     return [float(value) for value in numpy.percentile(samples, (50, 75, 90, 95))]
 
 
-def milliseconds(samples: list[float]) -> list[str]:
+def milliseconds(samples: list) -> list[str]:
     """The percentiles of samples in seconds, as four cells of a table in ms."""
     return [f"{1000 * value:.1f}" for value in percentiles(samples)]
 
 
-def ratio(samples: list[float], others: list[float] | None) -> str:
+def ratio(samples: list, others: list | None) -> str:
     """The ratio of two p50s as a cell of a table; "-" where there is nothing to compare with."""
-    if others is None:
-        return "-"
-    return f"{percentiles(samples)[0] / percentiles(others)[0]:.3f}"
+    return f"{percentiles(samples)[0] / percentiles(others)[0]:.3f}" if others else "-"
 
 
 def print_table(header: list[str], rows: list[list[str]]) -> None:
@@ -32,64 +33,51 @@ def print_table(header: list[str], rows: list[list[str]]) -> None:
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     for first, *others in [header, *rows]:
         cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
-        print("  ".join([first.ljust(widths[0]), *cells]).rstrip(), flush=True)
+        say("  ".join([first.ljust(widths[0]), *cells]).rstrip())
 
 
-def describe(model_class, size: tuple, args) -> dict:
-    """Print what a benchmark of stages 02 to 05 runs; returns "model" of the JSON."""
-    *shape, batch_size, context_length = size
-    model = {"size": args.size, "dtype": args.dtype, "batch_size": args.batch_size or batch_size}
-    model["context_length"] = args.context_length or context_length
+def describe(model_class, sizes: dict, args, replicas: int) -> dict:
+    """Print what is measured, if there is memory for it; returns "model" of the JSON."""
+    *shape, batch_size, context_length = sizes[args.size]
     with torch.device("meta"):
-        model["parameters"] = sum(p.numel() for p in model_class(*shape).parameters())
-    if dist.get_rank() == 0:
-        line = (
-            "benchmark: {size} model, {millions:.1f} million parameters, {dtype}, {batch_size} × "
-        )
-        line += "{context_length} tokens per rank; {steps} steps, {warmup} before them to warm up"
-        more = {"millions": model["parameters"] / 1e6, "steps": args.steps, "warmup": args.warmup}
-        print(line.format(**model, **more), flush=True)
-    return model
+        parameters = sum(p.numel() for p in model_class(*shape).parameters())
+    batch = {"batch_size": args.batch_size or batch_size}
+    batch["context_length"] = args.context_length or context_length
+    millions = f"{parameters / 1e6:.1f} million parameters"
+    tokens = "{batch_size} × {context_length} tokens per rank".format(**batch)
+    steps = f"{args.steps} steps are measured, after {args.warmup} to warm up"
+    say(f"{args.size} model: {millions}, {args.dtype}, {tokens}; {steps}")
+    each = 5 * getattr(torch, args.dtype).itemsize  # weight, gradient, two moments, bucket
+    if args.device == "cpu":  # a GPU says itself when it is full
+        what = f"{replicas} replicas × {millions} × {each} bytes"
+        check_memory(replicas * parameters * each, what)
+    return {"size": args.size, "parameters": parameters, "dtype": args.dtype, **batch}
 
 
 def print_steps(samples: dict[str, dict], tokens: int) -> None:
     """The table of stages 02 to 05: a row per candidate. `tokens`: of all ranks in a step."""
-    bar = samples.get("torch DDP", {}).get("step_seconds")
     rows = []
     for name, times in samples.items():
-        step = percentiles(times["step_seconds"])[0]
-        exposed = percentiles(times["exposed_comm_seconds"])[0]
-        row = [name, *milliseconds(times["step_seconds"]), f"{tokens / step:.0f}"]
-        row += [f"{1000 * exposed:.1f}", f"{100 * exposed / step:.1f} %"]
-        row += [str(times["collectives_per_step"]), ratio(times["step_seconds"], bar)]
-        rows.append(row)
+        seconds = times["step_seconds"]
+        step, exposed = percentiles(seconds)[0], percentiles(times["exposed_comm_seconds"])[0]
+        row = [name, *milliseconds(seconds), f"{tokens / step:.0f}", f"{1000 * exposed:.1f}"]
+        row += [f"{100 * exposed / step:.1f} %", str(times["collectives_per_step"])]
+        rows.append([*row, ratio(seconds, samples.get("torch DDP", {}).get("step_seconds"))])
     header = ["step, ms", "p50", "p75", "p90", "p95", "tokens/s"]
     print_table([*header, "exposed", "share", "all-reduces", "/torch DDP"], rows)
-    legend = (
-        "Percentiles over all steps of all ranks; tokens/s of all ranks; exposed: communication "
-    )
-    legend += (
-        "that is not hidden\nunder backward, ms and share of the step (p50); /torch DDP: ratio "
-    )
-    print(legend + "of the p50s, below 1 is faster.", flush=True)
+    say("Percentiles over all steps of all ranks; tokens/s of all ranks; exposed: communication")
+    say("not hidden under backward, ms and share of the step; /torch DDP: below 1 is faster (p50).")
 
 
-def environment(device: torch.device) -> dict:
-    """What a figure depends on: versions, device, ranks and threads (the head of the JSON)."""
+def begin(stage: str, args, device: torch.device) -> dict:
+    """Print what runs and where; returns the head of the JSON, as common/README.md lists it."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
-    head = {"torch": torch.__version__, "backend": dist.get_backend(), "device": device.type}
-    ranks = {"world_size": dist.get_world_size(), "threads_per_rank": torch.get_num_threads()}
-    return {**head, "device_name": name, **ranks}
-
-
-def begin(stage: str, device: torch.device) -> dict:
-    """Print on rank 0 what runs and where; returns the head of the JSON."""
-    result = {"stage": stage, **environment(device)}
-    if dist.get_rank() == 0:
-        line = "{stage}: torch {torch}, {backend} on {device}, {world_size} ranks, "
-        line += "{threads_per_rank} threads per rank"
-        print(line.format(**result), flush=True)
-    return result
+    result = {"stage": stage, "torch": torch.__version__, "backend": dist.get_backend()}
+    result |= {"device": device.type, "device_name": name, "world_size": dist.get_world_size()}
+    result |= {"threads_per_rank": torch.get_num_threads(), "options": dict(vars(args))}
+    line = "{stage}: torch {torch}, {backend} on {device}, {world_size} ranks, "
+    say((line + "{threads_per_rank} threads per rank").format(**result))
+    return result | {"started": datetime.now(timezone.utc)}
 
 
 def processor_name() -> str:
@@ -99,8 +87,13 @@ def processor_name() -> str:
     return found[1] if found else platform.processor() or platform.machine()
 
 
-def write_json(path: Path, content: dict) -> None:
-    """Write a result as JSON; a file that stands there whole, or not at all."""
+def write_json(path: Path | None, result: dict) -> None:
+    """Write a result, whole or not at all, where rank 0 has a path; null for infinity and nan."""
+    if path is None or (dist.is_initialized() and dist.get_rank() != 0):
+        return
+    result["seconds"] = (datetime.now(timezone.utc) - result["started"]).total_seconds()
+    finite = json.loads(json.dumps(result, default=str), parse_constant=lambda _: None)
     beside = path.with_name(path.name + ".part")
-    beside.write_text(json.dumps(content, indent=1) + "\n")
+    beside.write_text(json.dumps(finite, indent=1) + "\n")
     beside.replace(path)
+    say(f"written: {path}")

@@ -1,4 +1,4 @@
-"""Command line, device, backend and process group."""
+"""Command line, output, data, device and process group."""
 
 import argparse
 import os
@@ -10,133 +10,144 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
+import numpy
 import torch
 import torch.distributed as dist
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # keeps torch.profiler's own log off the screen
 
 
+def say(text: str = "") -> None:
+    """Print on rank 0, even into a closed pipe (`| head`): what comes later is still written."""
+    progress()
+    try:
+        if os.environ.get("RANK", "0") == "0":
+            print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def progress(text: str = "") -> None:
+    """Show what runs on a terminal's standard error, over what stood there; nothing in a pipe."""
+    if os.environ.get("RANK", "0") == "0" and sys.stderr.isatty():
+        print(f"\r\x1b[K{text[:79]}", end="", file=sys.stderr, flush=True)
+
+
 def fail(message: str):
     """Say in one line what is wrong and exit with status 2; of several ranks only rank 0 does."""
     if os.environ.get("RANK", "0") != "0":
         time.sleep(10)  # rank 0 finds the same mistake, and the launcher ends us; else we say it
+    progress()
     print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr, flush=True)
     sys.exit(2)
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's parser, but it says a mistake in a single line, once, and without the usage."""
+    """argparse's, but a mistake is a single line, and --help has every default."""
 
     def __init__(self, description: str):
         formatter = argparse.RawDescriptionHelpFormatter
         super().__init__(description=description, formatter_class=formatter, allow_abbrev=False)
+        sys.stdout.reconfigure(errors="replace")  # ? for × where the output's encoding has none
+
+    def add_argument(self, *names, old_names=(), help="", **options):
+        """Add a flag; `old_names` are understood, too, but shown nowhere."""
+        if str(options.get("default")) not in ("None", "False", argparse.SUPPRESS):
+            help += " (default: %(default)s)"
+        action = super().add_argument(*names, *old_names, help=help.lstrip(), **options)
+        action.option_strings = [name for name in names if name.startswith("-")]
+        return action
 
     def error(self, message: str):
         fail(message)
 
     def print_help(self, file=None):
-        if os.environ.get("RANK", "0") == "0":
-            super().print_help(file)
+        say(self.format_help())
+
+
+def checked(convert, is_allowed, allowed: str):
+    """A type for argparse: what `convert` makes of the text, if `is_allowed` says so."""
+
+    def check(text: str):
+        with suppress(ValueError):
+            if is_allowed(value := convert(text)):
+                return value
+        raise argparse.ArgumentTypeError(f"{text!r} is not {allowed}")
+
+    return check
 
 
 def whole_number(minimum: int, maximum: int = 2**31 - 1):
-    """A type for argparse: a whole number from minimum to maximum."""
-
-    def convert(text: str) -> int:
-        if not text.lstrip("-").isdecimal() or not minimum <= int(text) <= maximum:
-            allowed = f"a whole number from {minimum} to {maximum}"
-            raise argparse.ArgumentTypeError(f"{text!r} is not {allowed}")
-        return int(text)
-
-    return convert
+    allowed = f"a whole number from {minimum} to {maximum}"
+    return checked(int, lambda number: minimum <= number <= maximum, allowed)
 
 
-def positive_number(text: str) -> float:
-    """A type for argparse: a number above 0; `inf` is one."""
-    with suppress(ValueError):
-        if float(text) > 0:
-            return float(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-
-
-def output_file(text: str) -> Path:
-    """A type for argparse: a file that can be written. Checked before anything is measured."""
-    path = Path(text)
+def can_be_written(path: Path) -> bool:
     target = path if path.exists() else path.parent
-    if not text or path.is_dir() or not path.parent.is_dir() or not os.access(target, os.W_OK):
-        message = "is not the name of a file that can be written, in a folder that exists"
-        raise argparse.ArgumentTypeError(f"{text!r} {message}")
-    return path
+    return path.parent.is_dir() and not path.is_dir() and os.access(target, os.W_OK)
+
+
+positive_number = checked(float, lambda number: number > 0, "a number above 0")  # inf is one
+output_file = checked(Path, can_be_written, "a file that can be written, in a folder that exists")
 
 
 def add_training_arguments(parser: Parser, sizes: dict, steps: int) -> None:
-    """The flags that all scripts with a language model share; `steps` is the default of --steps."""
-    add = parser.add_argument
-    add("--size", choices=sizes, default="tiny", help="of the language model (default: tiny)")
-    add(
-        "--batch-size",
-        type=whole_number(1),
-        help="sequences per rank and step (default: the size's)",
-    )
-    add("--context-length", type=whole_number(1), help="tokens per sequence (default: the size's)")
+    """The flags of all that train a language model; `steps` is the default of --steps."""
+    add, one = parser.add_argument, whole_number(1)
+    add("--size", choices=sizes, default="tiny", help="of the language model")
+    add("--batch-size", type=one, help="sequences per rank and step (default: the size's)")
+    add("--context-length", type=one, help="tokens per sequence (default: the size's)")
     add("--dtype", choices=["float32", "bfloat16"], default="float32")
-    add("--steps", type=whole_number(1), default=steps, help=f"measured (default: {steps})")
-    add("--warmup", type=whole_number(0), default=5, help="steps not measured (default: 5)")
+    add("--steps", type=one, default=steps, help="measured")
+    add("--warmup", type=whole_number(0), default=5, help="steps before them, not measured")
     add("--seed", type=whole_number(0), default=0)
-    add("--no-verify", action="store_true", help="only measure")
     add("--no-baseline", action="store_true", help="measure this stage alone, to save memory")
-    add("--data", metavar="DIR", help="verify on MNIST from this folder instead of the digits")
-    add("--download", action="store_true", help="fetch MNIST into --data first")
     add("--json", type=output_file, metavar="FILE", help="everything measured, raw")
     add_process_group_arguments(parser)
 
 
-def add_ladder_arguments(parser: Parser) -> None:
-    """The flags that stages 02 to 05 have besides."""
-    add = parser.add_argument
-    file = {"type": output_file, "metavar": "FILE"}
-    add("--gradient-as-bucket-view", action="store_true", help="torch DDP's option of that name")
+def add_verify_arguments(parser: Parser) -> None:
+    """The flags of what first trains a classifier of images, to verify it."""
+    add, file = parser.add_argument, {"type": output_file, "metavar": "FILE"}
+    add("--no-verify", action="store_true", help="only measure")
+    add("--data", metavar="DIR", help="verify on MNIST from this folder instead of the digits")
+    add("--download", action="store_true", help="fetch MNIST into --data first")
     add("--save", **file, help="the verified classifier's state_dict")
-    add("--trace", **file, help="Chrome trace of three steps of rank 0")
+    add("--trace", **file, help="Chrome trace of three measured steps of rank 0")
 
 
 def add_process_group_arguments(parser: Parser) -> None:
     """The flags that `process_group` reads."""
-    add = parser.add_argument
-    devices, backends = ["auto", "cpu", "cuda"], ["auto", "gloo", "nccl"]
+    add, devices, backends = parser.add_argument, ["auto", "cpu", "cuda"], ["auto", "gloo", "nccl"]
     add("--device", choices=devices, default="auto", help="auto: CUDA if there is one")
     add("--backend", choices=backends, default="auto", help="auto: nccl if a GPU per rank")
-    waiting = "seconds to wait for the others (default: 300)"
-    add("--timeout", type=positive_number, default=300.0, help=waiting)
+    add("--timeout", type=positive_number, default=300.0, help="seconds to wait for other ranks")
 
 
 def choose_device(args: argparse.Namespace) -> torch.device:
     """This rank's device. Replaces "auto" in args.device and args.backend, and sets the threads."""
     local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     gpus = torch.cuda.device_count()
-    if args.device == "auto":
-        args.device = "cuda" if gpus > 0 else "cpu"
+    args.device = args.device.replace("auto", "cuda" if gpus > 0 else "cpu")
     if args.device == "cuda" and gpus == 0:
         fail("argument --device: 'cuda' needs a GPU that torch can use, and there is none; use cpu")
     gpu_per_rank = args.device == "cuda" and gpus >= local_size
-    if args.backend == "auto":
-        args.backend = "nccl" if gpu_per_rank else "gloo"
+    args.backend = args.backend.replace("auto", "nccl" if gpu_per_rank else "gloo")
     if args.backend == "nccl" and not gpu_per_rank:
         here = f"this host has {gpus} GPUs for {local_size} ranks; use gloo or fewer ranks"
         fail(f"argument --backend: 'nccl' needs --device cuda and a GPU per rank; {here}")
     torch.set_num_threads(threads_per_rank(local_size))
-    if args.device == "cpu":
-        return torch.device("cpu")
-    device = torch.device("cuda", local_rank % gpus)
-    torch.cuda.set_device(device)
-    return device
+    if args.device == "cuda":
+        torch.cuda.set_device(local_rank % gpus)
+        return torch.device("cuda", local_rank % gpus)
+    return torch.device("cpu")
 
 
 @contextmanager
 def process_group(args: argparse.Namespace):
-    """Join the process group that torchrun describes, yield this rank's torch.device, and leave.
+    """Join the group that torchrun describes, yield this rank's torch.device, and always leave.
 
-    Leaves it after an error, too. Reads and completes args.device, args.backend and args.timeout.
+    Replaces "auto" in args.device and args.backend.
     """
     if "RANK" not in os.environ:
         command = f"torchrun --standalone --nproc-per-node 2 {sys.argv[0]}"
@@ -151,10 +162,8 @@ def process_group(args: argparse.Namespace):
         store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
         dist.init_process_group(args.backend, store=store, rank=rank, world_size=size, **options)
     except (RuntimeError, ValueError, OSError) as error:
-        question = (
-            f"is the first host reachable, and are all {os.environ['WORLD_SIZE']} ranks started?"
-        )
         reason = str(error).splitlines()[0]
+        question = f"have all {os.environ['WORLD_SIZE']} ranks started, and is it reachable?"
         fail(f"cannot join the process group at {':'.join(master)}: {question} ({reason})")
     try:
         yield device
@@ -175,15 +184,50 @@ def name_the_missing(store, rank: int, world_size: int, error: Exception, timeou
     with suppress(RuntimeError):
         store.wait([f"timed out/{other}" for other in range(world_size)], timedelta(seconds=5))
     missing = [str(other) for other in range(world_size) if not store.check([f"timed out/{other}"])]
-    frames = traceback.extract_tb(error.__traceback__)
-    names = [frame.name for frame in frames if "/torch/" not in frame.filename]
-    waited = f"waited more than --timeout {timeout:g} s in {' > '.join(names[1:])}"
+    frames = traceback.extract_tb(error.__traceback__)[1:]
+    place = " > ".join(frame.name for frame in frames if "/torch/" not in frame.filename)
     who = ", ".join(missing) or "unknown: all have timed out"
-    sys.exit(f"error: rank {rank} {waited}; no answer from rank {who}")
+    waited = f"rank {rank} waited more than --timeout {timeout:g} s in {place}"
+    sys.exit(f"error: {waited}; no answer from rank {who}")
 
 
 def threads_per_rank(local_world_size: int) -> int:
     """Cores that this process may use, divided by the ranks of this machine; at least 1."""
-    if hasattr(os, "sched_getaffinity"):
-        return max(1, len(os.sched_getaffinity(0)) // local_world_size)
-    return max(1, (os.cpu_count() or 1) // local_world_size)
+    allowed = getattr(os, "sched_getaffinity", lambda process: range(os.cpu_count() or 1))
+    return max(1, len(allowed(0)) // local_world_size)
+
+
+def check_memory(per_rank: float, what: str) -> None:
+    """End the run if this host has too little memory for its ranks, with so many bytes each."""
+    ranks, pages = int(os.environ["LOCAL_WORLD_SIZE"]), os.sysconf("SC_PHYS_PAGES")
+    needed, memory = ranks * (per_rank + 3e8), pages * os.sysconf("SC_PAGE_SIZE")
+    if needed > memory:
+        need = f"{ranks} ranks × ({what} + 0.3 GB for torch) need {needed / 1e9:.1f} GB of memory"
+        fail(f"{need}, and this host has {memory / 1e9:.1f}: use fewer ranks or a smaller model")
+
+
+def load_images(data: str | None, download: bool, device="cpu") -> list[torch.Tensor]:
+    """Training images, their labels, test images, their labels: float64 [n, pixels], int64 [n].
+
+    MNIST from the folder `data`, or else our 1,797 digits: 297 held out, the others ten times.
+    """
+    if data is None:
+        digits = numpy.load(Path(__file__).with_name("digits.npz"))
+        order = numpy.random.default_rng(0).permutation(len(digits["labels"]))
+        images, labels = (torch.tensor(digits[name][order]) for name in ("images", "labels"))
+        images, labels = images.double().flatten(1) - 8, labels.long()
+        parts = [images[297:].repeat(10, 1), labels[297:].repeat(10), images[:297], labels[:297]]
+        return [part.to(device) for part in parts]
+    try:
+        from torchvision.datasets import MNIST
+
+        if download and dist.get_rank() == 0:
+            MNIST(data, download=True)
+        dist.barrier()
+        parts = []
+        for split in (MNIST(data, train=True), MNIST(data, train=False)):
+            parts += [split.data.double().flatten(1) / 16 - 8, split.targets]  # as the digits
+        return [part.to(device) for part in parts]
+    except Exception as error:  # torchvision has many kinds: files missing, cut short, not MNIST
+        reason = f"holds no readable MNIST ({error!r}); --download fetches it"
+        fail(f"argument --data: {data!r} {reason}")

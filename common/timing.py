@@ -7,6 +7,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from common.setup import progress, say
+
 
 class Stopwatch:
     """Named points in time: `perf_counter` on CPU, CUDA events on a GPU, which wait for nothing."""
@@ -17,11 +19,10 @@ class Stopwatch:
 
     def mark(self, name: str) -> None:
         """Remember the time now under this name; a second mark of the same name replaces it."""
+        self.marks[name] = time.perf_counter()
         if self.on_cuda:
             self.marks[name] = torch.cuda.Event(enable_timing=True)
             self.marks[name].record()
-        else:
-            self.marks[name] = time.perf_counter()
 
     def seconds(self, start: str, end: str) -> float:
         """Seconds from one mark to another. On CUDA waits until the second has been reached."""
@@ -34,35 +35,34 @@ class Stopwatch:
 def measure(candidates: dict[str, Callable[[], dict]], steps: int, warmup: int) -> dict[str, dict]:
     """Run the candidates step by step in turn (A B C A B C …): noise then meets them all alike.
 
-    A candidate is a function that runs one step and returns its times, {quantity: seconds}. A
-    barrier precedes every step; the first `warmup` rounds are not counted. Returns {candidate:
-    {quantity: samples of all ranks}}, the same on every rank.
+    A candidate runs one step, after a barrier, and returns its times, {quantity: seconds}. Returns
+    {candidate: {quantity: [rank][step]}}, on every rank, without the first `warmup` rounds.
     """
     mine = {name: [] for name in candidates}
-    for i in range(warmup + steps):
+    rounds = warmup + steps
+    began = time.perf_counter()
+    for i in range(rounds):
+        left = f", {(time.perf_counter() - began) / i * (rounds - i):.0f} s left" if i else ""
         for name, step in candidates.items():
+            progress(f"step {i + 1} of {rounds}{left}: {name}")
             dist.barrier()
-            times = step()
-            if i >= warmup:
-                mine[name].append(times)
+            mine[name].append(step())
     everyones = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, mine)
     samples = {}
-    for name in candidates:
-        of_all_ranks = [times for one in everyones for times in one[name]]
-        samples[name] = {key: [times[key] for times in of_all_ranks] for key in of_all_ranks[0]}
+    for name, (first, *_) in mine.items():
+        counted = [one[name][warmup:] for one in everyones]
+        samples[name] = {key: [[times[key] for times in one] for one in counted] for key in first}
     return samples
 
 
 def count_collectives(step: Callable[[], object], trace: Path | None = None) -> int:
-    """All-reduces and broadcasts in a step, counted by the profiler over three steps.
-
-    Call it when all is measured. `trace`: a file for these steps, in Chrome's format.
-    """
+    """All-reduces and broadcasts per step, of three more under the profiler; to `trace`, a file."""
     with torch.profiler.profile() as profiler:
         for _ in range(3):
             step()
-    if trace:
+    if trace and dist.get_rank() == 0:
         profiler.export_chrome_trace(str(trace))
+        say(f"written: {trace}")
     kinds = ("c10d::allreduce_", "c10d::broadcast_")
     return sum(event.count for event in profiler.key_averages() if event.key in kinds) // 3

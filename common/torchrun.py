@@ -1,0 +1,49 @@
+"""torchrun, with a short end: what the rank that failed has said, and one line instead of forty.
+
+    python -m common.torchrun --standalone --nproc-per-node 2 05_bucketed/bucketed.py
+
+All arguments are torchrun's. The Makefile starts the stages with it; any other torchrun does, too,
+but follows the error of a rank with a traceback of itself.
+"""
+
+import logging
+import signal
+import sys
+
+import torch
+from torch.distributed import run
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+from common.setup import threads_per_rank
+
+
+def warn_of_too_many_ranks(ranks: str) -> None:
+    """Ranks that take turns on a core wait for each other all the time."""
+    cores = threads_per_rank(1)
+    if ranks.isdecimal() and int(ranks) > cores and not torch.cuda.is_available():
+        print(f"warning: {ranks} ranks on {cores} cores: their times say little", file=sys.stderr)
+
+
+def main() -> None:
+    warn_of_too_many_ranks(run.parse_args(sys.argv[1:]).nproc_per_node)
+    # Else it says first that it ends the other ranks, and which rank failed how.
+    for name in (
+        "torch.distributed.elastic.multiprocessing.api",
+        "torch.distributed.elastic.agent",
+    ):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    try:
+        run.main()
+    except SignalException as interruption:
+        sys.exit(128 + interruption.sigval)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if failure.exitcode > 0:  # the rank has said why
+            sys.exit(failure.exitcode)
+        name = signal.Signals(-failure.exitcode).name
+        sys.exit(f"error: rank {rank} was ended by {name}; all other ranks were ended")
+
+
+if __name__ == "__main__":
+    main()
