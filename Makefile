@@ -35,7 +35,7 @@ HOSTS = --standalone
 endif
 CORES := $(shell getconf _NPROCESSORS_ONLN)
 THREADS := $(shell echo $$(( $(CORES) > $(NPROC) ? $(CORES) / $(NPROC) : 1 )))
-TORCHRUN = OMP_NUM_THREADS=$(THREADS) $(PYTHON) -m common.torchrun $(HOSTS) \
+TORCHRUN = $(PYTHON) -m common.torchrun $(HOSTS) \
 	--nproc-per-node $(NPROC)
 
 .NOTPARALLEL:
@@ -66,7 +66,7 @@ SCRIPT_OF_05_bucketed := 05_bucketed/bucketed.py
 ##   make 06_sharded_optimizer               optimizer state split over the ranks (ZeRO stage 1)
 ##   make 06_sharded_optimizer/memory        what that saves, part by part
 SCRIPT_OF_06_sharded_optimizer := 06_sharded_optimizer/sharded_optimizer.py
-$(LADDER) 06_sharded_optimizer: $(RUNTIME) | results
+$(LADDER) 06_sharded_optimizer: $(RUNTIME)
 	@$(TORCHRUN) $(SCRIPT_OF_$@) $(ARGS)
 
 ##   make 07_resnet_ddp                      ResNet-18 on one device against torch DDP on NPROC
@@ -83,8 +83,10 @@ $(LADDER) 06_sharded_optimizer: $(RUNTIME) | results
 
 # The second scripts of the folders, which torchrun starts as well.
 05_bucketed/bucket_sweep: FLAGS = --plot results/bucket_sweep.png --json results/bucket_sweep.json
+06_sharded_optimizer/memory: FLAGS = --plot results/06_memory.png
+05_bucketed/bucket_sweep 06_sharded_optimizer/memory: | results
 07_resnet_ddp/sweep: FLAGS = $(if $(FULL),,--model resnet18 --batch-size 8 --image-size 64)
-$(TOOLS): $(RUNTIME) | results
+$(TOOLS): $(RUNTIME)
 	@$(TORCHRUN) $@.py $(FLAGS) $(ARGS)
 
 ##   make 08_ddp_rpc                         DDP for the dense part, RPC servers for the embeddings
@@ -102,10 +104,13 @@ compare: $(RUNTIME) | results
 ##   make timeline                           a step of 02 to 05 on one axis: results/timeline.png
 timeline: $(RUNTIME) | results
 	@rm -f results/timeline*
-	@for script in $(foreach stage,$(LADDER),$(SCRIPT_OF_$(stage))); do \
-	  name=results/timeline_$${script%%/*}; \
-	  $(TORCHRUN) $$script --no-verify --no-baseline --steps 1 --trace $$name.json $(ARGS) \
+	@number=0; took=; \
+	for stage in $(foreach stage,$(LADDER),$(SCRIPT_OF_$(stage))); do \
+	  number=$$((number + 1)); start=$$(date +%s); name=results/timeline_$${stage%%/*}; \
+	  echo "$$number of 4: $$stage$$took"; \
+	  $(TORCHRUN) $$stage --no-verify --no-baseline --steps 1 --trace $$name.json $(ARGS) \
 	    > $$name.txt || exit; \
+	  took=" (the one before took $$(($$(date +%s) - start)) s)"; \
 	done
 	@$(PYTHON) -m common.timeline $(LADDER:%=results/timeline_%.json) --plot results/timeline.png
 

@@ -2,9 +2,9 @@
 
 Small buckets start early and leave little to wait for after backward, but each costs a call; large
 ones are the other way round. This script measures BucketedDDP and torch DDP with buckets of several
-sizes, interleaved in one run, and compares the time left over after backward with the course's
-model: overhead(n) = s / (n·w) + n·o for n buckets, s bytes of gradients, an all-reduce bandwidth w
-(bytes per second) and a fixed cost o (seconds) of a call, both calibrated first.
+sizes, and stages 02 and 04 that have none, all in turn in one run, and compares what they cost with
+the course's model: overhead(n) = s / (n·w) + n·o for n buckets, s bytes of gradients, an all-reduce
+bandwidth w (bytes per second) and a fixed cost o (seconds) of a call, both calibrated first.
 
     make 05_bucketed/bucket_sweep NPROC=2                                  (see also ARGS="--help")
     torchrun --standalone --nproc-per-node 2 05_bucketed/bucket_sweep.py   (one host)
@@ -14,6 +14,7 @@ Source: Stanford CS336, assignment 2, "DDP bucketed benchmarking".
 
 import argparse
 import math
+import os
 import sys
 import time
 from pathlib import Path
@@ -65,30 +66,48 @@ def median_seconds(size: int, device: torch.device, calls: int = 100) -> float:
 # ==================================================================================================
 # Below this line: the measurement, the table, the picture.
 
+NO_LIMIT = math.inf  # a bucket size: one bucket for everything
+STYLES = {  # of the picture: mark, colour
+    "NaiveDDP": ("D", "#CC79A7"),
+    "OverlapDDP": ("^", "#009E73"),
+    "BucketedDDP": ("o", "#0072B2"),
+    "torch DDP": ("s", "#D55E00"),
+}
 
-def wrap(model, kind: str, megabytes: float, stage, device: torch.device):
+
+def label(kind: str, megabytes: float | None) -> str:
+    """How a candidate is called."""
+    return kind if megabytes is None else f"{kind} {megabytes:g} MB"
+
+
+def wrap(model, kind: str, megabytes: float | None, args, stages: dict, device: torch.device):
     """The model, wrapped as the candidate (kind, bucket size in MB) wants it."""
     if kind == "no sync":
         return model
     if kind == "BucketedDDP":
-        return stage.BucketedDDP(model, megabytes)
+        return stages[kind](model, megabytes)
+    if kind in stages:
+        return stages[kind](model)
     devices = [device] if device.type == "cuda" else None
-    view = kind == "torch DDP, view"
+    view = args.gradient_as_bucket_view
     return DistributedDataParallel(
         model, devices, bucket_cap_mb=megabytes, gradient_as_bucket_view=view
     )
 
 
-def candidate(kind: str, megabytes: float, args, stage, device: torch.device):
+def candidate(kind: str, megabytes: float | None, args, batch_shape, stages, device):
     """The function that trains a replica of its own for one step and returns the step's times."""
+    import bucketed
+
     from common.timing import Stopwatch
 
-    *shape, batch_size, context_length = stage.SIZES[args.size]
+    shape = bucketed.SIZES[args.size][:5]
     torch.manual_seed(args.seed + dist.get_rank())
-    tokens, targets = torch.randint(shape[-1], (2, batch_size, context_length), device=device)
+    tokens, targets = torch.randint(shape[-1], (2, *batch_shape), device=device)
     torch.manual_seed(args.seed)
     with device:
-        model = wrap(stage.LanguageModel(*shape), kind, megabytes, stage, device)
+        model = bucketed.LanguageModel(*shape).to(getattr(torch, args.dtype))
+        model = wrap(model, kind, megabytes, args, stages, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     watch = Stopwatch(device)
     waits_in_backward = isinstance(model, DistributedDataParallel)
@@ -98,10 +117,11 @@ def candidate(kind: str, megabytes: float, args, stage, device: torch.device):
 
     def step():
         watch.mark("start")
-        F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()).backward()
+        loss = F.cross_entropy(model(tokens).flatten(0, 1).float(), targets.flatten())
+        loss.backward()
         if not waits_in_backward:
             watch.mark("gradients are there")
-        if isinstance(model, stage.BucketedDDP):
+        if hasattr(model, "finish_gradient_synchronization"):
             model.finish_gradient_synchronization()
         watch.mark("gradients are synchronized")
         optimizer.step()
@@ -130,16 +150,17 @@ def all_fit(candidates: int, gradient_bytes: int, device: torch.device) -> bool:
     # Weights, gradients, two moments and a bucket buffer per replica, and a fifth more.
     needed = 1.2 * 5 * gradient_bytes * candidates
     if device.type == "cpu":
-        needed *= dist.get_world_size()
+        needed *= int(os.environ["LOCAL_WORLD_SIZE"])
     fits = torch.tensor(available_bytes(device) > needed, dtype=torch.int32, device=device)
     dist.all_reduce(fits, dist.ReduceOp.MIN)
     return bool(fits)
 
 
-def measure_all(names: list, at_once: bool, result: dict, args, stage, device) -> float:
+def measure_all(names: list, at_once: bool, result: dict, args, make, device) -> float:
     """Append a row for every (kind, bucket size) to result["rows"]; returns no sync's median step.
 
     All are measured in turn, or else one after another, each in turn with the same `no sync`.
+    `make` makes a candidate: make(kind, bucket size).
     """
     from common import report, timing
 
@@ -147,20 +168,20 @@ def measure_all(names: list, at_once: bool, result: dict, args, stage, device) -
     if at_once:
         groups = [names]
     constants = (result["gradient_bytes"], result["bandwidth"], result["call_seconds"])
-    no_sync = candidate("no sync", 0, args, stage, device)
+    no_sync = make("no sync", None)
     for group in groups:
         candidates = {"no sync": no_sync}
         for kind, megabytes in group:
-            candidates[kind, megabytes] = candidate(kind, megabytes, args, stage, device)
+            candidates[label(kind, megabytes)] = make(kind, megabytes)
         samples = timing.measure(candidates, args.steps, args.warmup)
         floor = report.percentiles(samples["no sync"]["step_seconds"])[0]
         for kind, megabytes in group:
-            count = timing.count_collectives(candidates[kind, megabytes])
-            row = {"kind": kind, "bucket_size_mb": megabytes, "buckets": count}
-            row |= samples[kind, megabytes]
+            name = label(kind, megabytes)
+            row = {"kind": kind, "bucket_size_mb": megabytes, **samples[name]}
+            row["buckets"] = timing.count_collectives(candidates[name])
             p50 = report.percentiles(row["step_seconds"])[0]
             row |= {"ratio_to_no_sync": p50 / floor, "overhead_seconds": p50 - floor}
-            row["predicted_seconds"] = overhead(count, *constants)
+            row["predicted_seconds"] = overhead(row["buckets"], *constants)
             result["rows"].append(row)
         del candidates  # their memory is needed for the next group
     return floor
@@ -169,119 +190,110 @@ def measure_all(names: list, at_once: bool, result: dict, args, stage, device) -
 def print_rows(rows: list[dict]) -> None:
     """The table: percentiles of the step, medians of the rest, in ms."""
     from common import report
+    from common.setup import say
 
-    no_bucketing = rows[0]["ratio_to_no_sync"]
+    one_bucket = next(row for row in rows if row["bucket_size_mb"] == NO_LIMIT)
     table = []
     for row in rows:
-        cells = [row["kind"], f"{row['bucket_size_mb']:g}", str(row["buckets"])]
+        size = "-" if row["bucket_size_mb"] is None else f"{row['bucket_size_mb']:g}"
+        cells = [row["kind"], size, str(row["buckets"])]
         cells += report.milliseconds(row["step_seconds"])
+        cells.append(f"{row['ratio_to_no_sync']:.3f}")
         cells.append(report.milliseconds(row["exposed_comm_seconds"])[0])
         cells += [f"{1000 * row[key]:.1f}" for key in ("overhead_seconds", "predicted_seconds")]
-        cells.append(f"{no_bucketing / row['ratio_to_no_sync']:.3f}")
+        cells.append(f"{one_bucket['ratio_to_no_sync'] / row['ratio_to_no_sync']:.3f}")
         table.append(cells)
-    header = ["step, ms", "bucket MB", "buckets", "p50", "p75", "p90", "p95"]
-    report.print_table([*header, "exposed", "overhead", "predicted", "speed-up"], table)
-    print(
-        "Overhead: step p50 − no sync p50; predicted: s/(n·w) + n·o; "
-        "speed-up: against no bucketing (inf MB).",
-        flush=True,
-    )
+    header = ["step, ms", "bucket MB", "buckets", "p50", "p75", "p90", "p95", "/no sync"]
+    report.print_table([*header, "exposed", "overhead", "formula", "speed-up"], table)
+    say("Overhead: step p50 − no sync p50; formula: s/(n·w) + n·o with the buckets of the row;")
+    say("speed-up: against one bucket for everything (inf MB).")
 
 
-def sweep(args, stage, device):
+def sweep(args, stages: dict, device: torch.device) -> None:
     """Calibrate, measure all candidates, print the table, write the files."""
-    from common import report
+    import bucketed
 
-    is_first = dist.get_rank() == 0
-    with torch.device("meta"):
-        model = stage.LanguageModel(*stage.SIZES[args.size][:5])
-    gradient_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    from common import report
+    from common.setup import say
+
+    result = report.begin("05_bucketed/bucket_sweep", args, device)
+    model = report.describe(bucketed.LanguageModel, bucketed.SIZES, args, replicas=2)
+    gradient_bytes = model["parameters"] * getattr(torch, args.dtype).itemsize
     bandwidth, call = calibrate(device)
     best = gradient_bytes / best_number_of_buckets(gradient_bytes, bandwidth, call) / 2**20
-    result = {"world_size": dist.get_world_size(), "backend": args.backend, "device": device.type}
-    result |= {"size": args.size, "torch": torch.__version__, "gradient_bytes": gradient_bytes}
-    result |= {"bandwidth": bandwidth, "call_seconds": call, "predicted_best_mb": best}
-    result |= {"measured_best_mb": None, "rows": []}
-    if is_first:
-        line = (
-            "bucket_sweep: torch {torch}, {backend} on {device}, {world_size} ranks, {size} model"
-        )
-        print(f"{line.format(**result)}, {gradient_bytes / 2**20:.1f} MB of gradients")
-        constants = f"w = {bandwidth / 1e9:.2f} GB/s, o = {1e6 * call:.0f} µs"
-        by_the_model = f"by the model the best bucket has √(s·w·o) = {best:.1f} MB"
-        print(f"calibrated: {constants}, so {by_the_model}", flush=True)
+    result |= {"model": model, "gradient_bytes": gradient_bytes, "bandwidth": bandwidth}
+    result |= {"call_seconds": call, "predicted_best_mb": best, "rows": []}
+    constants = f"w = {bandwidth / 1e9:.2f} GB/s, o = {1e6 * call:.0f} µs"
+    megabytes = f"s = {gradient_bytes / 2**20:.1f} MB of gradients"
+    say(f"calibrated: {constants}; with {megabytes} the formula's best bucket has {best:.1f} MB")
 
-    names = [("BucketedDDP", math.inf)]
-    for megabytes in args.bucket_sizes_mb:
-        for kind in ("BucketedDDP", "torch DDP", "torch DDP, view"):
-            if (kind, megabytes) not in names:
-                names.append((kind, megabytes))
+    kinds = ["BucketedDDP"]
+    names = []
+    if not args.no_baseline:
+        names = [("NaiveDDP", None), ("OverlapDDP", None)]
+        kinds.append("torch DDP")
+    names.append(("BucketedDDP", NO_LIMIT))
+    names += [(kind, size) for size in reversed(args.bucket_sizes_mb) for kind in kinds]
+    names = list(dict.fromkeys(names))
+    batch_shape = model["batch_size"], model["context_length"]
+
+    def make(kind, megabytes):
+        return candidate(kind, megabytes, args, batch_shape, stages, device)
+
     at_once = all_fit(len(names) + 1, gradient_bytes, device)
-    floor = measure_all(names, at_once, result, args, stage, device)
-    if not is_first:
-        return
-
-    order = "one at a time against the same no sync"
-    if at_once:
-        order = "interleaved"
-    print(
-        f"{len(names)} candidates and no sync, {order}; no sync: {1000 * floor:.1f} ms", flush=True
-    )
+    floor = measure_all(names, at_once, result, args, make, device)
+    order = "interleaved" if at_once else "one at a time against the same no sync"
+    say(f"{len(names)} candidates and no sync, {order}; no sync: {1000 * floor:.1f} ms")
     print_rows(result["rows"])
+    say_the_best(result, best)
+    if args.plot and dist.get_rank() == 0:
+        draw(result, args.plot)
+        say(f"written: {args.plot}")
+    report.write_json(args.json, result)
+
+
+def say_the_best(result: dict, predicted: float) -> None:
+    """The last line: the best bucket, and how it compares with torch DDP's best."""
+    from common.setup import say
 
     # By the ratio to the no sync beside it, so that rows of different measurements compare, too.
     ranking = sorted(result["rows"], key=lambda row: row["ratio_to_no_sync"])
     ours = next(row for row in ranking if row["kind"] == "BucketedDDP")
-    torchs = next(row for row in ranking if row["kind"] != "BucketedDDP")
     result["measured_best_mb"] = ours["bucket_size_mb"]
-    ratio = ours["ratio_to_no_sync"] / torchs["ratio_to_no_sync"]
-    best_torch = f"the best torch DDP ({torchs['kind']}, {torchs['bucket_size_mb']:g} MB)"
-    print(
-        f"Best BucketedDDP: {ours['bucket_size_mb']:g} MB, by the model {best:.1f} MB; "
-        f"its ratio to {best_torch}: {ratio:.3f}, below 1 is faster",
-        flush=True,
-    )
-    if args.json:
-        report.write_json(args.json, result)
-    if args.plot:
-        draw(result, args.plot)
-        print(f"picture: {args.plot}", flush=True)
+    line = f"best BucketedDDP: {ours['bucket_size_mb']:g} MB, by the formula {predicted:.1f} MB"
+    torchs = [row for row in ranking if row["kind"] == "torch DDP"]
+    if torchs:
+        ratio = ours["ratio_to_no_sync"] / torchs[0]["ratio_to_no_sync"]
+        line += f"; {ratio:.3f} × the best torch DDP ({torchs[0]['bucket_size_mb']:g} MB)"
+    say(line)
 
 
 def draw(result: dict, path: Path) -> None:
-    """Overhead over bucket size: measured points, the predicted curve, both best sizes."""
+    """Overhead over the number of buckets: measured points and the formula's curve."""
     import numpy
     from matplotlib.figure import Figure
 
-    size, bandwidth, call = result["gradient_bytes"], result["bandwidth"], result["call_seconds"]
-    size_mb = size / 2**20
+    constants = (result["gradient_bytes"], result["bandwidth"], result["call_seconds"])
     figure = Figure(figsize=(9, 5.5), dpi=120, layout="constrained")
     axes = figure.subplots()
-    buckets = numpy.geomspace(1, max(size / 2**19, 2), 200)
-    predicted = 1000 * overhead(buckets, size, bandwidth, call)
-    axes.plot(size_mb / buckets, predicted, color="black", label="model: s/(n·w) + n·o")
-    styles = {
-        "BucketedDDP": ("o", "#0072B2"),
-        "torch DDP": ("s", "#D55E00"),
-        "torch DDP, view": ("^", "#009E73"),
-    }
-    for kind, (marker, color) in styles.items():
-        points = []
+    for kind, (marker, color) in STYLES.items():
+        points = {}  # one for each number of buckets: sizes with the same number are the same run
         for row in result["rows"]:
             if row["kind"] == kind:
-                points.append((min(row["bucket_size_mb"], size_mb), 1000 * row["overhead_seconds"]))
-        x, y = zip(*sorted(points), strict=True)
-        axes.plot(x, y, marker=marker, color=color, linestyle=":", label=f"{kind}, measured")
-    predicted_best = result["predicted_best_mb"]
-    measured_best = result["measured_best_mb"]
-    line = {"linestyle": "--", "linewidth": 1}
-    label = f"best by the model: {predicted_best:.1f} MB"
-    axes.axvline(predicted_best, color="black", label=label, **line)
-    label = f"best BucketedDDP measured: {measured_best:g} MB"
-    axes.axvline(min(measured_best, size_mb), color="#0072B2", label=label, **line)
-    where = "{world_size} ranks, {backend} on {device}, {size} model".format(**result)
-    axes.set(title=f"Bucket size and overhead, {where}", xscale="log")
-    axes.set_xlabel(f"bucket size, MB (at most the model's {size_mb:.0f} MB of gradients)")
+                points.setdefault(row["buckets"], 1000 * row["overhead_seconds"])
+        if points:
+            x, y = zip(*sorted(points.items()), strict=True)
+            look = {"marker": marker, "color": color, "linestyle": ":", "markersize": 8}
+            axes.plot(x, y, label=f"{kind}, measured", **look)
+    most = max(row["buckets"] for row in result["rows"])
+    buckets = numpy.geomspace(1, max(most, 2), 200)
+    formula = 1000 * overhead(buckets, *constants)
+    axes.plot(buckets, formula, color="black", label="the course's formula: s/(n·w) + n·o")
+    where = "{world_size} ranks, {backend} on {device}".format(**result)
+    megabytes = result["gradient_bytes"] / 2**20
+    title = f"What synchronization costs: {result['model']['size']} model, {megabytes:.0f} MB"
+    axes.set(title=f"{title} of gradients, {where}", xscale="log")
+    axes.set_xlabel("number of all-reduces in a step (buckets of equal size get smaller →)")
     axes.set_ylabel("overhead: step − no sync, ms")
     axes.set_ylim(bottom=0)
     axes.xaxis.set_major_formatter("{x:g}")
@@ -292,42 +304,40 @@ def draw(result: dict, path: Path) -> None:
 
 def main():
     folder = Path(__file__).resolve().parent
-    sys.path[:0] = [str(folder), str(folder.parent)]
+    neighbours = [folder.parent / name for name in ("02_naive_ddp", "04_overlap_ddp")]
+    sys.path[:0] = [str(path) for path in (folder, folder.parent, *neighbours)]
     try:
-        import bucketed as stage
+        from bucketed import SIZES, BucketedDDP
+        from naive_ddp import NaiveDDP
+        from overlap_ddp import OverlapDDP
 
         from common import setup
     except ModuleNotFoundError as error:
-        beside = "copy bucketed.py and the repository's folder common/ beside this script"
-        sys.exit(f"error: {error}: {beside}")
+        needed = "the repository's folder common/, bucketed.py, naive_ddp.py and overlap_ddp.py"
+        sys.exit(f"error: {error}: copy {needed} beside this script")
 
     def sizes(text):
         numbers = [setup.positive_number(word) for word in text.split(",")]
         if max(numbers) > 1e6:
             limit = "has a size above 1000000 MB; one bucket for all is measured anyway"
             raise argparse.ArgumentTypeError(f"{text!r} {limit}")
-        return numbers
+        return sorted(set(numbers))
 
     parser = setup.Parser(__doc__)
     add = parser.add_argument
-    defaults = [1.0, 10.0, 100.0, 1000.0]
-    add("--bucket-sizes-mb", type=sizes, default=defaults, metavar="1,10,100,1000")
-    of_the_model = "of the language model (default: tiny)"
-    add("--size", choices=stage.SIZES, default="tiny", help=of_the_model)
-    add("--steps", type=setup.whole_number(1), default=18, help="measured (default: 18)")
-    not_measured = "steps not measured (default: 5)"
-    add("--warmup", type=setup.whole_number(0), default=5, help=not_measured)
-    add("--seed", type=setup.whole_number(0), default=0)
-    add("--json", type=setup.output_file, metavar="FILE", help="everything measured, raw")
-    add("--plot", type=setup.output_file, metavar="FILE", help="the picture, a PNG")
-    setup.add_process_group_arguments(parser)
+    add("--bucket-sizes-mb", type=sizes, default="0.25,1,5,25", metavar="MB,MB,…")
+    setup.add_training_arguments(parser, SIZES, steps=10)
+    parser.set_defaults(size="deep")
+    add("--gradient-as-bucket-view", action="store_true", help="torch DDP's option of that name")
+    add("--plot", type=setup.output_file, metavar="FILE", help="the picture, PNG")
     args = parser.parse_args()
 
     with setup.process_group(args) as device:
         if dist.get_world_size() == 1:
             nproc = "torchrun's argument --nproc-per-node (NPROC of make)"
             setup.fail(f"{nproc}: '1' rank sends nothing; allowed are 2 and more")
-        sweep(args, stage, device)
+        stages = {"NaiveDDP": NaiveDDP, "OverlapDDP": OverlapDDP, "BucketedDDP": BucketedDDP}
+        sweep(args, stages, device)
 
 
 if __name__ == "__main__":

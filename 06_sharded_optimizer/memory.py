@@ -52,7 +52,7 @@ def peak_bytes(device):
     return peak * 1024
 
 
-def account(stage, args, device, make_optimizer):
+def account(stage, args, device, batch_shape, make_optimizer):
     """Memory around the second optimizer step (the first one makes the state), in bytes.
 
     Returns {moment: [rank][parameters, gradients, optimizer state, rest]}. The rest is the peak
@@ -77,14 +77,13 @@ def account(stage, args, device, make_optimizer):
         F.cross_entropy(logits, targets.flatten()).backward()
         stage.average_gradients(model)
 
-    *shape, _, _ = stage.SIZES[args.size]
+    shape = stage.SIZES[args.size][:5]
     torch.manual_seed(args.seed)
     peak_bytes(device)
     with device:
         model = stage.LanguageModel(*shape).to(getattr(torch, args.dtype))
-    batch = (args.batch_size, args.context_length)
     torch.manual_seed(args.seed + dist.get_rank())
-    tokens, targets = torch.randint(shape[-1], (2, *batch), device=device)
+    tokens, targets = torch.randint(shape[-1], (2, *batch_shape), device=device)
     optimizer = make_optimizer(model.parameters(), lr=1e-4, fused=True)
     snapshot("model built")
     compute_gradients()
@@ -97,16 +96,10 @@ def account(stage, args, device, make_optimizer):
     return moments
 
 
-def count_parameters(stage, size):
-    """The number of parameters of a language model, without building it."""
-    *shape, _, _ = stage.SIZES[size]
-    with torch.device("meta"):
-        return sum(parameter.numel() for parameter in stage.LanguageModel(*shape).parameters())
-
-
-def print_memory(memory, device, what):
+def print_memory(memory, device):
     """The table: a row for each candidate, moment and rank."""
     from common import report
+    from common.setup import say
 
     rows = []
     for name, moments in memory.items():
@@ -114,13 +107,12 @@ def print_memory(memory, device, what):
             for rank, parts in enumerate(ranks):
                 megabytes = [f"{part / 2**20:.1f}" for part in [*parts, sum(parts)]]
                 rows.append([f"{name}, {moment}", str(rank), *megabytes])
-    print(f"memory: {what}")
     report.print_table(["MB", "rank", *PARTS, "peak"], rows)
     source = "resident size, with the interpreter and its libraries"
     if device.type == "cuda":
         source = "of CUDA's allocator"
-    print(f"MB: 2^20 bytes; peak since the moment before: {source};")
-    print("rest: peak less the three before it", flush=True)
+    say(f"MB: 2^20 bytes; peak since the moment before: {source};")
+    say("rest: peak less the three before it.")
 
 
 def draw(memory, what, path):
@@ -161,50 +153,38 @@ def main():
         needed = "copy the repository's folder common/ and sharded_optimizer.py beside this script"
         sys.exit(f"error: {error}: {needed}")
 
-    results = folder.parent / "results"
-    if os.access(results.parent, os.W_OK):
-        results.mkdir(exist_ok=True)
     parser = setup.Parser(__doc__)
     add = parser.add_argument
-    at_least = setup.whole_number
-    add("--size", choices=stage.SIZES, default="tiny", help="of the model (default: tiny)")
-    add("--batch-size", type=at_least(1), help="sequences per rank and step (default: the size's)")
-    add("--context-length", type=at_least(1), help="tokens per sequence (default: the size's)")
+    one = setup.whole_number(1)
+    add("--size", choices=stage.SIZES, default="tiny", help="of the language model")
+    add("--batch-size", type=one, help="sequences per rank and step (default: the size's)")
+    add("--context-length", type=one, help="tokens per sequence (default: the size's)")
     add("--dtype", choices=["float32", "bfloat16"], default="float32")
-    add("--seed", type=at_least(0), default=0)
+    add("--seed", type=setup.whole_number(0), default=0)
     add("--no-baseline", action="store_true", help="without the unsharded AdamW, to save memory")
     add("--json", type=setup.output_file, metavar="FILE", help="everything measured, raw")
-    picture = "the picture, PNG (default: results/06_memory.png)"
-    default = str(results / "06_memory.png")
-    add("--plot", type=setup.output_file, metavar="FILE", default=default, help=picture)
+    add("--plot", type=setup.output_file, metavar="FILE", help="the picture, PNG")
     setup.add_process_group_arguments(parser)
+    parser.set_defaults(steps=1, warmup=1)
     args = parser.parse_args()
-    *_, batch_size, context_length = stage.SIZES[args.size]
-    args.batch_size = args.batch_size or batch_size
-    args.context_length = args.context_length or context_length
 
     with setup.process_group(args) as device:
-        result = report.begin(f"{folder.name}/memory", device)
-        parameters = count_parameters(stage, args.size)
-        result["model"] = {"size": args.size, "parameters": parameters, "dtype": args.dtype}
-        result["model"]["batch_size"] = args.batch_size
-        result["model"]["context_length"] = args.context_length
+        result = report.begin(f"{folder.name}/memory", args, device)
+        model = report.describe(stage.LanguageModel, stage.SIZES, args, replicas=1)
+        batch_shape = model["batch_size"], model["context_length"]
         # Sharded first: it needs less, so the other's peak stands out even where no peak is reset.
         sharded = partial(stage.ShardedOptimizer, optimizer_cls=torch.optim.AdamW)
-        memory = {"sharded": account(stage, args, device, sharded)}
+        memory = {"sharded": account(stage, args, device, batch_shape, sharded)}
         if not args.no_baseline:
-            memory = {"unsharded": account(stage, args, device, torch.optim.AdamW), **memory}
-        result["memory_bytes"] = memory
-        if dist.get_rank() == 0:
-            what = (
-                f"{args.size} model, {parameters / 1e6:.1f} million parameters, {args.dtype}, "
-                f"{dist.get_world_size()} ranks, "
-                f"batch {args.batch_size} × {args.context_length} tokens per rank"
-            )
-            print_memory(memory, device, what)
-            draw(memory, what, args.plot)
-            if args.json:
-                report.write_json(args.json, result)
+            unsharded = account(stage, args, device, batch_shape, torch.optim.AdamW)
+            memory = {"unsharded": unsharded, **memory}
+        print_memory(memory, device)
+        if args.plot and dist.get_rank() == 0:
+            ranks = f"{result['world_size']} ranks, {result['backend']} on {result['device']}"
+            millions = f"{model['parameters'] / 1e6:.1f} million parameters"
+            draw(memory, f"{args.size} model, {millions}, {args.dtype}, {ranks}", args.plot)
+            setup.say(f"written: {args.plot}")
+        report.write_json(args.json, result | {"model": model, "memory_bytes": memory})
 
 
 if __name__ == "__main__":

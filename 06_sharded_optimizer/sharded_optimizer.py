@@ -250,6 +250,7 @@ TOLERANCE = 1e-12  # of the weights in verify: the same updates by the same grad
 
 SIZES = {  # d_model, d_ff, layers, heads, vocabulary, sequences per rank and step, tokens in each
     "tiny": (512, 2048, 4, 8, 10_000, 4, 64),
+    "deep": (128, 512, 32, 4, 1_000, 4, 64),
     "small": (768, 3072, 12, 12, 10_000, 4, 128),
     "medium": (1024, 4096, 24, 16, 10_000, 4, 128),
     "large": (1280, 5120, 36, 20, 10_000, 4, 128),
@@ -298,11 +299,10 @@ def verify(args, device):
     The first layer is frozen in epoch 1 and added as a group for epoch 2; a scheduler lowers the
     learning rates.
     """
-    from common.images import load_images
+    from common.setup import load_images, say
 
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    parts = load_images(args.data, args.download)
-    images, labels, test_images, test_labels = (part.to(device) for part in parts)
+    images, labels, test_images, test_labels = load_images(args.data, args.download, device)
 
     def build(make_optimizer):
         torch.manual_seed(args.seed)
@@ -334,9 +334,7 @@ def verify(args, device):
             logits = sharded[0](test_images)
         loss = F.cross_entropy(logits, test_labels).item()
         accuracy = (logits.argmax(1) == test_labels).double().mean().item()
-        if rank == 0:
-            line = f"held-out loss {loss:.4f}, accuracy {100 * accuracy:.2f} %"
-            print(f"verify: epoch {epoch}, {line}", flush=True)
+        say(f"verify: epoch {epoch}, held-out loss {loss:.4f}, accuracy {100 * accuracy:.2f} %")
 
     pairs = zip(sharded[0].parameters(), plain[0].parameters(), strict=True)
     difference = torch.stack([(mine - other).abs().max() for mine, other in pairs]).max().detach()
@@ -344,9 +342,11 @@ def verify(args, device):
     difference = difference.item()
     if not difference <= TOLERANCE:
         sys.exit(f"verify FAILED: a weight is {difference:.1e} away from unsharded training")
-    if rank == 0:
-        line = f"all ranks at most {difference:.1e} away from unsharded AdamW"
-        print(f"verify: passed, {line}; allowed: {TOLERANCE:.0e}", flush=True)
+    away = f"at most {difference:.1e} away from unsharded AdamW (allowed: {TOLERANCE:.0e})"
+    say(f"verify: passed, all ranks are {away}\n")
+    if args.save and rank == 0:
+        torch.save(sharded[0].state_dict(), args.save)
+        say(f"written: {args.save}")
     result = {"max_abs_diff": difference, "tolerance": TOLERANCE, "passed": True}
     return {**result, "accuracy": accuracy}
 
@@ -362,16 +362,14 @@ def state_bytes(optimizer):
     return everyones
 
 
-def benchmark(args, device):
+def benchmark(args, device, batch_shape):
     """Time the optimizer step and the training step: AdamW unsharded, this stage, torch's ZeRO."""
     from common import report, timing
+    from common.setup import say
 
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    *shape, batch_size, context_length = SIZES[args.size]
-    batch_size = args.batch_size or batch_size
-    context_length = args.context_length or context_length
-    torch.manual_seed(args.seed + rank)
-    tokens, targets = torch.randint(shape[-1], (2, batch_size, context_length), device=device)
+    shape = SIZES[args.size][:5]
+    torch.manual_seed(args.seed + dist.get_rank())
+    tokens, targets = torch.randint(shape[-1], (2, *batch_shape), device=device)
     watch = timing.Stopwatch(device)
 
     def candidate(make_optimizer, **options):
@@ -409,24 +407,15 @@ def benchmark(args, device):
     if not args.no_baseline:
         candidates["torch ZeRO"] = candidate(zero)
         candidates["torch ZeRO view"] = candidate(zero, parameters_as_bucket_view=True)
-    with torch.device("meta"):
-        parameters = sum(parameter.numel() for parameter in LanguageModel(*shape).parameters())
-    if rank == 0:
-        print(
-            f"\nbenchmark: {args.size} model, {parameters / 1e6:.1f} million parameters, "
-            f"{args.dtype}, {world_size} ranks, batch {batch_size} × {context_length} tokens per "
-            f"rank;\n{args.steps} training steps and {4 * args.steps} updates alone, "
-            f"after {args.warmup} to warm up",
-            flush=True,
-        )
     training_steps = {name: step for name, (_, step, _) in candidates.items()}
     updates = {name: update for name, (_, _, update) in candidates.items()}
     samples = timing.measure(training_steps, args.steps, args.warmup)
-    of_updates = timing.measure(updates, 4 * args.steps, args.warmup)
+    of_updates = timing.measure(updates, args.steps, args.warmup)
     for name, times in samples.items():
         times |= of_updates[name]
         times["optimizer_state_bytes"] = state_bytes(candidates[name][0])
-        times["collectives_per_step"] = timing.count_collectives(training_steps[name])
+        trace = args.trace if name == "ShardedOptimizer" else None
+        times["collectives_per_step"] = timing.count_collectives(training_steps[name], trace)
 
     rows = []
     for quantity in ("optimizer_seconds", "step_seconds"):
@@ -437,20 +426,17 @@ def benchmark(args, device):
                 row.append(report.ratio(times[quantity], samples.get(other, {}).get(quantity)))
             row.append(f"{max(times['optimizer_state_bytes']) / 2**20:.1f}")
             rows.append(row)
-    if rank == 0:
-        header = ["ms", "p50", "p75", "p90", "p95", "/ZeRO", "/ZeRO view", "state MB"]
-        report.print_table(header, rows)
-        print(
-            "percentiles over all steps of all ranks; optimizer: optimizer.step() alone; step: all "
-            "of a training step;\nZeRO: torch's ZeroRedundancyOptimizer, view: its "
-            "parameters_as_bucket_view=True; /: ratio of the p50s, below\n1 is faster; state: "
-            "optimizer state of the rank that has most",
-            flush=True,
-        )
-    model = {"size": args.size, "parameters": parameters, "batch_size": batch_size}
-    model |= {"context_length": context_length, "dtype": args.dtype}
-    results = [{"name": name, **times} for name, times in samples.items()]
-    return {"model": model, "candidates": results}
+    header = ["ms", "p50", "p75", "p90", "p95", "/ZeRO", "/ZeRO view", "state MB"]
+    report.print_table(header, rows)
+    say(
+        "Percentiles over all steps of all ranks; optimizer: optimizer.step() alone; step: all of a"
+    )
+    say("training step; ZeRO: torch's ZeroRedundancyOptimizer, view: with its option")
+    say(
+        "parameters_as_bucket_view; /: ratio of the p50s, below 1 is faster; state: optimizer state"
+    )
+    say("of the rank that has most.")
+    return [{"name": name, **times} for name, times in samples.items()]
 
 
 def main():
@@ -462,18 +448,20 @@ def main():
         sys.exit(f"error: {error}: copy the repository's folder common/ beside {folder} or into it")
 
     parser = setup.Parser(__doc__)
-    setup.add_training_arguments(parser, SIZES, steps=10)
+    setup.add_training_arguments(parser, SIZES, steps=12)
+    setup.add_verify_arguments(parser)
     args = parser.parse_args()
+    if args.save and args.no_verify:
+        parser.error("argument --save: not with --no-verify, which trains no classifier")
 
     with setup.process_group(args) as device:
-        result = report.begin(folder.name, device)
-        result["options"] = {}
-        result["verify"] = None
-        if not args.no_verify:
-            result["verify"] = verify(args, device)
-        result |= benchmark(args, device)
-        if args.json and dist.get_rank() == 0:
-            report.write_json(args.json, result)
+        result = report.begin(folder.name, args, device)
+        replicas = 1 if args.no_baseline else 4
+        model = result["model"] = report.describe(LanguageModel, SIZES, args, replicas)
+        result["verify"] = None if args.no_verify else verify(args, device)
+        batch_shape = model["batch_size"], model["context_length"]
+        result["candidates"] = benchmark(args, device, batch_shape)
+        report.write_json(args.json, result)
 
 
 if __name__ == "__main__":

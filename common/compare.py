@@ -10,10 +10,13 @@ import sys
 from pathlib import Path
 
 from common.report import percentiles, print_table
-from common.setup import Parser, fail, output_file
+from common.setup import Parser, fail, output_file, say
 
 # Where these differ, step times say nothing about the stages.
 SAME = ("world_size", "device", "backend", "model")
+# Where these differ, the reader must know; of the options all but those that name files.
+NOTED = ("torch", "device_name", "threads_per_rank")
+FILES = ("json", "plot", "trace", "save")
 # The candidates that are not the stage's own; the last three stand beside stage 06.
 BASELINES = ("no sync", "torch DDP")
 NOT_THE_STAGE = (*BASELINES, "AdamW", "torch ZeRO", "torch ZeRO view")
@@ -52,6 +55,30 @@ def read_one(path: str) -> dict:
     return result
 
 
+def differences(results: dict[str, dict]) -> list[str]:
+    """A line for everything that is not the same in all of these results (file -> result)."""
+    found = {}
+    for name, result in results.items():
+        about = {key: result.get(key) for key in NOTED}
+        for key, value in result.get("options", {}).items():
+            if key not in FILES:
+                about["--" + key.replace("_", "-")] = value
+        for key, value in about.items():
+            found.setdefault(key, {})[name] = value
+    lines = []
+    for key, values in found.items():
+        shown = [f"{name}: {values.get(name)}" for name in results]
+        if len({text.partition(": ")[2] for text in shown}) > 1:
+            lines.append(f"{key} differs: " + "; ".join(shown))
+    return lines
+
+
+def labels(paths: list[str]) -> list[str]:
+    """The files' names, or their whole paths where two have one name."""
+    names = [Path(path).name for path in paths]
+    return names if len(set(names)) == len(names) else paths
+
+
 def median(candidate: dict, key: str) -> float:
     """In ms; 0 where the candidate has no such times."""
     if key not in candidate:
@@ -59,29 +86,31 @@ def median(candidate: dict, key: str) -> float:
     return 1000 * percentiles(candidate[key])[0]
 
 
-def summarize(result: dict) -> dict:
+def summarize(label: str, result: dict) -> dict:
     """The stage's own candidate in one run: medians in ms, ratios to the others of the same run."""
     own = next(one for one in result["candidates"] if one["name"] not in NOT_THE_STAGE)
     step = median(own, "step_seconds")
     exposed = median(own, "exposed_comm_seconds")
     optimizer = median(own, "optimizer_seconds")
-    row = {"stage": result["stage"], "name": own["name"]}
+    row = {"label": label, "name": own["name"]}
     row |= {"step": step, "exposed": exposed, "optimizer": optimizer}
     row |= {"compute": step - exposed - optimizer, "collectives": own.get("collectives_per_step")}
-    row |= dict.fromkeys(BASELINES)
+    row |= dict.fromkeys((*BASELINES, "floor"))
     for one in result["candidates"]:
         if one["name"] in BASELINES:
             row[one["name"]] = step / median(one, "step_seconds")
+        if one["name"] == "no sync":
+            row["floor"] = median(one, "step_seconds")
     return row
 
 
 def print_rows(rows: list[dict]) -> None:
     """The table; "-" where there is nothing to say."""
-    first_of_stage = {}
+    first_of_wrapper = {}
     table = []
     for row in rows:
-        before = first_of_stage.setdefault(row["stage"], row)
-        cells = [row["stage"], row["name"], f"{row['step']:.1f}"]
+        before = first_of_wrapper.setdefault(row["name"], row)
+        cells = [row["label"], row["name"], f"{row['step']:.1f}"]
         for name in BASELINES:
             cells.append("-" if row[name] is None else f"{row[name]:.3f}")
         cells.append(f"{row['exposed']:.1f}")
@@ -91,19 +120,22 @@ def print_rows(rows: list[dict]) -> None:
         else:
             cells.append(f"{100 * (row['step'] / before['step'] - 1):+.1f} %")
         table.append(cells)
-    header = ["stage", "wrapper", "step ms", "/no sync", "/torch DDP"]
+    header = ["file", "wrapper", "step ms", "/no sync", "/torch DDP"]
     print_table([*header, "exposed ms", "collectives", "change"], table)
-    print(
-        "Medians over all steps of all ranks; ratios to the candidates of the same run; "
-        "change: of the step, against the\nfirst file of the same stage. "
-        "The optimizer of 06 is sharded, and its broadcasts count as the optimizer's time."
-    )
+    say("Medians over all steps of all ranks; ratios to the candidates of the same run; change: of")
+    say("the step, against the first file with the same wrapper, which may have met the machine in")
+    say("another mood: compare the ratios. The broadcasts of 06 count as the optimizer's time.")
 
 
 def draw(rows: list[dict], result: dict, path: Path) -> None:
-    """A stacked bar per run: compute, exposed communication, optimizer."""
+    """A stacked bar per run: compute, exposed communication, optimizer.
+
+    In steps without synchronization of the same run where every run has them, else in ms.
+    """
     from matplotlib.figure import Figure
 
+    relative = all(row["floor"] for row in rows)
+    unit = "in steps without synchronization of its run" if relative else "ms"
     figure = Figure(figsize=(9, 4.5), dpi=120, layout="constrained")
     axes = figure.subplots()
     parts = [
@@ -114,21 +146,20 @@ def draw(rows: list[dict], result: dict, path: Path) -> None:
     positions = list(range(len(rows)))
     bottom = [0.0] * len(rows)
     for key, label, color in parts:
-        heights = [row[key] for row in rows]
+        heights = [row[key] / (row["floor"] if relative else 1) for row in rows]
         axes.bar(positions, heights, bottom=bottom, color=color, width=0.6, label=label)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     above = {"xytext": (0, 3), "textcoords": "offset points", "ha": "center", "fontsize": 9}
-    for position, row in enumerate(rows):
-        text = f"{row['step']:.0f} ms"
+    for position, (row, height) in enumerate(zip(rows, bottom, strict=True)):
+        text = f"{height:.2f}" if relative else f"{height:.0f} ms"
         if row["torch DDP"]:
             text += f"\n{row['torch DDP']:.2f} × torch DDP"
-        axes.annotate(text, (position, row["step"]), **above)
+        axes.annotate(text, (position, height), **above)
     where = "{world_size} ranks, {backend} on {device}".format(**result)
     axes.set_title(f"{result['model']['size']} model, {where}")
-    axes.set_ylabel("training step (median), ms")
-    axes.set_ylim(0, 1.25 * max(row["step"] for row in rows))
-    labels = [f"{row['stage']}\n{row['name']}" for row in rows]
-    axes.set_xticks(positions, labels, fontsize=9)
+    axes.set_ylabel(f"training step (median), {unit}")
+    axes.set_ylim(0, 1.25 * max(bottom))
+    axes.set_xticks(positions, [f"{row['label']}\n{row['name']}" for row in rows], fontsize=9)
     axes.legend(ncols=3, loc="upper center", fontsize=9)
     figure.savefig(path, format="png")
 
@@ -140,11 +171,14 @@ def main() -> None:
     parser.add_argument("--plot", type=output_file, metavar="FILE", help="the picture, a PNG")
     args = parser.parse_args()
     results = read(args.files)
-    rows = [summarize(result) for result in results]
+    by_label = dict(zip(labels(args.files), results, strict=True))
+    for line in differences(by_label):
+        say(line)
+    rows = [summarize(label, result) for label, result in by_label.items()]
     print_rows(rows)
     if args.plot:
         draw(rows, results[0], args.plot)
-        print(f"picture: {args.plot}")
+        say(f"written: {args.plot}")
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ def print_summary(by_size: dict[str, dict]) -> None:
         for of_size in by_size.values():
             row += [f"{of_size[name]['step']:.3f}", str(of_size[name]["collectives"])]
         rows.append(row)
-    print()
+    setup.say()
     report.print_table(header, rows)
 
 
@@ -107,12 +107,12 @@ def main():
     add = parser.add_argument
     number = setup.whole_number
     names = ",".join(naive_ddp.SIZES)
-    add("--sizes", default="tiny,deep", metavar="tiny,deep", help=f"of {names}; default: tiny,deep")
+    add("--sizes", default="tiny,deep", metavar="tiny,deep", help=f"of {names}")
     add("--batch-size", type=number(1), help="sequences per rank and step (default: the size's)")
     add("--context-length", type=number(1), help="tokens per sequence (default: the size's)")
     add("--dtype", choices=["float32", "bfloat16"], default="float32")
-    add("--steps", type=number(1), default=12, help="measured (default: 12)")
-    add("--warmup", type=number(0), default=5, help="steps not measured (default: 5)")
+    add("--steps", type=number(1), default=12, help="measured")
+    add("--warmup", type=number(0), default=5, help="steps before them, not measured")
     add("--seed", type=number(0), default=0)
     add("--json", type=setup.output_file, metavar="FILE", help="everything measured, raw")
     add("--plot", type=setup.output_file, metavar="FILE", help="the picture, PNG")
@@ -125,29 +125,30 @@ def main():
             parser.error(f"argument --sizes: {size!r} is not one of {names}")
 
     with setup.process_group(args) as device:
-        result = report.begin("rungs", device)
+        result = report.begin("rungs", args, device)
         result["models"] = {}
-        others = {"FlatDDP": FlatDDP, "OverlapDDP": OverlapDDP, "BucketedDDP": BucketedDDP}
         for size in sizes:
-            if dist.get_rank() == 0:
-                print(flush=True)
+            setup.say()
             args.size = size
-            result["models"][size] = naive_ddp.benchmark(args, {}, device, others)
-        if dist.get_rank() == 0:
-            finish(result, args)
-
-
-def finish(result: dict, args) -> None:
-    """Write, print and draw what was measured."""
-    if args.json:
+            result["models"][size] = measure(args, device)
+        by_size = {size: medians(one) for size, one in result["models"].items()}
+        print_summary(by_size)
         report.write_json(args.json, result)
-    by_size = {size: medians(one) for size, one in result["models"].items()}
-    print_summary(by_size)
-    if args.plot:
-        models = {size: one["model"] for size, one in result["models"].items()}
-        ranks = f"{result['world_size']} ranks, {result['backend']} on {result['device']}"
-        draw(by_size, models, f"One training step of each rung, {ranks}", args.plot)
-        print(f"picture: {args.plot}", flush=True)
+        if args.plot and dist.get_rank() == 0:
+            models = {size: one["model"] for size, one in result["models"].items()}
+            ranks = f"{result['world_size']} ranks, {result['backend']} on {result['device']}"
+            draw(by_size, models, f"One training step of each rung, {ranks}", args.plot)
+            setup.say(f"written: {args.plot}")
+
+
+def measure(args, device) -> dict:
+    """All rungs in turn, with one model: "model" and "candidates" of the JSON."""
+    others = {"FlatDDP": FlatDDP, "OverlapDDP": OverlapDDP, "BucketedDDP": BucketedDDP}
+    replicas = len(others) + 3
+    model = report.describe(naive_ddp.LanguageModel, naive_ddp.SIZES, args, replicas)
+    batch_shape = model["batch_size"], model["context_length"]
+    candidates = naive_ddp.benchmark(args, {}, device, batch_shape, others)
+    return {"model": model, "candidates": candidates}
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import json
 import sys
 from pathlib import Path
 
-from common.setup import Parser, fail, output_file
+from common.setup import Parser, fail, output_file, say
 
 PHASES = {"forward": "#56B4E9", "backward": "#0072B2", "sync": "#F0E442", "optimizer": "#999999"}
 COLLECTIVE = "#D55E00"
@@ -129,8 +129,8 @@ def main() -> None:
     draw(steps, args.plot)
     for label, (phases, lanes) in steps.items():
         all_reduces, duration = summary(phases, lanes)
-        print(f"{label}: {all_reduces} in {duration:.0f} ms")
-    print(f"picture: {args.plot}")
+        say(f"{label}: {all_reduces} in {duration:.0f} ms")
+    say(f"written: {args.plot}")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ but follows the error of a rank with a traceback of itself.
 """
 
 import logging
+import os
 import signal
 import sys
 
@@ -18,15 +19,18 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from common.setup import threads_per_rank
 
 
-def warn_of_too_many_ranks(ranks: str) -> None:
-    """Ranks that take turns on a core wait for each other all the time."""
+def share_cores(ranks: str) -> None:
+    """As many threads per rank as there are cores; a warning where ranks take turns on a core."""
+    if not ranks.isdecimal():
+        return
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(int(ranks))))
     cores = threads_per_rank(1)
-    if ranks.isdecimal() and int(ranks) > cores and not torch.cuda.is_available():
+    if int(ranks) > cores and not torch.cuda.is_available():
         print(f"warning: {ranks} ranks on {cores} cores: their times say little", file=sys.stderr)
 
 
 def main() -> None:
-    warn_of_too_many_ranks(run.parse_args(sys.argv[1:]).nproc_per_node)
+    share_cores(run.parse_args(sys.argv[1:]).nproc_per_node)
     # Else it says first that it ends the other ranks, and which rank failed how.
     for name in (
         "torch.distributed.elastic.multiprocessing.api",
