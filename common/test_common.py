@@ -19,8 +19,7 @@ import torch
 
 import common.compare
 from common.compare import read, summarize
-from common.images import load_images
-from common.setup import output_file, process_group
+from common.setup import load_images, output_file, process_group
 from common.testing import ROOT
 from common.timeline import read_step
 
@@ -70,7 +69,7 @@ def test_a_folder_that_may_not_be_written_is_refused(tmp_path):
     try:
         if root:
             os.setreuid(65534, 0)  # os.access asks for the real user, and root may write anywhere
-        message = "x.json' is not the name of a file that can be written"
+        message = "x.json' is not a file that can be written"
         with pytest.raises(argparse.ArgumentTypeError, match=message):
             output_file(str(tmp_path / "x.json"))
     finally:
@@ -150,7 +149,7 @@ def test_readme_shows_the_recorded_output(stage):
 
 
 def test_summary():
-    row = summarize(result())
+    row = summarize("a.json", result())
     assert row["name"] == "BucketedDDP" and row["collectives"] == 4
     times = [round(row[key], 6) for key in ("step", "exposed", "optimizer", "compute")]
     assert times == [800, 200, 100, 500]
@@ -158,7 +157,7 @@ def test_summary():
 
 
 def test_summary_without_baselines():
-    row = summarize(result(candidates=result()["candidates"][1:2]))
+    row = summarize("a.json", result(candidates=result()["candidates"][1:2]))
     assert row["no sync"] is None and row["torch DDP"] is None
 
 
@@ -168,9 +167,9 @@ def test_compare_draws_and_says_the_change(compare, tmp_path):
     status, output, errors = compare(*results, words=words)
     assert not status, errors
     rows = [line.split() for line in output.splitlines()]
-    assert rows[1] == ["05_bucketed", "BucketedDDP", "800.0", "1.600", "0.800", "200.0", "4", "-"]
-    assert rows[2][0] == "02_naive_ddp" and rows[2][-1] == "-"
-    assert rows[3][-2:] == ["-25.0", "%"]
+    assert rows[1] == ["0.json", "BucketedDDP", "800.0", "1.600", "0.800", "200.0", "4", "-"]
+    assert rows[2][:2] == ["1.json", "NaiveDDP"] and rows[2][-1] == "-"
+    assert rows[3][0] == "2.json" and rows[3][-2:] == ["-25.0", "%"]
     assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -187,6 +186,17 @@ def test_compare_draws_and_says_the_change(compare, tmp_path):
 def test_compare_names_what_differs(compare, other, what):
     status, _, errors = compare(result(), other)
     assert status == 2 and what in errors and "1.json" in errors and len(errors.splitlines()) == 1
+
+
+def test_compare_says_first_what_else_differs(compare):
+    before = result(torch="2.9", threads_per_rank=1, options={"bucket_size_mb": 25.0, "json": "a"})
+    after = result(torch="2.9", threads_per_rank=2, options={"bucket_size_mb": 1.0, "json": "b"})
+    _, output, _ = compare(before, after)
+    assert output.splitlines()[:3] == [
+        "threads_per_rank differs: 0.json: 1; 1.json: 2",
+        "--bucket-size-mb differs: 0.json: 25.0; 1.json: 1.0",
+        "file        wrapper  step ms  /no sync  /torch DDP  exposed ms  collectives  change",
+    ]
 
 
 def test_compare_refuses_a_missing_file(tmp_path):

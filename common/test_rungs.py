@@ -1,11 +1,9 @@
 """The rungs beside each other: the figures on a hand-written result, and a small run."""
 
-import json
-
 import pytest
 
 from common import rungs
-from common.testing import ROOT, check_wrong_input, torchrun
+from common.testing import ROOT, check_wrong_input, read_json, torchrun
 
 
 def a_candidate(name, step, exposed, optimizer, collectives=0):
@@ -33,7 +31,7 @@ def test_run(script, tmp_path):
     words += [word for name in files for word in (f"--{name}", files[name])]
     status, output = script(torchrun(2, ROOT / "common/rungs.py", *words), cwd=tmp_path).wait()
     assert status == 0, output
-    result = json.loads(files["json"].read_text())
+    result = read_json(files["json"], "rungs")
     candidates = result["models"]["deep"]["candidates"]
     assert [one["name"] for one in candidates] == list(rungs.LABELS)
     assert [one["collectives_per_step"] for one in candidates[:4]] == [0, 195, 1, 195]

@@ -1,0 +1,156 @@
+"""What scripts say, and where: progress, closed pipes, odd encodings, short errors."""
+
+import os
+import pty
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from common import setup, testing
+from common.testing import ROOT, torchrun
+
+LADDER = ROOT / "02_naive_ddp" / "naive_ddp.py"
+SMALL = ["--no-verify", "--steps", "2", "--warmup", "1", "--batch-size", "1"]
+SMALL += ["--context-length", "8", "--size", "deep", "--device", "cpu"]
+
+
+def on_a_terminal(command: list, **options) -> str:
+    """What a command writes to standard error, where that is a terminal."""
+    ours, theirs = pty.openpty()
+    written = []
+
+    def read():
+        try:
+            while chunk := os.read(ours, 10_000):
+                written.append(chunk)
+        except OSError:  # Linux: the other side is closed
+            pass
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    words = [str(word) for word in command]
+    run = subprocess.run(words, stdout=subprocess.PIPE, stderr=theirs, cwd=ROOT, **options)
+    os.close(theirs)
+    reader.join(30)
+    os.close(ours)
+    assert run.returncode == 0, b"".join(written)
+    return b"".join(written).decode()
+
+
+def test_a_terminal_shows_progress_and_a_pipe_does_not(script, tmp_path):
+    command = torchrun(2, LADDER, *SMALL)
+    shown = on_a_terminal(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    lines = [line for line in shown.split("\r\x1b[K") if line]
+    assert "step 1 of 3: no sync" in lines and "step 1 of 3: torch DDP" in lines, shown
+    last = [line for line in lines if line.startswith("step 3 of 3, ")]
+    assert last and all(" s left: " in line for line in last), shown
+    assert shown.endswith("\r\x1b[K"), "the last line is not cleared"
+    status, output = script(command, cwd=tmp_path).wait()
+    assert status == 0 and "step 1 of 3" not in output and "\x1b" not in output, output
+
+
+def test_a_closed_pipe_ends_nothing(tmp_path):
+    """`| head -1`: no traceback, and the files are written."""
+    words = [*torchrun(2, LADDER, *SMALL, "--json", tmp_path / "x.json")]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    run = subprocess.Popen(
+        [str(word) for word in words],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert run.stdout.readline().startswith("02_naive_ddp: torch ")
+    run.stdout.close()
+    errors = run.stderr.read()
+    assert run.wait(60) == 0, errors
+    assert errors == "", errors
+    testing.read_json(tmp_path / "x.json", "02_naive_ddp")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_an_odd_encoding_loses_nothing(encoding):
+    code = "from common import setup; setup.Parser(''); setup.say('α × β'); setup.say('done')"
+    environment = os.environ | {"PYTHONIOENCODING": encoding}
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True
+    )
+    expected = {"ascii": b"? ? ?\ndone\n", "latin-1": b"? \xd7 ?\ndone\n"}
+    assert (run.returncode, run.stdout) == (0, expected[encoding]), run.stderr
+
+
+def test_old_names_are_understood_and_not_shown(monkeypatch, capsys):
+    parser = setup.Parser("docstring")
+    parser.add_argument("--steps", old_names=["--iters"], type=setup.whole_number(1), default=3)
+    monkeypatch.setattr(sys, "argv", ["x", "--iters", "5"])
+    assert parser.parse_args().steps == 5
+    monkeypatch.setattr(sys, "argv", ["x", "--iters=0"])
+    with pytest.raises(SystemExit):
+        parser.parse_args()
+    assert "argument --steps: '0' is not a whole number" in capsys.readouterr().err
+    shown = parser.format_help()
+    assert "(default: 3)" in shown and "--iters" not in shown
+
+
+def scripts() -> list[Path]:
+    """Every script that has a command line."""
+    found = [*ROOT.glob("0?_*/*.py"), *ROOT.glob("common/*.py")]
+    return sorted(path for path in found if "Parser(__doc__)" in path.read_text())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("path", scripts(), ids=lambda path: path.name)
+def test_help(path):
+    """Lines of at most 100 columns; every flag has a help text or says its default."""
+    command = [sys.executable, path, "--help"]
+    if path.parent.name == "common":
+        command = [sys.executable, "-m", f"common.{path.stem}", "--help"]
+    environment = os.environ | {"COLUMNS": "100"}
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0 and run.stderr == "", run.stderr
+    assert all(len(line) <= 100 for line in run.stdout.splitlines()), run.stdout
+    assert run.stdout.count("(default: (default") == 0 and ")  (default" not in run.stdout
+
+
+def test_too_little_memory_is_one_line_with_the_arithmetic(monkeypatch, capsys):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1000")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(SystemExit) as end:
+        setup.check_memory(10**9, "3 replicas × 16.7 million parameters × 20 bytes")
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and said.count("\n") == 1, said
+    arithmetic = "1000 ranks × (3 replicas × 16.7 million parameters × 20 bytes + 0.3 GB for torch)"
+    assert f"error: {arithmetic} need 1300.0 GB of memory, and this host has " in said
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    setup.check_memory(0, "")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU ranks don't share cores so much")
+def test_our_torchrun_is_short(script):
+    """A wrong flag is said once, with status 2; more ranks than cores are warned of."""
+    ranks = setup.threads_per_rank(1) + 1
+    command = torchrun(ranks, LADDER, "--steps", "0")
+    command[command.index("torch.distributed.run")] = "common.torchrun"
+    status, output = script(command, cwd=ROOT).wait()
+    assert status == 2, output
+    allowed = "a whole number from 1 to 2147483647"
+    assert output.splitlines() == [
+        f"warning: {ranks} ranks on {ranks - 1} cores: their times say little",
+        f"naive_ddp.py: error: argument --steps: '0' is not {allowed}",
+    ]
+
+
+def test_save_without_verify_is_refused(monkeypatch, capsys, tmp_path):
+    import naive_ddp
+
+    words = ["naive_ddp.py", "--no-verify", "--save", str(tmp_path / "x")]
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit) as end:
+        naive_ddp.main()
+    assert (
+        end.value.code == 2 and "argument --save: not with --no-verify" in capsys.readouterr().err
+    )
