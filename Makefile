@@ -82,8 +82,9 @@ $(LADDER) 06_sharded_optimizer: $(RUNTIME)
 	@$(PYTHON) $@.py $(ARGS)
 
 # The second scripts of the folders, which torchrun starts as well.
-05_bucketed/bucket_sweep: FLAGS = --plot results/bucket_sweep.png --json results/bucket_sweep.json
-06_sharded_optimizer/memory: FLAGS = --plot results/06_memory.png
+PICTURE = $(if $(findstring --plot,$(ARGS)),,--plot results/$(1).png)
+05_bucketed/bucket_sweep: FLAGS = $(call PICTURE,bucket_sweep)
+06_sharded_optimizer/memory: FLAGS = $(call PICTURE,06_memory)
 05_bucketed/bucket_sweep 06_sharded_optimizer/memory: | results
 07_resnet_ddp/sweep: FLAGS = $(if $(FULL),,--model resnet18 --batch-size 8 --image-size 64)
 $(TOOLS): $(RUNTIME)
@@ -161,7 +162,7 @@ include common/reference.mk
 
 ##   make clean                              remove results/ and caches
 results:
-	mkdir -p results
+	@mkdir -p results 2> /dev/null || true
 clean:
 	rm -rf results .pytest_cache .ruff_cache
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -78,3 +78,36 @@ def test_help_names_every_target_of_a_stage():
         folder = script.parent.name
         assert f"make {folder}" in output, folder
     assert all(len(line) <= 100 for line in output.splitlines())
+
+
+QUICK = "--steps 1 --warmup 0 --batch-size 1 --context-length 8 --no-verify"
+
+
+@pytest.mark.full
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a read-only bind mount")
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["05_bucketed", f"ARGS={QUICK}"],
+        ["06_sharded_optimizer", f"ARGS={QUICK}"],
+        ["06_sharded_optimizer/memory", "ARGS=--plot /tmp/x/memory.png"],
+        ["01_allreduce", "ARGS=--demo"],
+        ["08_ddp_rpc", "NPROC=1", "ARGS=--steps 10 --warmup 10 --no-verify"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_read_only_checkout_runs(words, tmp_path):
+    """What draws nothing, or elsewhere, needs no results/."""
+    command = f'mount --bind "{ROOT}" "{ROOT}" && mount -o remount,ro,bind "{ROOT}" && cd "{ROOT}"'
+    command += ' && ! touch x 2> /dev/null && exec make "$@"'
+    unshare = ["unshare", "--mount", "--map-root-user", "sh", "-c", command, "sh"]
+    words = [word.replace("/tmp/x", str(tmp_path)) for word in words]
+    run = subprocess.run(
+        [*unshare, f"PYTHON={sys.executable}", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    if "unshare" in run.stdout or "mount: " in run.stdout:
+        pytest.skip(f"no mount namespaces here: {run.stdout.splitlines()[0]}")
+    assert run.returncode == 0, run.stdout
