@@ -293,7 +293,7 @@ def draw(result: dict, path: Path) -> None:
     megabytes = result["gradient_bytes"] / 2**20
     title = f"What synchronization costs: {result['model']['size']} model, {megabytes:.0f} MB"
     axes.set(title=f"{title} of gradients, {where}", xscale="log")
-    axes.set_xlabel("number of all-reduces in a step (buckets of equal size get smaller →)")
+    axes.set_xlabel("all-reduces in a step (more and smaller buckets →)")
     axes.set_ylabel("overhead: step − no sync, ms")
     axes.set_ylim(bottom=0)
     axes.xaxis.set_major_formatter("{x:g}")

@@ -135,7 +135,7 @@ def draw(rows: list[dict], result: dict, path: Path) -> None:
     from matplotlib.figure import Figure
 
     relative = all(row["floor"] for row in rows)
-    unit = "in steps without synchronization of its run" if relative else "ms"
+    unit = "÷ no sync of its run" if relative else "ms"
     figure = Figure(figsize=(9, 4.5), dpi=120, layout="constrained")
     axes = figure.subplots()
     parts = [
@@ -157,7 +157,7 @@ def draw(rows: list[dict], result: dict, path: Path) -> None:
         axes.annotate(text, (position, height), **above)
     where = "{world_size} ranks, {backend} on {device}".format(**result)
     axes.set_title(f"{result['model']['size']} model, {where}")
-    axes.set_ylabel(f"training step (median), {unit}")
+    axes.set_ylabel(f"median training step, {unit}")
     axes.set_ylim(0, 1.25 * max(bottom))
     axes.set_xticks(positions, [f"{row['label']}\n{row['name']}" for row in rows], fontsize=9)
     axes.legend(ncols=3, loc="upper center", fontsize=9)
