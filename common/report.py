@@ -49,8 +49,7 @@ def describe(model_class, sizes: dict, args, replicas: int) -> dict:
     say(f"{args.size} model: {millions}, {args.dtype}, {tokens}; {steps}")
     each = 5 * getattr(torch, args.dtype).itemsize  # weight, gradient, two moments, bucket
     if args.device == "cpu":  # a GPU says itself when it is full
-        what = f"{replicas} replicas × {millions} × {each} bytes"
-        check_memory(replicas * parameters * each, what)
+        check_memory(replicas * parameters * each, f"{replicas} replicas × {millions} × {each} B")
     return {"size": args.size, "parameters": parameters, "dtype": args.dtype, **batch}
 
 
