@@ -115,9 +115,16 @@ timeline: $(RUNTIME) | results
 	done
 	@$(PYTHON) -m common.timeline $(LADDER:%=results/timeline_%.json) --plot results/timeline.png
 
-##   make hosts [RATE=1gbit DELAY=0.2ms]     02 to 05 across two network namespaces (Linux, root)
+##   make hosts [RATE=1gbit DELAY=0.2ms]     the same on a network between two hosts, which Linux
+##                                           plays on one machine (SCRIPT=… runs another script)
+LINK_RATE = $(or $(RATE),1gbit)
+LINK_DELAY = $(or $(DELAY),0.2ms)
+LINK = '$(LINK_RATE)' '$(LINK_DELAY)'
+HOSTS_RUNGS = common/rungs.py --steps 8 --warmup 2 --network '$(LINK_RATE), $(LINK_DELAY)' \
+	--plot results/hosts.png --json results/hosts.json
 hosts: $(RUNTIME) | results
-	@bash common/hosts.sh $(PYTHON) $(or $(RATE),1gbit) $(or $(DELAY),0.2ms) $(ARGS)
+	@$(if $(SCRIPT),,rm -f results/hosts*)
+	@exec bash common/hosts.sh $(PYTHON) $(LINK) $(or $(SCRIPT),$(HOSTS_RUNGS)) $(ARGS)
 
 ##   make all                                every stage with its defaults
 all: $(STAGES)

@@ -116,6 +116,7 @@ def main():
     add("--seed", type=number(0), default=0)
     add("--json", type=setup.output_file, metavar="FILE", help="everything measured, raw")
     add("--plot", type=setup.output_file, metavar="FILE", help="the picture, PNG")
+    add("--network", metavar="TEXT", help="between the ranks; for the picture's title")
     setup.add_process_group_arguments(parser)
     parser.set_defaults(no_baseline=False, gradient_as_bucket_view=False, trace=None)
     args = parser.parse_args()
@@ -126,6 +127,7 @@ def main():
 
     with setup.process_group(args) as device:
         result = report.begin("rungs", args, device)
+        result["network"] = args.network
         result["models"] = {}
         for size in sizes:
             setup.say()
@@ -137,6 +139,8 @@ def main():
         if args.plot and dist.get_rank() == 0:
             models = {size: one["model"] for size, one in result["models"].items()}
             ranks = f"{result['world_size']} ranks, {result['backend']} on {result['device']}"
+            if args.network:
+                ranks += f", {args.network}"
             draw(by_size, models, f"One training step of each rung, {ranks}", args.plot)
             setup.say(f"written: {args.plot}")
 

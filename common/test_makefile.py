@@ -43,7 +43,7 @@ def test_nproc_reaches_the_stages_that_start_their_ranks_themselves():
     assert chosen.count("--trainers") == 1
 
 
-@pytest.mark.parametrize("target", ["compare", "timeline", "07_resnet_ddp"])
+@pytest.mark.parametrize("target", ["compare", "timeline", "hosts", "07_resnet_ddp"])
 def test_results_of_earlier_runs_are_removed_first(target):
     commands = [line for line in would_run(target).splitlines() if "results/" in line]
     assert commands[0].startswith("rm -f results/"), commands
@@ -69,7 +69,12 @@ def test_wrong_numbers_are_one_line():
 
 
 def test_hosts_without_a_rate_takes_the_default():
-    assert "1gbit 0.2ms" in would_run("hosts", "RATE=")
+    assert "'1gbit' '0.2ms' common/rungs.py" in would_run("hosts", "RATE=")
+
+
+def test_hosts_run_another_script():
+    commands = would_run("hosts", "SCRIPT=my.py", "DELAY=5ms", "ARGS=--steps 3")
+    assert "'1gbit' '5ms' my.py --steps 3" in commands and "results/hosts" not in commands
 
 
 def test_help_names_every_target_of_a_stage():
