@@ -57,7 +57,7 @@ def measure(candidates: dict[str, Callable[[], dict]], steps: int, warmup: int) 
 
 
 def count_collectives(step: Callable[[], object], trace: Path | None = None) -> int:
-    """All-reduces and broadcasts in one more step, profiled; in three, written to the file `trace`."""
+    """All-reduces and broadcasts in one more step, profiled; in three, where there is a `trace`."""
     steps = 3 if trace else 1
     with torch.profiler.profile() as profiler:
         for _ in range(steps):
