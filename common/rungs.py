@@ -73,33 +73,51 @@ def print_summary(by_size: dict[str, dict]) -> None:
     report.print_table(header, rows)
 
 
-def draw(by_size: dict[str, dict], models: dict[str, dict], caption: str, path: Path) -> None:
-    """A panel per model: stacked bars of where the median step goes, against `no sync`."""
-    figure = Figure(figsize=(10, 4.6), dpi=120, layout="constrained")
-    panels = figure.subplots(1, len(by_size), sharey=True, squeeze=False)[0]
-    for panel, (size, rows) in zip(panels, by_size.items(), strict=True):
-        labels = [LABELS[name] for name in rows]
-        bottom = [0.0] * len(rows)
-        for part, color in COLORS.items():
-            heights = [row[part] for row in rows.values()]
-            bars = panel.bar(labels, heights, bottom=bottom, color=color, width=0.65, label=part)
-            bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
-        totals = [f"{row['step']:.2f}" for row in rows.values()]
-        panel.bar_label(bars, totals, padding=2, fontsize=10)
-        panel.axhline(1, color="black", linestyle=":", linewidth=1)
-        tensors = rows["NaiveDDP"]["collectives"]  # one all-reduce for each
-        millions = models[size]["parameters"] / 1e6
-        panel.set_title(
-            f"{size}: {tensors} tensors, {millions:.1f} million parameters", fontsize=11
-        )
-        panel.set_ylim(
-            0, 1.12 * max(max(row["step"] for row in r.values()) for r in by_size.values())
-        )
-    panels[0].set_ylabel("median step, in steps without synchronization")
-    handles = panels[0].get_legend_handles_labels()
+def draw_panel(panel, rows: dict[str, dict]) -> None:
+    """Stacked bars of where each rung's median step goes; `rows` is what `medians` returns."""
+    labels = [LABELS[name] for name in rows]
+    bottom = [0.0] * len(rows)
+    for part, color in COLORS.items():
+        heights = [row[part] for row in rows.values()]
+        bars = panel.bar(labels, heights, bottom=bottom, color=color, width=0.65, label=part)
+        bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+    totals = [f"{row['step']:.2f}" for row in rows.values()]
+    panel.bar_label(bars, totals, padding=2, fontsize=10)
+    panel.axhline(1, color="black", linestyle=":", linewidth=1)
+    panel.margins(y=0.12)
+
+
+def describe(size: str, result: dict) -> str:
+    """A model in words."""
+    of_size = result["models"][size]
+    naive = next(one for one in of_size["candidates"] if one["name"] == "NaiveDDP")
+    tensors = naive["collectives_per_step"]  # one all-reduce for each
+    return (
+        f"{size}: {tensors} tensors, {of_size['model']['parameters'] / 1e6:.1f} million parameters"
+    )
+
+
+def finish_figure(figure, panel, caption: str, path: Path) -> None:
+    """Legend and title; write the file."""
+    handles = panel.get_legend_handles_labels()
     figure.legend(*handles, loc="outside lower center", ncols=3, frameon=False)
     figure.suptitle(caption, fontsize=11)
     figure.savefig(path, format="png")
+    setup.say(f"written: {path}")
+
+
+def draw(result: dict, path: Path) -> None:
+    """A panel per model."""
+    figure = Figure(figsize=(10, 4.6), dpi=120, layout="constrained")
+    panels = figure.subplots(1, len(result["models"]), sharey=True, squeeze=False)[0]
+    for panel, (size, of_size) in zip(panels, result["models"].items(), strict=True):
+        draw_panel(panel, medians(of_size))
+        panel.set_title(describe(size, result), fontsize=11)
+    panels[0].set_ylabel("median step, in steps without synchronization")
+    caption = "One training step of each rung, {world_size} ranks, {backend} on {device}"
+    if result["network"]:
+        caption += ", {network}"
+    finish_figure(figure, panels[0], caption.format(**result), path)
 
 
 def main():
@@ -133,16 +151,10 @@ def main():
             setup.say()
             args.size = size
             result["models"][size] = measure(args, device)
-        by_size = {size: medians(one) for size, one in result["models"].items()}
-        print_summary(by_size)
+        print_summary({size: medians(one) for size, one in result["models"].items()})
         report.write_json(args.json, result)
         if args.plot and dist.get_rank() == 0:
-            models = {size: one["model"] for size, one in result["models"].items()}
-            ranks = f"{result['world_size']} ranks, {result['backend']} on {result['device']}"
-            if args.network:
-                ranks += f", {args.network}"
-            draw(by_size, models, f"One training step of each rung, {ranks}", args.plot)
-            setup.say(f"written: {args.plot}")
+            draw(result, args.plot)
 
 
 def measure(args, device) -> dict:

@@ -1,0 +1,102 @@
+r"""A growing model: what synchronization costs while the work grows.
+
+Runs stage 05 with models of several sizes, beside `no sync` and torch DDP where three replicas fit
+into memory, else alone.
+
+    make growth                                                      (see also ARGS="--help")
+    torchrun --standalone --nproc-per-node 2 common/growth.py --sizes tiny,small
+"""
+
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "05_bucketed")]
+
+import bucketed  # noqa: E402
+import torch  # noqa: E402
+
+from common import report, setup  # noqa: E402
+
+
+def fits(size: str, replicas: int, args) -> bool:
+    """Does this host have memory for so many replicas on each of its ranks?"""
+    with torch.device("meta"):
+        model = bucketed.LanguageModel(*bucketed.SIZES[size][:5]).to(getattr(torch, args.dtype))
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if args.device == "cuda":
+        memory = torch.cuda.mem_get_info()[0]
+    # Weight, gradient, two moments and bucket, and half as much again for what is computed.
+    replica = 1.5 * 5 * sum(parameter.nbytes for parameter in model.parameters())
+    return replica * replicas * int(os.environ["LOCAL_WORLD_SIZE"]) < memory
+
+
+def measure(args, device: torch.device) -> dict:
+    """Stage 05 with one model: "model" and "candidates" of the JSON."""
+    args.no_baseline = not fits(args.size, 3, args)
+    replicas = 1 if args.no_baseline else 3
+    model = report.describe(bucketed.LanguageModel, bucketed.SIZES, args, replicas)
+    batch_shape = model["batch_size"], model["context_length"]
+    candidates = bucketed.benchmark(args, {}, device, batch_shape)
+    return {"model": model, "candidates": candidates}
+
+
+def print_growth(models: dict[str, dict], world_size: int) -> None:
+    """A row for each model."""
+    rows = []
+    for size, of_size in models.items():
+        model = of_size["model"]
+        by_name = {one["name"]: one for one in of_size["candidates"]}
+        times = by_name["BucketedDDP"]
+        step = report.percentiles(times["step_seconds"])[0]
+        exposed = report.percentiles(times["exposed_comm_seconds"])[0]
+        tokens = world_size * model["batch_size"] * model["context_length"]
+        row = [size, f"{model['parameters'] / 1e6:.1f}", str(tokens)]
+        row += [f"{1000 * step:.0f}", f"{tokens / step:.0f}"]
+        for other in ("no sync", "torch DDP"):
+            bar = by_name.get(other, {}).get("step_seconds")
+            row.append(report.ratio(times["step_seconds"], bar))
+        rows.append([*row, f"{1000 * exposed:.0f}", f"{100 * exposed / step:.1f} %"])
+    setup.say()
+    header = ["BucketedDDP", "M parameters", "tokens", "step, ms", "tokens/s", "/no sync"]
+    report.print_table([*header, "/torch DDP", "exposed, ms", "share"], rows)
+    setup.say(
+        "p50 over all steps of all ranks; tokens: of all ranks in a step; -: no memory for it."
+    )
+
+
+def main():
+    parser = setup.Parser(__doc__)
+    add = parser.add_argument
+    number = setup.whole_number
+    names = ",".join(bucketed.SIZES)
+    add("--sizes", default="tiny,small,medium", metavar="SIZE,…", help=f"of {names}")
+    add("--batch-size", type=number(1), help="sequences per rank and step (default: the size's)")
+    add("--context-length", type=number(1), help="tokens per sequence (default: the size's)")
+    add("--dtype", choices=["float32", "bfloat16"], default="float32")
+    add("--steps", type=number(1), default=4, help="measured")
+    add("--warmup", type=number(0), default=1, help="steps before them, not measured")
+    add("--seed", type=number(0), default=0)
+    add("--json", type=setup.output_file, metavar="FILE", help="everything measured, raw")
+    setup.add_process_group_arguments(parser)
+    parser.set_defaults(gradient_as_bucket_view=False, trace=None)
+    args = parser.parse_args()
+    sizes = args.sizes.split(",")
+    for size in sizes:
+        if size not in bucketed.SIZES:
+            parser.error(f"argument --sizes: {size!r} is not one of {names}")
+
+    with setup.process_group(args) as device:
+        result = report.begin("growth", args, device)
+        result["models"] = {}
+        for size in sizes:
+            setup.say()
+            args.size = size
+            result["models"][size] = measure(args, device)
+        print_growth(result["models"], result["world_size"])
+        report.write_json(args.json, result)
+
+
+if __name__ == "__main__":
+    main()
