@@ -51,8 +51,10 @@ $(foreach stage,$(STAGES),$(eval .PHONY: $(call SHORT,$(stage)) $(stage)/) \
 
 ##   make 01_allreduce                       all-reduce, measured and opened up
 GIVEN := $(filter command environment,$(firstword $(origin NPROC)))
-01_allreduce: $(RUNTIME) | results
-	@$(PYTHON) 01_allreduce/allreduce.py $(if $(GIVEN),--world-sizes $(NPROC)) $(ARGS)
+PICTURE := $(if $(filter --demo --plot --plot=% -h --help,$(ARGS)),,results/01_allreduce.png)
+01_allreduce: $(RUNTIME) | $(if $(PICTURE),results)
+	@$(PYTHON) 01_allreduce/allreduce.py $(if $(GIVEN),--world-sizes $(NPROC)) \
+	  $(PICTURE:%=--plot %) $(ARGS)
 
 ##   make 02_naive_ddp                       one all-reduce per parameter, after backward
 ##   make 03_flat_ddp                        one all-reduce of one flat tensor, after backward

@@ -5,10 +5,14 @@ data parallelism stands on. Here it is shown on four small tensors, written by h
 sends and receives, and timed beside the backend's own for sizes from 1 MB to 1 GB. Unlike the
 later stages this script starts its ranks itself (spawn.py); alpha_beta.py says what the times mean.
 
-    make 01_allreduce                                                     (see also ARGS="--help")
-    python 01_allreduce/allreduce.py                                      (the same)
-    python 01_allreduce/allreduce.py --demo                               (only the demonstration)
-    python 01_allreduce/allreduce.py --sizes-mb 1,10 --world-sizes 2      (done in seconds)
+    make 01_allreduce                                   (draws results/01_allreduce.png, too)
+    python 01_allreduce/allreduce.py                    (the same; writes only what flags name)
+    python 01_allreduce/allreduce.py --demo             (only the demonstration)
+    python 01_allreduce/allreduce.py --sizes-mb 1,10 --world-sizes 2          (done in seconds)
+
+The JSON has a row per size, algorithm and world size. Its "seconds" is a flat list, one time per
+call, and not nested by rank as in the later stages: all ranks wait for the slowest one in every
+call, and its time alone is kept.
 
 Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
 JPDC 2009; bandwidths as nccl-tests defines them (doc/PERFORMANCE.md); Stanford CS336, assignment 2,
@@ -22,7 +26,9 @@ import os
 import signal
 import sys
 import tempfile
+import time
 import timeit
+from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
@@ -135,6 +141,8 @@ LEGEND = (
 
 def demonstrate(device: torch.device, backend: str) -> None:
     """All-reduce one random integer tensor per rank and print all, before and after."""
+    from common.setup import say
+
     rank, world_size = dist.get_rank(), dist.get_world_size()
     tensor = torch.randint(0, 10, (3,), generator=torch.Generator().manual_seed(rank))
     before = [torch.empty_like(tensor) for _ in range(world_size)]
@@ -144,17 +152,17 @@ def demonstrate(device: torch.device, backend: str) -> None:
     dist.all_gather(after, tensor)
     if rank == 0:
         for r in range(world_size):
-            print(f"rank {r}: before {before[r].tolist()}, after {after[r].tolist()}")
+            say(f"rank {r}: before {before[r].tolist()}, after {after[r].tolist()}")
         if not all(torch.equal(one, sum(before)) for one in after):
             sys.exit("demonstration FAILED: not every rank holds the sum")
-        print("demonstration: passed, all ranks hold the sum, bitwise equal\n", flush=True)
+        say("demonstration: passed, all ranks hold the sum, bitwise equal\n")
 
 
 def benchmark(
     device: torch.device,
     backend: str,
     sizes_bytes: list[int],
-    iters: int,
+    steps: int,
     warmup: int,
     row_seconds: float,
     rows_file: str,
@@ -164,19 +172,20 @@ def benchmark(
     Rank 0 prints a row as soon as it has it, and appends it to rows_file as JSON, so that it is
     kept whatever happens next.
     """
-    from common.report import environment, percentiles
+    from common.report import percentiles
 
     algorithms = {backend: dist.all_reduce}
     if backend == "gloo":  # nccl would wait for ever: it runs a rank's sends and receives in turn
         algorithms["ring"] = ring_all_reduce
     for size_bytes in sizes_bytes:
         tensor = torch.empty(size_bytes // 4, device=device)
-        samples, warmups, wrong = measure(algorithms, tensor, iters, warmup, row_seconds)
+        samples, warmups, wrong = measure(algorithms, tensor, steps, warmup, row_seconds)
         if dist.get_rank() != 0:
             continue
         p50_of_backend = percentiles(samples[backend])[0]
         for name, seconds in samples.items():
-            row = environment(device) | {"algorithm": name, "size_bytes": size_bytes}
+            row = {"algorithm": name, "world_size": dist.get_world_size()}
+            row |= {"threads_per_rank": torch.get_num_threads(), "size_bytes": size_bytes}
             row |= {"warmup": warmups, "seconds": seconds}
             row |= {"p50": percentiles(seconds)[0], "wrong": wrong[name]}
             with open(rows_file, "a") as file:
@@ -187,6 +196,7 @@ def benchmark(
 def print_row(row: dict, p50_of_backend: float) -> None:
     """A line of the table: one size with one algorithm."""
     from common.report import percentiles
+    from common.setup import say
 
     size, n = row["size_bytes"], row["world_size"]
     algbw = size / row["p50"] / 1e9
@@ -194,11 +204,11 @@ def print_row(row: dict, p50_of_backend: float) -> None:
     cells += [f"{1000 * time:.2f}" for time in percentiles(row["seconds"])]
     cells += [f"{algbw:.2f}", f"{algbw * 2 * (n - 1) / n:.2f}"]
     cells += [f"{p50_of_backend / row['p50']:.2f}", row["wrong"]]
-    print(ROW.format(*cells), flush=True)
+    say(ROW.format(*cells))
 
 
 def measure(
-    algorithms: dict, tensor: torch.Tensor, iters: int, warmup: int, row_seconds: float
+    algorithms: dict, tensor: torch.Tensor, steps: int, warmup: int, row_seconds: float
 ) -> tuple[dict, int, dict]:
     """Call the algorithms in turn (A B A B …), so that noise meets them alike, and check each call.
 
@@ -206,6 +216,7 @@ def measure(
     in proportion; four calls stay. Returns {algorithm: seconds of the slowest rank per counted
     call}, the number of warm-ups, {algorithm: wrong elements}.
     """
+    from common.setup import progress
     from common.timing import Stopwatch
 
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -217,10 +228,15 @@ def measure(
     watch = Stopwatch(tensor.device)
     seconds = {name: [] for name in algorithms}
     wrong = {name: 0 for name in algorithms}
-    calls = warmup + iters
+    calls = warmup + steps
     done = 0
+    began = time.perf_counter()
     while done < calls:
+        each = (time.perf_counter() - began) / max(1, done)
+        left = f", {each * (calls - done):.0f} s left" if done else ""
         for name, all_reduce in algorithms.items():
+            where = f"{world_size} ranks, {tensor.nbytes / 2**20:g} MB"
+            progress(f"{where}: call {done + 1} of {math.ceil(calls)}{left}: {name}")
             for part in parts:
                 torch.add(pattern[: len(part)], rank, out=part)
             dist.barrier()
@@ -237,7 +253,7 @@ def measure(
         if done == 1:  # all ranks agree on every time, so they agree on the number of calls
             longest = max(first for (first,) in seconds.values())
             calls = min(calls, max(4, row_seconds / longest))
-    warmups = min(done - 1, math.ceil(done * warmup / (warmup + iters)))
+    warmups = min(done - 1, math.ceil(done * warmup / (warmup + steps)))
     for name in algorithms:
         total = torch.tensor(wrong[name], device=tensor.device)
         dist.all_reduce(total)
@@ -282,8 +298,10 @@ def run_grid(args, folder: str, rows_file: Path, skipped: list[dict]) -> None:
     """Measure every backend with every world size; what this machine cannot run goes to skipped."""
     from spawn import run_ranks
 
+    from common.setup import progress, say
+
     sizes = [int(size * 2**18) * 4 for size in args.sizes_mb]
-    calls = (args.iters, args.warmup, args.row_seconds)
+    calls = (args.steps, args.warmup, args.row_seconds)
     for backend, world_size in itertools.product(args.backends, args.world_sizes):
         possible = []
         sizes_of_reason = {}
@@ -294,15 +312,16 @@ def run_grid(args, folder: str, rows_file: Path, skipped: list[dict]) -> None:
             else:
                 sizes_of_reason.setdefault(reason, []).append(size)
         if possible:
+            progress(f"{backend}: {world_size} ranks are started")
             run_ranks(world_size, folder, benchmark, backend, possible, *calls, str(rows_file))
         for reason, those in sizes_of_reason.items():
             one = {"algorithm": backend, "world_size": world_size}
             skipped.append(one | {"sizes_bytes": those, "reason": reason})
             names = ",".join(f"{size / 2**20:g}" for size in those)
-            print(f"{backend:<9} {world_size:>5} {names:>7}   not run: {reason}", flush=True)
+            say(f"{backend:<9} {world_size:>5} {names:>7}   not run: {reason}")
 
 
-def read_arguments(setup, picture: Path):
+def read_arguments(setup):
     """The command line, checked."""
 
     def list_of(convert):
@@ -312,19 +331,19 @@ def read_arguments(setup, picture: Path):
     add = parser.add_argument
     whole_number, positive_number = setup.whole_number, setup.positive_number
     add("--demo", action="store_true", help="only the demonstration")
-    backends, sizes, world_sizes = "gloo,nccl", "1,10,100,1000", "2,4,6"
-    add("--backends", type=list_of(str), default=backends, help=f"default: {backends}")
-    add("--sizes-mb", type=list_of(positive_number), default=sizes, help=f"default: {sizes}")
-    at_least_one = list_of(whole_number(1))
-    add("--world-sizes", type=at_least_one, default=world_sizes, help=f"default: {world_sizes}")
-    add("--iters", type=whole_number(1), default=20, help="counted calls (default: 20)")
-    add("--warmup", type=whole_number(0), default=5, help="calls before them (default: 5)")
-    fewer = "fewer calls where all would take longer than this; inf: always all (default: 6)"
+    add("--backends", type=list_of(str), default="gloo,nccl", help="of them what there is here")
+    add("--sizes-mb", type=list_of(positive_number), default="1,10,100,1000")
+    add("--world-sizes", type=list_of(whole_number(1)), default="2,4,6", help="numbers of ranks")
+    add("--steps", type=whole_number(1), default=20, old_names=["--iters"], help="measured calls")
+    add("--warmup", type=whole_number(0), default=5, help="calls before them, not measured")
+    fewer = "fewer calls where all would take longer than this; inf: always all"
     add("--row-seconds", type=positive_number, default=6.0, help=fewer)
     add("--json", type=setup.output_file, metavar="FILE", help="everything measured, raw")
-    png = f"the picture, PNG (default: {picture})"
-    add("--plot", type=setup.output_file, metavar="FILE", help=png)
+    add("--plot", type=setup.output_file, metavar="FILE", help="bandwidths and times, a PNG")
     args = parser.parse_args()
+    for name in ("json", "plot"):
+        if args.demo and getattr(args, name):
+            setup.fail(f"argument --{name}: not with --demo, which measures nothing")
     for name in args.backends:
         if name not in ("gloo", "nccl"):
             setup.fail(f"argument --backends: {name!r} is neither gloo nor nccl")
@@ -332,10 +351,24 @@ def read_arguments(setup, picture: Path):
         if not 4 <= size * 2**20 < 2**60:
             limits = "is less than one float32, or more than any machine has"
             setup.fail(f"argument --sizes-mb: {size:g} MB {limits}")
-    if args.plot is None:
-        picture.parent.mkdir(exist_ok=True)
-        args.plot = picture
     return args
+
+
+def begin(stage: str, args) -> dict:
+    """The head of the JSON, with the keys of report.begin, which needs a process group.
+
+    Backends, their devices and world sizes are lists; how many threads a rank has is in its rows.
+    """
+    from common import report
+
+    names = {"cpu": report.processor_name(), "cuda": None}
+    if torch.cuda.is_available():
+        names["cuda"] = torch.cuda.get_device_name()
+    devices = ["cuda" if backend == "nccl" else "cpu" for backend in args.backends]
+    result = {"stage": stage, "torch": torch.__version__, "backend": args.backends}
+    result |= {"device": devices, "device_name": [names[device] for device in devices]}
+    result |= {"world_size": args.world_sizes, "threads_per_rank": None}
+    return result | {"options": dict(vars(args)), "started": datetime.now(timezone.utc)}
 
 
 def main():
@@ -352,29 +385,35 @@ def main():
         )
         sys.exit(f"error: {error}: {beside}")
 
-    args = read_arguments(setup, folder.parent / "results" / "01_allreduce.png")
-    result = {"stage": folder.name, "copy_bytes_per_second": None, "rows": [], "skipped": []}
+    args = read_arguments(setup)
+    result = begin(folder.name, args)
+    result |= {"copy_bytes_per_second": None, "rows": [], "skipped": []}
     status = 0
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C
     with tempfile.TemporaryDirectory() as temporary:
         rows_file = Path(temporary, "rows")
         rows_file.touch()
         try:
+            setup.progress("demonstration: 4 ranks are started")
             run_ranks(4, temporary, demonstrate, "gloo")
             if args.demo:
                 return
+            setup.progress("memory copy")
             copy = result["copy_bytes_per_second"] = copy_bandwidth()
             cores = f"{setup.threads_per_rank(1)} cores shared by the ranks"
             where = f"{cores}, memory copy {copy / 1e9:.2f} GB/s"
-            print(f"benchmark: torch {torch.__version__}, {where}")
-            print(HEADER, flush=True)
+            backends, sizes = ",".join(args.backends), ",".join(map(str, args.world_sizes))
+            setup.say(f"{folder.name}: torch {torch.__version__}, {backends} with {sizes} ranks")
+            setup.say(where)
+            setup.say(HEADER)
             run_grid(args, temporary, rows_file, result["skipped"])
         except KeyboardInterrupt:
-            print("interrupted: what is measured so far follows", flush=True)
+            setup.say("interrupted: what is measured so far follows")
             status = 130
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
             reason = str(error).strip().splitlines()[-1]
             message = f"allreduce.py: error: a rank ended: {reason}"
+            setup.progress()
             print(message, file=sys.stderr, flush=True)
             status = 1
         for line in rows_file.read_text().splitlines(keepends=True):
@@ -384,11 +423,10 @@ def main():
     rows = result["rows"]
     result["fits"] = []
     if rows:
-        print(LEGEND, flush=True)
+        setup.say(LEGEND)
         result["fits"] = fit_all(rows, fit)
-    if args.json:
-        report.write_json(args.json, result)
-    if rows:
+    report.write_json(args.json, result)
+    if rows and args.plot:
         draw(args.plot, rows, result["fits"], result["copy_bytes_per_second"])
     sys.exit(status)
 

@@ -13,7 +13,6 @@ Source: Hockney, "The communication challenge for MPP", Parallel Computing 1994.
 
 import json
 import math
-import os
 import sys
 from pathlib import Path
 
@@ -39,6 +38,7 @@ def fit_all(rows: list[dict], fit) -> list[dict]:
     `fit` is the function of allreduce.py, handed in because that file is the script that runs.
     """
     from common.report import print_table
+    from common.setup import say
 
     fits = []
     table = []
@@ -55,14 +55,28 @@ def fit_all(rows: list[dict], fit) -> list[dict]:
         fits.append(one)
         figures = [f"{1e6 * alpha:.0f}", f"{beta / 1e9:.2f}", f"{100 * error:.1f} %"]
         table.append([name, str(world_size), *figures])
-    print("\nmodel: t(S) = α + 2(n-1)/n · S/β, fitted to the p50s")
+    say("\nmodel: t(S) = α + 2(n-1)/n · S/β, fitted to the p50s")
     print_table(["algorithm", "ranks", "α, µs", "β, GB/s", "error (rms)"], table)
     return fits
+
+
+def ticks_of(sizes: list[float]) -> list[float]:
+    """The measured sizes that are far enough from each other to be written below a log axis."""
+    sizes = sorted(set(sizes))
+    apart = (sizes[-1] / sizes[0]) ** (1 / 9)
+    ticks = sizes[:1]
+    for size in sizes[1:]:
+        if size >= apart * ticks[-1]:
+            ticks.append(size)
+    return ticks
 
 
 def draw(path: Path, rows: list[dict], fits: list[dict], copy: float) -> None:
     """Draw busbw over size and, beside it, time over size with the fitted model."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator
+
+    from common.setup import say
 
     figure = Figure(figsize=(10, 5), layout="constrained")
     bandwidth, time = figure.subplots(1, 2)
@@ -84,15 +98,19 @@ def draw(path: Path, rows: list[dict], fits: list[dict], copy: float) -> None:
     bandwidth.set(title="Bus bandwidth", ylabel="busbw, GB/s")
     time.set(title="Time: measured (marks) and fitted model (lines)")
     time.set(ylabel="time of the slowest rank, ms")
+    ticks = ticks_of([row["size_bytes"] / 2**20 for row in rows])
     for axes in (bandwidth, time):
         axes.set(xscale="log", yscale="log", xlabel="tensor size, MB")
         axes.grid(alpha=0.3)
-        axes.xaxis.set_major_formatter("{x:g}")
+        axes.set_xticks(ticks, [f"{size:g}" if size >= 1 else f"{size:.2g}" for size in ticks])
+        axes.set_xticks([], minor=True)
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter("{x:g}")
+        axes.set_yticks([], minor=True)
     figure.legend(*bandwidth.get_legend_handles_labels(), loc="outside lower center", ncols=4)
     figure.suptitle("All-reduce of float32 tensors on one machine, p50")
     figure.savefig(path, dpi=150, format="png")
-    print(f"\npicture: {os.path.relpath(path)}", flush=True)
+    say(f"written: {path}")
 
 
 def main():

@@ -5,7 +5,9 @@ Two traps of spawning are avoided: a spawned rank sees its arguments and nothing
 a global variable never gets there), and a fixed port lets two runs on one machine collide.
 """
 
+import os
 import signal
+import sys
 import tempfile
 from pathlib import Path
 
@@ -54,6 +56,8 @@ def start_rank(rank: int, world_size: int, store: str, function, backend: str, *
     """In the spawned process: join the process group, call the function, leave."""
     from common.setup import threads_per_rank
 
+    os.environ["RANK"] = str(rank)  # common's say() and progress() go by it, as under torchrun
+    sys.stdout.reconfigure(errors="replace")  # ? where the output's encoding lacks a character
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
     torch.set_num_threads(threads_per_rank(world_size))

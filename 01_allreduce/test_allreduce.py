@@ -3,8 +3,10 @@
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
+import subprocess
 import sys
 import threading
 from multiprocessing.context import SpawnProcess
@@ -17,12 +19,16 @@ import spawn
 import torch
 import torch.distributed as dist
 from allreduce import IN_FLIGHT, PIECE_BYTES, fit, main, measure, ring_all_reduce
+from matplotlib.figure import Figure
 
-from common.testing import check_script_alone, masked
+from common import setup
+from common.testing import ROOT, check_closed_pipe, check_script_alone, masked, on_a_terminal
 
 SCRIPT = Path(__file__).with_name("allreduce.py")
+HEAD = ["stage", "torch", "backend", "device", "device_name", "world_size", "threads_per_rank"]
+HEAD += ["options", "started"]
 PNG = b"\x89PNG"
-SMALL = ["--world-sizes", "2", "--iters", "3", "--warmup", "1"]
+SMALL = ["--world-sizes", "2", "--steps", "3", "--warmup", "1"]
 
 
 def sums(lengths, dtype):
@@ -148,8 +154,9 @@ def test_fit_says_when_there_is_nothing_to_fit(sizes, times, world_size):
 def test_script_measures_fits_and_draws(script, tmp_path):
     files = ["--json", tmp_path / "a.json", "--plot", tmp_path / "a.png"]
     command = [sys.executable, SCRIPT, "--sizes-mb", "0.5,1,1e9", *SMALL, *files]
-    status, output = script(command).wait()
+    status, output = script(command, env={"PYTHONIOENCODING": "ascii"}).wait()
     assert status == 0, output
+    assert "ranks  ?, ?s  ?, GB/s" in output  # ascii has no α, µ and β
     result = json.loads((tmp_path / "a.json").read_text())
     rows = result["rows"]
     measured = {(row["algorithm"], row["world_size"], row["size_bytes"]) for row in rows}
@@ -158,10 +165,15 @@ def test_script_measures_fits_and_draws(script, tmp_path):
     assert len(rows) == 4
     for row in rows:
         assert row["wrong"] == 0 and len(row["seconds"]) == 3 and min(row["seconds"]) > 0
+        assert row["threads_per_rank"] == 1 and "torch" not in row
     assert output.count("3+1") == 4 and output.count("ranks hold the sum, bitwise equal") == 1
+    assert list(result)[:9] == HEAD and result["stage"] == "01_allreduce"
+    assert (result["world_size"], result["backend"]) == ([2], ["gloo", "nccl"])
+    assert result["options"]["steps"] == 3 and result["seconds"] > 0
     assert result["copy_bytes_per_second"] > 0
     assert (tmp_path / "a.png").read_bytes().startswith(PNG)
     lines = masked(output)
+    assert output.endswith("".join(f"written: {file}\n" for file in files[1::2]))
     assert "gloo # # not run: needs # GB of memory, and # are free" in lines
     if torch.cuda.device_count() < 2:
         assert "nccl # # not run: needs # GPUs, and torch finds #" in lines
@@ -250,13 +262,15 @@ def test_wrong_elements_are_counted(ranks):
         ["--world-sizes", "2,"],
         ["--backends", "mpi"],
         ["--backends", ""],
-        ["--iters", "0"],
-        ["--iters", "1.5"],
+        ["--steps", "0"],
+        ["--steps", "1.5"],
         ["--warmup", "-1"],
         ["--row-seconds", "0"],
         ["--json", "/"],
         ["--plot", "/no/such/folder/a.png"],
         ["--json", ""],
+        ["--json", "a.json", "--demo"],
+        ["--plot", "a.png", "--demo"],
     ],
     ids=" ".join,
 )
@@ -270,10 +284,111 @@ def test_bad_input_is_one_line(words, monkeypatch, capsys):
     assert error.count("\n") == 1
 
 
+QUICK = [sys.executable, SCRIPT, "--backends", "gloo", "--sizes-mb", "0.5,1", *SMALL]
+
+
+@pytest.mark.full
+def test_nothing_is_written_that_no_flag_names(script, tmp_path):
+    """In a checkout of its own, without results/."""
+    for folder in ("01_allreduce", "common"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    before = sorted(path for path in tmp_path.rglob("*") if path.suffix != ".pyc")
+    command = [QUICK[0], tmp_path / "01_allreduce" / "allreduce.py", *QUICK[2:]]
+    environment = {"PYTHONDONTWRITEBYTECODE": "1"}
+    status, output = script(command, cwd=tmp_path, env=environment).wait()
+    assert status == 0 and "written" not in output, output
+    assert sorted(path for path in tmp_path.rglob("*") if path.suffix != ".pyc") == before
+
+
+def test_make_needs_results_only_for_its_picture(tmp_path):
+    (tmp_path / "common").mkdir()
+    for name in ("Makefile", "common/reference.mk"):
+        shutil.copy(ROOT / name, tmp_path / name)
+
+    environment = {key: value for key, value in os.environ.items() if "MAKE" not in key}
+    environment.pop("NPROC", None)
+
+    def would_run(arguments):
+        words = ["make", "-n", f"PYTHON={sys.executable}", "01_allreduce", f"ARGS={arguments}"]
+        return subprocess.check_output(words, cwd=tmp_path, env=environment, text=True)
+
+    assert "mkdir" in would_run("") and "--plot results/01_allreduce.png" in would_run("")
+    for arguments in ("--demo", "--plot a.png", "--plot=a.png", "--help"):
+        assert f"allreduce.py {arguments}" in " ".join(would_run(arguments).split()).replace(
+            "\\ ", ""
+        )
+        assert "results" not in would_run(arguments)
+
+
+def test_progress_on_a_terminal_and_none_in_a_pipe():
+    status, output, shown = on_a_terminal(QUICK)
+    assert status == 0 and "\r" not in output and "Traceback" not in shown, shown
+    for part in ("4 ranks are started", "0.5 MB: call 1 of 4: gloo", "1 MB: call 4 of 4, "):
+        assert part in shown, shown
+    assert " s left: ring" in shown and "\n" not in shown
+    assert shown.endswith("\r\x1b[K")  # nothing stays
+
+
+def test_a_closed_pipe_loses_no_file(tmp_path):
+    files = ["--json", tmp_path / "a.json", "--plot", tmp_path / "a.png"]
+    assert check_closed_pipe([*QUICK, *files]) == ""
+    assert len(json.loads((tmp_path / "a.json").read_text())["rows"]) == 4
+    assert (tmp_path / "a.png").read_bytes().startswith(PNG)
+
+
+@pytest.mark.parametrize(
+    "sizes, ticks",
+    [
+        ([10, 1, 10], [1, 10]),
+        ([1, 10, 100, 1000], [1, 10, 100, 1000]),
+        ([5], [5]),
+        ([2.0**k for k in range(21)], [2.0**k for k in range(0, 21, 3)]),
+    ],
+)
+def test_ticks_are_measured_sizes(sizes, ticks):
+    assert alpha_beta.ticks_of(sizes) == ticks
+
+
+def test_the_pictures_ticks_are_sizes_and_plain_numbers(tmp_path, monkeypatch):
+    """Two sizes, less than a decade apart: matplotlib's own would be 2 × 10⁰ and so on."""
+    figures = []
+    save = Figure.savefig
+
+    def note(figure, *arguments, **options):
+        save(figure, *arguments, **options)
+        figures.append(figure)
+
+    monkeypatch.setattr(Figure, "savefig", note)
+    rows = []
+    for size, seconds in ((2**20, 2e-3), (2**22, 7e-3)):
+        rows.append({"algorithm": "gloo", "world_size": 2, "size_bytes": size, "p50": seconds})
+    alpha_beta.draw(tmp_path / "a.png", rows, [], 1e10)
+    for axes in figures[0].axes:
+        words = [label.get_text() for label in axes.get_xticklabels(which="both")]
+        assert words == ["1", "4"]
+        words = [label.get_text() for label in axes.get_yticklabels(which="both")]
+        assert len(words) > 2 and all(float(word) > 0 for word in words), words
+
+
+def test_old_names_of_flags(monkeypatch):
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--iters", "7"])
+    assert allreduce.read_arguments(setup).steps == 7
+
+
+def test_help_is_within_100_columns(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--help"])
+    with pytest.raises(SystemExit):
+        main()
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 100 and "--iters" not in text
+    assert text.count("(default: ") == 6
+
+
 def long_run(script, *words):
     """A run that would take minutes, and its output so far: when the first sizes are measured."""
     grid = ["--backends", "gloo", "--sizes-mb", "0.5,1,400", "--world-sizes", "2,4"]
-    length = ["--iters", "100000", "--row-seconds", "0.3"]
+    length = ["--steps", "100000", "--row-seconds", "0.3"]
     one = script([sys.executable, SCRIPT, *grid, *length, *words])
     output = ""
     for line in one.process.stdout:

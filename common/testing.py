@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import pty
 import re
 import signal
 import subprocess
@@ -155,6 +156,37 @@ class Script:
         for process in self.processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
+
+
+def on_a_terminal(command: list, **variables) -> tuple[int, str, str]:
+    """Exit status, standard output, and what a terminal gets on standard error."""
+    terminal, ours = pty.openpty()
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | variables
+    words = [str(word) for word in command]
+    run = subprocess.Popen(words, env=environment, text=True, stdout=subprocess.PIPE, stderr=ours)
+    os.close(ours)
+    shown = b""
+    with contextlib.suppress(OSError):  # when the last process has closed it
+        while piece := os.read(terminal, 65536):
+            shown += piece
+    os.close(terminal)
+    output, _ = run.communicate(timeout=60)
+    return run.returncode, output, shown.decode()
+
+
+def check_closed_pipe(command: list, **variables) -> str:
+    """Its output is read for one line only, as by `head -1`: the run goes on, and ends well.
+
+    Returns what it says on standard error.
+    """
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    words = [str(word) for word in command]
+    with subprocess.Popen(words, env=os.environ | variables, **pipes) as run:
+        run.stdout.readline()
+        run.stdout.close()
+        errors = run.stderr.read()
+    assert run.returncode == 0 and "Traceback" not in errors and "Broken" not in errors, errors
+    return errors
 
 
 def torchrun(world_size: int, *words) -> list:
