@@ -94,9 +94,10 @@ $(TOOLS): $(RUNTIME)
 
 ##   make 08_ddp_rpc                         DDP for the dense part, RPC servers for the embeddings
 LAYOUT = --trainers $(NPROC) --servers $(NPROC)
-LAYOUT_CHOSEN = $(findstring --trainers,$(ARGS))$(findstring --servers,$(ARGS))
-08_ddp_rpc: $(RUNTIME) | results
-	@$(PYTHON) 08_ddp_rpc/ddp_rpc.py $(if $(LAYOUT_CHOSEN),,$(LAYOUT)) $(ARGS)
+LAYOUT_FLAGS := --trainers --servers --number-trainers --number-ps
+LAYOUT_CHOSEN = $(foreach flag,$(LAYOUT_FLAGS),$(findstring $(flag),$(ARGS)))
+08_ddp_rpc: $(RUNTIME)
+	@$(PYTHON) 08_ddp_rpc/ddp_rpc.py $(if $(strip $(LAYOUT_CHOSEN)),,$(LAYOUT)) $(ARGS)
 
 ##
 ##   make compare                            02 to 05 in turn, two models: results/compare.png

@@ -10,13 +10,12 @@ asked at once, and their answers are awaited together.
     python 08_ddp_rpc/ddp_rpc.py --trainers 8 --servers 8 --lookup both
                                                 (both kinds of lookup, epoch by epoch in turn)
 
-The script starts all processes itself, on this host (see launcher.py). Source: PyTorch,
+launcher.py has the options and starts all processes, on this host. Source: PyTorch,
 torch/distributed/benchmarks/benchmark_ddp_rpc.py; Li et al., "Scaling Distributed Machine Learning
 with the Parameter Server", OSDI 2014.
 """
 
 import math
-import os
 import queue
 import sys
 import time
@@ -34,6 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 CLASSES = 8
 DENSE_INPUT = 512
 LEARNING_RATE = 0.05
+EPOCH = 10  # steps, as upstream: it is timed as a whole
 
 # Four functions that run on a parameter server when somebody calls them from afar.
 table = None  # this server's nn.EmbeddingBag
@@ -136,10 +136,10 @@ def training_step(
 
 
 # ==================================================================================================
-# Below this line: what the trainers do, what the master tells them, and the options.
+# Below this line: what the trainers do, and what the master tells them.
 
 
-def random_batches(steps: int, embeddings: int, rows_per_bag: int, generator: torch.Generator):
+def random_batches(steps: int, embeddings: int, rows_of_bag: int, generator: torch.Generator):
     """Yield (indices, offsets, targets): 20 to 50 indices in bags of 1 to 10.
 
     There is a target per row of the dense net's input.
@@ -150,9 +150,14 @@ def random_batches(steps: int, embeddings: int, rows_per_bag: int, generator: to
         starts = sizes.cumsum(0) - sizes
         offsets = starts[starts < length]
         indices = torch.randint(embeddings, (length,), generator=generator)
-        rows = len(offsets) * rows_per_bag
+        rows = len(offsets) * rows_of_bag
         targets = torch.randint(CLASSES, (rows,), generator=generator)
         yield indices, offsets, targets
+
+
+def rows_per_bag(args) -> int:
+    """How many rows of the dense net's input a bag makes."""
+    return args.servers * args.embedding_dim // DENSE_INPUT
 
 
 def lookups(args) -> list[str]:
@@ -178,8 +183,10 @@ def train(args, servers):
 
     What it measured: {lookup: {quantity: one value per measured epoch}}.
     """
+    from common.setup import progress, say
+
     name = rpc.get_worker_info().name
-    epochs = args.warmup + args.epochs
+    warmup, epochs = args.warmup // EPOCH, (args.warmup + args.steps) // EPOCH
     between_reports = math.ceil(epochs / 5)
     model, optimizer = new_model(args, servers, args.seed)
     generator = torch.Generator().manual_seed(args.seed + dist.get_rank())
@@ -187,21 +194,26 @@ def train(args, servers):
     measured = {}
     for lookup in lookups(args):
         measured[lookup] = {"seconds": [], "lookup_seconds": [], "examples": []}
+    began = time.perf_counter()
     for epoch in range(1, epochs + 1):
+        if name == "trainer0":
+            each = (time.perf_counter() - began) / max(1, epoch - 1)
+            left = f", {each * (epochs + 1 - epoch):.0f} s left" if epoch > 1 else ""
+            progress(f"training: epoch {epoch} of {epochs}{left}")
         for lookup, samples in measured.items():
-            batches = list(random_batches(10, args.embeddings, args.rows_per_bag, generator))
+            batches = list(random_batches(EPOCH, args.embeddings, rows_per_bag(args), generator))
             model.lookup_seconds = 0.0
             start = time.perf_counter()
             step_losses = [training_step(model, optimizer, batch, lookup) for batch in batches]
             loss = torch.stack(step_losses).mean().item()  # waits for the GPU, if there is one
             seconds = time.perf_counter() - start
             losses.append(loss)
-            if epoch > args.warmup:
+            if epoch > warmup:
                 samples["seconds"].append(seconds)
                 samples["lookup_seconds"].append(model.lookup_seconds)
                 samples["examples"].append(sum(len(offsets) for _, offsets, _ in batches))
         if name == "trainer0" and epoch % between_reports == 0 and epoch < epochs:
-            print(f"epoch {epoch} of {epochs}, loss of trainer0 {loss:.3f}", flush=True)
+            say(f"epoch {epoch} of {epochs}, loss of trainer0 {loss:.3f}")
     return {"name": name, "lookups": measured, "loss": losses}
 
 
@@ -240,7 +252,7 @@ def verify_one_trainer(args, servers, embeddings):
 
     generator = torch.Generator().manual_seed(args.seed)
     kinds = lookups(args)
-    for step, batch in enumerate(random_batches(20, embeddings, args.rows_per_bag, generator)):
+    for step, batch in enumerate(random_batches(20, embeddings, rows_per_bag(args), generator)):
         training_step(model, optimizer, batch, kinds[step % len(kinds)])
         indices, offsets, targets = batch
         columns = [one(indices, offsets) for one in twin_tables]
@@ -264,7 +276,7 @@ def verify_replicas(args, servers, embeddings):
     model, optimizer = new_model(args, servers, args.seed + rank)
     generator = torch.Generator().manual_seed(args.seed + rank)
     looked_up = set()
-    batches = random_batches(20, max(1, embeddings // 2), args.rows_per_bag, generator)
+    batches = random_batches(20, max(1, embeddings // 2), rows_per_bag(args), generator)
     for indices, offsets, targets in batches:
         training_step(model, optimizer, (2 * indices, offsets, targets), lookups(args)[0])
         looked_up.update((2 * indices).tolist())
@@ -274,6 +286,9 @@ def verify_replicas(args, servers, embeddings):
 
 def verify(args, trainers, servers):
     """Runs on the master, before anything is measured. Ends the run if the training is wrong."""
+    from common.setup import progress, say
+
+    progress("verify: one trainer with all servers, against a plain model in one process")
     embeddings = min(args.embeddings, 300)  # the twin holds all tables in one process
     tolerance = 1e-5
     create_tables(args, servers, embeddings)
@@ -282,12 +297,12 @@ def verify(args, trainers, servers):
     away = f"{difference:.1e} away from a plain model in one process"
     if not difference <= tolerance:
         sys.exit(f"verify FAILED: one trainer is {away}")
-    print(
+    say(
         f"verify: passed, one trainer and {len(servers)} servers at most {away} after 20 steps; "
-        f"allowed: {tolerance}",
-        flush=True,
+        f"allowed: {tolerance}"
     )
 
+    progress("verify: all trainers with all servers")
     create_tables(args, servers, embeddings)
     before = call_all(servers, weight_copy)
     replicas = []
@@ -302,10 +317,9 @@ def verify(args, trainers, servers):
         if set(moved) != rows:
             message = f"the rows of {name} that moved are not those that were looked up"
             sys.exit(f"verify FAILED: {message}")
-    print(
+    say(
         f"verify: passed, dense weights of {len(trainers)} trainers bitwise equal; of {embeddings} "
-        f"rows per server exactly the {len(rows)} that were looked up have moved\n",
-        flush=True,
+        f"rows per server exactly the {len(rows)} that were looked up have moved\n"
     )
     return {
         "max_abs_diff": difference,
@@ -319,12 +333,13 @@ def verify(args, trainers, servers):
 def print_row(name, samples, epochs):
     """A row of the table: what one trainer has measured with one kind of lookup, or all have."""
     from common.report import percentiles
+    from common.setup import say
 
     examples = sum(samples["examples"]) / epochs
     paces = percentiles(samples["seconds"])
     cells = [f"{seconds:9.3f} {examples / seconds:6.0f}" for seconds in paces]
     share = 100 * sum(samples["lookup_seconds"]) / sum(samples["seconds"])
-    print(f"{name:20}{''.join(cells)} {share:7.0f} %", flush=True)
+    say(f"{name:20}{''.join(cells)} {share:7.0f} %")
 
 
 def pool(results, lookup):
@@ -336,98 +351,62 @@ def pool(results, lookup):
     return pooled
 
 
-def run_master(args):
-    """Have the tables made, the trainers train, and print what they measured as they finish."""
+def run_master(args, result):
+    """Have the tables made, the trainers train, and print what they measured as they finish.
+
+    result: the head of the JSON.
+    """
     import launcher
 
     from common import report
+    from common.setup import say
 
     ranks = range(args.trainers + args.servers)
     names = [launcher.role(rank, args.trainers, args.servers) for rank in ranks]
     trainers = names[: args.trainers]
     servers = names[args.trainers :]
-    verified = None
-    if args.verify:
-        verified = verify(args, trainers, servers)
+    result["verify"] = None if args.no_verify else verify(args, trainers, servers)
     create_tables(args, servers, args.embeddings)
     finished = queue.Queue()
     for name in trainers:
         answer = rpc.rpc_async(name, train, (args, servers), timeout=0)
         answer.add_done_callback(finished.put)
 
-    results = []
+    epochs = args.steps // EPOCH
+    measured = []
     for _ in trainers:
-        result = finished.get().wait()
-        if not results:
+        one = finished.get().wait()
+        if not measured:
             columns = [f"{name:>9}  ex./s" for name in ("p50", "p75", "p90", "p95")]
-            print(f"\n{'':20}{''.join(columns)}   lookups")
-        results.append(result)
-        for lookup, samples in result["lookups"].items():
-            print_row(f"{result['name']} {lookup}", samples, args.epochs)
-    results.sort(key=lambda result: trainers.index(result["name"]))
+            say(f"\n{'':20}{''.join(columns)}   lookups")
+        measured.append(one)
+        for lookup, samples in one["lookups"].items():
+            print_row(f"{one['name']} {lookup}", samples, epochs)
+    measured.sort(key=lambda one: trainers.index(one["name"]))
     rates = {}
     waits = {}
     for lookup in lookups(args):
-        pooled = pool(results, lookup)
-        print_row(f"all {lookup}", pooled, args.epochs)
+        pooled = pool(measured, lookup)
+        print_row(f"all {lookup}", pooled, epochs)
         rates[lookup] = sum(pooled["examples"]) / (sum(pooled["seconds"]) / args.trainers)
         waits[lookup] = sum(pooled["lookup_seconds"])
-    print(
-        "seconds per epoch of 10 steps at each percentile, and examples (bags) per second at that "
-        "pace; lookups: their\nshare of the time; all: samples pooled, examples summed"
-    )
+    say("seconds per epoch at each percentile, and examples (bags) per second at that pace;")
+    say("lookups: their share of the time; all: samples pooled, examples summed")
     if args.lookup == "both":
         faster = rates["parallel"] / rates["sequential"]
         longer = waits["sequential"] / waits["parallel"]
-        print(
+        say(
             f"parallel / sequential: {faster:.3f} × the examples per second, all epochs; "
             f"sequential / parallel: {longer:.2f} × the time in lookups"
         )
-    first = sum(result["loss"][0] for result in results) / args.trainers
-    last = sum(result["loss"][-1] for result in results) / args.trainers
-    print(
+    first = sum(one["loss"][0] for one in measured) / args.trainers
+    last = sum(one["loss"][-1] for one in measured) / args.trainers
+    say(
         f"loss: {first:.3f} in the first epoch, {last:.3f} in the last; the targets are random, so "
-        f"that ln {CLASSES} = {math.log(CLASSES):.3f} is all there is to learn",
-        flush=True,
+        f"that ln {CLASSES} = {math.log(CLASSES):.3f} is all there is to learn"
     )
-    if args.json:
-        content = {
-            "stage": "08_ddp_rpc",
-            "torch": torch.__version__,
-            "device_name": report.processor_name(),
-            "options": {name: value for name, value in vars(args).items() if name != "json"},
-            "verify": verified,
-            "examples_per_second": rates,
-            "loss": [first, last],
-            "trainers": results,
-        }
-        report.write_json(args.json, content)
-
-
-def check_sizes(args):
-    """Complete args.embedding_dim; refuse what doesn't fit together, or into this host's memory."""
-    from common import setup
-
-    multiple = DENSE_INPUT // math.gcd(DENSE_INPUT, args.servers)
-    args.embedding_dim = args.embedding_dim or multiple
-    if args.embedding_dim % multiple:
-        below = args.embedding_dim // multiple * multiple
-        nearest = f"{below + multiple}"
-        if below:
-            nearest = f"{below} or {nearest}"
-        setup.fail(
-            f"argument --embedding-dim: '{args.embedding_dim}' × {args.servers} servers is not a "
-            f"multiple of {DENSE_INPUT}; with {args.servers} servers the nearest that works is "
-            f"{nearest}"
-        )
-    args.rows_per_bag = args.servers * args.embedding_dim // DENSE_INPUT
-    gigabytes = 4e-9 * args.embeddings * args.embedding_dim * args.servers * (1 + args.trainers)
-    if gigabytes > 1e-9 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
-        setup.fail(
-            f"argument --embeddings: '{args.embeddings}' × {args.embedding_dim} on {args.servers} "
-            f"servers, with a gradient per trainer, takes {gigabytes:.0f} GB, more than this host "
-            "has; use fewer"
-        )
+    result |= {"examples_per_second": rates, "loss": [first, last], "trainers": measured}
+    report.write_json(args.json, result)
 
 
 def main():
@@ -435,41 +414,13 @@ def main():
     sys.path[:0] = [str(folder), str(folder.parent)]
     try:
         import launcher
-
-        from common import setup
     except ModuleNotFoundError as error:
         sys.exit(
             f"error: {error}: copy the repository's folder common/ beside {folder} or into it, "
             "and 08_ddp_rpc/launcher.py beside this file"
         )
 
-    parser = setup.Parser(__doc__)
-    add = parser.add_argument
-    at_least = setup.whole_number
-    add("--trainers", type=at_least(1, 64), default=8)
-    add("--servers", type=at_least(1, 64), default=8)
-    add("--embeddings", type=at_least(1), default=300, help="rows of each server's table")
-    columns = "its columns; servers × columns must be a multiple of 512"
-    smallest = "(default: the smallest that is: 64 with 8 servers, 256 with 2)"
-    add("--embedding-dim", type=at_least(1), help=f"{columns} {smallest}")
-    warmup = "epochs that are not measured (default: 5)"
-    add("--warmup", type=at_least(0), default=5, help=warmup)
-    epochs = "measured epochs of 10 batches (default: 100)"
-    add("--epochs", type=at_least(1), default=100, help=epochs)
-    kinds = ["parallel", "sequential", "both"]
-    in_turn = "ask all servers at once, or one after another; both: epoch by epoch in turn"
-    add("--lookup", choices=kinds, default="parallel", help=in_turn)
-    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="of the dense net")
-    address = "the address to listen on (default: 127.0.0.1)"
-    add("--master-addr", default="127.0.0.1", help=address)
-    add("--master-port", type=at_least(0, 65535), default=0, help="default: one that is free")
-    waiting = "seconds to wait for the others (default: 300)"
-    add("--timeout", type=setup.positive_number, default=300.0, help=waiting)
-    add("--seed", type=at_least(0), default=0)
-    add("--no-verify", dest="verify", action="store_false", help="only measure")
-    add("--json", type=setup.output_file, metavar="FILE", help="everything measured, raw")
-    args = parser.parse_args()
-    check_sizes(args)
+    args = launcher.read_arguments(__doc__, DENSE_INPUT, EPOCH)
     parameters = sum(parameter.numel() for parameter in dense_net().parameters())
     launcher.run(run_master, args, parameters)
 

@@ -1,4 +1,4 @@
-"""Starts, watches and ends the processes of ddp_rpc.py, all on this host.
+"""Reads the options of ddp_rpc.py, then starts, watches and ends its processes, on this host.
 
 The ranks are the trainers, then the parameter servers, then the master. All join one RPC world, the
 trainers a process group besides, and the master alone acts by itself: the others do what they are
@@ -10,8 +10,10 @@ fails after --timeout seconds, and the master then asks all for a sign of life. 
 master while the trainers train, so it counts heartbeats in the store, which the launcher watches.
 """
 
+import argparse
 import ipaddress
 import logging
+import math
 import os
 import signal
 import socket
@@ -19,7 +21,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from datetime import timedelta
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import torch
@@ -27,7 +29,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed import rpc
 
-from common.setup import fail, threads_per_rank
+from common import setup
+from common.report import processor_name
+from common.setup import fail, progress, say, threads_per_rank, whole_number
 
 
 def role(rank: int, trainers: int, servers: int) -> str:
@@ -39,16 +43,96 @@ def role(rank: int, trainers: int, servers: int) -> str:
     return "master"
 
 
+# The options. "Upstream" is torch/distributed/benchmarks/benchmark_ddp_rpc.py.
+
+
+def read_arguments(description: str, dense_input: int, epoch: int) -> argparse.Namespace:
+    """The command line, checked. dense_input: columns of the dense net's input; epoch: steps."""
+    parser = setup.Parser(description)
+    add = parser.add_argument
+    add("--trainers", type=whole_number(1, 64), default=8, old_names=["--number-trainers"])
+    add("--servers", type=whole_number(1, 64), default=8, old_names=["--number-ps"])
+    rows = {"old_names": ["--number-embeddings"], "help": "rows of each server's table"}
+    add("--embeddings", type=whole_number(1), default=300, **rows)
+    columns = f"its columns; servers × columns must be a multiple of {dense_input}"
+    smallest = "(default: the smallest that is: 64 with 8 servers, 256 with 2)"
+    add("--embedding-dim", type=whole_number(1), help=f"{columns} {smallest}")
+    steps = f"measured; a multiple of {epoch}"
+    add("--steps", type=whole_epochs(epoch, epoch), default=1000, help=steps)
+    warmup = f"steps before them, not measured; a multiple of {epoch}"
+    add("--warmup", type=whole_epochs(0, epoch), default=50, help=warmup)
+    # An older name and upstream's, which count epochs.
+    hidden = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+    add("--epochs", dest="steps", type=lambda text: epoch * whole_number(1, MOST)(text), **hidden)
+    cycles = {"dest": "warmup", "type": lambda text: epoch * whole_number(0, MOST)(text)}
+    add("--warmup-cycles", **cycles, **hidden)
+    kinds = ["parallel", "sequential", "both"]
+    in_turn = "ask all servers at once, or one after another; both: epoch by epoch in turn"
+    add("--lookup", choices=kinds, default="parallel", help=in_turn)
+    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="of the dense net")
+    add("--master-addr", default="127.0.0.1", help="the address to listen on")
+    add("--master-port", type=whole_number(0, 65535), default=0, help="0: one that is free")
+    waiting = "seconds to wait for the others"
+    add("--timeout", type=setup.positive_number, default=300.0, help=waiting)
+    add("--seed", type=whole_number(0), default=0)
+    add("--no-verify", action="store_true", help="only measure")
+    add("--json", type=setup.output_file, metavar="FILE", help="everything measured, raw")
+    args = parser.parse_args()
+    check_sizes(args, dense_input)
+    return args
+
+
+MOST = 10**8  # epochs
+
+
+def whole_epochs(minimum: int, epoch: int):
+    """A type for argparse: a number of steps that makes whole epochs."""
+
+    def check(text: str) -> int:
+        steps = whole_number(minimum, epoch * MOST)(text)
+        if steps % epoch:
+            near = steps // epoch * epoch
+            nearest = f"the nearest that work are {near} and {near + epoch}"
+            raise argparse.ArgumentTypeError(f"{text!r} is not a multiple of {epoch}; {nearest}")
+        return steps
+
+    return check
+
+
+def check_sizes(args, dense_input: int) -> None:
+    """Complete args.embedding_dim; refuse what doesn't fit together, or into this host's memory."""
+    multiple = dense_input // math.gcd(dense_input, args.servers)
+    args.embedding_dim = args.embedding_dim or multiple
+    if args.embedding_dim % multiple:
+        below = args.embedding_dim // multiple * multiple
+        nearest = f"{below + multiple}"
+        if below:
+            nearest = f"{below} or {nearest}"
+        fail(
+            f"argument --embedding-dim: '{args.embedding_dim}' × {args.servers} servers is not a "
+            f"multiple of {dense_input}; with {args.servers} servers the nearest that works is "
+            f"{nearest}"
+        )
+    gigabytes = 4e-9 * args.embeddings * args.embedding_dim * args.servers * (1 + args.trainers)
+    if gigabytes > 1e-9 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+        fail(
+            f"argument --embeddings: '{args.embeddings}' × {args.embedding_dim} on {args.servers} "
+            f"servers, with a gradient per trainer, takes {gigabytes:.0f} GB, more than this host "
+            "has; use fewer"
+        )
+
+
 # The launcher's side.
 
 
 def run(master, args, dense_parameters: int) -> None:
     """Start all processes, and return when the master is done and all have left.
 
-    master: a function of a module, which the last rank calls with args. dense_parameters: their
-    number is printed with the layout. Ends this process with a message if one of the others fails.
+    master: a function of a module, which the last rank calls with args and the head of the JSON.
+    dense_parameters: their number is printed with the layout. Ends this process with a message if
+    one of the others fails.
     """
-    choose_device(args)
+    backend = choose_device(args)
     store = listen(args)
     # torch would name every process that it ends.
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
@@ -65,9 +149,11 @@ def run(master, args, dense_parameters: int) -> None:
         # Ctrl-C reaches every process of the terminal: the children inherit this mask, and leave
         # it to the launcher.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        print_layout(args, dense_parameters)
-        processes = args.trainers + args.servers + 1
-        context = mp.spawn(run_process, (args, master), nprocs=processes, join=False)
+        head = begin(args, backend)
+        print_layout(args, backend, dense_parameters)
+        processes = head["world_size"]
+        progress(f"0 of {processes} processes have started")
+        context = mp.spawn(run_process, (args, head, master), nprocs=processes, join=False)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         watch(context, store, received, args)
     except mp.ProcessExitedException as error:
@@ -76,28 +162,29 @@ def run(master, args, dense_parameters: int) -> None:
             cause = f"was ended by {error.signal_name}"
         exit_naming(error.error_index, cause, args)
     except mp.ProcessRaisedException as error:
+        progress()
         print(error, file=sys.stderr)
         exit_naming(error.error_index, "failed", args)
     finally:
         for process in mp.active_children():
             process.kill()
             process.join()
+        progress()
         if context:
             for file in context.error_files:  # torch's, in which ranks leave their tracebacks
                 Path(file).unlink(missing_ok=True)
         del store
 
 
-def choose_device(args) -> None:
-    """Replace "auto" in args.device; set args.backend and args.threads_per_process."""
+def choose_device(args) -> str:
+    """Replace "auto" in args.device; returns the backend of the trainers' process group."""
     gpus = torch.cuda.device_count()
     if args.device == "cuda" and gpus == 0:
         fail("argument --device: 'cuda' needs a GPU that torch can use, and there is none; use cpu")
     if args.device == "auto":
         args.device = "cuda" if gpus > 0 else "cpu"
     gpu_per_trainer = args.device == "cuda" and gpus >= args.trainers
-    args.backend = "nccl" if gpu_per_trainer else "gloo"
-    args.threads_per_process = threads_per_rank(args.trainers + args.servers)
+    return "nccl" if gpu_per_trainer else "gloo"
 
 
 def listen(args) -> dist.TCPStore:
@@ -132,20 +219,32 @@ def listen(args) -> dist.TCPStore:
     )
 
 
-def print_layout(args, dense_parameters: int) -> None:
-    """Say which rank is what, and where all meet."""
+def begin(args, backend: str) -> dict:
+    """The head of the JSON, with the keys of report.begin; and its line on the screen.
+
+    world_size counts everybody: trainers, servers and the master.
+    """
+    name = torch.cuda.get_device_name() if args.device == "cuda" else processor_name()
+    world_size = args.trainers + args.servers + 1
+    head = {"stage": "08_ddp_rpc", "torch": torch.__version__, "backend": backend}
+    head |= {"device": args.device, "device_name": name, "world_size": world_size}
+    head |= {"threads_per_rank": threads_per_rank(world_size - 1)}  # the master only waits
+    line = "{stage}: torch {torch}, {backend} on {device}, {world_size} ranks, "
+    say((line + "{threads_per_rank} threads per rank").format(**head))
+    return head | {"options": dict(vars(args)), "started": datetime.now(timezone.utc)}
+
+
+def print_layout(args, backend: str, dense_parameters: int) -> None:
+    """Say which rank is what, where all meet, and how long they train."""
     last = args.trainers + args.servers
-    gpus = torch.cuda.device_count()
-    print(
-        f"08_ddp_rpc: torch {torch.__version__}, CUDA {torch.version.cuda} with {gpus} GPUs, "
-        f"{last + 1} processes with {args.threads_per_process} threads each\n"
+    say(
         f"rank 0 to {args.trainers - 1}: trainers, {dense_parameters} dense parameters "
-        f"on {args.device}, DDP over {args.backend}\n"
+        f"on {args.device}, DDP over {backend}\n"
         f"rank {args.trainers} to {last - 1}: parameter servers, "
         f"a table of {args.embeddings} × {args.embedding_dim} each\n"
         f"rank {last}: master; RPC over TensorPipe (TCP); "
-        f"all meet at {args.master_addr} port {args.master_port}",
-        flush=True,
+        f"all meet at {args.master_addr} port {args.master_port}\n"
+        f"{args.steps} steps are measured, after {args.warmup} to warm up; an epoch is 10 steps"
     )
 
 
@@ -170,6 +269,9 @@ def watch(context: mp.ProcessContext, store: dist.TCPStore, received: list, args
         elif beats and time.monotonic() - since > args.timeout:
             missing = f"no sign of life from master (rank {args.trainers + args.servers})"
             sys.exit(f"error: --timeout {args.timeout:g} s are over: {missing}")
+        if not beats:  # the master shows what comes later
+            everybody = args.trainers + args.servers + 1
+            progress(f"{store.add('started', 0)} of {everybody} processes have started")
 
 
 def exit_naming(rank: int, cause: str, args) -> None:
@@ -181,22 +283,26 @@ def exit_naming(rank: int, cause: str, args) -> None:
 # The side of the spawned processes.
 
 
-def run_process(rank: int, args, master) -> None:
+def run_process(rank: int, args, head: dict, master) -> None:
     """A spawned process: join in this rank's role, serve until the master is done, leave."""
+    sys.stdout.reconfigure(errors="replace")  # ? where the output's encoding lacks a character
     threading.Thread(target=end_with_launcher, daemon=True).start()
     # Off the screen: torch deprecates what its own RPC and DistributedOptimizer are made of.
     logging.captureWarnings(True)
-    torch.set_num_threads(args.threads_per_process)
+    torch.set_num_threads(head["threads_per_rank"])
     name = role(rank, args.trainers, args.servers)
-    join(rank, name, args)
+    connect(args).add("started", 1)
+    join(rank, name, args, head["backend"])
     if name == "master":
         threading.Thread(target=beat, args=(connect(args),), daemon=True).start()
         try:
-            master(args)
+            master(args, head)
         except RuntimeError as error:
             if "imed out" in str(error) or "timeout" in str(error):
                 name_the_missing(args, error)
             raise
+        finally:
+            progress()
     rpc.shutdown()
     if rank < args.trainers:
         dist.destroy_process_group()
@@ -217,13 +323,13 @@ def connect(args) -> dist.TCPStore:
     return dist.TCPStore(args.master_addr, args.master_port, is_master=False, timeout=timeout)
 
 
-def join(rank: int, name: str, args) -> None:
+def join(rank: int, name: str, args, backend: str) -> None:
     """Join the trainers' process group, if this is one of them, and the RPC world."""
     world_size = args.trainers + args.servers + 1
     timeout = timedelta(seconds=min(args.timeout, 1e6))
     if rank < args.trainers:
         dist.init_process_group(
-            args.backend,
+            backend,
             store=dist.PrefixStore("trainers", connect(args)),
             rank=rank,
             world_size=args.trainers,

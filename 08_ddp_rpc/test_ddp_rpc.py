@@ -18,6 +18,8 @@ from common import testing
 
 FOLDER = Path(__file__).resolve().parent
 SCRIPT = FOLDER / "ddp_rpc.py"
+HEAD = ["stage", "torch", "backend", "device", "device_name", "world_size", "threads_per_rank"]
+HEAD += ["options", "started"]
 linux = pytest.mark.skipif(
     not Path("/proc/self/environ").exists(), reason="finds the processes of a run in /proc"
 )
@@ -59,14 +61,21 @@ def test_batches_are_what_the_benchmark_draws():
 @pytest.mark.parametrize("trainers, servers", [(1, 3), pytest.param(3, 1, marks=pytest.mark.full)])
 def test_uneven_layouts_verify_train_and_count_every_example(script, tmp_path, trainers, servers):
     layout = ["--trainers", trainers, "--servers", servers, "--embeddings", 31]
-    length = ["--lookup", "both", "--seed", 5, "--warmup", 1, "--epochs", 2]
+    length = ["--lookup", "both", "--seed", 5, "--warmup", 10, "--steps", 20]
     words = [*layout, *length, "--json", tmp_path / "out.json"]
-    status, output = script([sys.executable, SCRIPT, *words]).wait()
+    environment = {"PYTHONIOENCODING": "ascii"}  # which has no ×
+    status, output = script([sys.executable, SCRIPT, *words], env=environment).wait()
     assert status == 0 and output.count("verify: passed") == 2 and "Warning" not in output, output
+    assert output.endswith(f"written: {tmp_path}/out.json\n") and " ? the time in l" in output
     result = json.loads((tmp_path / "out.json").read_text())
     assert result["verify"]["max_abs_diff"] <= 1e-5 and result["verify"]["rows_moved"] == 15
     names = [f"trainer{rank}" for rank in range(trainers)]
     assert sorted(one["name"] for one in result["trainers"]) == names
+    assert list(result)[:9] == HEAD and result["stage"] == "08_ddp_rpc"
+    assert (result["world_size"], result["threads_per_rank"], result["backend"]) == (5, 1, "gloo")
+    options = result["options"]
+    assert (options["steps"], options["warmup"], options["embedding_dim"]) == (20, 10, 512)
+    assert result["seconds"] > 0
     for rank, one in enumerate(result["trainers"]):
         generator = torch.Generator().manual_seed(5 + rank)
         counts = []
@@ -154,7 +163,7 @@ def listening(processes):
     "rank, name", [(0, "trainer0"), pytest.param(3, "ps1", marks=pytest.mark.full)]
 )
 def test_listens_on_loopback_and_when_a_process_is_killed_all_end(script, rank, name):
-    run = script([sys.executable, SCRIPT, "--trainers", 2, "--servers", 2, "--epochs", 1_000_000])
+    run = script([sys.executable, SCRIPT, "--trainers", 2, "--servers", 2, "--steps", 10_000_000])
     wait_for(run, "have moved")  # verify is over, training begins
     processes = spawned(run)
     assert len(processes) == 5
@@ -171,7 +180,7 @@ def test_listens_on_loopback_and_when_a_process_is_killed_all_end(script, rank, 
     "number, expected", [(signal.SIGTERM, 143), (signal.SIGINT, 1), (signal.SIGKILL, -9)]
 )
 def test_when_the_launcher_is_ended_nothing_is_left(script, number, expected):
-    run = script([sys.executable, SCRIPT, "--trainers", 1, "--servers", 1, "--epochs", 1_000_000])
+    run = script([sys.executable, SCRIPT, "--trainers", 1, "--servers", 1, "--steps", 10_000_000])
     wait_for(run, "all meet at")
     if number == signal.SIGINT:
         os.killpg(run.process.pid, number)  # as the terminal does
@@ -194,7 +203,7 @@ def test_when_the_launcher_is_ended_nothing_is_left(script, number, expected):
     "moment", ["rank 0 to", "verify: passed, one trainer", "verify: passed, dense"]
 )
 def test_faults(script, moment, fault, tmp_path):
-    words = ["--trainers", 2, "--servers", 2, "--embedding-dim", 256, "--epochs", 1_000_000]
+    words = ["--trainers", 2, "--servers", 2, "--embedding-dim", 256, "--steps", 10_000_000]
     command = [sys.executable, SCRIPT, *words]
     testing.check_fault(script, command, moment, fault, tmp_path, second_process)
 
@@ -210,7 +219,7 @@ def test_faults(script, moment, fault, tmp_path):
     ],
 )
 def test_a_process_that_does_not_respond_is_named(script, rank, place, name):
-    words = ["--trainers", 2, "--servers", 2, "--epochs", 1_000_000, "--timeout", 10]
+    words = ["--trainers", 2, "--servers", 2, "--steps", 10_000_000, "--timeout", 10]
     run = script([sys.executable, SCRIPT, *words])
     wait_for(run, "have moved")
     os.kill(spawned(run)[rank], signal.SIGSTOP)
@@ -238,8 +247,11 @@ def test_a_process_that_does_not_respond_is_named(script, rank, place, name):
             "with 3 servers the nearest that works is 512 or 1024",
         ),
         (["--warmup", "-1"], "argument --warmup: '-1'"),
-        (["--epochs", "0"], "argument --epochs: '0'"),
-        (["--epochs", "1.5"], "argument --epochs: '1.5'"),
+        (["--warmup", "5"], "'5' is not a multiple of 10; the nearest that work are 0 and 10"),
+        (["--steps", "0"], "argument --steps: '0' is not a whole number from 10 to "),
+        (["--steps", "1.5"], "argument --steps: '1.5'"),
+        (["--steps", "15"], "'15' is not a multiple of 10; the nearest that work are 10 and 20"),
+        (["--epochs", "0"], "argument --epochs: '0' is not a whole number from 1 to "),
         (["--lookup", "random"], "argument --lookup: invalid choice: 'random'"),
         (["--device", "tpu"], "argument --device: invalid choice: 'tpu'"),
         (
@@ -288,9 +300,66 @@ def test_cuda_without_a_gpu_is_one_line(monkeypatch, capsys):
 @pytest.mark.parametrize("trainers", [1, 2])
 def test_on_a_gpu(script, trainers):
     layout = ["--trainers", trainers, "--servers", 2, "--device", "cuda"]
-    length = ["--warmup", 1, "--epochs", 2]
+    length = ["--warmup", 10, "--steps", 20]
     status, output = script([sys.executable, SCRIPT, *layout, *length]).wait()
     assert status == 0 and output.count("verify: passed") == 2, output
+
+
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        ("--epochs 7", "--steps 70"),
+        ("--warmup-cycles 0", "--warmup 0"),
+        ("--warmup-cycles 3", "--warmup 30"),
+        ("--number-trainers 3 --number-ps 2", "--trainers 3 --servers 2"),
+        ("--number-embeddings 9", "--embeddings 9"),
+        ("", "--steps 1000 --warmup 50"),
+    ],
+)
+def test_old_and_upstream_names_of_flags(old, new, monkeypatch):
+    understood = []
+    for words in (old, new):
+        monkeypatch.setattr(sys, "argv", [str(SCRIPT), *words.split()])
+        understood.append(vars(launcher.read_arguments("", 512, 10)))
+    assert understood[0] == understood[1]
+
+
+def test_help_is_within_100_columns(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "100")
+    said = read_help(monkeypatch, capsys)
+    assert max(map(len, said.splitlines())) <= 100
+    for hidden in ("--epochs", "--warmup-cycles", "--number-", "SUPPRESS"):
+        assert hidden not in said
+    assert "measured; a multiple of 10 (default: 1000)" in said
+
+
+def read_help(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--help"])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(SystemExit) as ended:
+        ddp_rpc.main()
+    assert not ended.value.code
+    return capsys.readouterr().out
+
+
+SHORT = [sys.executable, SCRIPT, "--trainers", 1, "--servers", 1, "--steps", 20, "--warmup", 0]
+
+
+def test_progress_on_a_terminal():
+    """Of the launcher, while the others start, of the master, and of trainer0."""
+    status, output, shown = testing.on_a_terminal(SHORT)
+    assert status == 0 and "\r" not in output and "\n" not in shown, shown
+    starting, _, later = shown.partition("\r\x1b[Kverify: one trainer with all")
+    assert "0 of 3 processes have started" in starting and "have started" not in later, shown
+    _, _, training = later.partition("\r\x1b[Kverify: all trainers")
+    assert "training: epoch 1 of 2\r" in training and "epoch 2 of 2, " in training, shown
+    assert shown.endswith("\r\x1b[K")  # nothing stays
+
+
+def test_a_closed_pipe_loses_no_file(tmp_path):
+    assert testing.check_closed_pipe([*SHORT, "--json", tmp_path / "out.json"]) == ""
+    [trainer] = json.loads((tmp_path / "out.json").read_text())["trainers"]
+    assert len(trainer["lookups"]["parallel"]["seconds"]) == 2
 
 
 def test_file_alone(tmp_path):
@@ -322,7 +391,7 @@ DELAY = "ip link set lo up && tc qdisc add dev lo root netem delay 1ms && "
 def test_with_latency_only_the_sequential_lookups_add_it_up(script, tmp_path):
     if reason := delayed_loopback():
         pytest.skip(reason)
-    options = f"--trainers 1 --servers 8 --lookup both --epochs 5 --json {tmp_path}/out.json"
+    options = f"--trainers 1 --servers 8 --lookup both --steps 50 --json {tmp_path}/out.json"
     command = f"{DELAY} exec {sys.executable} {SCRIPT} {options}"
     status, output = script(["unshare", "-n", "sh", "-c", command]).wait()
     assert status == 0, output
