@@ -271,7 +271,8 @@ def watch(context: mp.ProcessContext, store: dist.TCPStore, received: list, args
             sys.exit(f"error: --timeout {args.timeout:g} s are over: {missing}")
         if not beats:  # the master shows what comes later
             everybody = args.trainers + args.servers + 1
-            progress(f"{store.add('started', 0)} of {everybody} processes have started")
+            there, waited = store.add("started", 0), time.monotonic() - since
+            progress(f"{there} of {everybody} processes have started, after {waited:.0f} s")
 
 
 def exit_naming(rank: int, cause: str, args) -> None:
