@@ -74,14 +74,22 @@ $(LADDER) 06_sharded_optimizer: $(RUNTIME)
 ##   make 07_resnet_ddp                      ResNet-18 on one device against torch DDP on NPROC
 ##   make 07_resnet_ddp/compare_runs         its table and pictures again
 ##   make 07_resnet_ddp/sweep [FULL=1]       iteration time over models and numbers of ranks
-##   make 07_resnet_ddp/compile_ddp          DDP and FSDP, eager and compiled (ARGS=--matrix: all)
-# Every process has the same number of threads, also the single one.
+##   make 07_resnet_ddp/compile_ddp          DDP and FSDP, eager and compiled
+# Every process has the same number of threads, also the single one. The flags are checked for all
+# ranks before it starts.
+RESNET_DDP = 07_resnet_ddp/resnet_ddp.py --threads $(THREADS) --results results $(ARGS)
+RANKS = $$(( $(NPROC) * $(or $(NNODES),1) ))
+AS_RANK_0 = RANK=0 LOCAL_RANK=0 WORLD_SIZE=$(RANKS) LOCAL_WORLD_SIZE=$(NPROC)
 07_resnet_ddp: $(RUNTIME) | results
-	@rm -f results/07_single.json results/07_ddp_*.json
-	@$(PYTHON) 07_resnet_ddp/resnet_ddp.py --threads $(THREADS) $(ARGS)
-	@$(TORCHRUN) 07_resnet_ddp/resnet_ddp.py --threads $(THREADS) $(ARGS)
-07_resnet_ddp/compare_runs: $(RUNTIME) | results
-	@$(PYTHON) $@.py $(ARGS)
+	@$(AS_RANK_0) $(PYTHON) $(RESNET_DDP) --check
+ifeq ($(filter -h --help,$(ARGS)),)
+	@rm -f results/07_single.json results/07_ddp_*.json results/speedup.png results/breakdown.png
+	@echo "1 of 2: a single device"; began=$$(date +%s); $(PYTHON) $(RESNET_DDP) || exit; \
+	  echo; echo "2 of 2: DDP × $(RANKS) (1 took $$(( $$(date +%s) - began )) s)"; \
+	  $(TORCHRUN) $(RESNET_DDP)
+endif
+07_resnet_ddp/compare_runs: $(RUNTIME)
+	@$(PYTHON) $@.py $(or $(ARGS),results)
 
 # The second scripts of the folders, which torchrun starts as well.
 PICTURE = $(if $(findstring --plot,$(ARGS)),,--plot results/$(1).png)

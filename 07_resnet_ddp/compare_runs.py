@@ -1,53 +1,53 @@
 """07: compare the results of resnet_ddp.py, one device against N: a table and two pictures.
 
-    python 07_resnet_ddp/compare_runs.py              (the folder results/ of the repository)
     python 07_resnet_ddp/compare_runs.py RESULTS      (the folder of resnet_ddp.py --results)
 
-RESULTS holds 07_single.json and at least one 07_ddp_N.json. comparison.png and breakdown.png are
-drawn beside them. resnet_ddp.py does the same by itself as soon as it has written the second file.
+RESULTS holds 07_single.json and at least one 07_ddp_N.json. speedup.png and breakdown.png are drawn
+beside them. resnet_ddp.py does the same by itself as soon as it has written the second file.
 """
 
 import json
 import os
-import statistics
 import sys
 from pathlib import Path
+
+import numpy
 
 # From Okabe and Ito's palette, which the colour-blind can tell apart.
 BLUE = "#0072B2"
 ORANGE = "#E69F00"
 
+# What runs must have in common to be compared, of the result's head and of its options.
+HEAD = ["device", "threads_per_rank", "data"]
+OPTIONS = """epochs image_size global_batch steps_per_epoch lr momentum warmup_epochs
+    amp channels_last workers seed""".split()
 
-def times(result: dict, part: str) -> list[float]:
-    """All ranks' and steps' ms of `data`, of `compute` (which synchronises) or of both, `batch`."""
-    parts = ["data", "compute"] if part == "batch" else [part]
-    samples = []
-    for step in result["steps"]:
-        for rank in range(result["world_size"]):
-            seconds = sum(step[f"{name}_seconds"][rank] for name in parts)
-            samples.append(1000 * seconds)
-    return samples
+
+def times(result: dict, part: str) -> list[list[float]]:
+    """The ms of "data", of "compute_sync" or of both, "batch": [rank][step]."""
+    parts = ["data", "compute_sync"] if part == "batch" else [part]
+    return (1000 * sum(numpy.array(result[f"{name}_seconds"]) for name in parts)).tolist()
 
 
 def summarize(result: dict) -> dict:
-    """What the table and the pictures show of a run; times of a batch are means in ms."""
-    name = "single"
-    if result["name"] == "ddp":
-        name = f"DDP × {result['world_size']}"
+    """What the table and the pictures show of a run; times of a batch are in ms."""
+    options = result["options"]
+    settings = {name: result[name] for name in HEAD} | {name: options[name] for name in OPTIONS}
     caption = "ResNet-18, {data}, {image_size} px, --global-batch {global_batch}, {device}, "
-    caption += "threads per process: {threads_per_rank}"
-    return {
-        "name": name,
-        "caption": f"{caption.format(**result['settings'])}, {result['scaling']} scaling",
-        "settings": result["settings"],
+    caption += "threads per rank: {threads_per_rank}"
+    summary = {
+        "name": result["name"],
+        "caption": f"{caption.format(**settings)}, {options['scaling']} scaling",
+        "settings": settings,
         "world_size": result["world_size"],
         "total": result["train_seconds"],
-        "data": statistics.fmean(times(result, "data")),
-        "compute": statistics.fmean(times(result, "compute")),
-        "batch": statistics.fmean(times(result, "batch")),
+        "samples": {"data": times(result, "data"), "compute+sync": times(result, "compute_sync")},
+        "batch": float(numpy.mean(times(result, "batch"))),
         "throughput": result["images_per_second"],
         "accuracy": result["evaluations"][-1]["accuracy"],
     }
+    summary["data share"] = float(numpy.mean(summary["samples"]["data"])) / summary["batch"]
+    return summary
 
 
 def read(path: Path) -> dict:
@@ -64,6 +64,8 @@ def read(path: Path) -> dict:
 
 def find_runs(folder: Path) -> list[dict]:
     """07_single.json, then the 07_ddp_N.json of the same settings by N; without a pair, nothing."""
+    from common.setup import say
+
     single_file = folder / "07_single.json"
     ddp_files = sorted(folder.glob("07_ddp_*.json"), key=lambda path: (len(path.name), path.name))
     if not single_file.exists() or not ddp_files:
@@ -73,10 +75,10 @@ def find_runs(folder: Path) -> list[dict]:
     runs = [single]
     for path in ddp_files:
         ddp = read(path)
-        different = [name for name in settings if ddp["settings"].get(name) != settings[name]]
+        different = [name for name in settings if ddp["settings"][name] != settings[name]]
         if different:
             reason = f"07_single.json has another {', '.join(different)}"
-            print(f"{path.name} is left out of the comparison: {reason}", flush=True)
+            say(f"{path.name} is left out of the comparison: {reason}")
         else:
             runs.append(ddp)
     for run in runs:
@@ -90,10 +92,10 @@ def print_comparison(runs: list[dict]) -> None:
     rows = []
     for run in runs:
         row = [run["name"], f"{run['total']:.1f}", f"{run['batch']:.1f}"]
-        row += [f"{run['throughput']:.1f}", f"{run['speedup']:.2f}"]
+        row += [f"{run['data share']:.1%}", f"{run['throughput']:.1f}", f"{run['speedup']:.2f}"]
         row += [f"{run['speedup'] / run['world_size']:.1%}", f"{run['accuracy']:.2%}"]
         rows.append(row)
-    header = ["", "total s", "batch ms", "images/s", "speed-up", "efficiency", "accuracy"]
+    header = ["", "total s", "batch ms", "data", "images/s", "speed-up", "efficiency", "accuracy"]
     print_table(header, rows)
 
 
@@ -105,7 +107,7 @@ def three_digits(value: float) -> str:
     return f"{value:.0f}"
 
 
-def draw_comparison(runs: list[dict], path: Path) -> None:
+def draw_speedup(runs: list[dict], path: Path) -> None:
     """Total time, batch time, throughput and speed-up: a bar for each run."""
     from matplotlib.figure import Figure
 
@@ -136,49 +138,48 @@ def draw_comparison(runs: list[dict], path: Path) -> None:
 
 
 def draw_breakdown(runs: list[dict], path: Path) -> None:
-    """Where the time of a batch goes: data below, compute above; in ms and as shares."""
+    """Where the time of a batch goes: loading and the rest, on an axis that shows both."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 4.2), dpi=150, layout="constrained")
+    figure = Figure(figsize=(9, 1.6 + 0.8 * len(runs)), dpi=150, layout="constrained")
     figure.suptitle(f"Where the time of a batch goes\n{runs[-1]['caption']}", fontsize=11)
-    absolute, relative = figure.subplots(1, 2)
-    data = [run["data"] for run in runs]
-    compute = [run["compute"] for run in runs]
-    draw_stacks(absolute, runs, data, compute)
-    absolute.set_ylabel("ms per batch (mean)")
-    data = [100 * run["data"] / run["batch"] for run in runs]
-    compute = [100 * run["compute"] / run["batch"] for run in runs]
-    draw_stacks(relative, runs, data, compute)
-    relative.set_ylabel("% of the batch time")
-    relative.set_yticks(range(0, 101, 20))
+    axes = figure.subplots()
+    axes.set_xscale("log")
+    places = []
+    for part, samples_of in enumerate(["data", "compute+sync"]):
+        for i, run in enumerate(runs):
+            place = part * (len(runs) + 0.5) + i
+            places.append((place, f"{samples_of}, {run['name']}"))
+            samples = run["samples"][samples_of]
+            mean = float(numpy.mean(samples))
+            low, high = numpy.percentile(samples, (5, 95))
+            colour = BLUE if i == 0 else ORANGE
+            axes.hlines(place, low, high, colour, linewidth=6, alpha=0.4)
+            axes.plot(mean, place, "o", color=colour, markersize=8)
+            text = f"{three_digits(mean)} ms, {mean / run['batch']:.1%}"
+            above = {"xytext": (0, 8), "textcoords": "offset points", "ha": "center"}
+            axes.annotate(text, (mean, place), **above)
+    axes.set_yticks(*zip(*places, strict=True))
+    axes.margins(x=0.12, y=0.2)
+    axes.invert_yaxis()
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_xlabel("ms per batch: mean (dot), 5th to 95th percentile (bar); % of the batch time")
+    axes.grid(axis="x", which="both", alpha=0.3)
     figure.savefig(path)
-
-
-def draw_stacks(axes, runs: list[dict], data: list[float], compute: list[float]) -> None:
-    names = [run["name"] for run in runs]
-    axes.bar(names, data, width=0.6, color=ORANGE, label="data")
-    bars = axes.bar(
-        names, compute, width=0.6, color=BLUE, bottom=data, label="compute and synchronise"
-    )
-    labels = []
-    heights = []
-    for lower, upper in zip(data, compute, strict=True):
-        labels.append(f"compute {upper:.1f}\ndata {lower:.1f}")
-        heights.append(lower + upper)
-    axes.bar_label(bars, labels, padding=2)
-    axes.set_ylim(0, 1.4 * max(heights))
-    axes.legend(loc="upper center", ncols=2)
 
 
 def compare(folder: Path) -> bool:
     """Compare and draw the runs in this folder. Returns whether there were two to compare."""
+    from common.setup import say
+
     runs = find_runs(folder)
     if len(runs) < 2:
         return False
+    say()
     print_comparison(runs)
-    draw_comparison(runs, folder / "comparison.png")
-    draw_breakdown(runs, folder / "breakdown.png")
-    print(f"drawn: {folder.name}/comparison.png and {folder.name}/breakdown.png", flush=True)
+    for name, draw in (("speedup.png", draw_speedup), ("breakdown.png", draw_breakdown)):
+        draw(runs, folder / name)
+        say(f"written: {folder / name}")
     return True
 
 
@@ -191,16 +192,15 @@ def main():
         sys.exit(f"error: {error}: copy the repository's folder common/ beside {folder} or into it")
 
     parser = setup.Parser(__doc__)
-    results = folder.parent / "results"
-    where = "with 07_single.json and 07_ddp_N.json (default: results/ of the repository)"
-    parser.add_argument("results", nargs="?", default=str(results), metavar="RESULTS", help=where)
+    where = "a folder with 07_single.json and 07_ddp_N.json; the pictures go there, too"
+    parser.add_argument("results", metavar="RESULTS", help=where)
     args = parser.parse_args()
     results = Path(args.results)
     if not args.results or not results.is_dir():
         setup.fail(f"argument RESULTS: {args.results!r} is not a folder")
     if not os.access(results, os.W_OK):
         setup.fail(f"argument RESULTS: {args.results!r} is not writable, for the pictures")
-    if not compare(results.resolve()):
+    if not compare(results):
         needed = "a 07_single.json and a 07_ddp_N.json of the same settings"
         setup.fail(f"argument RESULTS: {args.results!r} does not hold {needed}")
 

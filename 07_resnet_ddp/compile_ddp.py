@@ -4,9 +4,9 @@ Two things want the same graph: a compiler wants it whole, DDP wants a pause aft
 all-reduce it while the rest is still computed. So torch.compile splits the graph of a DDP model
 where the buckets end (--no-optimize-ddp: it does not). FSDP keeps only its shard of the parameters
 and gathers the others when they are needed (--fsdp-wrap: block by block, and never all at once).
-What each costs and saves is measured here; --matrix does it side by side.
+What each costs and saves is measured here, side by side; --bare, --ddp or --fsdp takes one of them.
 
-    make 07_resnet_ddp/compile_ddp NPROC=2 ARGS=--matrix
+    make 07_resnet_ddp/compile_ddp NPROC=2
     torchrun --standalone --nproc-per-node 2 07_resnet_ddp/compile_ddp.py --ddp --compile inductor
     torchrun --nnodes 2 --node-rank R --nproc-per-node 8 --master-addr HOST0 --master-port 29400 \
         07_resnet_ddp/compile_ddp.py --fsdp --fsdp-wrap     (two hosts; R is 0 on HOST0, else 1)
@@ -15,6 +15,7 @@ Source: PyTorch's benchmarks/dynamo/distributed.py, here with today's fully_shar
 FullyShardedDataParallel. The models are in compile_models.py, memory is in peak_memory.py.
 """
 
+import argparse
 import importlib.util
 import logging
 import sys
@@ -68,9 +69,9 @@ def distribute(
         if backend != "print":
             compile_graph = torch._dynamo.lookup_backend(backend)
             return compile_graph(graph, example_inputs)
-        if dist.get_rank() == 0:
-            code = graph.print_readable(print_output=False)
-            print(f"graph {len(graphs)}:\n{code}", flush=True)
+        from common.setup import say
+
+        say(f"graph {len(graphs)}:\n{graph.print_readable(print_output=False)}")
         return graph.forward
 
     def compiled(function):
@@ -214,17 +215,18 @@ def prepare(args, device, how: str, backend: str | None, expected: tuple) -> dic
         return outputs, watch.seconds("start", "end")
 
     def measured_step():
-        return {"seconds": step()[1]}
+        return {"forward_backward_seconds": step()[1]}
 
     expected_outputs, my_gradients, mean_gradients = expected
     expected_gradients = mean_gradients
     if how == "bare":
         expected_gradients = my_gradients
     outputs, first = step()
-    differences = (
-        difference([tensor.detach() for tensor in floats(outputs)], expected_outputs),
-        difference(gradients_of(model), expected_gradients),
-    )
+    found = {
+        "first_call_seconds": first,
+        "output_difference": difference([t.detach() for t in floats(outputs)], expected_outputs),
+        "gradient_difference": difference(gradients_of(model), expected_gradients),
+    }
     del outputs
     step()  # after its first backward DDP arranges the buckets anew
     peaks = []
@@ -232,17 +234,10 @@ def prepare(args, device, how: str, backend: str | None, expected: tuple) -> dic
         model.zero_grad()
         peaks.append(peak_memory(step, device))
     # The least is right: the profiler may miss what gloo's thread releases, and then counts more.
-    peak = bytes_held(model, inputs, how) + min(peaks)
-    return {
-        "step": measured_step,
-        "model": model,
-        "inputs": inputs,
-        "first": first,
-        "graphs": graphs,
-        "peak": peak,
-        "parameters": sum(held_here(parameter).numel() for parameter in model.parameters()),
-        "differences": differences,
-    }
+    found["peak_bytes"] = bytes_held(model, inputs, how) + min(peaks)
+    found["parameters"] = sum(held_here(parameter).numel() for parameter in model.parameters())
+    found["graphs"] = len(graphs)
+    return {"step": measured_step, "model": model, "inputs": inputs, "found": found}
 
 
 def attempt(function) -> tuple:
@@ -255,12 +250,12 @@ def attempt(function) -> tuple:
         result = function()
     except Exception as error:  # compilers and models have many kinds
         cause = getattr(error, "inner_exception", error)
-        message = str(cause) or type(error).__name__
-        reason = message.splitlines()[0]
+        lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
+        reason = lines[0] if lines else type(cause).__name__
     reasons = [None] * dist.get_world_size()
     dist.all_gather_object(reasons, reason)
     for rank, reason in enumerate(reasons):
-        if reason:
+        if reason is not None:
             return None, f"{reason} (rank {rank})"
     return result, None
 
@@ -274,14 +269,17 @@ def cell_name(how: str, backend: str | None) -> str:
 
 def prepare_all(args, device, plan: list[tuple[str, str | None]]) -> tuple[dict, dict]:
     """Prepare all cells: those that can be measured by name, and by name why the others cannot."""
-    tolerance = 1e-3  # float32
-    if device.type == "cuda":
-        tolerance = 1e-2  # convolutions may use TF32, of 10 bits
+    from common.setup import progress, say
+
+    tolerance = 1e-2 if device.type == "cuda" else 1e-3  # there convolutions may use TF32, 10 bits
     rank = dist.get_rank()
+    progress("eager on a single device")
     expected = reference(args, device)
     cells, left_out = {}, {}
     for how, backend in plan:
         name = cell_name(how, backend)
+        place = f"{name}, {len(cells) + len(left_out) + 1} of {len(plan)}"
+        progress(f"{place}: {'compiling' if backend else 'checking'}")
         with fresh_cache():  # else the first call would find the kernels of another cell
             # First something tiny: without g++ or Triton it fails here, where no rank waits for
             # another in a collective.
@@ -294,75 +292,83 @@ def prepare_all(args, device, plan: list[tuple[str, str | None]]) -> tuple[dict,
         if problem:
             left_out[name] = problem
             continue
-        outputs, gradients = cell["differences"]
+        outputs = cell["found"]["output_difference"]
+        gradients = cell["found"]["gradient_difference"]
         if not (outputs <= tolerance and gradients <= tolerance):  # so that nan is caught, too
             found = f"outputs {outputs:.1e}, gradients {gradients:.1e} away"
             allowed = f"from eager single-device; allowed: {tolerance:.0e}"
             sys.exit(f"{name}, rank {rank}: {found} {allowed}")
-        if rank == 0:
-            found = f"outputs within {outputs:.1e}, gradients within {gradients:.1e}"
-            allowed = f"of eager single-device (allowed: {tolerance:.0e})"
-            print(f"{name}: {found} {allowed}", flush=True)
+        found = f"outputs within {outputs:.1e}, gradients within {gradients:.1e}"
+        say(f"{name}: {found} of eager single-device (allowed: {tolerance:.0e})")
         cells[name] = cell
     return cells, left_out
 
 
-def print_results(cells: dict, samples: dict, bar: list[float] | None, left_out: dict) -> None:
-    """The table: a row per cell. `samples`: their times; `bar`: those of bare eager, in seconds."""
-    from common import report
+def print_results(cells: list[dict], left_out: dict) -> None:
+    """The table: a row per cell of the JSON."""
+    from common import report, setup
 
+    seconds = {cell["name"]: cell["forward_backward_seconds"] for cell in cells}
     rows = []
-    for name, cell in cells.items():
-        seconds = samples[name]["seconds"]
-        mean = sum(seconds) / len(seconds)
-        ratio = "-"
-        if bar:
-            ratio = f"{report.percentiles(seconds)[0] / report.percentiles(bar)[0]:.2f}"
-        row = [name, f"{1000 * mean:.1f}", *report.milliseconds(seconds), ratio]
-        row += [f"{cell['first']:.1f}", str(len(cell["graphs"]))]
-        row += [f"{cell['peak'] / 2**20:.1f}", f"{cell['parameters'] / 1e6:.2f}"]
+    for cell in cells:
+        samples = seconds[cell["name"]]
+        mean = torch.tensor(samples, dtype=torch.float64).mean().item()
+        row = [cell["name"], f"{1000 * mean:.1f}", *report.milliseconds(samples)]
+        row += [report.ratio(samples, seconds.get("bare eager") if len(cells) > 1 else None)]
+        row += [f"{cell['first_call_seconds']:.1f}", str(cell["graphs"])]
+        row += [f"{cell['peak_bytes'] / 2**20:.1f}", f"{cell['parameters'] / 1e6:.2f}"]
         rows.append(row)
     header = ["forward + backward, ms", "mean", "p50", "p75", "p90", "p95", "/bare eager"]
     header += ["first call, s", "graphs", "peak memory, MB", "parameters, M"]
-    print()
+    setup.say()
     report.print_table(header, rows)
     for name, problem in left_out.items():
-        print(f"{name}: not measured: {problem}")
-    print(
-        "mean and percentiles over all steps of all ranks; /bare eager: ratio of the p50s; "
-        "first call: compilation\nincluded, nothing cached; graphs: compiled; peak memory of "
-        "tensors, parameters held: of rank 0",
-        flush=True,
-    )
+        setup.say(f"{name}: not measured: {problem}")
+    setup.say("mean and percentiles over all steps of all ranks; /bare eager: ratio of the p50s;")
+    setup.say("first call: compilation included, nothing cached; graphs: compiled;")
+    setup.say("peak memory of tensors, parameters held: of rank 0")
 
 
 def write_graph(path: Path, model: nn.Module, inputs: tuple) -> None:
     """The autograd graph of one step as Graphviz text, through torchviz."""
     import torchviz
 
+    from common.setup import say
+
     loss = mean_square(model(*inputs))
     if dist.get_rank() == 0:
         path.write_text(torchviz.make_dot(loss, params=dict(model.named_parameters())).source)
+    say(f"written: {path}")
     loss.backward()  # for DDP and FSDP, which expect one after every forward
 
 
-def write_trace(path: Path, step, repeat: int) -> None:
+def write_trace(path: Path, step, steps: int) -> None:
     """A Chrome trace of rank 0, with spans Forward and Backward."""
+    from common.setup import say
+
     with profile() as profiler:
-        for _ in range(repeat):
+        for _ in range(steps):
             step()
     if dist.get_rank() == 0:
         profiler.export_chrome_trace(str(path))
+    say(f"written: {path}")
 
 
 def check_flags(args) -> None:
-    """End the run now if flags contradict each other or need what is not there."""
-    from common.setup import fail
+    """Fill in --matrix and --trace; end the run if flags contradict each other."""
+    from common.setup import can_be_written, fail
 
-    if args.matrix and (args.profile or args.graph or args.compile == "print"):
-        single = "--profile, --graph and --compile print, which are for a single cell"
-        fail(f"argument --matrix: not with {single}")
-    if (args.fsdp_wrap or args.fsdp_checkpoint) and not (args.fsdp or args.matrix):
+    args.matrix = not (args.bare or args.ddp or args.fsdp)
+    if args.profile and args.trace is None:
+        args.trace = Path("profile.json")
+        if not can_be_written(args.trace):
+            fail("argument --trace: 'profile.json' cannot be written here; name another file")
+    of_one = {"--trace": args.trace, "--graph": args.graph}
+    of_one["--compile print"] = args.compile == "print"
+    for flag, given in of_one.items():
+        if args.matrix and given:
+            fail(f"argument {flag}: is for one cell of the matrix: add --bare, --ddp or --fsdp")
+    if (args.fsdp_wrap or args.fsdp_checkpoint) and (args.bare or args.ddp):
         fail("argument --fsdp-wrap, --fsdp-checkpoint: they need --fsdp or --matrix")
     if args.graph and not importlib.util.find_spec("torchviz"):
         fail("argument --graph: needs torchviz, which is not installed: pip install torchviz")
@@ -384,15 +390,15 @@ def add_arguments(parser) -> None:
     """The flags, apart from those of the models and the process group."""
     from common.setup import output_file, whole_number
 
-    add = parser.add_argument
+    add, file = parser.add_argument, {"type": output_file, "metavar": "FILE"}
     one_of = parser.add_mutually_exclusive_group()
-    bare = "neither: the bare model on every rank"
-    matrix = "bare, ddp and fsdp, each eager and compiled, side by side"
-    one_of.add_argument("--ddp", action="store_true")
-    one_of.add_argument("--fsdp", action="store_true", help=bare)
+    matrix = "bare, ddp and fsdp, each eager and compiled, side by side (the default)"
     one_of.add_argument("--matrix", action="store_true", help=matrix)
+    one_of.add_argument("--bare", action="store_true", help="only the bare model on every rank")
+    one_of.add_argument("--ddp", action="store_true", help="only DDP")
+    one_of.add_argument("--fsdp", action="store_true", help="only FSDP")
     backends = ["inductor", "aot_eager", "eager", "print"]
-    printing = "print: print the graphs (default: none; with --matrix inductor)"
+    printing = "print: print the graphs (default: none; of the matrix inductor)"
     add("--compile", choices=backends, help=f"torch.compile's backend; {printing}")
     one_graph = "don't split the graph where DDP's buckets end"
     add("--no-optimize-ddp", action="store_true", help=one_graph)
@@ -400,16 +406,15 @@ def add_arguments(parser) -> None:
     add("--fsdp-wrap", action="store_true", help=units)
     again = "compute each block's activations again in backward"
     add("--fsdp-checkpoint", action="store_true", help=again)
-    steps = "measured steps, after 3 others (default: 10)"
-    add("--repeat", type=whole_number(1), default=10, help=steps)
+    add("--steps", type=whole_number(1), default=10, old_names=["--repeat"], help="measured")
+    add("--warmup", type=whole_number(0), default=3, help="steps before them, not measured")
     more = "print the model, graph breaks and recompilations"
     add("--verbose", action="store_true", help=more)
-    add("--profile", action="store_true", help="write a Chrome trace to --trace-file")
-    trace = Path("profile.json")
-    default = f"(default: {trace})"
-    add("--trace-file", type=output_file, default=trace, metavar="FILE", help=default)
-    graph = "the autograd graph; needs torchviz"
-    add("--graph", type=output_file, metavar="FILE.dot", help=graph)
+    add("--json", **file, help="everything measured, raw")
+    trace = "Chrome trace of --steps steps of rank 0"
+    add("--trace", **file, old_names=["--trace-file"], help=trace)
+    add("--profile", action="store_true", help=argparse.SUPPRESS)  # --trace profile.json
+    add("--graph", **file, help="the autograd graph in Graphviz's format; needs torchviz")
 
 
 def main():
@@ -437,32 +442,29 @@ def main():
     torch._logging.set_logs(all=logging.ERROR, graph_breaks=args.verbose, recompiles=args.verbose)
 
     with setup.process_group(args) as device:
-        rank = dist.get_rank()
-        if rank == 0:
-            line = "torch {torch}, {backend} on {device}, {world_size} ranks, "
-            line += "{threads_per_rank} threads per rank"
-            print(line.format(**report.environment(device)))
-            model = args.torchbench_model or args.model
-            print(f"{model}, {args.repeat} steps after 3 for warming up\n", flush=True)
+        result = report.begin("07_resnet_ddp/compile_ddp", args, device)
+        model = args.torchbench_model or args.model
+        setup.say(f"{model}; {args.steps} steps are measured, after {args.warmup} to warm up\n")
         cells, left_out = prepare_all(args, device, plan_of(args))
         if not args.matrix and left_out:
             name, problem = left_out.popitem()
             setup.fail(f"{name} does not work here: {problem}")
-        if args.verbose and rank == 0:
+        if args.verbose:
             for name, cell in cells.items():
-                print(f"\n{name}: {cell['model']}")
+                setup.say(f"\n{name}: {cell['model']}")
         steps = {name: cell["step"] for name, cell in cells.items()}
-        samples = timing.measure(steps, args.repeat, warmup=3)
-        bar = None
-        if args.matrix and "bare eager" in cells:
-            bar = samples["bare eager"]["seconds"]
-        if rank == 0:
-            print_results(cells, samples, bar, left_out)
-        for cell in cells.values():  # with --profile or --graph there is only one
-            if args.profile:
-                write_trace(args.trace_file, cell["step"], args.repeat)
+        samples = timing.measure(steps, args.steps, args.warmup)
+        result["cells"] = []
+        for name, cell in cells.items():
+            result["cells"].append({"name": name, **cell["found"], **samples[name]})
+        result["left_out"] = left_out
+        print_results(result["cells"], left_out)
+        for cell in cells.values():  # with --trace or --graph there is only one
+            if args.trace:
+                write_trace(args.trace, cell["step"], args.steps)
             if args.graph:
                 write_graph(args.graph, cell["model"], cell["inputs"])
+        report.write_json(args.json, result)
 
 
 if __name__ == "__main__":

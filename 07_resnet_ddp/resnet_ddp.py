@@ -1,8 +1,9 @@
 r"""07: ResNet-18 on one device against torch's DDP on N, and where the time goes.
 
 The same script does both: started by torchrun it trains with DDP on that many ranks, started by
-plain python it trains on a single device. As soon as the results of both are there, compare_runs.py
-compares and draws them. The images come from images.py.
+plain python it trains on a single device. As soon as the results of both are in the folder that
+--results names, compare_runs.py compares and draws them. The images come from images.py; what
+--checkpoint does is in checkpoints.py.
 
     make 07_resnet_ddp NPROC=2                          (single, then DDP, then the pictures)
     python 07_resnet_ddp/resnet_ddp.py --threads 1      (single)
@@ -19,6 +20,7 @@ Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parall
 
 import argparse
 import copy
+import importlib.util
 import os
 import sys
 import time
@@ -124,55 +126,11 @@ def warm_up(model: nn.Module, image_size: int, device: torch.device) -> None:
     model.zero_grad()
 
 
-def save_checkpoint(path: Path, settings: dict, progress: dict, parts: dict, device) -> None:
-    """Write all that the rest of the training depends on, after an epoch.
-
-    `parts` are model, optimizer and scheduler by name. The file stands there whole, or not at all.
-    The sampler's position is progress["epoch"]: with the seed, one of the settings, it gives the
-    next order.
-    """
-    mine = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        mine["cuda"] = torch.cuda.get_rng_state(device)
-    random_states = [None] * dist.get_world_size()
-    dist.all_gather_object(random_states, mine)
-    if dist.get_rank() != 0:
-        return
-    checkpoint = {"settings": settings, "progress": progress, "random_states": random_states}
-    for name, part in parts.items():
-        checkpoint[name] = part.state_dict()
-    beside = path.with_name(path.name + ".part")
-    with beside.open("wb") as file:
-        torch.save(checkpoint, file)
-        file.flush()
-        os.fsync(file.fileno())  # the bytes are on the disk before the name is, should power fail
-    beside.replace(path)
-
-
-def load_checkpoint(path: Path, settings: dict, parts: dict, device: torch.device) -> dict:
-    """Restore on this rank what `save_checkpoint` wrote, and return its progress.
-
-    ValueError if the settings were others; only the number of epochs may have changed.
-    """
-    checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    for name, value in settings.items():
-        written = checkpoint["settings"][name]
-        if written != value and name != "epochs":
-            raise ValueError(f"it was written with {name} {written}, not {value}")
-    for name, part in parts.items():
-        part.load_state_dict(checkpoint[name])
-    random_states = checkpoint["random_states"][dist.get_rank()]
-    torch.set_rng_state(random_states["cpu"])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(random_states["cuda"], device)
-    return checkpoint["progress"]
-
-
 # ==================================================================================================
 # Below this line: building, an epoch, the report, the arguments, main.
 
 
-def build_model(args, device: torch.device) -> tuple[nn.Module, nn.Module]:
+def build_model(args, distributed: bool, device) -> tuple[nn.Module, nn.Module]:
     """ResNet-18, and what to train: its DDP wrapper, or the network itself on a single device."""
     from torchvision.models import resnet18
 
@@ -180,7 +138,7 @@ def build_model(args, device: torch.device) -> tuple[nn.Module, nn.Module]:
     network = resnet18(num_classes=10).to(device)
     if args.channels_last:  # the first convolution turns the images round as well
         network = network.to(memory_format=torch.channels_last)
-    if not args.distributed:
+    if not distributed:
         return network, network
     # With views a gradient lies in its bucket from the start. find_unused_parameters stays off: it
     # would walk through the graph in every step, and ResNet uses all its parameters.
@@ -200,49 +158,42 @@ def build_optimizer(args, model: nn.Module, steps_per_epoch: int):
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, scale)
 
 
-def restore(args, settings: dict, parts: dict, device: torch.device) -> dict:
-    """The progress to go on from: the checkpoint's if any rank finds it, else that of a start."""
+MEASURED = ["data_seconds", "compute_sync_seconds", "loss", "accuracy"]  # of a rank's step
+
+
+def count_steps(args, train_set: Dataset, world_size: int) -> int:
+    """Steps of an epoch; ends the run if there are too few images for one."""
     from common.setup import fail
 
-    exists = args.checkpoint is not None and args.checkpoint.exists()
-    found = torch.tensor(float(exists), device=device)
-    dist.all_reduce(found)
-    if found == 0:
-        return {"epoch": 0, "step": 0, "train_seconds": 0.0, "steps": [], "evaluations": []}
-    try:
-        progress = load_checkpoint(args.checkpoint, settings, parts, device)
-        epoch = progress["epoch"]
-        if epoch > args.epochs:
-            raise ValueError(f"it is from after epoch {epoch}, and --epochs is {args.epochs}")
-    except Exception as error:  # torch.load has many kinds: missing on this host, cut short
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        problem = f"rank {dist.get_rank()} can resume from ({reason})"
-        fail(f"argument --checkpoint: '{args.checkpoint}' is not one that {problem}")
-    if dist.get_rank() == 0:
-        print(f"resumed from {args.checkpoint} after epoch {epoch}", flush=True)
-    return progress
+    needed = batch_per_rank(args, world_size) * world_size
+    if needed > len(train_set):
+        problem = f"needs {needed} training images a step, and there are {len(train_set)}"
+        fail(f"argument --global-batch: '{args.global_batch}' {problem}")
+    steps = len(train_set) // needed
+    return min(steps, args.steps_per_epoch or steps)
 
 
-def fit(args, device: torch.device, settings: dict, sets: tuple) -> dict:
+def fit(args, distributed: bool, device: torch.device, settings: dict, sets: tuple) -> dict:
     """Train, evaluating and saving after each epoch; returns what was measured, the progress."""
-    from common.setup import fail
+    import checkpoints
+
+    from common import setup
     from common.timing import Stopwatch
 
     options = {"num_workers": args.workers, "pin_memory": device.type == "cuda"}
-    train_batches, test_batches = sharded_loaders(*sets, args.batch_per_rank, args.seed, **options)
-    steps = min(len(train_batches), args.steps_per_epoch or len(train_batches))
-    if steps == 0:
-        needed = args.batch_per_rank * dist.get_world_size()
-        problem = f"needs {needed} training images a step, and there are {len(sets[0])}"
-        fail(f"argument --global-batch: '{args.global_batch}' {problem}")
+    batch = batch_per_rank(args, dist.get_world_size())
+    train_batches, test_batches = sharded_loaders(*sets, batch, args.seed, **options)
+    steps = count_steps(args, sets[0], dist.get_world_size())
 
-    network, model = build_model(args, device)
+    network, model = build_model(args, distributed, device)
     optimizer, scheduler = build_optimizer(args, model, steps)
     warm_up(model, args.image_size, device)
     # From here on, what is random should differ between ranks.
     torch.manual_seed(args.seed + dist.get_rank())
     parts = {"model": network, "optimizer": optimizer, "scheduler": scheduler}
-    progress = restore(args, settings, parts, device)
+    start = {"epoch": 0, "step": 0, "train_seconds": 0.0, "evaluations": []}
+    start |= {name: [[] for _ in range(dist.get_world_size())] for name in MEASURED}
+    progress = checkpoints.resume(args.checkpoint, start, settings, parts, device)
 
     for epoch in range(progress["epoch"] + 1, args.epochs + 1):
         train_batches.sampler.set_epoch(epoch)  # else every epoch has the same order
@@ -250,25 +201,30 @@ def fit(args, device: torch.device, settings: dict, sets: tuple) -> dict:
         sync = not args.no_sync
         outcomes = train(model, batches, optimizer, scheduler, device, Stopwatch, args.amp, sync)
         measure_epoch(outcomes, args, progress, epoch, steps, device)
+        setup.progress(f"epoch {epoch}: images held out")
         held_out = evaluate(network, test_batches, device, args.amp)
         progress["evaluations"].append(held_out)
         progress["epoch"] = epoch
-        if dist.get_rank() == 0:
-            line = "held out: loss {loss:.4f}, accuracy {accuracy:.2%} of {images} images"
-            print(f"epoch {epoch} of {args.epochs} done,", line.format(**held_out), flush=True)
+        line = "held out: loss {loss:.4f}, accuracy {accuracy:.2%} of {images} images"
+        setup.say(f"epoch {epoch} of {args.epochs} done, {line.format(**held_out)}")
         if args.checkpoint:
-            save_checkpoint(args.checkpoint, settings, progress, parts, device)
+            checkpoints.save(args.checkpoint, settings, progress, parts, device)
     return progress
 
 
 def measure_epoch(outcomes, args, progress: dict, epoch: int, steps: int, device) -> None:
-    """Run an epoch of `train`, with a progress line every --log-every steps; adds to `progress`."""
-    global_batch = args.batch_per_rank * dist.get_world_size()
+    """Run an epoch of `train`, with a line every --log-every steps; adds to `progress`."""
+    from common import setup
+
+    world_size = dist.get_world_size()
+    global_batch = batch_per_rank(args, world_size) * world_size
     samples = []
     unread = []
     dist.barrier()  # rank 0 may still be saving, and nobody's first batch should count that
     began = line_began = time.perf_counter()
     for step, outcome in enumerate(outcomes, 1):
+        place = f"epoch {epoch} step {step:3}/{steps}"
+        setup.progress(place)
         unread.append(outcome)
         if len(unread) < args.log_every and step < steps:
             continue
@@ -278,15 +234,14 @@ def measure_epoch(outcomes, args, progress: dict, epoch: int, steps: int, device
         done = progress["step"] + step
         seconds_per_step = (progress["train_seconds"] + now - began) / done
         seconds_left = seconds_per_step * (args.epochs * steps - done)
-        place = f"epoch {epoch} step {step:3}/{steps}"
-        print_progress(place, samples[-1], rate, seconds_left, device)
+        print_step(place, samples[-1], rate, seconds_left, device)
         unread = []
         line_began = time.perf_counter()
-    everyones = [None] * dist.get_world_size()
+    everyones = [None] * world_size
     dist.all_gather_object(everyones, samples)
-    for of_step in zip(*everyones, strict=True):  # by rank
-        values = {name: [sample[name] for sample in of_step] for name in of_step[0]}
-        progress["steps"].append(values)
+    for rank, of_rank in enumerate(everyones):
+        for name in MEASURED:
+            progress[name][rank] += [sample[name] for sample in of_rank]
     progress["step"] += steps
     progress["train_seconds"] += now - began
 
@@ -295,44 +250,42 @@ def read(watch, loss: torch.Tensor, accuracy: torch.Tensor) -> dict:
     """The numbers of a step that `train` yielded. Here, and only here, we wait for a GPU."""
     return {
         "data_seconds": watch.seconds("start", "data"),
-        "compute_seconds": watch.seconds("data", "end"),
+        "compute_sync_seconds": watch.seconds("data", "end"),
         "loss": loss.item(),
         "accuracy": accuracy.item(),
     }
 
 
-def print_progress(place: str, sample: dict, rate: float, seconds_left: float, device) -> None:
+def print_step(place: str, sample: dict, rate: float, seconds_left: float, device) -> None:
     """Rank 0's times of a step; loss and accuracy over all ranks, so all have to call this."""
+    from common.setup import say
+
     over_ranks = torch.tensor([sample["loss"], sample["accuracy"]], device=device)
     dist.all_reduce(over_ranks)
-    if dist.get_rank() != 0:
-        return
     loss, accuracy = (over_ranks / dist.get_world_size()).tolist()
     data = 1000 * sample["data_seconds"]
-    compute = 1000 * sample["compute_seconds"]
-    print(
+    compute = 1000 * sample["compute_sync_seconds"]
+    say(
         f"{place}  data {data:.1f} ms  compute+sync {compute:.1f} ms  {rate:.1f} images/s  "
-        f"loss {loss:.4f}  accuracy {accuracy:.1%}  ETA {seconds_left:.0f} s",
-        flush=True,
+        f"loss {loss:.4f}  accuracy {accuracy:.1%}  ETA {seconds_left:.0f} s"
     )
 
 
 def print_report(result: dict, images: int) -> None:
     """Where the time of a batch went, over all steps of all ranks, and what came out."""
-    from common import report
+    from common import report, setup
 
-    steps = result["steps"]
-    data = torch.tensor([step["data_seconds"] for step in steps], dtype=torch.float64)
-    compute = torch.tensor([step["compute_seconds"] for step in steps], dtype=torch.float64)
+    data, compute = (torch.tensor(result[name], dtype=torch.float64) for name in MEASURED[:2])
     rows = []
-    for name, seconds in (("data", data), ("compute", compute), ("batch", data + compute)):
+    for name, seconds in (("data", data), ("compute+sync", compute), ("batch", data + compute)):
         total = seconds.sum() / result["world_size"]
-        cells = report.milliseconds(seconds.flatten().tolist())
-        rows.append([name, f"{total:.1f}", f"{1000 * seconds.mean():.1f}", *cells])
-    report.print_table(["", "total s", "mean ms", "p50", "p75", "p90", "p95"], rows)
+        share = seconds.sum() / (data + compute).sum()
+        row = [name, f"{total:.1f}", f"{share:.1%}", f"{1000 * seconds.mean():.1f}"]
+        rows.append([*row, *report.milliseconds(seconds.tolist())])
+    report.print_table(["", "total s", "share", "mean ms", "p50", "p75", "p90", "p95"], rows)
     accuracy = result["evaluations"][-1]["accuracy"]
     speed = "{train_seconds:.2f} s: {images_per_second:.1f} images/s over all ranks; held-out"
-    print(f"{images} images in", speed.format(**result), f"accuracy {accuracy:.2%}", flush=True)
+    setup.say(f"{images} images in {speed.format(**result)} accuracy {accuracy:.2%}")
 
 
 def output_folder(text: str) -> Path:
@@ -346,20 +299,19 @@ def output_folder(text: str) -> Path:
     return Path(text)
 
 
-def add_arguments(parser, results: Path) -> None:
+def add_arguments(parser) -> None:
     from common.setup import add_process_group_arguments, output_file, positive_number, whole_number
 
-    add = parser.add_argument
+    add, file = parser.add_argument, {"type": output_file, "metavar": "FILE"}
     whole = whole_number
     add("--image-size", type=whole(8, 1024), help="pixels (default: 64 on CPU, 224 on CUDA)")
     add("--global-batch", type=whole(1), help="images per step (default: 64 on CPU, 512 on CUDA)")
     scaling = "strong: the ranks share --global-batch; "
     scaling += "weak: each has so many, and lr grows with their number"
     add("--scaling", choices=["strong", "weak"], default="strong", help=scaling)
-    add("--epochs", type=whole(1), default=3, help="(default: 3)")
+    add("--epochs", type=whole(1), default=3)
     add("--steps-per-epoch", type=whole(1), help="end each epoch after so many (default: all)")
-    rate = "learning rate of one device (default: 0.02)"
-    add("--lr", type=positive_number, default=0.02, help=rate)
+    add("--lr", type=positive_number, default=0.02, help="learning rate of one device")
     add("--momentum", type=float, default=0.9, help="from 0 to below 1")
     add("--warmup-epochs", type=whole(0), default=1, help="of the learning rate in weak scaling")
     add("--amp", action="store_true", help="bfloat16 where autocast holds it safe")
@@ -369,19 +321,23 @@ def add_arguments(parser, results: Path) -> None:
     workers = "loading processes per rank (default: 0 on CPU, 4 on CUDA)"
     add("--workers", type=whole(0, 64), help=workers)
     add("--threads", type=whole(1, 1024), help="per process (default: cores / ranks of this host)")
-    add("--log-every", type=whole(1), default=5, metavar="STEPS", help="between progress lines")
-    no_sync = "DDP without its all-reduces, to see their cost; no results"
-    add("--no-sync", action="store_true", help=no_sync)
+    add("--log-every", type=whole(1), default=5, metavar="STEPS", help="between lines")
+    add("--no-sync", action="store_true", help="DDP without its all-reduces, to see their cost")
     add("--data", metavar="DIR", help="CIFAR-10 from this folder instead of the digits")
     add("--download", action="store_true", help="fetch CIFAR-10 into --data first")
-    saved = "saved after each epoch, resumed from if there"
-    add("--checkpoint", type=output_file, metavar="FILE", help=saved)
-    where = "where the JSON and the pictures go (default: results/ of the repository)"
-    add("--results", type=output_folder, metavar="DIR", default=str(results), help=where)
+    add("--checkpoint", **file, help="saved after each epoch, resumed from if there")
+    add("--json", **file, help="everything measured, raw")
+    where = "the same as 07_single.json or 07_ddp_N.json, for the comparison"
+    add("--results", type=output_folder, metavar="DIR", help=where)
+    add("--check", action="store_true", help="only check the flags, for both runs that make starts")
     add_process_group_arguments(parser)
 
 
-def complete(args, parser, world_size: int) -> None:
+def batch_per_rank(args, world_size: int) -> int:
+    return args.global_batch // (world_size if args.scaling == "strong" else 1)
+
+
+def complete(args, parser, distributed: bool, world_size: int) -> None:
     """Fill in the defaults that depend on the device, and refuse what does not go together."""
     on_cuda = args.device != "cpu" and torch.cuda.is_available()
     if args.image_size is None:
@@ -390,82 +346,88 @@ def complete(args, parser, world_size: int) -> None:
         args.global_batch = 512 if on_cuda else 64
     if args.workers is None:
         args.workers = 4 if on_cuda else 0
-    ranks = world_size if args.scaling == "strong" else 1  # that share --global-batch
-    args.batch_per_rank = args.global_batch // ranks
     flag = f"argument --global-batch: '{args.global_batch}'"
     if args.lr == float("inf"):
         parser.error("argument --lr: 'inf' is not a finite number above 0")
     if not 0 <= args.momentum < 1:
         parser.error(f"argument --momentum: '{args.momentum}' is not a number from 0 to below 1")
-    if args.global_batch % ranks:
-        parser.error(f"{flag} cannot be divided by {ranks} ranks; allowed are multiples of {ranks}")
-    if args.batch_per_rank < 2:
+    if args.scaling == "strong" and args.global_batch % world_size:
+        problem = f"cannot be divided by {world_size} ranks; allowed are multiples of {world_size}"
+        parser.error(f"{flag} {problem}")
+    if batch_per_rank(args, world_size) < 2:
         parser.error(f"{flag} is one image per rank, and BatchNorm needs at least two")
-    if args.no_sync and not args.distributed:
+    if args.no_sync and (args.check or not distributed):
         problem = "a single device has nothing to leave out; start with torchrun"
         parser.error(f"argument --no-sync: {problem}")
+    if args.checkpoint and args.check:
+        problem = "one device and DDP cannot share one; start them one by one, without make"
+        parser.error(f"argument --checkpoint: {problem}")
     if args.download and not args.data:
         parser.error("argument --download: needs --data DIR, the folder for CIFAR-10")
+    if not importlib.util.find_spec("torchvision"):
+        parser.error("ResNet-18 is torchvision's, which is not installed: pip install torchvision")
 
 
-# What two runs need in common to be compared, and a run with the checkpoint it resumes from.
+# What a run needs in common with the checkpoint it resumes from.
 SETTINGS = """epochs image_size global_batch steps_per_epoch lr momentum warmup_epochs
-    amp channels_last workers seed""".split()
+    amp channels_last workers seed scaling""".split()
 
 
 def main():
     folder = Path(__file__).resolve().parent
     sys.path[:0] = [str(folder), str(folder.parent)]
     try:
+        import checkpoints  # noqa: F401 (fit needs it; what is missing is said here)
         from images import load_images
 
         from common import report, setup
     except ModuleNotFoundError as error:
-        needed = "the repository's folder common/ and 07_resnet_ddp/images.py"
+        needed = "the repository's folder common/, checkpoints.py and images.py"
         sys.exit(f"error: {error}: copy {needed} into {folder}")
 
     parser = setup.Parser(__doc__)
-    add_arguments(parser, folder.parent / "results")
+    add_arguments(parser)
     args = parser.parse_args()
-    args.distributed = "RANK" in os.environ  # torchrun sets it
-    if not args.distributed:
+    distributed = "RANK" in os.environ  # torchrun sets it
+    if not distributed:
         # A group of one, on a free port: it makes one code of both, and training does without it.
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     world_size = int(os.environ["WORLD_SIZE"])
-    complete(args, parser, world_size)
+    complete(args, parser, distributed, world_size)
+    if args.check:
+        setup.choose_device(args)
+        if not args.download:
+            count_steps(args, load_images(args.data, False, args.image_size)[0], world_size)
+        return
 
     with setup.process_group(args) as device:
         torch.set_num_threads(args.threads or torch.get_num_threads())
-        about = report.environment(device)
-        threads = about["threads_per_rank"]
-        name = what = "single"
-        file = "07_single.json"
-        if args.distributed:
-            name = "ddp"
-            what = f"DDP × {world_size} over {about['backend']}"
-            file = f"07_ddp_{world_size}.json"
-        if dist.get_rank() == 0:
-            where = "torch {torch} on {device} ({device_name})".format(**about)
-            where += f", threads per process {threads}"
-            batch = f"batch {world_size} × {args.batch_per_rank}, {args.image_size} pixels"
-            print(f"{what}: {where}; {args.scaling} scaling, {batch}", flush=True)
-
+        result = report.begin(folder.name, args, device)
+        what, file = "single", "07_single.json"
+        if distributed:
+            what, file = f"DDP × {world_size}", f"07_ddp_{world_size}.json"
+        batch = batch_per_rank(args, world_size)
         data = "CIFAR-10" if args.data else "digits"
-        settings = {"data": data, "device": about["device"], "threads_per_rank": threads}
-        settings |= {setting: getattr(args, setting) for setting in SETTINGS}
-        run = {"world_size": world_size, "scaling": args.scaling}
+        size = f"batch {world_size} × {batch}, {args.image_size} pixels"
+        setup.say(f"{what}: {args.scaling} scaling, {size}, {data}")
+
+        settings = {name: getattr(args, name) for name in SETTINGS} | {"data": data}
+        settings |= {name: result[name] for name in ("world_size", "device", "threads_per_rank")}
         sets = load_images(args.data, args.download, args.image_size)
-        progress = fit(args, device, run | settings, sets)
+        progress = fit(args, distributed, device, settings, sets)
         if dist.get_rank() != 0:
             return
-        images = progress["step"] * args.batch_per_rank * world_size
-        result = {"stage": folder.name, "name": name, **about}
-        result |= {"scaling": args.scaling, "batch_per_rank": args.batch_per_rank}
-        result |= {"settings": settings, "images_per_second": images / progress["train_seconds"]}
-        result |= progress
+        if args.checkpoint:
+            setup.say(f"written: {args.checkpoint}")
+        images = progress["step"] * batch * world_size
+        result |= {"name": what, "data": data, "batch_per_rank": batch}
+        result |= {"images_per_second": images / progress["train_seconds"], **progress}
         print_report(result, images)
-        if args.no_sync:
+        report.write_json(args.json, result)
+        if args.results is None or args.no_sync:
+            needed = "single and DDP, both with --results DIR and without --no-sync"
+            setup.say(f"no comparison: it needs a run of {needed}")
             return
         report.write_json(args.results / file, result)
         if (folder / "compare_runs.py").exists():
@@ -473,7 +435,7 @@ def main():
 
             compare(args.results)
         else:
-            print(f"no comparison and no pictures: compare_runs.py is not in {folder}", flush=True)
+            setup.say(f"no comparison and no pictures: compare_runs.py is not in {folder}")
 
 
 if __name__ == "__main__":

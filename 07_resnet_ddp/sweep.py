@@ -22,6 +22,7 @@ import subprocess
 import sys
 import warnings
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -51,18 +52,19 @@ def plan(ranks: int, local_size: int) -> list[tuple[str, list[int], bool]]:
 
 
 def train(
-    model: nn.Module, batch_size: int, image_size: int, iterations: int, warmup: int, watch
+    model: nn.Module, batch_size: int, image_size: int, steps: int, warmup: int, watch, progress
 ) -> list[float]:
     """Train on one batch of random images again and again.
 
-    Returns the seconds of each iteration after the first `warmup`.
+    Returns the seconds of each step after the first `warmup`; calls `progress` with what it does.
     """
     device = next(model.parameters()).device
     images = torch.rand(batch_size, 3, image_size, image_size, device=device)
     labels = torch.randint(1000, (batch_size,), device=device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9, weight_decay=1e-4)
     seconds = []
-    for _ in range(warmup + iterations):
+    for i in range(warmup + steps):
+        progress(f"step {i + 1} of {warmup + steps}")
         watch.mark("start")
         logits = model(images)
         # googlenet and inception_v3 have auxiliary classifiers, which must be trained as well,
@@ -74,7 +76,7 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
         watch.mark("end")
-        # On CUDA this waits for the GPU, once per iteration.
+        # On CUDA this waits for the GPU, once per step.
         seconds.append(watch.seconds("start", "end"))
     return seconds[warmup:]
 
@@ -88,7 +90,7 @@ def measure_subset(
     """
     # Every rank has to create every group, also those that it is not in.
     timeout = timedelta(seconds=min(args.timeout, 1e6))
-    group = dist.new_group(ranks, timeout=timeout, backend=args.distributed_backend)
+    group = dist.new_group(ranks, timeout=timeout, backend=args.backend)
     seconds = []
     if dist.get_rank() in ranks:
         torch.manual_seed(dist.get_rank())
@@ -102,7 +104,7 @@ def measure_subset(
                 device_ids,
                 broadcast_buffers=False,
                 process_group=group,
-                bucket_cap_mb=args.bucket_size,
+                bucket_cap_mb=args.bucket_size_mb,
             )
         seconds = train_model(model)
         del model  # DDP's reducer uses the group until it is gone
@@ -124,37 +126,39 @@ def sweep(name: str, args, device) -> list[dict]:
     import torchvision
 
     from common.report import percentiles
+    from common.setup import progress, say
     from common.timing import Stopwatch
 
     def create_model():
         return torchvision.models.get_model(name, weights=None)
 
-    def train_model(model):
-        return train(
-            model, args.batch_size, args.image_size, args.iterations, args.warmup, Stopwatch(device)
-        )
+    def train_model(label, model):
+        def show(step):
+            progress(f"{name}, {label}: {step}")
 
-    rank = dist.get_rank()
-    if rank == 0:
-        header = f"{'ranks':15}"
-        for percentile in (50, 75, 90, 95):
-            title = f"p{percentile} sec/iter"
-            header += f"{title:>16}{'ex/sec':>10}"
-        print(f"\nBenchmark: {name} with batch size {args.batch_size}\n\n{header}", flush=True)
+        watch = Stopwatch(device)
+        size = args.batch_size, args.image_size
+        return train(model, *size, args.steps, args.warmup, watch, show)
+
+    header = f"{'ranks':15}"
+    for percentile in (50, 75, 90, 95):
+        title = f"p{percentile} sec/iter"
+        header += f"{title:>16}{'ex/sec':>10}"
+    say(f"\nBenchmark: {name} with batch size {args.batch_size}\n\n{header}")
     # First each rank for itself, uncounted: libraries are loaded, memory is taken, kernels are
     # chosen.
-    torch.manual_seed(rank)
-    train_model(create_model().to(device))
+    torch.manual_seed(dist.get_rank())
+    train_model("first uncounted", create_model().to(device))
     dist.barrier()
     result = []
     for label, ranks, use_ddp in plan(dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])):
-        measurements = measure_subset(create_model, ranks, use_ddp, train_model, args, device)
+        train_here = partial(train_model, label)
+        measurements = measure_subset(create_model, ranks, use_ddp, train_here, args, device)
         result.append({"ranks": ranks, "measurements": measurements})
-        if rank == 0:
-            line = f"{len(ranks):>5}  {label:8}"
-            for seconds in percentiles(measurements):
-                line += f"{seconds:>15.4f}s{args.batch_size / seconds:>8.1f}/s"
-            print(line, flush=True)
+        line = f"{len(ranks):>5}  {label:8}"
+        for seconds in percentiles(measurements):
+            line += f"{seconds:>15.4f}s{args.batch_size / seconds:>8.1f}/s"
+        say(line)
     return result
 
 
@@ -183,7 +187,7 @@ def check_hosts(args) -> str:
 
     They differ in topology (--allow-mixed: that is no reason to end) or in number of ranks.
     """
-    from common.setup import fail
+    from common.setup import fail, say
 
     host = f"{socket.gethostname()} (machine {os.environ.get('GROUP_RANK', 0)})"
     mine = host, topology(), int(os.environ["LOCAL_WORLD_SIZE"])
@@ -200,8 +204,7 @@ def check_hosts(args) -> str:
     for name, text in topologies.items():
         report += f"\n{name}:\n{text}"
     if not args.allow_mixed:
-        if dist.get_rank() == 0:
-            print(report, flush=True)
+        say(report)
         fail("the machines' topologies differ (see above); --allow-mixed measures all the same")
     return report
 
@@ -236,47 +239,43 @@ def check_models(args) -> None:
 
 
 def choose_backend(args) -> None:
-    """Replace "auto" in args.distributed_backend, which only the subsets use."""
+    """Replace "auto" in args.backend, which only the subsets use."""
     from common.setup import fail
 
     # Not torch.cuda.is_available(): "--device cuda" without a GPU is process_group's to report.
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     gpu_per_rank = args.device != "cpu" and torch.cuda.device_count() >= local_size
-    if args.distributed_backend == "auto":
-        args.distributed_backend = "nccl" if gpu_per_rank else "gloo"
-    if args.distributed_backend == "nccl" and not gpu_per_rank:
+    args.backend = args.backend.replace("auto", "nccl" if gpu_per_rank else "gloo")
+    if args.backend == "nccl" and not gpu_per_rank:
         needed = "CUDA and a GPU per rank of this host; use gloo or fewer ranks"
-        fail(f"argument --distributed-backend: 'nccl' needs {needed}")
+        fail(f"argument --backend: 'nccl' needs {needed}")
 
 
 def add_arguments(parser) -> None:
-    """The flags; named as in PyTorch's benchmark where it has them."""
+    """The flags; those of PyTorch's benchmark have its names as well."""
     from common.setup import output_file, positive_number, whole_number
 
     add = parser.add_argument
     models = f"of torchvision's classification models; repeatable (default: {', '.join(MODELS)})"
     add("--model", action="append", metavar="NAME", help=models)
-    images = "images per rank (default: 32)"
-    add("--batch-size", type=whole_number(1), default=32, help=images)
-    pixels = "pixels a side (default: 224)"
-    add("--image-size", type=whole_number(1, 10_000), default=224, help=pixels)
-    megabytes = "of DDP's buckets, in MB (default: 25)"
-    add("--bucket-size", type=whole_number(1), default=25, help=megabytes)
-    before = "iterations before the counted ones (default: 5)"
-    add("--warmup", type=whole_number(0), default=5, help=before)
-    counted = "counted iterations (default: 10)"
-    add("--iterations", type=whole_number(1), default=10, help=counted)
+    add("--batch-size", type=whole_number(1), default=32, help="images per rank")
+    add("--image-size", type=whole_number(1, 10_000), default=224, help="pixels a side")
+    size = {"type": whole_number(1), "default": 25, "old_names": ["--bucket-size"]}
+    add("--bucket-size-mb", **size, help="of DDP's buckets")
+    counted = {"type": whole_number(1), "default": 10, "old_names": ["--iterations"]}
+    add("--steps", **counted, help="measured")
+    add("--warmup", type=whole_number(0), default=5, help="steps before them, not measured")
     devices = ["auto", "cpu", "cuda"]
-    add("--device", choices=devices, default="auto", help="auto: CUDA where there is one")
-    backends = ["auto", "gloo", "nccl"]
-    choice = "auto: nccl where every rank of this host has a GPU of its own, gloo otherwise"
-    add("--distributed-backend", choices=backends, default="auto", help=choice)
-    waiting = "how long a rank waits for the others of its subset (default: 300)"
+    add("--device", choices=devices, default="auto", help="auto: CUDA if there is one")
+    backends = {"choices": ["auto", "gloo", "nccl"], "default": "auto"}
+    backends["old_names"] = ["--distributed-backend"]
+    add("--backend", **backends, help="of the subsets; auto: nccl if a GPU per rank")
+    waiting = "how long a rank waits for the others of its subset"
     add("--timeout", type=positive_number, default=300.0, metavar="SECONDS", help=waiting)
     mixed = "measure although the machines' topologies differ"
     add("--allow-mixed", action="store_true", help=mixed)
-    layout = "the result as PyTorch's benchmark writes it"
-    add("--json", type=output_file, metavar="PATH", help=layout)
+    layout = "everything measured, as PyTorch's benchmark writes it"
+    add("--json", type=output_file, metavar="FILE", help=layout)
 
 
 def main():
@@ -304,33 +303,28 @@ def main():
     with setup.process_group(waiting) as device:
         waiting.timeout = args.timeout  # from now on what runs out of time is the group of a subset
         machine = check_hosts(args)
-        result = {
+        args.device = waiting.device
+        result = report.begin("07_resnet_ddp/sweep", args, device)
+        result["backend"] = args.backend  # of what is measured
+        result |= {
             "pytorch_version": torch.__version__,
             "cuda_version": torch.version.cuda,
-            "distributed_backend": args.distributed_backend,
-            "bucket_size": args.bucket_size,
+            "distributed_backend": args.backend,
+            "bucket_size": args.bucket_size_mb,
             "benchmark_results": [],
         }
-        if dist.get_rank() == 0:
-            line = "PyTorch {pytorch_version}, CUDA {cuda_version}, {distributed_backend}, "
-            line += "buckets of {bucket_size} MB"
-            print(line.format(**result))
-            size = f"{args.image_size} × {args.image_size} pixels"
-            counts = f"{args.iterations} iterations after {args.warmup} for warming up"
-            print(f"{torch.get_num_threads()} threads per rank; {size}, {counts}")
-            print(f"\n{machine}", flush=True)
+        subsets = f"subsets over {args.backend}, buckets of {args.bucket_size_mb} MB"
+        size = f"{args.image_size} × {args.image_size} pixels"
+        setup.say(f"{subsets}; {size}; {args.steps} steps, after {args.warmup} to warm up")
+        setup.say(f"\n{machine}")
         for name in args.model:
             benchmark = {"model": name, "batch_size": args.batch_size}
             benchmark["result"] = sweep(name, args, device)
             result["benchmark_results"].append(benchmark)
-            if args.json and dist.get_rank() == 0:
-                # After every model: an interrupted sweep keeps what it has.
-                report.write_json(args.json, result)
-        if dist.get_rank() == 0:
-            print(
-                "\npercentiles over all iterations of all ranks of a subset; ex/sec: examples per "
-                "second of one rank"
-            )
+            # After every model: an interrupted sweep keeps what it has.
+            report.write_json(args.json, result)
+        legend = "percentiles over all steps of all ranks of a subset"
+        setup.say(f"\n{legend}; ex/sec: examples per second of one rank")
 
 
 if __name__ == "__main__":

@@ -9,11 +9,17 @@ of ranks, not by their place in the file, and what has no counterpart is named.
 
 import argparse
 import json
+import os
 import sys
 
 import numpy
 
 PERCENTILES = (75, 95)
+
+
+# Of a result of sweep.py: what says nothing about why two results differ, or says it twice.
+LEFT_OUT = ["stage", "torch", "backend", "started", "seconds", "benchmark_results"]
+LEFT_OUT += ["--json", "--model", "--bucket-size-mb", "--backend", "--device", "--batch-size"]
 
 
 def load(path: str) -> tuple[dict, dict]:
@@ -23,9 +29,13 @@ def load(path: str) -> tuple[dict, dict]:
     """
     try:
         with open(path) as file:
-            header = json.load(file)
+            result = json.load(file)
+        header = dict(result)
+        for name, value in header.pop("options", {}).items():
+            header["--" + name.replace("_", "-")] = value
+        header = {name: value for name, value in header.items() if name not in LEFT_OUT}
         benchmarks = {}
-        for benchmark in header.pop("benchmark_results"):
+        for benchmark in result["benchmark_results"]:
             times = {}
             for i, entry in enumerate(benchmark["result"]):
                 if i == 0:
@@ -87,11 +97,12 @@ def main():
     baseline_header, baseline = load(args.baseline)
     test_header, test = load(args.test)
 
-    print(f"{'':22}{'baseline':>22}{'test':>22}")
-    for key in dict.fromkeys([*baseline_header, *test_header]):
-        before = str(baseline_header.get(key, "-"))
-        after = str(test_header.get(key, "-"))
-        print(f"{key:22}{before:>22}{after:>22}")
+    rows = [("", "baseline", "test")]
+    for name in dict.fromkeys([*baseline_header, *test_header]):
+        rows.append((name, str(baseline_header.get(name, "-")), str(test_header.get(name, "-"))))
+    widths = [2 + max(20, *map(len, column)) for column in zip(*rows, strict=True)]
+    for name, before, after in rows:
+        print(f"{name:{widths[0]}}{before:>{widths[1]}}{after:>{widths[2]}}")
     print_unmatched(baseline, test, before="\n")
     for name in baseline:
         if name in test:
@@ -100,4 +111,9 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    sys.stdout.reconfigure(errors="replace")  # ? for what the output's encoding has not
+    try:
+        main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,81 @@
+"""07: the checkpoints of resnet_ddp.py: a run that is killed goes on after its last whole epoch.
+
+resnet_ddp.py imports this file when it runs.
+"""
+
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+
+def save(path: Path, settings: dict, progress: dict, parts: dict, device) -> None:
+    """Write all that the rest of the training depends on, after an epoch.
+
+    `parts` are model, optimizer and scheduler by name. The file stands there whole, or not at all.
+    The sampler's position is progress["epoch"]: with the seed, one of the settings, it gives the
+    next order.
+    """
+    mine = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        mine["cuda"] = torch.cuda.get_rng_state(device)
+    random_states = [None] * dist.get_world_size()
+    dist.all_gather_object(random_states, mine)
+    if dist.get_rank() != 0:
+        return
+    checkpoint = {"settings": settings, "progress": progress, "random_states": random_states}
+    for name, part in parts.items():
+        checkpoint[name] = part.state_dict()
+    beside = path.with_name(path.name + ".part")
+    with beside.open("wb") as file:
+        torch.save(checkpoint, file)
+        file.flush()
+        os.fsync(file.fileno())  # the bytes are on the disk before the name is, should power fail
+    beside.replace(path)
+
+
+def load(path: Path, settings: dict, parts: dict, device: torch.device) -> dict:
+    """Restore on this rank what `save` wrote, and return its progress.
+
+    ValueError if the settings were others; only the number of epochs may have changed.
+    """
+    checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    for name, value in settings.items():
+        written = checkpoint["settings"][name]
+        if written != value and name != "epochs":
+            raise ValueError(f"it was written with {name} {written}, not {value}")
+    for name, part in parts.items():
+        part.load_state_dict(checkpoint[name])
+    random_states = checkpoint["random_states"][dist.get_rank()]
+    torch.set_rng_state(random_states["cpu"])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(random_states["cuda"], device)
+    return checkpoint["progress"]
+
+
+def resume(path: Path | None, start: dict, settings: dict, parts: dict, device) -> dict:
+    """The progress to go on from: the checkpoint's if any rank finds it, otherwise `start`.
+
+    Ends the run if a rank cannot read what another one finds.
+    """
+    from common.setup import fail, say
+
+    exists = path is not None and path.exists()
+    found = torch.tensor(float(exists), device=device)
+    dist.all_reduce(found)
+    if found == 0:
+        return start
+    try:
+        progress = load(path, settings, parts, device)
+        epoch, epochs = progress["epoch"], settings["epochs"]
+        if epoch > epochs:
+            raise ValueError(f"it is from after epoch {epoch}, and --epochs is {epochs}")
+        if progress.keys() != start.keys():
+            raise ValueError("another version of this script has written it")
+    except Exception as error:  # torch.load has many kinds: missing on this host, cut short
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        problem = f"rank {dist.get_rank()} can resume from ({reason})"
+        fail(f"argument --checkpoint: '{path}' is not one that {problem}")
+    say(f"resumed from {path} after epoch {epoch}")
+    return progress
