@@ -5,6 +5,8 @@ Gradients of every cell, FSDP's shards, graphs, memory, real runs, bad input.
 
 import argparse
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -13,14 +15,16 @@ import compile_models
 import peak_memory
 import pytest
 import torch
+import torch.distributed as dist
 
-from common.testing import check_script_alone, torchrun
+from common import setup
+from common.testing import check_script_alone, masked, torchrun
 
 SCRIPT = Path(__file__).resolve().parent / "compile_ddp.py"
 NEEDS_FSDP = pytest.mark.skipif(
     not hasattr(torch.cpu.Stream, "record_event"), reason="FSDP on a CPU needs torch 2.7"
 )
-TOY = ["--model", "toy", "--width", 20, "--repeat", 2, "--device", "cpu"]
+TOY = ["--model", "toy", "--width", 20, "--steps", 2, "--device", "cpu"]
 
 
 def prepared(model, how, backend=None, optimize_ddp=True, **flags):
@@ -45,14 +49,7 @@ def prepared(model, how, backend=None, optimize_ddp=True, **flags):
         torch.set_default_dtype(torch.float32)
     # The ranks' inputs, and so their gradients, are different.
     differ = not torch.equal(expected[1][0], expected[2][0])
-    return {
-        "differences": cell["differences"],
-        "parameters": cell["parameters"],
-        "peak": cell["peak"],
-        "graphs": len(cell["graphs"]),
-        "total": sum(g.numel() for g in expected[1]),
-        "inputs differ": differ,
-    }
+    return {**cell["found"], "total": sum(g.numel() for g in expected[1]), "inputs differ": differ}
 
 
 @pytest.mark.parametrize("model, backend", [("toy", None), ("lm", None), ("toy", "aot_eager")])
@@ -70,7 +67,7 @@ def prepared(model, how, backend=None, optimize_ddp=True, **flags):
 def test_outputs_and_gradients_equal_eager_single_device(ranks, model, how, flags, backend):
     for cell in ranks(2).run(run_prepared, model, how, backend, flags):
         assert cell["inputs differ"]
-        assert max(cell["differences"]) < 1e-12
+        assert max(cell["output_difference"], cell["gradient_difference"]) < 1e-12
         # Compiled in fact, and not passed over.
         assert (cell["graphs"] > 0) == (backend is not None)
 
@@ -108,8 +105,8 @@ def test_graph_is_split_at_buckets_unless_switched_off(ranks):
 def test_memory(ranks):
     def peak(how):
         cell, other = ranks(2).run(run_prepared, "lm", how, None, {"batch_size": 1})
-        assert cell["peak"] == other["peak"]
-        return cell["peak"]
+        assert cell["peak_bytes"] == other["peak_bytes"]
+        return cell["peak_bytes"]
 
     bare = peak("bare")
     ddp = peak("ddp")
@@ -149,35 +146,113 @@ def test_blocks():
     assert [type(block).__name__ for block in compile_ddp.blocks_of(resnet)] == ["BasicBlock"] * 8
 
 
+def run_attempts():
+    """What `attempt` makes of a failure of rank 1 alone, told by this exception, and of none."""
+
+    def fail(error):
+        if dist.get_rank() == 1:
+            raise error
+        return "result"
+
+    errors = [RuntimeError("\n\n  the reason\nmore"), RuntimeError(" \n"), RuntimeError()]
+    outcomes = [compile_ddp.attempt(lambda error=error: fail(error)) for error in errors]
+    return [*outcomes, compile_ddp.attempt(lambda: "result")]
+
+
+def test_a_failure_is_one_whatever_its_text_begins_with(ranks):
+    for outcomes in ranks(2).run(run_attempts):
+        assert outcomes[0] == (None, "the reason (rank 1)")
+        assert outcomes[1:3] == [(None, "RuntimeError (rank 1)")] * 2
+        assert outcomes[3] == ("result", None)
+
+
 @NEEDS_FSDP
-def test_matrix(script):
-    words = [*TOY, "--matrix", "--compile", "eager", "--fsdp-wrap"]
+def test_matrix(script, tmp_path):
+    words = [*TOY, "--compile", "eager", "--fsdp-wrap", "--json", tmp_path / "json"]
     status, output = script(torchrun(2, SCRIPT, *words)).wait()
     assert status == 0 and "not measured" not in output, output
     table = output.split("forward + backward, ms")[1].splitlines()
     rows = [line.split()[:2] for line in table[1:7]]
     expected = [["bare", "eager"], ["bare", "dynamo"], ["ddp", "eager"], ["ddp", "dynamo"]]
     assert rows == [*expected, ["fsdp", "eager"], ["fsdp", "dynamo"]], output
+    recorded = masked(SCRIPT.with_name("reference_output_compile_ddp.txt").read_text())
+    for line in masked(output):  # what the recorded output shows is what the script prints today
+        if not line.startswith(("toy", "written")) and "dynamo" not in line:
+            assert line in recorded
+
+    result = json.loads((tmp_path / "json").read_text())
+    assert result["stage"] == "07_resnet_ddp/compile_ddp" and result["left_out"] == {}
+    assert (result["options"]["steps"], result["options"]["warmup"]) == (2, 3)
+    assert [cell["name"].split()[:2] for cell in result["cells"]] == rows
+    for cell in result["cells"]:
+        assert [len(rank) for rank in cell["forward_backward_seconds"]] == [2, 2]
+        assert cell["first_call_seconds"] > 0 and cell["peak_bytes"] > 4 * cell["parameters"] > 0
+        assert (cell["graphs"] > 0) == ("dynamo" in cell["name"])
+
+
+@NEEDS_FSDP
+def test_what_takes_long_says_so_on_a_terminal():
+    pty = pytest.importorskip("pty")
+    mine, terminal = pty.openpty()
+    words = map(str, [*TOY, "--steps", 1, "--warmup", 0, "--compile", "eager"])
+    command = [str(word) for word in torchrun(1, SCRIPT, *words)]
+    run = subprocess.run(command, stdout=subprocess.PIPE, stderr=terminal, timeout=100)
+    os.close(terminal)
+    shown = os.read(mine, 100_000).decode()
+    os.close(mine)
+    assert run.returncode == 0, shown
+    assert "ddp dynamo only, 4 of 6: compiling" in shown and "fsdp eager, 5 of 6: " in shown, shown
+    assert b"compiling" not in run.stdout
 
 
 @pytest.mark.full
 @NEEDS_FSDP
-def test_without_a_compiler(script):
-    command = torchrun(2, SCRIPT, *TOY, "--matrix")
+def test_without_a_compiler(script, tmp_path):
+    command = torchrun(2, SCRIPT, *TOY, "--json", tmp_path / "json")
     status, output = script(command, env={"CXX": "/nowhere/g++"}).wait()
     assert status == 0, output
     table = output.split("forward + backward, ms")[1].splitlines()
     assert [line.split()[0] for line in table[1:4]] == ["bare", "ddp", "fsdp"]
     assert sum("inductor: not measured: " in line and "C++ compiler" in line for line in table) == 3
+    left_out = json.loads((tmp_path / "json").read_text())["left_out"]
+    assert list(left_out) == ["bare inductor", "ddp inductor", "fsdp inductor"]
+    assert all("C++ compiler" in reason for reason in left_out.values())
 
 
 def test_trace_and_printed_graph(script, tmp_path):
-    words = ["--ddp", "--compile", "print", "--profile", "--trace-file", tmp_path / "trace.json"]
+    words = ["--ddp", "--compile", "print", "--trace", tmp_path / "trace.json"]
     status, output = script(torchrun(2, SCRIPT, *TOY, *words)).wait()
     assert status == 0 and "graph 1:" in output and "torch._C._nn.linear" in output, output
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     names = [event.get("name") for event in events]
     assert names.count("Forward") >= 2 and names.count("Backward") >= 2
+    assert f"written: {tmp_path / 'trace.json'}\n" in output
+
+
+def parsed(*words):
+    parser = setup.Parser("")
+    compile_ddp.add_arguments(parser)
+    args = parser.parse_args([str(word) for word in words])
+    compile_ddp.check_flags(args)
+    return args, parser.format_help()
+
+
+def test_older_names_of_flags_are_understood_and_not_shown(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    args, shown = parsed("--repeat", 7, "--ddp", "--profile")
+    assert (args.steps, args.trace) == (7, Path("profile.json"))
+    args, _ = parsed("--fsdp", "--profile", "--trace-file", "other.json")
+    assert args.trace == Path("other.json")
+    assert not any(name in shown for name in ("--repeat", "--profile", "--trace-file", "SUPPRESS"))
+
+
+def test_the_matrix_is_the_default():
+    six = [(how, backend) for how in ("bare", "ddp", "fsdp") for backend in (None, "inductor")]
+    assert compile_ddp.plan_of(parsed()[0]) == compile_ddp.plan_of(parsed("--matrix")[0]) == six
+    assert compile_ddp.plan_of(parsed("--bare")[0]) == [("bare", None)]
+    assert compile_ddp.plan_of(parsed("--fsdp", "--compile", "eager")[0]) == [("fsdp", "eager")]
+    backends = [backend for _, backend in compile_ddp.plan_of(parsed("--compile", "eager")[0])]
+    assert backends == [None, "eager"] * 3
 
 
 @NEEDS_FSDP
@@ -190,7 +265,7 @@ def test_graph(script, tmp_path):
 
 @pytest.mark.cuda
 def test_on_a_gpu(script):
-    status, output = script(torchrun(1, SCRIPT, *TOY[:-1], "cuda", "--matrix")).wait(300)
+    status, output = script(torchrun(1, SCRIPT, *TOY[:-1], "cuda")).wait(300)
     assert status == 0 and "not measured" not in output, output
 
 
@@ -211,14 +286,20 @@ def test_on_a_gpu(script):
         (["--model", "toy", "--width", "33"], "--width"),
         (["--batch-size", "0"], "--batch-size"),
         (["--batch-size", "1e9"], "--batch-size"),
-        (["--repeat", "0"], "--repeat"),
-        (["--repeat", "-3"], "--repeat"),
-        (["--matrix", "--profile"], "--profile"),
-        (["--matrix", "--compile", "print"], "print"),
-        (["--fsdp-wrap"], "--fsdp-wrap"),
+        (["--steps", "0"], "--steps"),
+        (["--repeat", "-3"], "--steps"),
+        (["--warmup", "-1"], "--warmup"),
+        (["--json", "/nowhere/x"], "--json"),
+        (["--matrix", "--profile"], "--trace"),
+        (["--trace", "trace.json"], "--trace"),
+        (["--graph", "graph.dot"], "--graph"),
+        (["--matrix", "--compile", "print"], "--compile print"),
+        (["--compile", "print"], "--bare, --ddp or --fsdp"),
+        (["--bare", "--fsdp-wrap"], "--fsdp-wrap"),
+        (["--bare", "--ddp"], "--bare"),
         (["--ddp", "--fsdp-checkpoint"], "--fsdp-checkpoint"),
-        (["--profile", "--trace-file", "/nowhere/trace.json"], "--trace-file"),
-        (["--trace-file", "."], "--trace-file"),
+        (["--profile", "--trace-file", "/nowhere/trace.json"], "--trace"),
+        (["--ddp", "--trace-file", "."], "--trace"),
         (["--graph", "/nowhere/graph.dot"], "--graph"),
         (["--device", "tpu"], "--device"),
         (["--backend", "mpi"], "--backend"),
@@ -236,7 +317,9 @@ def test_bad_values(words, named, monkeypatch, capsys):
 
 
 def test_graph_without_torchviz(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(sys, "argv", ["compile_ddp.py", "--graph", str(tmp_path / "graph.dot")])
+    monkeypatch.setattr(
+        sys, "argv", ["compile_ddp.py", "--bare", "--graph", str(tmp_path / "a.dot")]
+    )
     monkeypatch.setitem(sys.modules, "torchviz", None)
     with pytest.raises(SystemExit) as end:
         compile_ddp.main()

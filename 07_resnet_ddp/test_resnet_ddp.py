@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -198,13 +199,16 @@ def test_single_then_ddp_then_pictures(script, tmp_path):
     status, output = start(script, None, *words).wait()
     assert status == 0, output
     assert names(results) == ["07_single.json"], "nothing to compare yet"
-    status, output = start(script, 2, *words).wait()
+    status, output = start(script, 2, *words, "--json", tmp_path / "ddp.json").wait()
     assert status == 0, output
-    pictures = ["breakdown.png", "comparison.png"]
-    assert names(results) == ["07_ddp_2.json", "07_single.json", *pictures]
+    files = ["07_ddp_2.json", "07_single.json", "breakdown.png", "speedup.png"]
+    assert names(results) == files
+    written = [line for line in output.splitlines() if line.startswith("written: ")]
+    files = [tmp_path / "ddp.json", *(results / name for name in (files[0], files[3], files[2]))]
+    assert written == [f"written: {file}" for file in files]
     assert "ETA" in output and "speed-up" in output
     recorded = masked(SCRIPT.with_name("reference_output.txt").read_text())
-    starts = ("epoch", "total", "data", "compute", "batch", "single #", "DDP × # #")
+    starts = ("#_resnet", "DDP", "epoch", "total", "data", "compute", "batch", "single")
     for line in masked(output):  # what the recorded output shows is what the script prints today
         if line.startswith(starts) or "images in" in line:
             assert line in recorded
@@ -212,29 +216,68 @@ def test_single_then_ddp_then_pictures(script, tmp_path):
     ddp = json.loads((results / "07_ddp_2.json").read_text())
     assert (single["world_size"], single["batch_per_rank"]) == (1, 16)
     assert (ddp["world_size"], ddp["batch_per_rank"]) == (2, 8)
+    assert json.loads((tmp_path / "ddp.json").read_text()).keys() == ddp.keys()
+    head = "stage torch backend device device_name world_size threads_per_rank options started"
     for result in (single, ddp):
-        steps = result["steps"]
-        assert result["step"] == len(steps) == 3
-        assert result["evaluations"][0]["images"] == 297
-        for step in steps:
-            assert all(len(values) == result["world_size"] for values in step.values())
+        assert list(result)[:9] == head.split() and result["seconds"] > result["train_seconds"]
+        assert result["stage"] == "07_resnet_ddp" and result["options"]["image_size"] == 16
+        assert result["step"] == 3 and result["evaluations"][0]["images"] == 297
+        for name in resnet_ddp.MEASURED:  # [rank][step]
+            assert [len(of_rank) for of_rank in result[name]] == [3] * result["world_size"]
         assert result["images_per_second"] == pytest.approx(3 * 16 / result["train_seconds"])
-        for rank in range(result["world_size"]):
-            seconds = sum(
-                step["data_seconds"][rank] + step["compute_seconds"][rank] for step in steps
-            )
-            assert 0 < seconds < 1.05 * result["train_seconds"] + 0.1
+        for data, compute in zip(
+            result["data_seconds"], result["compute_sync_seconds"], strict=True
+        ):
+            assert 0 < sum(data) + sum(compute) < 1.05 * result["train_seconds"] + 0.1
+
+
+def test_without_a_flag_for_it_no_file_is_written(script, tmp_path):
+    command = [sys.executable, SCRIPT, *TINY, "--epochs", 1, "--steps-per-epoch", 1]
+    status, output = script(command, cwd=tmp_path).wait()
+    assert status == 0 and "written" not in output and names(tmp_path) == [], output
+    assert output.splitlines()[-1].startswith("no comparison: it needs a run of single and DDP"), (
+        output
+    )
+
+
+def test_into_a_closed_pipe_everything_is_written(tmp_path):
+    words = [*TINY, "--epochs", "2", "--json", str(tmp_path / "json")]
+    run = subprocess.Popen(
+        [sys.executable, str(SCRIPT), *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    run.stdout.readline()
+    run.stdout.close()
+    assert (run.stderr.read(), run.wait(60)) == (b"", 0)
+    assert json.loads((tmp_path / "json").read_text())["epoch"] == 2
+
+
+def test_progress_is_for_a_terminal(monkeypatch, tmp_path):
+    """A terminal's standard error shows what a line on the output does not say yet."""
+    pty = pytest.importorskip("pty")
+    mine, terminal = pty.openpty()
+    command = [sys.executable, str(SCRIPT), *TINY, "--epochs", "1", "--log-every", "3"]
+    run = subprocess.run(command, stdout=subprocess.PIPE, stderr=terminal, timeout=60)
+    os.close(terminal)
+    shown = os.read(mine, 100_000).decode()
+    os.close(mine)
+    assert "epoch 1 step   2/3" in shown and "epoch 1: images held out" in shown, shown
+    assert shown.endswith("\r\x1b[K") and b"step   2/3" not in run.stdout
 
 
 def test_the_report_is_of_all_steps_and_ranks(capsys):
     made = result("ddp", 2, 400) | {"batch_per_rank": 32}
-    made["steps"][0] = {"data_seconds": [0.1, 0.3], "compute_seconds": [1.0, 2.0]}
+    for name, (first, second) in (
+        ("data_seconds", (0.1, 0.3)),
+        ("compute_sync_seconds", (1.0, 2.0)),
+    ):
+        made[name][0][0] = first
+        made[name][1][0] = second
     resnet_ddp.print_report(made, images=256)
     _, *rows, last = capsys.readouterr().out.splitlines()
     # 0.1, 0.3 and 6 × 0.04 s; 1, 2 and 6 × 0.36 s; the sums. A half of all is a rank's.
-    assert rows[0].split()[:4] == ["data", "0.3", "80.0", "40.0"]
-    assert rows[1].split()[:4] == ["compute", "2.6", "645.0", "360.0"]
-    assert rows[2].split()[:4] == ["batch", "2.9", "725.0", "400.0"]
+    assert rows[0].split()[:5] == ["data", "0.3", "11.0%", "80.0", "40.0"]
+    assert rows[1].split()[:5] == ["compute+sync", "2.6", "89.0%", "645.0", "360.0"]
+    assert rows[2].split()[:5] == ["batch", "2.9", "100.0%", "725.0", "400.0"]
     assert last == "256 images in 1.60 s: 160.0 images/s over all ranks; held-out accuracy 95.00%"
 
 
@@ -247,7 +290,7 @@ def test_without_the_comparison_it_trains(script, tmp_path):
     """A copy of the script and of what it cannot do without."""
     path = tmp_path / "copy" / SCRIPT.name
     path.parent.mkdir()
-    for name in (SCRIPT.name, "images.py"):
+    for name in (SCRIPT.name, "checkpoints.py", "images.py"):
         (path.parent / name).write_text(SCRIPT.with_name(name).read_text())
     (tmp_path / "common").symlink_to(SCRIPT.parent.parent / "common")
     words = [*TINY, "--steps-per-epoch", 1, "--epochs", 1, "--results", tmp_path / "results"]
@@ -310,9 +353,8 @@ def test_a_killed_worker_costs_at_most_its_epoch_and_no_bit_of_the_result(script
         torch.testing.assert_close(resumed[part], whole[part], rtol=0, atol=0)
     outcomes = []
     for checkpoint in (whole, resumed):
-        steps = checkpoint["progress"]["steps"]
-        outcomes.append([(step["loss"], step["accuracy"]) for step in steps])
-    assert outcomes[0] == outcomes[1] and len(outcomes[0]) == 9
+        outcomes.append([checkpoint["progress"][name] for name in ("loss", "accuracy")])
+    assert outcomes[0] == outcomes[1] and [len(losses) for losses in outcomes[0][0]] == [9, 9, 9]
     assert not (tmp_path / "killed.part").exists()
 
 
@@ -399,7 +441,7 @@ def test_cifar10_is_read_normalised_and_trained_on(script, tmp_path, monkeypatch
     status, output = script(command).wait()
     assert status == 0, output
     result = json.loads((tmp_path / "07_single.json").read_text())
-    assert result["settings"]["data"] == "CIFAR-10" and result["evaluations"][0]["images"] == 9
+    assert result["data"] == "CIFAR-10" and result["evaluations"][0]["images"] == 9
 
     train_list = [[name, sums[name]] for name, _ in CIFAR10.train_list]
     monkeypatch.setattr(CIFAR10, "train_list", train_list)
@@ -436,21 +478,19 @@ def test_cifar10_cut_short_is_one_line(tmp_path, monkeypatch, capsys):
 
 def result(name, world_size, ms):
     """A result as the script writes it, with steps of this many ms, a tenth of them for data."""
-    step = {
-        "data_seconds": [ms / 10_000] * world_size,
-        "compute_seconds": [9 * ms / 10_000] * world_size,
-    }
-    settings = {"data": "digits", "device": "cpu", "threads_per_rank": 1}
-    settings |= {"image_size": 64, "global_batch": 64, "epochs": 1}
+    options = dict.fromkeys(compare_runs.OPTIONS) | {"image_size": 64, "global_batch": 64}
     return {
         "stage": "07_resnet_ddp",
-        "name": name,
+        "device": "cpu",
         "world_size": world_size,
-        "scaling": "strong",
-        "settings": settings,
+        "threads_per_rank": 1,
+        "options": options | {"epochs": 1, "scaling": "strong"},
+        "name": "single" if name == "single" else f"DDP × {world_size}",
+        "data": "digits",
         "train_seconds": 4 * ms / 1000,
         "images_per_second": 64_000 / ms,
-        "steps": [step] * 4,
+        "data_seconds": [[ms / 10_000] * 4 for _ in range(world_size)],
+        "compute_sync_seconds": [[9 * ms / 10_000] * 4 for _ in range(world_size)],
         "evaluations": [{"epoch": 1, "loss": 0.1, "accuracy": 0.95, "images": 297}],
     }
 
@@ -463,26 +503,27 @@ def test_two_results_are_compared_and_drawn(tmp_path, capsys):
     (tmp_path / "07_ddp_2.json").write_text(json.dumps(result("ddp", 2, 400)))
     compare_runs.compare(tmp_path)
     table = capsys.readouterr().out
-    assert "DDP × 2      1.6     400.0     160.0      1.50       75.0%    95.00%" in table, table
-    pictures = [imread(tmp_path / name) for name in ("comparison.png", "breakdown.png")]
+    row = "DDP × 2      1.6     400.0  10.0%     160.0      1.50       75.0%    95.00%"
+    assert row in table, table
+    pictures = [imread(tmp_path / name) for name in ("speedup.png", "breakdown.png")]
     assert all(picture.shape[1] == 1350 and picture.std() > 0.05 for picture in pictures)
 
     other = result("ddp", 4, 200)
-    other["settings"]["image_size"] = 224
+    other["options"]["image_size"] = 224
     (tmp_path / "07_ddp_4.json").write_text(json.dumps(other))
     compare_runs.compare(tmp_path)
     output = capsys.readouterr().out
     left_out = "07_ddp_4.json is left out of the comparison: 07_single.json has another image_size"
     assert left_out in output
     assert "DDP × 2" in output and "DDP × 4" not in output
-    assert (imread(tmp_path / "comparison.png") == pictures[0]).all()
+    assert (imread(tmp_path / "speedup.png") == pictures[0]).all()
 
 
 def test_time_of_data_and_of_computing():
     made = result("ddp", 2, 400)
-    assert compare_runs.times(made, "data") == pytest.approx([40] * 8)
-    assert compare_runs.times(made, "compute") == pytest.approx([360] * 8)
-    assert compare_runs.times(made, "batch") == pytest.approx([400] * 8)
+    for part, ms in (("data", 40), ("compute_sync", 360), ("batch", 400)):
+        first, second = compare_runs.times(made, part)
+        assert first == second == pytest.approx([ms] * 4)
 
 
 def command_line(monkeypatch, capsys, *words):
@@ -503,8 +544,8 @@ def test_the_comparison_by_itself(tmp_path, monkeypatch, capsys):
     (tmp_path / "07_ddp_2.json").write_text(json.dumps(result("ddp", 2, 400)))
     status, output, errors = command_line(monkeypatch, capsys, tmp_path)
     assert (status, errors) == (0, "")
-    assert f"drawn: {tmp_path.name}/comparison.png and" in output
-    assert (tmp_path / "comparison.png").exists() and (tmp_path / "breakdown.png").exists()
+    for name in ("speedup.png", "breakdown.png"):
+        assert f"written: {tmp_path / name}\n" in output and (tmp_path / name).exists()
 
 
 @pytest.mark.parametrize(
@@ -521,7 +562,7 @@ def test_the_comparison_by_itself(tmp_path, monkeypatch, capsys):
 )
 def test_no_results_are_one_line(single, ddp, complaint, tmp_path, monkeypatch, capsys):
     other = result("ddp", 2, 400)
-    other["settings"]["epochs"] = 2
+    other["options"]["epochs"] = 2
     for name, content in (("07_single.json", single), ("07_ddp_2.json", ddp)):
         path = tmp_path / name
         if content == "good":
@@ -583,6 +624,12 @@ def test_no_folder_is_one_line(folder, monkeypatch, capsys):
         (["--checkpoint", "no/such/folder/file"], "--checkpoint"),
         (["--checkpoint", "."], "--checkpoint"),
         (["--checkpoint", "FILE"], "--checkpoint"),
+        (["--json", "no/such/folder/file"], "--json"),
+        (["--check", "--no-sync"], "--no-sync"),
+        (["--check", "--checkpoint", "new"], "--checkpoint"),
+        (["--check", "--global-batch", "2048", "--image-size", "8"], "--global-batch"),
+        (["--check", "--data", "no/such/folder"], "--data"),
+        (["--check", "--backend", "nccl"], "--backend"),
         (["--results", "FILE"], "--results"),
         (["--results", "/dev/null/x"], "--results"),
         (["--results", ""], "--results"),
@@ -597,7 +644,8 @@ def test_bad_input_is_one_line(words, flag, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["resnet_ddp.py", "--device", "cpu", *results, *words])
     monkeypatch.setattr(sys, "path", sys.path[:])
     # These are found out in the process group.
-    late = flag in ("--data", "--checkpoint") or "4096" in words
+    found_in_group = flag in ("--data", "--checkpoint") or "4096" in words
+    late = found_in_group and "--check" not in words
     ranks = 1 if late else 2
     variables = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     variables |= {"MASTER_ADDR": "localhost", "MASTER_PORT": 0}
@@ -621,6 +669,43 @@ def test_a_mistake_is_said_once_for_all_ranks(script, tmp_path):
     assert said == [f"resnet_ddp.py: error: argument --global-batch: {problem}"], output
 
 
+def test_make_checks_the_flags_for_all_ranks_first(script, tmp_path):
+    """And then nothing is started, and no result of an earlier run is removed."""
+    command = ["make", "-C", SCRIPT.parent.parent, f"PYTHON={sys.executable}", "07_resnet_ddp"]
+    status, output = script([*command, "NPROC=3"], env={"MAKEFLAGS": ""}).wait(60)
+    assert status == 2 and "1 of 2" not in output, output
+    assert "error: argument --global-batch: '64' cannot be divided by 3 ranks" in output
+
+
+def test_checking_ends_without_a_run(script, tmp_path):
+    variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
+    command = [sys.executable, SCRIPT, "--device", "cpu", "--check"]
+    assert script(command, env=variables, cwd=tmp_path).wait(60) == (0, "")
+
+
+def test_without_torchvision_is_one_line(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    monkeypatch.setattr(sys, "argv", ["resnet_ddp.py"])
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(SystemExit) as end:
+        resnet_ddp.main()
+    assert end.value.code == 2 and "pip install torchvision" in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_an_older_version_is_refused(script, tmp_path):
+    words = [*TINY, "--steps-per-epoch", 1, "--checkpoint", tmp_path / "c"]
+    status, output = start(script, None, *words, "--epochs", 1).wait()
+    assert status == 0 and f"written: {tmp_path / 'c'}" in output, output
+    checkpoint = torch.load(tmp_path / "c", weights_only=True)
+    checkpoint["progress"]["steps"] = []
+    torch.save(checkpoint, tmp_path / "c")
+    status, output = start(script, None, *words, "--epochs", 2).wait()
+    assert status == 2 and "another version of this script has written it" in output, output
+    assert "Traceback" not in output
+
+
 @pytest.mark.full
 def test_another_runs_checkpoint_is_refused(script, tmp_path):
     words = [*TINY, "--epochs", 1, "--results", tmp_path, "--checkpoint", tmp_path / "c"]
@@ -641,6 +726,6 @@ def test_on_a_gpu(script, tmp_path):
         status, output = start(script, world_size, *words, *checkpoint).wait()
         assert status == 0, output
     for name in ("07_single.json", "07_ddp_2.json"):
-        steps = json.loads((tmp_path / name).read_text())["steps"]
-        for step in steps:
-            assert all(seconds > 0 for seconds in step["data_seconds"] + step["compute_seconds"])
+        result = json.loads((tmp_path / name).read_text())
+        for seconds in result["data_seconds"] + result["compute_sync_seconds"]:
+            assert all(second > 0 for second in seconds)

@@ -13,11 +13,13 @@ import pytest
 import sweep
 import torch
 
-from common.testing import torchrun
+from common import setup
+from common.testing import masked, torchrun
+from common.timing import Stopwatch
 
 FOLDER = Path(__file__).resolve().parent
 TINY = ["--model", "squeezenet1_1", "--batch-size", 2, "--image-size", 32]
-TINY += ["--warmup", 1, "--iterations", 3, "--device", "cpu"]
+TINY += ["--warmup", 1, "--steps", 3, "--device", "cpu"]
 
 
 @pytest.mark.parametrize(
@@ -55,8 +57,11 @@ def test_one_host(script, tmp_path):
     status, output = script(torchrun(2, FOLDER / "sweep.py", *words)).wait()
     assert status == 0, output
     report = json.loads((tmp_path / "a.json").read_text())
-    header = ["pytorch_version", "cuda_version", "distributed_backend", "bucket_size"]
-    assert list(report) == [*header, "benchmark_results"]
+    head = "stage torch backend device device_name world_size threads_per_rank options started"
+    upstreams = "pytorch_version cuda_version distributed_backend bucket_size benchmark_results"
+    assert list(report) == [*head.split(), *upstreams.split(), "seconds"]
+    assert report["stage"] == "07_resnet_ddp/sweep" and report["options"]["steps"] == 3
+    assert report["options"]["device"] == "cpu" and report["options"]["backend"] == "gloo"
     assert report["distributed_backend"] == "gloo" and report["bucket_size"] == 25
     (benchmark,) = report["benchmark_results"]
     assert list(benchmark) == ["model", "batch_size", "result"]
@@ -69,7 +74,38 @@ def test_one_host(script, tmp_path):
     for entry in benchmark["result"]:
         assert all(0 < seconds < 60 for seconds in entry["measurements"])
     assert measured(output) == ["no", "1M/1G", "1M/2G"], output
-    assert diff(tmp_path / "a.json", tmp_path / "a.json").stdout.count("+0.0%") == 6
+    assert f"written: {tmp_path / 'a.json'}\n" in output
+    recorded = masked((FOLDER / "reference_output_sweep.txt").read_text())
+    starts = ("#_resnet", "subsets", "ranks", "# no", "# #M", "percentiles")
+    for line in masked(output):  # what the recorded output shows is what the script prints today
+        assert line in recorded or not line.startswith(starts)
+    # A result as older versions and PyTorch's benchmark have it, against a new one.
+    older = {name: report[name] for name in upstreams.split()}
+    (tmp_path / "older.json").write_text(json.dumps(older))
+    for baseline in ("a.json", "older.json"):
+        compared = diff(tmp_path / baseline, tmp_path / "a.json").stdout
+        assert compared.count("+0.0%") == 6
+        rows = [line.split() for line in compared.splitlines()]
+        assert ["--steps", "3" if baseline == "a.json" else "-", "3"] in rows
+        assert ["bucket_size", "25", "25"] in rows and "options" not in compared
+
+
+def test_older_names_of_flags_are_understood_and_not_shown(capsys):
+    parser = setup.Parser("")
+    sweep.add_arguments(parser)
+    older = "--iterations 7 --bucket-size 9 --distributed-backend gloo"
+    args = parser.parse_args(older.split())
+    assert (args.steps, args.bucket_size_mb, args.backend) == (7, 9, "gloo")
+    shown = parser.format_help()
+    assert not any(name in shown for name in ("--iterations", "--bucket-size ", "--distributed"))
+
+
+def test_progress_within_a_subset_is_shown():
+    shown = []
+    network = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 2 * 2, 1000))
+    watch = Stopwatch(torch.device("cpu"))
+    assert len(sweep.train(network, 1, 2, 2, 1, watch, shown.append)) == 2
+    assert shown == ["step 1 of 3", "step 2 of 3", "step 3 of 3"]
 
 
 @pytest.mark.cuda
@@ -122,7 +158,7 @@ def test_hosts_that_differ(script, tmp_path):
     assert status == 0 and "GPU0 is somewhere else" in output and "2M/1G" in output, output
 
 
-NCCL_ON_CPU = ["--distributed-backend", "nccl", "--device", "cpu"]
+NCCL_ON_CPU = ["--backend", "nccl", "--device", "cpu"]
 
 
 @pytest.mark.parametrize(
@@ -137,13 +173,14 @@ NCCL_ON_CPU = ["--distributed-backend", "nccl", "--device", "cpu"]
         (["--image-size", "-1"], "--image-size"),
         (["--model", "alexnet", "--image-size", "8"], "--image-size"),
         (["--model", "vit_b_16", "--image-size", "64"], "--image-size"),
-        (["--bucket-size", "0"], "--bucket-size"),
-        (["--bucket-size", "2.5"], "--bucket-size"),
+        (["--bucket-size-mb", "0"], "--bucket-size-mb"),
+        (["--bucket-size", "2.5"], "--bucket-size-mb"),
         (["--warmup", "-1"], "--warmup"),
-        (["--iterations", "0"], "--iterations"),
+        (["--steps", "0"], "--steps"),
+        (["--iterations", "0"], "--steps"),
         (["--device", "tpu"], "--device"),
-        (["--distributed-backend", "mpi"], "--distributed-backend"),
-        (["--model", "alexnet", *NCCL_ON_CPU], "--distributed-backend"),
+        (["--distributed-backend", "mpi"], "--backend"),
+        (["--model", "alexnet", *NCCL_ON_CPU], "--backend"),
         (["--timeout", "0"], "--timeout"),
         (["--timeout", "nan"], "--timeout"),
         (["--json", "."], "--json"),
