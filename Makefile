@@ -39,7 +39,7 @@ TORCHRUN = $(PYTHON) -m common.torchrun $(HOSTS) \
 	--nproc-per-node $(NPROC)
 
 .NOTPARALLEL:
-.PHONY: help setup test test-full soak hosts lint format all reference clean compare timeline \
+.PHONY: help setup test test-full soak hosts lint format all reference clean compare growth timeline \
 	check-python $(STAGES) $(TOOLS) 07_resnet_ddp/compare_runs
 help:
 	@sed -n 's/^## \{0,1\}//p' Makefile
@@ -125,6 +125,10 @@ timeline: $(RUNTIME) | results
 	  took=" (the one before took $$(($$(date +%s) - start)) s)"; \
 	done
 	@$(PYTHON) -m common.timeline $(LADDER:%=results/timeline_%.json) --plot results/timeline.png
+
+##   make growth                             05 with models that grow: tiny, small, medium (minutes)
+growth: $(RUNTIME)
+	@$(TORCHRUN) common/growth.py $(ARGS)
 
 ##   make hosts [RATE=1gbit DELAY=0.2ms]     the same on a network between two hosts, which Linux
 ##                                           plays on one machine (SCRIPT=… runs another script)

@@ -1,49 +1,25 @@
 """What scripts say, and where: progress, closed pipes, odd encodings, short errors."""
 
 import os
-import pty
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 import torch
 
 from common import setup, testing
-from common.testing import ROOT, torchrun
+from common.testing import ROOT, check_closed_pipe, on_a_terminal, torchrun
 
 LADDER = ROOT / "02_naive_ddp" / "naive_ddp.py"
 SMALL = ["--no-verify", "--steps", "2", "--warmup", "1", "--batch-size", "1"]
 SMALL += ["--context-length", "8", "--no-baseline", "--device", "cpu"]
 
 
-def on_a_terminal(command: list, **options) -> str:
-    """What a command writes to standard error, where that is a terminal."""
-    ours, theirs = pty.openpty()
-    written = []
-
-    def read():
-        try:
-            while chunk := os.read(ours, 10_000):
-                written.append(chunk)
-        except OSError:  # Linux: the other side is closed
-            pass
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    words = [str(word) for word in command]
-    run = subprocess.run(words, stdout=subprocess.PIPE, stderr=theirs, cwd=ROOT, **options)
-    os.close(theirs)
-    reader.join(30)
-    os.close(ours)
-    assert run.returncode == 0, b"".join(written)
-    return b"".join(written).decode()
-
-
 def test_a_terminal_shows_progress_and_a_pipe_does_not(script, tmp_path):
     command = torchrun(2, LADDER, *SMALL)
-    shown = on_a_terminal(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    status, _, shown = on_a_terminal(command, OMP_NUM_THREADS="1")
+    assert status == 0, shown
     lines = [line for line in shown.split("\r\x1b[K") if line]
     assert "step 1 of 3: NaiveDDP" in lines, shown
     last = [line for line in lines if line.startswith("step 3 of 3, ")]
@@ -55,20 +31,8 @@ def test_a_terminal_shows_progress_and_a_pipe_does_not(script, tmp_path):
 
 def test_a_closed_pipe_ends_nothing(tmp_path):
     """`| head -1`: no traceback, and the files are written."""
-    words = [*torchrun(2, LADDER, *SMALL, "--json", tmp_path / "x.json")]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    run = subprocess.Popen(
-        [str(word) for word in words],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert run.stdout.readline().startswith("02_naive_ddp: torch ")
-    run.stdout.close()
-    errors = run.stderr.read()
-    assert run.wait(60) == 0, errors
-    assert errors == "", errors
+    command = torchrun(2, LADDER, *SMALL, "--json", tmp_path / "x.json")
+    assert check_closed_pipe(command, OMP_NUM_THREADS="1") == ""
     testing.read_json(tmp_path / "x.json", "02_naive_ddp")
 
 
