@@ -212,15 +212,14 @@ def test_single_then_ddp_then_pictures(script, tmp_path):
     for line in masked(output):  # what the recorded output shows is what the script prints today
         if line.startswith(starts) or "images in" in line:
             assert line in recorded
-    single = json.loads((results / "07_single.json").read_text())
-    ddp = json.loads((results / "07_ddp_2.json").read_text())
+    single = testing.read_json(results / "07_single.json", "07_resnet_ddp")
+    ddp = testing.read_json(results / "07_ddp_2.json", "07_resnet_ddp")
     assert (single["world_size"], single["batch_per_rank"]) == (1, 16)
     assert (ddp["world_size"], ddp["batch_per_rank"]) == (2, 8)
     assert json.loads((tmp_path / "ddp.json").read_text()).keys() == ddp.keys()
-    head = "stage torch backend device device_name world_size threads_per_rank options started"
     for result in (single, ddp):
-        assert list(result)[:9] == head.split() and result["seconds"] > result["train_seconds"]
-        assert result["stage"] == "07_resnet_ddp" and result["options"]["image_size"] == 16
+        assert result["seconds"] > result["train_seconds"]
+        assert result["options"]["image_size"] == 16
         assert result["step"] == 3 and result["evaluations"][0]["images"] == 297
         for name in resnet_ddp.MEASURED:  # [rank][step]
             assert [len(of_rank) for of_rank in result[name]] == [3] * result["world_size"]

@@ -14,7 +14,7 @@ import sweep
 import torch
 
 from common import setup
-from common.testing import masked, torchrun
+from common.testing import masked, read_json, torchrun
 from common.timing import Stopwatch
 
 FOLDER = Path(__file__).resolve().parent
@@ -56,11 +56,10 @@ def test_one_host(script, tmp_path):
     words = [*TINY, "--json", tmp_path / "a.json"]
     status, output = script(torchrun(2, FOLDER / "sweep.py", *words)).wait()
     assert status == 0, output
-    report = json.loads((tmp_path / "a.json").read_text())
-    head = "stage torch backend device device_name world_size threads_per_rank options started"
+    report = read_json(tmp_path / "a.json", "07_resnet_ddp/sweep")
     upstreams = "pytorch_version cuda_version distributed_backend bucket_size benchmark_results"
-    assert list(report) == [*head.split(), *upstreams.split(), "seconds"]
-    assert report["stage"] == "07_resnet_ddp/sweep" and report["options"]["steps"] == 3
+    assert set(upstreams.split()) <= report.keys()
+    assert report["options"]["steps"] == 3
     assert report["options"]["device"] == "cpu" and report["options"]["backend"] == "gloo"
     assert report["distributed_backend"] == "gloo" and report["bucket_size"] == 25
     (benchmark,) = report["benchmark_results"]

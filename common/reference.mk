@@ -5,7 +5,8 @@ REFERENCES := $(STAGES:%=%/reference_output.txt) \
 	06_sharded_optimizer/reference_output_memory.txt 07_resnet_ddp/reference_output_parts.txt \
 	07_resnet_ddp/reference_output_sweep.txt 07_resnet_ddp/reference_output_compile_ddp.txt \
 	08_ddp_rpc/reference_output_8x8.txt \
-	common/reference_output_compare.txt common/reference_output_timeline.txt
+	common/reference_output_compare.txt common/reference_output_timeline.txt \
+	common/reference_output_growth.txt
 reference: $(REFERENCES)
 
 # record TARGET, ARGS: what the target prints becomes the file, once it has succeeded.
@@ -73,10 +74,23 @@ LARGE = --image-size 224 --steps-per-epoch 4
 	  $(PYTHON) 08_ddp_rpc/ddp_rpc.py --trainers 8 --servers 8 --lookup both --steps 200 || exit; \
 	done > $(keep)
 
-# The hosts are not among REFERENCES, because they need Linux.
-common/reference_output_compare.txt common/reference_output_hosts.txt \
-common/reference_output_timeline.txt: common/reference_output_%.txt: FORCE | results
+common/reference_output_compare.txt common/reference_output_timeline.txt: \
+common/reference_output_%.txt: FORCE | results
 	$(call record,$*)
 	cp results/$*.png common
+common/reference_output_growth.txt: FORCE | results
+	$(call record,growth)
+
+# Both need Linux, and are not among REFERENCES: the rungs on three networks, and the bucket sweep on
+# the slowest of them.
+common/reference_output_hosts.txt: FORCE | results
+	$(MAKE) --no-print-directory compare
+	$(MAKE) --no-print-directory hosts RATE=4gbit DELAY=0 ARGS="--json results/4gbit.json"
+	$(MAKE) --no-print-directory hosts RATE=1gbit DELAY=1ms ARGS="--json results/1gbit.json"
+	$(PYTHON) -m common.networks loopback=results/compare.json "4 Gbit/s"=results/4gbit.json \
+	  "1 Gbit/s and 1 ms"=results/1gbit.json --plot common/hosts.png > $(keep)
+05_bucketed/reference_output_bucket_sweep_1gbit.txt: FORCE | results
+	$(MAKE) --no-print-directory hosts RATE=1gbit DELAY=1ms SCRIPT=05_bucketed/bucket_sweep.py \
+	  ARGS="--plot 05_bucketed/bucket_sweep_1gbit.png" > $(keep)
 
 FORCE:
