@@ -51,10 +51,10 @@ $(foreach stage,$(STAGES),$(eval .PHONY: $(call SHORT,$(stage)) $(stage)/) \
 
 ##   make 01_allreduce                       all-reduce, measured and opened up
 GIVEN := $(filter command environment,$(firstword $(origin NPROC)))
-PICTURE := $(if $(filter --demo --plot --plot=% -h --help,$(ARGS)),,results/01_allreduce.png)
-01_allreduce: $(RUNTIME) | $(if $(PICTURE),results)
+DRAW = $(if $(filter --demo --plot --plot=% -h --help,$(ARGS)),,--plot results/$(1).png)
+01_allreduce: $(RUNTIME) | $(if $(call DRAW),results)
 	@$(PYTHON) 01_allreduce/allreduce.py $(if $(GIVEN),--world-sizes $(NPROC)) \
-	  $(PICTURE:%=--plot %) $(ARGS)
+	  $(call DRAW,01_allreduce) $(ARGS)
 
 ##   make 02_naive_ddp                       one all-reduce per parameter, after backward
 ##   make 03_flat_ddp                        one all-reduce of one flat tensor, after backward
@@ -92,10 +92,9 @@ endif
 	@$(PYTHON) $@.py $(or $(ARGS),results)
 
 # The second scripts of the folders, which torchrun starts as well.
-PICTURE = $(if $(findstring --plot,$(ARGS)),,--plot results/$(1).png)
-05_bucketed/bucket_sweep: FLAGS = $(call PICTURE,bucket_sweep)
-06_sharded_optimizer/memory: FLAGS = $(call PICTURE,06_memory)
-05_bucketed/bucket_sweep 06_sharded_optimizer/memory: | results
+05_bucketed/bucket_sweep: FLAGS = $(call DRAW,bucket_sweep)
+06_sharded_optimizer/memory: FLAGS = $(call DRAW,06_memory)
+05_bucketed/bucket_sweep 06_sharded_optimizer/memory: | $(if $(call DRAW),results)
 07_resnet_ddp/sweep: FLAGS = $(if $(FULL),,--model resnet18 --batch-size 8 --image-size 64)
 $(TOOLS): $(RUNTIME)
 	@$(TORCHRUN) $@.py $(FLAGS) $(ARGS)
@@ -115,6 +114,9 @@ compare: $(RUNTIME) | results
 
 ##   make timeline                           a step of 02 to 05 on one axis: results/timeline.png
 timeline: $(RUNTIME) | results
+ifneq ($(filter -h --help,$(ARGS)),)
+	@$(TORCHRUN) $(SCRIPT_OF_05_bucketed) --help
+else
 	@rm -f results/timeline*
 	@number=0; took=; \
 	for stage in $(foreach stage,$(LADDER),$(SCRIPT_OF_$(stage))); do \
@@ -125,6 +127,7 @@ timeline: $(RUNTIME) | results
 	  took=" (the one before took $$(($$(date +%s) - start)) s)"; \
 	done
 	@$(PYTHON) -m common.timeline $(LADDER:%=results/timeline_%.json) --plot results/timeline.png
+endif
 
 ##   make growth                             05 with models that grow: tiny, small, medium (minutes)
 growth: $(RUNTIME)
@@ -142,7 +145,12 @@ hosts: $(RUNTIME) | results
 	@exec bash common/hosts.sh $(PYTHON) $(LINK) $(or $(SCRIPT),$(HOSTS_RUNGS)) $(ARGS)
 
 ##   make all                                every stage with its defaults
-all: $(STAGES)
+all: $(RUNTIME)
+	@number=0; took=; for stage in $(STAGES); do \
+	  number=$$((number + 1)); start=$$(date +%s); echo "$$number of 8: $$stage$$took"; \
+	  $(MAKE) --no-print-directory $$stage || exit; \
+	  took=" (the one before took $$(($$(date +%s) - start)) s)"; \
+	done
 
 ##   make setup                              make .venv from requirements.txt
 NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 10) and "error: needs Python 3.10")

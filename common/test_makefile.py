@@ -43,6 +43,20 @@ def test_nproc_reaches_the_stages_that_start_their_ranks_themselves():
     assert chosen.count("--trainers") == 1
 
 
+@pytest.mark.parametrize(
+    "target, picture",
+    [
+        ("01_allreduce", "01_allreduce"),
+        ("05_bucketed/bucket_sweep", "bucket_sweep"),
+        ("06_sharded_optimizer/memory", "06_memory"),
+    ],
+)
+def test_a_picture_goes_to_results_unless_one_is_named(target, picture):
+    assert would_run(target).count("--plot") == 1
+    assert f"--plot results/{picture}.png" in would_run(target)
+    assert would_run(target, "ARGS=--plot x.png").count("--plot") == 1
+
+
 @pytest.mark.parametrize("target", ["compare", "timeline", "hosts", "07_resnet_ddp"])
 def test_results_of_earlier_runs_are_removed_first(target):
     commands = [line for line in would_run(target).splitlines() if "results/" in line]
