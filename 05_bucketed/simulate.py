@@ -71,7 +71,7 @@ def program(step: Step, rung: str, bucket_size_mb: float):
             while buckets and ready.issuperset(buckets[0]):  # launched after all before it
                 yield "launch", sum(sizes[one] for one in buckets.pop(0))
     yield "backward", step.backward - done
-    for bucket in buckets:  # 02 and 03
+    for bucket in buckets:  # 02 and 03; in 04 and 05 none is left
         size = sum(sizes[one] for one in bucket)
         yield "pack", (2 if rung == "03" else 1) * size / step.copy_bandwidth
         yield "launch", size
@@ -103,7 +103,7 @@ def simulate(step: Step, network: Network, rung: str, bucket_size_mb: float = 25
             share = (network.transfer_speed if what != "wait" else 1.0) / max(len(sending), 1)
             events = [work / speed, *(calls[name] / share for name in sending)]
             events += [arrival - now for arrival in arrivals.values() if arrival > now]
-            seconds = min(events)
+            seconds = min(events)  # until then no speed changes
             now += seconds
             work = remaining(work, speed, seconds)
             for name in sending:
