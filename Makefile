@@ -40,7 +40,7 @@ TORCHRUN = $(PYTHON) -m common.torchrun $(HOSTS) \
 
 .NOTPARALLEL:
 .PHONY: help setup test test-full soak hosts lint format all reference clean compare growth timeline \
-	check-python $(STAGES) $(TOOLS) 07_resnet_ddp/compare_runs
+	check-python $(STAGES) $(TOOLS) 05_bucketed/simulate 07_resnet_ddp/compare_runs
 help:
 	@sed -n 's/^## \{0,1\}//p' Makefile
 
@@ -65,6 +65,7 @@ SCRIPT_OF_03_flat_ddp := 03_flat_ddp/flat_ddp.py
 SCRIPT_OF_04_overlap_ddp := 04_overlap_ddp/overlap_ddp.py
 SCRIPT_OF_05_bucketed := 05_bucketed/bucketed.py
 ##   make 05_bucketed/bucket_sweep           which bucket size is best, measured and predicted
+##   make 05_bucketed/simulate               a step of 02 to 05 by a model, without running one
 ##   make 06_sharded_optimizer               optimizer state split over the ranks (ZeRO stage 1)
 ##   make 06_sharded_optimizer/memory        what that saves, part by part
 SCRIPT_OF_06_sharded_optimizer := 06_sharded_optimizer/sharded_optimizer.py
@@ -88,6 +89,8 @@ ifeq ($(filter -h --help,$(ARGS)),)
 	  echo; echo "2 of 2: DDP × $(RANKS) (1 took $$(( $$(date +%s) - began )) s)"; \
 	  $(TORCHRUN) $(RESNET_DDP)
 endif
+05_bucketed/simulate: $(RUNTIME)
+	@$(PYTHON) $@.py $(ARGS)
 07_resnet_ddp/compare_runs: $(RUNTIME)
 	@$(PYTHON) $@.py $(or $(ARGS),results)
 
