@@ -38,6 +38,8 @@ THREADS := $(shell echo $$(( $(CORES) > $(NPROC) ? $(CORES) / $(NPROC) : 1 )))
 TORCHRUN = $(PYTHON) -m common.torchrun $(HOSTS) \
 	--nproc-per-node $(NPROC)
 
+HELP := $(filter -h --help,$(ARGS))
+
 .NOTPARALLEL:
 .PHONY: help setup test test-full soak hosts lint format all reference clean compare growth timeline \
 	check-python $(STAGES) $(TOOLS) 05_bucketed/simulate 07_resnet_ddp/compare_runs
@@ -83,7 +85,7 @@ RANKS = $$(( $(NPROC) * $(or $(NNODES),1) ))
 AS_RANK_0 = RANK=0 LOCAL_RANK=0 WORLD_SIZE=$(RANKS) LOCAL_WORLD_SIZE=$(NPROC)
 07_resnet_ddp: $(RUNTIME) | results
 	@$(AS_RANK_0) $(PYTHON) $(RESNET_DDP) --check
-ifeq ($(filter -h --help,$(ARGS)),)
+ifeq ($(HELP),)
 	@rm -f results/07_single.json results/07_ddp_*.json results/speedup.png results/breakdown.png
 	@echo "1 of 2: a single device"; began=$$(date +%s); $(PYTHON) $(RESNET_DDP) || exit; \
 	  echo; echo "2 of 2: DDP × $(RANKS) (1 took $$(( $$(date +%s) - began )) s)"; \
@@ -112,12 +114,12 @@ LAYOUT_CHOSEN = $(foreach flag,$(LAYOUT_FLAGS),$(findstring $(flag),$(ARGS)))
 ##
 ##   make compare                            02 to 05 in turn, two models: results/compare.png
 compare: $(RUNTIME) | results
-	@rm -f results/compare*
+	@$(if $(HELP),,rm -f results/compare.json results/compare.png)
 	@$(TORCHRUN) common/rungs.py --plot results/compare.png --json results/compare.json $(ARGS)
 
 ##   make timeline                           a step of 02 to 05 on one axis: results/timeline.png
 timeline: $(RUNTIME) | results
-ifneq ($(filter -h --help,$(ARGS)),)
+ifneq ($(HELP),)
 	@$(TORCHRUN) $(SCRIPT_OF_05_bucketed) --help
 else
 	@rm -f results/timeline*
@@ -136,15 +138,15 @@ endif
 growth: $(RUNTIME)
 	@$(TORCHRUN) common/growth.py $(ARGS)
 
-##   make hosts [RATE=1gbit DELAY=0.2ms]     the same on a network between two hosts, which Linux
-##                                           plays on one machine (SCRIPT=… runs another script)
+##   make hosts [RATE=1gbit DELAY=0.2ms]     make compare on a network between two hosts, which
+##                                           Linux plays here (SCRIPT=… runs another script)
 LINK_RATE = $(or $(RATE),1gbit)
 LINK_DELAY = $(or $(DELAY),0.2ms)
 LINK = '$(LINK_RATE)' '$(LINK_DELAY)'
 HOSTS_RUNGS = common/rungs.py --steps 8 --warmup 2 --network '$(LINK_RATE), $(LINK_DELAY)' \
 	--plot results/hosts.png --json results/hosts.json
 hosts: $(RUNTIME) | results
-	@$(if $(SCRIPT),,rm -f results/hosts*)
+	@$(if $(SCRIPT)$(HELP),,rm -f results/hosts.json results/hosts.png)
 	@exec bash common/hosts.sh $(PYTHON) $(LINK) $(or $(SCRIPT),$(HOSTS_RUNGS)) $(ARGS)
 
 ##   make all                                every stage with its defaults

@@ -40,6 +40,9 @@ def best_number_of_buckets(size: float, bandwidth: float, call: float) -> float:
 
 def calibrate(device: torch.device) -> tuple[float, float]:
     """(w, o) of this process group: a call takes o + bytes / w seconds."""
+    from common.setup import progress
+
+    progress("calibrating")
     small = 1024
     large = 25 * 2**20
     seconds_of_small = median_seconds(small, device)
@@ -174,6 +177,7 @@ def measure_all(names: list, at_once: bool, result: dict, args, make, device) ->
         for kind, megabytes in group:
             candidates[label(kind, megabytes)] = make(kind, megabytes)
         samples = timing.measure(candidates, args.steps, args.warmup)
+        result["no_sync"].append(samples["no sync"])  # one for each group
         floor = report.percentiles(samples["no sync"]["step_seconds"])[0]
         for kind, megabytes in group:
             name = label(kind, megabytes)
@@ -223,6 +227,7 @@ def sweep(args, stages: dict, device: torch.device) -> None:
     best = gradient_bytes / best_number_of_buckets(gradient_bytes, bandwidth, call) / 2**20
     result |= {"model": model, "gradient_bytes": gradient_bytes, "bandwidth": bandwidth}
     result |= {"call_seconds": call, "predicted_best_mb": best, "rows": []}
+    result["no_sync"] = []
     constants = f"w = {bandwidth / 1e9:.2f} GB/s, o = {1e6 * call:.0f} µs"
     megabytes = f"s = {gradient_bytes / 2**20:.1f} MB of gradients"
     say(f"calibrated: {constants}; with {megabytes} the formula's best bucket has {best:.1f} MB")

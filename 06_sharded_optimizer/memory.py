@@ -165,7 +165,7 @@ def main():
     add("--json", type=setup.output_file, metavar="FILE", help="everything measured, raw")
     add("--plot", type=setup.output_file, metavar="FILE", help="the picture, PNG")
     setup.add_process_group_arguments(parser)
-    parser.set_defaults(steps=1, warmup=1)
+    parser.set_defaults(steps=2, warmup=0)
     args = parser.parse_args()
 
     with setup.process_group(args) as device:

@@ -17,6 +17,8 @@ def save(path: Path, settings: dict, progress: dict, parts: dict, device) -> Non
     The sampler's position is progress["epoch"]: with the seed, one of the settings, it gives the
     next order.
     """
+    from common.setup import say
+
     mine = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         mine["cuda"] = torch.cuda.get_rng_state(device)
@@ -33,6 +35,7 @@ def save(path: Path, settings: dict, progress: dict, parts: dict, device) -> Non
         file.flush()
         os.fsync(file.fileno())  # the bytes are on the disk before the name is, should power fail
     beside.replace(path)
+    say(f"written: {path}")
 
 
 def load(path: Path, settings: dict, parts: dict, device: torch.device) -> dict:

@@ -362,6 +362,9 @@ def complete(args, parser, distributed: bool, world_size: int) -> None:
     if args.checkpoint and args.check:
         problem = "one device and DDP cannot share one; start them one by one, without make"
         parser.error(f"argument --checkpoint: {problem}")
+    if args.json and args.check:
+        problem = "both runs would write it; make leaves results/07_single.json and 07_ddp_N.json"
+        parser.error(f"argument --json: {problem}")
     if args.download and not args.data:
         parser.error("argument --download: needs --data DIR, the folder for CIFAR-10")
     if not importlib.util.find_spec("torchvision"):
@@ -418,8 +421,6 @@ def main():
         progress = fit(args, distributed, device, settings, sets)
         if dist.get_rank() != 0:
             return
-        if args.checkpoint:
-            setup.say(f"written: {args.checkpoint}")
         images = progress["step"] * batch * world_size
         result |= {"name": what, "data": data, "batch_per_rank": batch}
         result |= {"images_per_second": images / progress["train_seconds"], **progress}

@@ -6,6 +6,7 @@ To compare the rungs with each other, `make compare` (rungs.py) measures them in
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -67,8 +68,8 @@ def differences(results: dict[str, dict]) -> list[str]:
             found.setdefault(key, {})[name] = value
     lines = []
     for key, values in found.items():
-        shown = [f"{name}: {values.get(name)}" for name in results]
-        if len({text.partition(": ")[2] for text in shown}) > 1:
+        if len({str(values.get(name)) for name in results}) > 1:
+            shown = [f"{name}: {values.get(name)}" for name in results]
             lines.append(f"{key} differs: " + "; ".join(shown))
     return lines
 
@@ -165,6 +166,7 @@ def draw(rows: list[dict], result: dict, path: Path) -> None:
 
 
 def main() -> None:
+    os.environ["RANK"] = "0"  # whatever the shell's is: this is the only process
     parser = Parser(__doc__)
     written_by = "written by --json of stages 02 to 06"
     parser.add_argument("files", nargs="+", metavar="FILE.json", help=written_by)

@@ -7,7 +7,6 @@ into memory, else alone.
     torchrun --standalone --nproc-per-node 2 common/growth.py --sizes tiny,small
 """
 
-import os
 import sys
 from pathlib import Path
 
@@ -16,25 +15,23 @@ sys.path[:0] = [str(ROOT), str(ROOT / "05_bucketed")]
 
 import bucketed  # noqa: E402
 import torch  # noqa: E402
+from bucket_sweep import all_fit  # noqa: E402
 
 from common import report, setup  # noqa: E402
 
 
-def fits(size: str, replicas: int, args) -> bool:
-    """Does this host have memory for so many replicas on each of its ranks?"""
+def measure(args, device: torch.device) -> dict | None:
+    """Stage 05 with one model: "model" and "candidates" of the JSON; None without memory for it."""
     with torch.device("meta"):
-        model = bucketed.LanguageModel(*bucketed.SIZES[size][:5]).to(getattr(torch, args.dtype))
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if args.device == "cuda":
-        memory = torch.cuda.mem_get_info()[0]
-    # Weight, gradient, two moments and bucket, and half as much again for what is computed.
-    replica = 1.5 * 5 * sum(parameter.nbytes for parameter in model.parameters())
-    return replica * replicas * int(os.environ["LOCAL_WORLD_SIZE"]) < memory
-
-
-def measure(args, device: torch.device) -> dict:
-    """Stage 05 with one model: "model" and "candidates" of the JSON."""
-    args.no_baseline = not fits(args.size, 3, args)
+        model = bucketed.LanguageModel(*bucketed.SIZES[args.size][:5])
+        model = model.to(getattr(torch, args.dtype))
+    gradient_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # of the model before
+    args.no_baseline = not all_fit(3, gradient_bytes, device)
+    if not all_fit(1, gradient_bytes, device):
+        setup.say(f"{args.size} model: not measured, there is no memory for a replica per rank")
+        return None
     replicas = 1 if args.no_baseline else 3
     model = report.describe(bucketed.LanguageModel, bucketed.SIZES, args, replicas)
     batch_shape = model["batch_size"], model["context_length"]
@@ -46,6 +43,9 @@ def print_growth(models: dict[str, dict], world_size: int) -> None:
     """A row for each model."""
     rows = []
     for size, of_size in models.items():
+        if of_size is None:
+            rows.append([size, *"--------"])
+            continue
         model = of_size["model"]
         by_name = {one["name"]: one for one in of_size["candidates"]}
         times = by_name["BucketedDDP"]

@@ -54,9 +54,10 @@ torchrun_on_host() {  # NUMBER SCRIPT FLAGS…: one node of torchrun
   number=$1
   shift
   # The hosts have no names: TORCH_CPP_LOG_LEVEL leaves out c10d's complaint about that.
+  # No GPU: both would take the same one, past the network that is to be measured.
   GLOO_SOCKET_IFNAME=host$number OMP_NUM_THREADS=$half TORCH_CPP_LOG_LEVEL=ERROR \
-    on_host "$number" taskset -c "${cores[$number]}" \
-    "$python" -m torch.distributed.run --nnodes 2 --node-rank "$number" --nproc-per-node 1 \
+    CUDA_VISIBLE_DEVICES='' on_host "$number" taskset -c "${cores[$number]}" \
+    "$python" -m common.torchrun --nnodes 2 --node-rank "$number" --nproc-per-node 1 \
     --master-addr 10.77.0.1 --master-port 29400 "$@"
 }
 
@@ -100,7 +101,10 @@ within() {
   torchrun_on_host 1 "$@" > /run/output 2>&1 &
   torchrun_on_host 0 "$@" &
   for _ in host host; do
-    wait -n && continue  # the cable never ends by itself: what ends well is a host
+    status=0
+    wait -n || status=$?
+    [ $status = 0 ] && continue  # the cable never ends by itself: what ends well is a host
+    [ $status = 2 ] && exit 2  # a wrong flag: rank 0 has said it
     sed 's/^/host 1: /' /run/output >&2
     echo "error: a host or the network between them has failed" >&2
     exit 1

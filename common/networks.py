@@ -8,6 +8,7 @@ same run. The picture has a row of panels for each model and a column for each n
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -26,6 +27,13 @@ def read(argument: str) -> tuple[str, dict]:
         return name or Path(path).stem, result
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         setup.fail(f"{path}: is not a result of rungs.py --json ({type(error).__name__}: {error})")
+
+
+def about(result: dict, key: str) -> str:
+    """What results must share to stand beside each other, as text."""
+    if key == "models":
+        return str({size: of_size["model"] for size, of_size in result["models"].items()})
+    return str(result[key])
 
 
 def print_networks(results: dict[str, dict]) -> None:
@@ -60,15 +68,20 @@ def draw(results: dict[str, dict], path: Path) -> None:
 
 
 def main() -> None:
+    os.environ["RANK"] = "0"  # whatever the shell's is: this is the only process
     parser = setup.Parser(__doc__)
     written_by = "a network's name and what rungs.py --json wrote"
     parser.add_argument("files", nargs="+", metavar="NAME=FILE.json", help=written_by)
     parser.add_argument("--plot", type=setup.output_file, metavar="FILE", help="the picture, PNG")
     args = parser.parse_args()
     results = dict(read(argument) for argument in args.files)
-    sizes = {tuple(result["models"]) for result in results.values()}
-    if len(sizes) > 1:
-        setup.fail(f"argument FILE: the models differ: {' and '.join(map(str, sorted(sizes)))}")
+    if len(results) < len(args.files):
+        setup.fail("argument NAME=FILE.json: two networks have the same name")
+    for key in ("world_size", "device", "backend", "models"):
+        found = {network: about(result, key) for network, result in results.items()}
+        if len(set(found.values())) > 1:
+            shown = "; ".join(f"{network}: {value}" for network, value in found.items())
+            setup.fail(f"argument NAME=FILE.json: their {key} differ: {shown}")
     print_networks(results)
     if args.plot:
         draw(results, args.plot)

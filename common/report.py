@@ -37,7 +37,7 @@ def print_table(header: list[str], rows: list[list[str]]) -> None:
 
 
 def describe(model_class, sizes: dict, args, replicas: int) -> dict:
-    """Print what is measured, if there is memory for it; returns "model" of the JSON."""
+    """Print what is measured and see that there is memory for it; returns "model" of the JSON."""
     *shape, batch_size, context_length = sizes[args.size]
     with torch.device("meta"):
         parameters = sum(p.numel() for p in model_class(*shape).parameters())
@@ -87,12 +87,10 @@ def processor_name() -> str:
 
 
 def write_json(path: Path | None, result: dict) -> None:
-    """Write a result, whole or not at all, where rank 0 has a path; null for infinity and nan."""
+    """Write a result where rank 0 has a path; null for infinity and nan."""
     if path is None or (dist.is_initialized() and dist.get_rank() != 0):
         return
     result["seconds"] = (datetime.now(timezone.utc) - result["started"]).total_seconds()
     finite = json.loads(json.dumps(result, default=str), parse_constant=lambda _: None)
-    beside = path.with_name(path.name + ".part")
-    beside.write_text(json.dumps(finite, indent=1) + "\n")
-    beside.replace(path)
+    path.write_text(json.dumps(finite, indent=1) + "\n")
     say(f"written: {path}")

@@ -19,6 +19,7 @@ STAGES = ["02_naive_ddp", "03_flat_ddp", "04_overlap_ddp", "05_bucketed"]
 sys.path[:0] = [str(ROOT), *(str(ROOT / stage) for stage in STAGES)]
 
 import naive_ddp  # noqa: E402
+import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from bucketed import BucketedDDP  # noqa: E402
 from flat_ddp import FlatDDP  # noqa: E402
@@ -147,6 +148,7 @@ def main():
         result = report.begin("rungs", args, device)
         result["network"] = args.network
         result["models"] = {}
+        check_memory(sizes, args)
         for size in sizes:
             setup.say()
             args.size = size
@@ -157,11 +159,24 @@ def main():
             draw(result, args.plot)
 
 
+REPLICAS = len(LABELS)
+
+
+def check_memory(sizes: list[str], args) -> None:
+    """End the run before anything is measured if one of these models does not fit."""
+    for size in sizes if args.device == "cpu" else []:
+        with torch.device("meta"):
+            model = naive_ddp.LanguageModel(*naive_ddp.SIZES[size][:5])
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        each = 5 * getattr(setup.torch, args.dtype).itemsize
+        what = f"{size}: {REPLICAS} replicas × {parameters / 1e6:.1f} million parameters × {each} B"
+        setup.check_memory(REPLICAS * parameters * each, what)
+
+
 def measure(args, device) -> dict:
     """All rungs in turn, with one model: "model" and "candidates" of the JSON."""
     others = {"FlatDDP": FlatDDP, "OverlapDDP": OverlapDDP, "BucketedDDP": BucketedDDP}
-    replicas = len(others) + 3
-    model = report.describe(naive_ddp.LanguageModel, naive_ddp.SIZES, args, replicas)
+    model = report.describe(naive_ddp.LanguageModel, naive_ddp.SIZES, args, REPLICAS)
     batch_shape = model["batch_size"], model["context_length"]
     candidates = naive_ddp.benchmark(args, {}, device, batch_shape, others)
     return {"model": model, "candidates": candidates}

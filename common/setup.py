@@ -98,8 +98,8 @@ def add_training_arguments(parser: Parser, sizes: dict, steps: int) -> None:
     add("--batch-size", type=one, help="sequences per rank and step (default: the size's)")
     add("--context-length", type=one, help="tokens per sequence (default: the size's)")
     add("--dtype", choices=["float32", "bfloat16"], default="float32")
-    add("--steps", type=one, default=steps, help="measured")
-    add("--warmup", type=whole_number(0), default=5, help="steps before them, not measured")
+    add("--steps", type=one, default=steps, help="steps that are measured")
+    add("--warmup", type=whole_number(0), default=5, help="steps before them")
     add("--seed", type=whole_number(0), default=0)
     add("--no-baseline", action="store_true", help="measure this stage alone, to save memory")
     add("--json", type=output_file, metavar="FILE", help="everything measured, raw")
@@ -107,13 +107,13 @@ def add_training_arguments(parser: Parser, sizes: dict, steps: int) -> None:
 
 
 def add_verify_arguments(parser: Parser) -> None:
-    """The flags of what first trains a classifier of images, to verify it."""
+    """The flags of stages 02 to 06, which verify before they measure."""
     add, file = parser.add_argument, {"type": output_file, "metavar": "FILE"}
     add("--no-verify", action="store_true", help="only measure")
     add("--data", metavar="DIR", help="verify on MNIST from this folder instead of the digits")
     add("--download", action="store_true", help="fetch MNIST into --data first")
     add("--save", **file, help="the verified classifier's state_dict")
-    add("--trace", **file, help="Chrome trace of three measured steps of rank 0")
+    add("--trace", **file, help="Chrome trace of three more steps of rank 0")
 
 
 def add_process_group_arguments(parser: Parser) -> None:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from datetime import timedelta
@@ -163,15 +164,20 @@ def on_a_terminal(command: list, **variables) -> tuple[int, str, str]:
     terminal, ours = pty.openpty()
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | variables
     words = [str(word) for word in command]
-    run = subprocess.Popen(words, env=environment, text=True, stdout=subprocess.PIPE, stderr=ours)
-    os.close(ours)
-    shown = b""
-    with contextlib.suppress(OSError):  # when the last process has closed it
-        while piece := os.read(terminal, 65536):
-            shown += piece
-    os.close(terminal)
-    output, _ = run.communicate(timeout=60)
-    return run.returncode, output, shown.decode()
+    with tempfile.TemporaryFile("w+") as output:  # not a pipe, which could be full
+        run = subprocess.Popen(words, env=environment, stdout=output, stderr=ours)
+        os.close(ours)
+        killer = threading.Timer(120, run.kill)
+        killer.start()
+        shown = b""
+        with contextlib.suppress(OSError):  # when the last process has closed it
+            while piece := os.read(terminal, 65536):
+                shown += piece
+        os.close(terminal)
+        status = run.wait()
+        killer.cancel()
+        output.seek(0)
+        return status, output.read(), shown.decode()
 
 
 def check_closed_pipe(command: list, **variables) -> str:
@@ -182,9 +188,12 @@ def check_closed_pipe(command: list, **variables) -> str:
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     words = [str(word) for word in command]
     with subprocess.Popen(words, env=os.environ | variables, **pipes) as run:
+        killer = threading.Timer(120, run.kill)
+        killer.start()
         run.stdout.readline()
         run.stdout.close()
         errors = run.stderr.read()
+        killer.cancel()
     assert run.returncode == 0 and "Traceback" not in errors and "Broken" not in errors, errors
     return errors
 

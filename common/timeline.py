@@ -9,6 +9,7 @@ The blocks are as torch.profiler recorded them.
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -112,6 +113,7 @@ def draw(steps: dict[str, tuple], path: Path) -> None:
 
 
 def main() -> None:
+    os.environ["RANK"] = "0"  # whatever the shell's is: this is the only process
     parser = Parser(__doc__)
     written_by = "written by --trace; the file's name is its label"
     parser.add_argument("traces", nargs="+", metavar="TRACE.json", help=written_by)

@@ -20,7 +20,7 @@ from common.setup import threads_per_rank
 
 
 def share_cores(ranks: str) -> None:
-    """As many threads per rank as there are cores; a warning where ranks take turns on a core."""
+    """Give each rank cores ÷ ranks threads; warn where ranks have to take turns on a core."""
     if not ranks.isdecimal():
         return
     os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(int(ranks))))
