@@ -671,7 +671,7 @@ def test_a_mistake_is_said_once_for_all_ranks(script, tmp_path):
 def test_make_checks_the_flags_for_all_ranks_first(script, tmp_path):
     """And then nothing is started, and no result of an earlier run is removed."""
     command = ["make", "-C", SCRIPT.parent.parent, f"PYTHON={sys.executable}", "07_resnet_ddp"]
-    status, output = script([*command, "NPROC=3"], env={"MAKEFLAGS": ""}).wait(60)
+    status, output = script([*command, "NPROC=3", "ARGS="], env={"MAKEFLAGS": ""}).wait(60)
     assert status == 2 and "1 of 2" not in output, output
     assert "error: argument --global-batch: '64' cannot be divided by 3 ranks" in output
 

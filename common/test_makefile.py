@@ -12,7 +12,8 @@ from common.testing import ROOT
 def make(*words, **variables) -> tuple[int, str]:
     """Exit status and output of make, with none of this process's make variables."""
     environment = {key: value for key, value in os.environ.items() if "MAKE" not in key}
-    environment.pop("NPROC", None)
+    for name in ("NPROC", "ARGS"):  # of the make that runs the tests
+        environment.pop(name, None)
     run = subprocess.run(
         ["make", *words],
         cwd=ROOT,
