@@ -18,6 +18,7 @@ import torch  # noqa: E402
 from bucket_sweep import all_fit  # noqa: E402
 
 from common import report, setup  # noqa: E402
+from common.rungs import read_arguments  # noqa: E402
 
 
 def measure(args, device: torch.device) -> dict | None:
@@ -67,30 +68,12 @@ def print_growth(models: dict[str, dict], world_size: int) -> None:
 
 
 def main():
-    parser = setup.Parser(__doc__)
-    add = parser.add_argument
-    number = setup.whole_number
-    names = ",".join(bucketed.SIZES)
-    add("--sizes", default="tiny,small,medium", metavar="SIZE,…", help=f"of {names}")
-    add("--batch-size", type=number(1), help="sequences per rank and step (default: the size's)")
-    add("--context-length", type=number(1), help="tokens per sequence (default: the size's)")
-    add("--dtype", choices=["float32", "bfloat16"], default="float32")
-    add("--steps", type=number(1), default=4, help="measured")
-    add("--warmup", type=number(0), default=1, help="steps before them, not measured")
-    add("--seed", type=number(0), default=0)
-    add("--json", type=setup.output_file, metavar="FILE", help="everything measured, raw")
-    setup.add_process_group_arguments(parser)
-    parser.set_defaults(gradient_as_bucket_view=False, trace=None)
-    args = parser.parse_args()
-    sizes = args.sizes.split(",")
-    for size in sizes:
-        if size not in bucketed.SIZES:
-            parser.error(f"argument --sizes: {size!r} is not one of {names}")
+    args = read_arguments(setup.Parser(__doc__), "tiny,small,medium", steps=4, warmup=1)
 
     with setup.process_group(args) as device:
         result = report.begin("growth", args, device)
         result["models"] = {}
-        for size in sizes:
+        for size in args.sizes:
             setup.say()
             args.size = size
             result["models"][size] = measure(args, device)

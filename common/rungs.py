@@ -121,35 +121,42 @@ def draw(result: dict, path: Path) -> None:
     finish_figure(figure, panels[0], caption.format(**result), path)
 
 
-def main():
-    parser = setup.Parser(__doc__)
+def read_arguments(parser: setup.Parser, sizes: str, steps: int, warmup: int):
+    """Add the flags of a run over several models, with these defaults; read the command line."""
     add = parser.add_argument
     number = setup.whole_number
     names = ",".join(naive_ddp.SIZES)
-    add("--sizes", default="tiny,deep", metavar="tiny,deep", help=f"of {names}")
+    add("--sizes", default=sizes, metavar="SIZE,…", help=f"of {names}")
     add("--batch-size", type=number(1), help="sequences per rank and step (default: the size's)")
     add("--context-length", type=number(1), help="tokens per sequence (default: the size's)")
     add("--dtype", choices=["float32", "bfloat16"], default="float32")
-    add("--steps", type=number(1), default=12, help="measured")
-    add("--warmup", type=number(0), default=5, help="steps before them, not measured")
+    add("--steps", type=number(1), default=steps, help="steps that are measured")
+    add("--warmup", type=number(0), default=warmup, help="steps before them")
     add("--seed", type=number(0), default=0)
     add("--json", type=setup.output_file, metavar="FILE", help="everything measured, raw")
-    add("--plot", type=setup.output_file, metavar="FILE", help="the picture, PNG")
-    add("--network", metavar="TEXT", help="between the ranks; for the picture's title")
     setup.add_process_group_arguments(parser)
     parser.set_defaults(no_baseline=False, gradient_as_bucket_view=False, trace=None)
     args = parser.parse_args()
-    sizes = args.sizes.split(",")
-    for size in sizes:
+    args.sizes = args.sizes.split(",")
+    for size in args.sizes:
         if size not in naive_ddp.SIZES:
             parser.error(f"argument --sizes: {size!r} is not one of {names}")
+    return args
+
+
+def main():
+    parser = setup.Parser(__doc__)
+    add = parser.add_argument
+    add("--plot", type=setup.output_file, metavar="FILE", help="the picture, PNG")
+    add("--network", metavar="TEXT", help="between the ranks; for the picture's title")
+    args = read_arguments(parser, "tiny,deep", steps=12, warmup=5)
 
     with setup.process_group(args) as device:
         result = report.begin("rungs", args, device)
         result["network"] = args.network
         result["models"] = {}
-        check_memory(sizes, args)
-        for size in sizes:
+        check_memory(args.sizes, args)
+        for size in args.sizes:
             setup.say()
             args.size = size
             result["models"][size] = measure(args, device)
