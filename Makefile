@@ -5,7 +5,7 @@ ARGS ?=
 N ?= 20
 LADDER := 02_naive_ddp 03_flat_ddp 04_overlap_ddp 05_bucketed
 STAGES := 01_allreduce $(LADDER) 06_sharded_optimizer 07_resnet_ddp 08_ddp_rpc
-TOOLS := 05_bucketed/bucket_sweep 06_sharded_optimizer/memory 07_resnet_ddp/sweep \
+TOOLS := 05_bucketed/bucket_sweep 05_bucketed/predict 06_sharded_optimizer/memory 07_resnet_ddp/sweep \
 	07_resnet_ddp/compile_ddp
 
 ifeq ($(shell expr "x$(NPROC)" : 'x[1-9][0-9]*$$'),0)
@@ -42,7 +42,7 @@ HELP := $(filter -h --help,$(ARGS))
 
 .NOTPARALLEL:
 .PHONY: help setup test test-full soak hosts lint format all reference clean compare growth timeline \
-	check-python $(STAGES) $(TOOLS) 05_bucketed/simulate 07_resnet_ddp/compare_runs
+	check-python $(STAGES) $(TOOLS) 05_bucketed/simulate 05_bucketed/extrapolate 07_resnet_ddp/compare_runs
 help:
 	@sed -n 's/^## \{0,1\}//p' Makefile
 
@@ -68,6 +68,8 @@ SCRIPT_OF_04_overlap_ddp := 04_overlap_ddp/overlap_ddp.py
 SCRIPT_OF_05_bucketed := 05_bucketed/bucketed.py
 ##   make 05_bucketed/bucket_sweep           which bucket size is best, measured and predicted
 ##   make 05_bucketed/simulate               a step of 02 to 05 by a model, without running one
+##   make 05_bucketed/predict                what that model predicts here, and what is measured
+##   make 05_bucketed/extrapolate            the model for 2 to 1024 ranks
 ##   make 06_sharded_optimizer               optimizer state split over the ranks (ZeRO stage 1)
 ##   make 06_sharded_optimizer/memory        what that saves, part by part
 SCRIPT_OF_06_sharded_optimizer := 06_sharded_optimizer/sharded_optimizer.py
@@ -93,13 +95,16 @@ ifeq ($(HELP),)
 endif
 05_bucketed/simulate: $(RUNTIME)
 	@$(PYTHON) $@.py $(ARGS)
+05_bucketed/extrapolate: $(RUNTIME) | $(if $(call DRAW),results)
+	@$(PYTHON) $@.py $(call DRAW,extrapolate) $(ARGS)
 07_resnet_ddp/compare_runs: $(RUNTIME)
 	@$(PYTHON) $@.py $(or $(ARGS),results)
 
 # The second scripts of the folders, which torchrun starts as well.
 05_bucketed/bucket_sweep: FLAGS = $(call DRAW,bucket_sweep)
+05_bucketed/predict: FLAGS = $(call DRAW,predict)
 06_sharded_optimizer/memory: FLAGS = $(call DRAW,06_memory)
-05_bucketed/bucket_sweep 06_sharded_optimizer/memory: | $(if $(call DRAW),results)
+05_bucketed/bucket_sweep 05_bucketed/predict 06_sharded_optimizer/memory: | $(if $(call DRAW),results)
 07_resnet_ddp/sweep: FLAGS = $(if $(FULL),,--model resnet18 --batch-size 8 --image-size 64)
 $(TOOLS): $(RUNTIME)
 	@$(TORCHRUN) $@.py $(FLAGS) $(ARGS)

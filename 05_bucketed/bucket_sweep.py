@@ -17,6 +17,7 @@ import math
 import os
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -69,6 +70,7 @@ def median_seconds(size: int, device: torch.device, calls: int = 100) -> float:
 # ==================================================================================================
 # Below this line: the measurement, the table, the picture.
 
+RUNGS = {"NaiveDDP": "02", "OverlapDDP": "04", "BucketedDDP": "05"}  # of simulate.py
 NO_LIMIT = math.inf  # a bucket size: one bucket for everything
 STYLES = {  # of the picture: mark, colour
     "NaiveDDP": ("D", "#CC79A7"),
@@ -159,12 +161,23 @@ def all_fit(candidates: int, gradient_bytes: int, device: torch.device) -> bool:
     return bool(fits)
 
 
+def gradient_sizes(args) -> list[int]:
+    """Bytes of the gradients, from the last parameter to the first."""
+    import bucketed
+
+    with torch.device("meta"):
+        model = bucketed.LanguageModel(*bucketed.SIZES[args.size][:5])
+    return [p.nbytes for p in reversed(list(model.to(getattr(torch, args.dtype)).parameters()))]
+
+
 def measure_all(names: list, at_once: bool, result: dict, args, make, device) -> float:
     """Append a row for every (kind, bucket size) to result["rows"]; returns no sync's median step.
 
-    All are measured in turn, or else one after another, each in turn with the same `no sync`.
-    `make` makes a candidate: make(kind, bucket size).
+    All are measured in turn, or else one after another, each in turn with the same `no sync`, and
+    with the experiments of calibrate.py. `make` makes a candidate: make(kind, bucket size).
     """
+    import calibrate
+
     from common import report, timing
 
     groups = [[name] for name in names]
@@ -172,11 +185,16 @@ def measure_all(names: list, at_once: bool, result: dict, args, make, device) ->
         groups = [names]
     constants = (result["gradient_bytes"], result["bandwidth"], result["call_seconds"])
     no_sync = make("no sync", None)
+    model = result["model"]
+    alone = calibrate.build(args, (model["batch_size"], model["context_length"]), device)
     for group in groups:
         candidates = {"no sync": no_sync}
         for kind, megabytes in group:
             candidates[label(kind, megabytes)] = make(kind, megabytes)
-        samples = timing.measure(candidates, args.steps, args.warmup)
+        everything = calibrate.with_experiments(candidates, *alone, device)
+        samples = timing.measure(everything, args.steps, args.warmup)
+        known = calibrate.step_and_network(samples, result["gradients"], result["world_size"])
+        result["simulated"].append([asdict(one) for one in known])
         result["no_sync"].append(samples["no sync"])  # one for each group
         floor = report.percentiles(samples["no sync"]["step_seconds"])[0]
         for kind, megabytes in group:
@@ -186,9 +204,20 @@ def measure_all(names: list, at_once: bool, result: dict, args, make, device) ->
             p50 = report.percentiles(row["step_seconds"])[0]
             row |= {"ratio_to_no_sync": p50 / floor, "overhead_seconds": p50 - floor}
             row["predicted_seconds"] = overhead(row["buckets"], *constants)
+            row["simulated_seconds"] = simulated_overhead(kind, megabytes, *known)
             result["rows"].append(row)
         del candidates  # their memory is needed for the next group
     return floor
+
+
+def simulated_overhead(kind: str, megabytes: float | None, step, network) -> float | None:
+    """What simulate.py says that a step takes longer than without communication; not of torch's."""
+    from simulate import simulate
+
+    if kind not in RUNGS:
+        return None
+    seconds = simulate(step, network, RUNGS[kind], megabytes or 25.0).step_seconds
+    return seconds - (step.forward + step.backward + step.optimizer)
 
 
 def print_rows(rows: list[dict]) -> None:
@@ -204,13 +233,17 @@ def print_rows(rows: list[dict]) -> None:
         cells += report.milliseconds(row["step_seconds"])
         cells.append(f"{row['ratio_to_no_sync']:.3f}")
         cells.append(report.milliseconds(row["exposed_comm_seconds"])[0])
-        cells += [f"{1000 * row[key]:.1f}" for key in ("overhead_seconds", "predicted_seconds")]
+        for key in ("overhead_seconds", "predicted_seconds", "simulated_seconds"):
+            cells.append("-" if row[key] is None else f"{1000 * row[key]:.1f}")
         cells.append(f"{one_bucket['ratio_to_no_sync'] / row['ratio_to_no_sync']:.3f}")
         table.append(cells)
     header = ["step, ms", "bucket MB", "buckets", "p50", "p75", "p90", "p95", "/no sync"]
-    report.print_table([*header, "exposed", "overhead", "formula", "speed-up"], table)
+    report.print_table([*header, "exposed", "overhead", "formula", "model", "speed-up"], table)
     say("Overhead: step p50 − no sync p50; formula: s/(n·w) + n·o with the buckets of the row;")
-    say("speed-up: against one bucket for everything (inf MB).")
+    say(
+        "model: simulate.py, with what calibrate.py measured in the same run; speed-up: against one"
+    )
+    say("bucket for everything (inf MB).")
 
 
 def sweep(args, stages: dict, device: torch.device) -> None:
@@ -227,7 +260,7 @@ def sweep(args, stages: dict, device: torch.device) -> None:
     best = gradient_bytes / best_number_of_buckets(gradient_bytes, bandwidth, call) / 2**20
     result |= {"model": model, "gradient_bytes": gradient_bytes, "bandwidth": bandwidth}
     result |= {"call_seconds": call, "predicted_best_mb": best, "rows": []}
-    result["no_sync"] = []
+    result |= {"no_sync": [], "simulated": [], "gradients": gradient_sizes(args)}
     constants = f"w = {bandwidth / 1e9:.2f} GB/s, o = {1e6 * call:.0f} µs"
     megabytes = f"s = {gradient_bytes / 2**20:.1f} MB of gradients"
     say(f"calibrated: {constants}; with {megabytes} the formula's best bucket has {best:.1f} MB")
@@ -245,7 +278,7 @@ def sweep(args, stages: dict, device: torch.device) -> None:
     def make(kind, megabytes):
         return candidate(kind, megabytes, args, batch_shape, stages, device)
 
-    at_once = all_fit(len(names) + 1, gradient_bytes, device)
+    at_once = all_fit(len(names) + 2, gradient_bytes, device)
     floor = measure_all(names, at_once, result, args, make, device)
     order = "interleaved" if at_once else "one at a time against the same no sync"
     say(f"{len(names)} candidates and no sync, {order}; no sync: {1000 * floor:.1f} ms")
@@ -265,12 +298,25 @@ def say_the_best(result: dict, predicted: float) -> None:
     ranking = sorted(result["rows"], key=lambda row: row["ratio_to_no_sync"])
     ours = next(row for row in ranking if row["kind"] == "BucketedDDP")
     result["measured_best_mb"] = ours["bucket_size_mb"]
+    simulated = [row for row in ranking if row["kind"] == "BucketedDDP"]
+    by_model = min(simulated, key=lambda row: row["simulated_seconds"])["bucket_size_mb"]
     line = f"best BucketedDDP: {ours['bucket_size_mb']:g} MB, by the formula {predicted:.1f} MB"
+    line += f", by the model {by_model:g} MB"
     torchs = [row for row in ranking if row["kind"] == "torch DDP"]
     if torchs:
         ratio = ours["ratio_to_no_sync"] / torchs[0]["ratio_to_no_sync"]
         line += f"; {ratio:.3f} × the best torch DDP ({torchs[0]['bucket_size_mb']:g} MB)"
     say(line)
+
+
+def points_of(rows: list[dict], kind: str, key: str) -> tuple[list, list]:
+    """Numbers of buckets, and the milliseconds of rows of this kind; one point for each number."""
+    points = {}
+    for row in rows:
+        if row["kind"] == kind and row[key] is not None:
+            points.setdefault(row["buckets"], 1000 * row[key])
+    x = sorted(points)
+    return x, [points[buckets] for buckets in x]
 
 
 def draw(result: dict, path: Path) -> None:
@@ -282,14 +328,14 @@ def draw(result: dict, path: Path) -> None:
     figure = Figure(figsize=(9, 5.5), dpi=120, layout="constrained")
     axes = figure.subplots()
     for kind, (marker, color) in STYLES.items():
-        points = {}  # one for each number of buckets: sizes with the same number are the same run
-        for row in result["rows"]:
-            if row["kind"] == kind:
-                points.setdefault(row["buckets"], 1000 * row["overhead_seconds"])
-        if points:
-            x, y = zip(*sorted(points.items()), strict=True)
-            look = {"marker": marker, "color": color, "linestyle": ":", "markersize": 8}
-            axes.plot(x, y, label=f"{kind}, measured", **look)
+        x, y = points_of(result["rows"], kind, "overhead_seconds")
+        look = {"marker": marker, "color": color, "markersize": 8}
+        if x:
+            axes.plot(x, y, linestyle=":", label=f"{kind}, measured", **look)
+        x, y = points_of(result["rows"], kind, "simulated_seconds")
+        if x:
+            label = f"{kind}, simulated"
+            axes.plot(x, y, markerfacecolor="none", label=label, **look)
     most = max(row["buckets"] for row in result["rows"])
     buckets = numpy.geomspace(1, max(most, 2), 200)
     formula = 1000 * overhead(buckets, *constants)

@@ -1,16 +1,14 @@
 """05: a model that predicts a step of stages 02 to 05, event by event.
 
-Given are what a rank computes, what an all-reduce costs, and how much the two slow each other down;
-out come the time of a step and what happens in it.
+Given what a rank computes, what all-reduces cost, and how much the two slow each other: a step.
 
     python 05_bucketed/simulate.py --ranks 8 --bucket-size-mb 5                  (see also --help)
 
 It assumes that all ranks are alike and nothing else runs. An all-reduce of S bytes on n ranks takes
 2(n-1) hops of latency, which pass beside those of other calls, then call + 2(n-1)/n · S/bandwidth
-seconds of transfer; calls that transfer at the same time have equal shares of the network. So k
-calls launched at once take 2(n-1)·hop + k·call + 2(n-1)/n · (bytes of all)/bandwidth, if so many
-may be in flight; else they wait for their turn. Compute slows down while a call is in flight, and
-transfer while the rank computes. A single rank sends nothing. A pass over a gradient's memory takes
+seconds of transfer; calls that transfer at the same time share the network equally. So k calls that
+may be in flight together take 2(n-1)·hop + k·call + 2(n-1)/n · (bytes of all)/bandwidth. Compute is
+slower beside a call in flight, and transfer beside compute. A pass over a gradient's memory takes
 bytes/copy_bandwidth: 02 and 04 scale it, 05 scales it into its bucket, 03 packs, scales, unpacks.
 
 Source: Li et al., "PyTorch Distributed", VLDB 2020; Stanford CS336, assignment 2, "DDP bucketed
@@ -33,7 +31,8 @@ class Step:
     optimizer: float
     gradients: list[tuple[float, float]]  # in launch order: bytes, second of backward when ready
     copy_bandwidth: float = math.inf  # bytes per second of a pass over memory
-    hook: float = 0.0  # seconds of Python for each gradient in 04 and 05
+    hook: float = 0.0  # seconds of Python in 04 and 05 for each gradient
+    launch: float = 0.0  # and for each call
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,8 @@ class Network:
     call: float = 0.0  # seconds that one more call in flight costs, however many ranks there are
     calls_at_once: int | None = 2  # gloo has two threads, NCCL one stream; None: no limit
     compute_speed: float = 1.0  # beside a call in flight, as a fraction of the speed alone
-    transfer_speed: float = 1.0  # beside compute, likewise; neither may be 0
+    transfer_speed: float = 1.0  # beside compute, likewise; none of the three may be 0
+    call_speed: float | None = None  # the same for `call`; None: as transfer_speed
 
 
 class Result(NamedTuple):
@@ -69,6 +69,7 @@ def program(step: Step, rung: str, bucket_size_mb: float):
             done = moment
             ready.add(index)
             while buckets and ready.issuperset(buckets[0]):  # launched after all before it
+                yield "hook", step.launch
                 yield "launch", sum(sizes[one] for one in buckets.pop(0))
     yield "backward", step.backward - done
     for bucket in buckets:  # 02 and 03; in 04 and 05 none is left
@@ -85,29 +86,28 @@ def simulate(step: Step, network: Network, rung: str, bucket_size_mb: float = 25
     """Play a step of the rung "02", "03", "04", or "05" with buckets of this size (inf: one)."""
     hops = 2 * (network.ranks - 1)
     now, timeline = 0.0, []
-    calls, starts, ends = {}, {}, {}  # calls: launched and not over, the seconds of transfer left
+    calls, beside, starts, ends = {}, {}, {}, {}  # calls: not over, the seconds of transfer left
     for what, work in program(step, rung, bucket_size_mb):
         if what == "launch":
             if hops > 0:
-                name = f"all-reduce {len(starts) + 1}"
-                starts[name] = math.inf
-                calls[name] = network.call + hops / network.ranks * work / network.bandwidth
+                name = f"all-reduce {len(beside) + 1}"
+                calls[name], beside[name] = transfer(network, work)
             continue
-        began = now
-        while work > 0 and (calls or what != "wait"):
+        began, waiting = now, what == "wait"
+        while work > 0 and (calls or not waiting):
             in_flight = list(calls)[: network.calls_at_once]
-            starts |= {name: min(starts[name], now) for name in in_flight}
+            starts |= {name: starts.get(name, now) for name in in_flight}
             arrivals = {name: starts[name] + hops * network.hop for name in in_flight}
             sending = [name for name in in_flight if arrivals[name] <= now]
             speed = network.compute_speed if in_flight else 1.0
-            share = (network.transfer_speed if what != "wait" else 1.0) / max(len(sending), 1)
-            events = [work / speed, *(calls[name] / share for name in sending)]
+            share = {name: (1 if waiting else beside[name]) / len(sending) for name in sending}
+            events = [work / speed, *(calls[name] / share[name] for name in sending)]
             events += [arrival - now for arrival in arrivals.values() if arrival > now]
             seconds = min(events)  # until then no speed changes
             now += seconds
             work = remaining(work, speed, seconds)
             for name in sending:
-                calls[name] = remaining(calls[name], share, seconds)
+                calls[name] = remaining(calls[name], share[name], seconds)
                 if calls[name] <= 0:
                     del calls[name]
                     timeline.append((name, starts[name], now))
@@ -132,6 +132,15 @@ def fill_buckets(sizes: list[float], limit: float) -> list[list[int]]:
         room -= size
         buckets[-1].append(index)
     return buckets
+
+
+def transfer(network: Network, size: float) -> tuple[float, float]:
+    """Seconds that a call of so many bytes transfers alone, and its speed beside compute."""
+    sending = 2 * (network.ranks - 1) / network.ranks * size / network.bandwidth
+    alone = network.call + sending
+    call_speed = network.call_speed or network.transfer_speed
+    beside = network.call / call_speed + sending / network.transfer_speed
+    return alone, alone / beside if beside > 0 else 1.0
 
 
 def remaining(work: float, speed: float, seconds: float) -> float:

@@ -257,6 +257,23 @@ def test_what_holds_of_every_step(rung, seed):
     assert result.step_seconds <= compute_seconds / 0.8 + latency + transfer / 0.7 + 1e-12
 
 
+def test_fixed_cost_of_a_call_has_a_speed_of_its_own_beside_compute():
+    """0.5 s of latency, 0.125 s at a quarter of the speed, 0.5 s of transfer at half of it."""
+    network = dataclasses.replace(NETWORK, transfer_speed=0.5, call_speed=0.25)
+    result = simulate(step((8.0, 1.0)), network, "04")
+    assert calls(result) == [[2.0, 2.0 + 0.5 + 0.5 + 1.0]] and result.step_seconds == 5.5
+    result = simulate(step((8.0, 4.0)), network, "04")  # beside no compute: as ever
+    assert result.exposed_seconds == 1.125
+
+
+def test_python_of_a_hook_and_of_a_launch():
+    """Three hooks, and a launch for each of 04's calls, or each of 05's two buckets."""
+    gradients = step((MB, 1.0), (MB, 2.0), (MB, 4.0), hook=0.25, launch=0.5)
+    assert simulate(gradients, FREE, "02").step_seconds == 5.5
+    assert simulate(gradients, FREE, "04").step_seconds == 5.5 + 3 * 0.75
+    assert simulate(gradients, FREE, "05").step_seconds == 5.5 + 3 * 0.25 + 2 * 0.5
+
+
 def test_calls_at_once_add_up():
     """k calls launched at once: 2(n-1)·hop + k·call + 2(n-1)/n · bytes/bandwidth."""
     for k, ranks in itertools.product((1, 2, 7, 100), (2, 4, 64)):

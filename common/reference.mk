@@ -2,6 +2,7 @@
 
 REFERENCES := $(STAGES:%=%/reference_output.txt) \
 	05_bucketed/reference_output_bucket_sweep.txt 05_bucketed/reference_output_three_runs.txt \
+	05_bucketed/reference_output_predict.txt 05_bucketed/reference_output_extrapolate.txt \
 	06_sharded_optimizer/reference_output_memory.txt 07_resnet_ddp/reference_output_parts.txt \
 	07_resnet_ddp/reference_output_sweep.txt 07_resnet_ddp/reference_output_compile_ddp.txt \
 	08_ddp_rpc/reference_output_8x8.txt \
@@ -34,6 +35,16 @@ ROWS := ^(step|no sync|[A-Za-z]+DDP |torch DDP)
 05_bucketed/reference_output_bucket_sweep.txt: FORCE | results
 	$(call record,05_bucketed/bucket_sweep)
 	cp results/bucket_sweep.png 05_bucketed
+
+# Three runs, because the errors scatter; the picture is the last one's.
+05_bucketed/reference_output_predict.txt: FORCE | results
+	@for run in 1 2 3; do echo "run $$run"; \
+	  $(MAKE) --no-print-directory 05_bucketed/predict ARGS= || exit; echo; \
+	done > $(keep)
+	cp results/predict.png 05_bucketed
+05_bucketed/reference_output_extrapolate.txt: FORCE | results
+	$(call record,05_bucketed/extrapolate)
+	cp results/extrapolate.png 05_bucketed
 
 06_sharded_optimizer/reference_output.txt: FORCE | results
 	$(call record,06_sharded_optimizer)
@@ -81,8 +92,8 @@ common/reference_output_%.txt: FORCE | results
 common/reference_output_growth.txt: FORCE | results
 	$(call record,growth)
 
-# Both need Linux, and are not among REFERENCES: the rungs on three networks, and the bucket sweep on
-# the slowest of them.
+# These need Linux, and are not among REFERENCES: the rungs on three networks, the bucket sweep on
+# the slowest of them, and the prediction on two.
 common/reference_output_hosts.txt: common/reference_output_compare.txt FORCE | results
 	$(MAKE) --no-print-directory hosts RATE=4gbit DELAY=0 ARGS="--json results/4gbit.json"
 	$(MAKE) --no-print-directory hosts RATE=1gbit DELAY=1ms ARGS="--json results/1gbit.json"
@@ -91,5 +102,10 @@ common/reference_output_hosts.txt: common/reference_output_compare.txt FORCE | r
 05_bucketed/reference_output_bucket_sweep_1gbit.txt: FORCE | results
 	$(MAKE) --no-print-directory hosts RATE=1gbit DELAY=1ms SCRIPT=05_bucketed/bucket_sweep.py \
 	  ARGS="--plot 05_bucketed/bucket_sweep_1gbit.png" > $(keep)
+05_bucketed/reference_output_predict_hosts.txt: FORCE | results
+	@for network in 'RATE=4gbit DELAY=0' 'RATE=1gbit DELAY=1ms'; do \
+	  $(MAKE) --no-print-directory hosts $$network SCRIPT=05_bucketed/predict.py ARGS= || exit; \
+	  echo; \
+	done > $(keep)
 
 FORCE:
