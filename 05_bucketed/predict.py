@@ -12,7 +12,8 @@ Source: simulate.py names it.
 
 import math
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -133,6 +134,27 @@ def print_rows(of_size: dict) -> None:
     say(line)
 
 
+def say_where_it_goes(of_size: dict, rung: str, bucket_size_mb: float) -> None:
+    """Why a step takes longer than alone: switch the causes off, one after the other."""
+    from simulate import Network, Step, simulate
+
+    from common.setup import say
+
+    step, network = Step(**of_size["step"]), Network(**of_size["network"])
+    free = {"compute_speed": 1.0, "transfer_speed": 1.0, "call_speed": 1.0}
+    stages = [(step, network), (step, replace(network, **free))]
+    stages.append((replace(step, hook=0.0, launch=0.0), stages[-1][1]))
+    stages.append((replace(stages[-1][0], copy_bandwidth=math.inf), stages[-1][1]))
+    seconds = [simulate(*stage, rung, bucket_size_mb).step_seconds for stage in stages]
+    seconds.append(sum(of_size["step"][part] for part in PARTS))
+    causes = ["each slows the other", "Python", "copies", "waiting for what cannot hide"]
+    shares = []
+    for cause, (before, after) in zip(causes, pairwise(seconds), strict=True):
+        shares.append(f"{cause} {1000 * (before - after):.1f}")
+    name = label(rung, bucket_size_mb)
+    say(f"{name}: {1000 * (seconds[0] - seconds[-1]):.1f} ms above alone: {', '.join(shares)}")
+
+
 def middle_halves_meet(row: dict, other: dict) -> bool:
     """Do the middle halves of two rows' steps overlap?"""
     import numpy
@@ -227,6 +249,7 @@ def main():
             predict(result["models"][size], result["world_size"])
             print_parameters(result["models"][size])
             print_rows(result["models"][size])
+            say_where_it_goes(result["models"][size], "05", 25.0)
         print_errors(result)
         if args.plot and dist.get_rank() == 0:
             draw(result, args.plot)
