@@ -35,7 +35,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-RUNGS = {"02": "#CC79A7", "03": "#E69F00", "04": "#009E73", "05": "#0072B2"}  # colours
+COLORS = {"02": "#CC79A7", "03": "#E69F00", "04": "#009E73", "05": "#0072B2"}
 KEPT = 0.9  # "it scales": the step without communication is at least this part of the step
 MOST_RANKS = 2**16
 
@@ -62,7 +62,7 @@ def closed_form(tokens: float, parameters: int, bytes_sent: float, bandwidth, op
     return 1 + 2 * tokens * parameters * bandwidth / (operations * bytes_sent)
 
 
-def efficiency(rung: str, ranks: int, args, bandwidth: float, machine: dict, model) -> float:
+def efficiency(rung: str, megabytes: float, ranks: int, args, bandwidth: float, machine, model):
     """The step without communication ÷ the step of the rung, both simulated."""
     from simulate import Network, simulate
 
@@ -72,7 +72,7 @@ def efficiency(rung: str, ranks: int, args, bandwidth: float, machine: dict, mod
     step = build_step(model, args.global_batch / ranks, operations, optimizer * parameters)
     network = Network(ranks, args.latency, bandwidth, call=args.call, calls_at_once=1)
     no_sync = step.forward + step.backward + step.optimizer
-    return no_sync / simulate(step, network, rung, args.bucket_size_mb).step_seconds
+    return no_sync / simulate(step, network, rung, megabytes).step_seconds
 
 
 def most_ranks(is_enough) -> int:
@@ -121,6 +121,15 @@ def measure_core(seed: int) -> dict:
         "operations_per_second": 6 * tokens.numel() * multiplied / sorted(compute)[3],
         "optimizer_seconds_per_parameter": sorted(update)[3] / parameters,
     }
+
+
+def rows_of(args) -> list[tuple[str, float]]:
+    """(rung, bucket size in MB): the size counts for 05 only."""
+    return [("02", 25.0), ("03", 25.0), ("04", 25.0), *(("05", mb) for mb in args.bucket_sizes_mb)]
+
+
+def label(rung: str, megabytes: float) -> str:
+    return f"{rung}, {megabytes:g} MB" if rung == "05" else rung
 
 
 UNITS = {"gbit": 1e9 / 8, "mbit": 1e6 / 8, "us": 1e-6, "ms": 1e-3}
@@ -179,20 +188,21 @@ def run(args) -> dict:
         network["closed_form"] = limit
         gbit = bandwidth / UNITS["gbit"]
         say(f"\n{gbit:g} Gbit/s, {1e6 * args.latency:g} µs from rank to rank")
-        for rung in RUNGS:
-            progress(f"{gbit:g} Gbit/s: {rung}")
+        for rung, megabytes in rows_of(args):
+            name = label(rung, megabytes)
+            progress(f"{gbit:g} Gbit/s: {name}")
 
-            def at(ranks, rung=rung, bandwidth=bandwidth):
-                return efficiency(rung, ranks, args, bandwidth, machine, model)
+            def at(ranks, rung=rung, megabytes=megabytes, bandwidth=bandwidth):
+                return efficiency(rung, megabytes, ranks, args, bandwidth, machine, model)
 
-            network["efficiency"][rung] = {ranks: at(ranks) for ranks in points}
-            network["most_ranks"][rung] = most_ranks(lambda ranks, at=at: at(ranks) >= KEPT)
+            network["efficiency"][name] = {ranks: at(ranks) for ranks in points}
+            network["most_ranks"][name] = most_ranks(lambda ranks, at=at: at(ranks) >= KEPT)
         rows = []
-        for rung, values in network["efficiency"].items():
-            most = network["most_ranks"][rung]
+        for name, values in network["efficiency"].items():
+            most = network["most_ranks"][name]
             shown = f"{most}" if most < MOST_RANKS else f"≥ {most}"
             cells = [f"{100 * values[ranks]:.1f} %" for ranks in args.ranks]
-            rows.append([rung, *cells, shown])
+            rows.append([name, *cells, shown])
         header = ["no sync ÷ step", *(f"{ranks} ranks" for ranks in args.ranks)]
         report.print_table([*header, f"≥ {100 * KEPT:.0f} % up to"], rows)
         say(f"closed form: all can hide up to N = {limit:.0f}")
@@ -208,9 +218,10 @@ def draw(args, result: dict, path: Path) -> None:
     figure = Figure(figsize=(3.6 * len(networks) + 0.6, 4.4), dpi=110, layout="constrained")
     panels = figure.subplots(1, len(networks), sharey=True, squeeze=False)[0]
     for panel, network in zip(panels, networks, strict=True):
-        for (rung, color), marker in zip(RUNGS.items(), "Dv^o", strict=True):
-            values = network["efficiency"][rung]
-            look = {"color": color, "marker": marker, "label": f"stage {rung}"}
+        for number, (name, values) in enumerate(network["efficiency"].items()):
+            look = {"color": COLORS[name[:2]], "marker": "Dv^osP*X"[number % 8], "label": name}
+            if number > 3:
+                look |= {"linestyle": "--", "markerfacecolor": "none"}
             where = [list(values).index(ranks) for ranks in args.ranks]
             panel.plot(list(values), [100 * v for v in values.values()], markevery=where, **look)
         panel.axhline(100 * KEPT, color="black", linestyle=":", linewidth=1)
@@ -229,7 +240,7 @@ def draw(args, result: dict, path: Path) -> None:
     for panel in panels:
         for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
             handles[label] = handle
-    figure.legend(handles.values(), handles, loc="outside lower center", ncols=5, frameon=False)
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=6, frameon=False)
     tokens = f"{args.global_batch:g} tokens in all"
     speed = result["machine"]["operations_per_second"] * args.compute / 1e12
     figure.suptitle(f"Simulated: {args.size} model, {tokens}, {speed:.0f} TFLOP/s per rank")
@@ -258,7 +269,7 @@ def main():
     add("--call", type=quantity("us", "ms"), default="10us", help="fixed cost of an all-reduce")
     add("--compute", type=positive, default=100.0, help="× as fast as this core is a rank")
     add("--global-batch", type=positive, default=2.0**19, help="tokens of all ranks in a step")
-    add("--bucket-size-mb", type=positive, default=25.0, help="of 05")
+    add("--bucket-sizes-mb", type=several(positive), default="25,400", metavar="MB,…", help="of 05")
     add("--seed", type=setup.whole_number(0), default=0)
     add("--plot", type=setup.output_file, metavar="FILE", help="the picture, PNG")
     args = parser.parse_args()

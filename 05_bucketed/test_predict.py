@@ -196,14 +196,14 @@ def test_extrapolation(monkeypatch, capsys, tmp_path):
     lines = capsys.readouterr().out.splitlines()
     tables = {}
     for line in lines:
-        if line.split(" ")[0] in extrapolate.RUNGS:
-            cells = [float(cell) for cell in line.replace("%", "").split()[1:4]]
+        if " %" in line and line[:2] in extrapolate.COLORS:
+            cells = [float(cell) for cell in line[12:].replace("%", "").split()[:3]]
             assert cells == sorted(cells, reverse=True), line
-            tables.setdefault(line[:2], []).append(cells)
+            tables.setdefault(line[:10].strip(), []).append(cells)
     for rung, tables_of_rung in tables.items():
         for slower, faster in itertools.pairwise(tables_of_rung):
             assert all(s <= f for s, f in zip(slower, faster, strict=True)), rung
-    assert sorted(tables) == ["02", "03", "04", "05"]
+    assert sorted(tables) == ["02", "03", "04", "05, 25 MB", "05, 400 MB"]
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -217,6 +217,7 @@ CORE = {"operations_per_second": 8e10, "optimizer_seconds_per_parameter": 1e-9}
         ("--bandwidth", "10us"),
         ("--latency", "10gbit"),
         *itertools.product(["--compute", "--global-batch"], ["0", "-1", "x", "nan"]),
+        ("--bucket-sizes-mb", "0"),
         *itertools.product(["--ranks"], ["1", "x", "", "99999999"]),
         ("--size", "huge"),
     ],
