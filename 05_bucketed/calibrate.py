@@ -237,23 +237,27 @@ def network_of(samples: dict, compute_seconds: float, ranks: int):
     alpha = max(one - per_byte * total / number, tiny)
     call = (typical(samples, "in flight") - alpha - per_byte * total) / (number - 1)
     call = min(max(call, tiny), alpha)
-    # The same beside compute.
-    seconds = {}
+    # The same beside compute, and the speed of compute: a call of a size spends a part of its time
+    # on its fixed cost, the rest on its bytes, and so does what is lost by compute.
+    seconds, speeds = {}, {}
     for name in BESIDE:
         of_name = samples[f"beside {name}"]
         per_call = numpy.array(of_name["seconds"]) / numpy.maximum(of_name["calls"], 1)
         seconds[name] = middle(per_call)
-    per_byte_beside = max(seconds["large"] - seconds["small"], tiny)
-    per_byte_beside /= BESIDE["large"] - BESIDE["small"]
+        speeds[name] = compute_seconds / typical(samples, f"beside {name}")
+    between = BESIDE["large"] - BESIDE["small"]
+    per_byte_beside = max(seconds["large"] - seconds["small"], tiny) / between
     call_beside = max(seconds["small"] - per_byte_beside * BESIDE["small"], tiny)
-    slowed = [typical(samples, f"beside {name}") for name in BESIDE]
+    on_calls = [call_beside / (call_beside + per_byte_beside * size) for size in BESIDE.values()]
+    matrix = [[part, 1 - part] for part in on_calls]
+    beside_call, beside_bytes = numpy.linalg.solve(matrix, list(speeds.values())).clip(0.05, 1)
     return Network(
         ranks=ranks,
         hop=(alpha - call) / (2 * (ranks - 1)),
         bandwidth=2 * (ranks - 1) / ranks / per_byte,
         call=call,
         calls_at_once=None,  # their number is in `call`
-        compute_speed=compute_seconds / (sum(slowed) / len(slowed)),
+        compute_speed=float(beside_bytes),
         transfer_speed=per_byte / per_byte_beside,
-        call_speed=call / call_beside,
+        call_speeds=(float(beside_call), call / call_beside),
     )

@@ -103,9 +103,11 @@ def print_parameters(of_size: dict) -> None:
     costs |= {"a gradient's hook": step["hook"]}
     shown = [f"{name} {1e6 * seconds:.0f} µs" for name, seconds in costs.items()]
     say(f"all-reduce: {network['bandwidth'] / 1e9:.2f} GB/s, {', '.join(shown)}")
-    speeds = {"compute": "compute_speed", "transfer": "transfer_speed", "a call": "call_speed"}
-    shown = [f"{name} {network[key]:.2f}" for name, key in speeds.items()]
-    say(f"speed beside each other ÷ alone: {', '.join(shown)}")
+    compute, call = network["call_speeds"]
+    large = f"compute {network['compute_speed']:.2f} and bytes {network['transfer_speed']:.2f}"
+    say(
+        f"speed beside each other ÷ alone: {large}; compute {compute:.2f} and small calls {call:.2f}"
+    )
 
 
 def print_rows(of_size: dict) -> None:
@@ -141,7 +143,7 @@ def say_where_it_goes(of_size: dict, rung: str, bucket_size_mb: float) -> None:
     from common.setup import say
 
     step, network = Step(**of_size["step"]), Network(**of_size["network"])
-    free = {"compute_speed": 1.0, "transfer_speed": 1.0, "call_speed": 1.0}
+    free = {"compute_speed": 1.0, "transfer_speed": 1.0, "call_speeds": None}
     stages = [(step, network), (step, replace(network, **free))]
     stages.append((replace(step, hook=0.0, launch=0.0), stages[-1][1]))
     stages.append((replace(stages[-1][0], copy_bandwidth=math.inf), stages[-1][1]))

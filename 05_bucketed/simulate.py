@@ -46,7 +46,7 @@ class Network:
     calls_at_once: int | None = 2  # gloo has two threads, NCCL one stream; None: no limit
     compute_speed: float = 1.0  # beside a call in flight, as a fraction of the speed alone
     transfer_speed: float = 1.0  # beside compute, likewise; none of the three may be 0
-    call_speed: float | None = None  # the same for `call`; None: as transfer_speed
+    call_speeds: tuple[float, float] | None = None  # both, for `call` in place of the bytes
 
 
 class Result(NamedTuple):
@@ -86,12 +86,12 @@ def simulate(step: Step, network: Network, rung: str, bucket_size_mb: float = 25
     """Play a step of the rung "02", "03", "04", or "05" with buckets of this size (inf: one)."""
     hops = 2 * (network.ranks - 1)
     now, timeline = 0.0, []
-    calls, beside, starts, ends = {}, {}, {}, {}  # calls: not over, the seconds of transfer left
+    calls, speeds, starts, ends = {}, {}, {}, {}  # calls: not over, the seconds of transfer left
     for what, work in program(step, rung, bucket_size_mb):
         if what == "launch":
             if hops > 0:
-                name = f"all-reduce {len(beside) + 1}"
-                calls[name], beside[name] = transfer(network, work)
+                name = f"all-reduce {len(speeds) + 1}"
+                calls[name], *speeds[name] = transfer(network, work)
             continue
         began, waiting = now, what == "wait"
         while work > 0 and (calls or not waiting):
@@ -99,8 +99,8 @@ def simulate(step: Step, network: Network, rung: str, bucket_size_mb: float = 25
             starts |= {name: starts.get(name, now) for name in in_flight}
             arrivals = {name: starts[name] + hops * network.hop for name in in_flight}
             sending = [name for name in in_flight if arrivals[name] <= now]
-            speed = network.compute_speed if in_flight else 1.0
-            share = {name: (1 if waiting else beside[name]) / len(sending) for name in sending}
+            speed = sum(speeds[name][0] for name in in_flight) / len(in_flight) if in_flight else 1
+            share = {name: (1 if waiting else speeds[name][1]) / len(sending) for name in sending}
             events = [work / speed, *(calls[name] / share[name] for name in sending)]
             events += [arrival - now for arrival in arrivals.values() if arrival > now]
             seconds = min(events)  # until then no speed changes
@@ -134,13 +134,17 @@ def fill_buckets(sizes: list[float], limit: float) -> list[list[int]]:
     return buckets
 
 
-def transfer(network: Network, size: float) -> tuple[float, float]:
-    """Seconds that a call of so many bytes transfers alone, and its speed beside compute."""
+def transfer(network: Network, size: float) -> tuple[float, float, float]:
+    """Seconds that a call of so many bytes transfers alone; speeds of compute and of it beside."""
     sending = 2 * (network.ranks - 1) / network.ranks * size / network.bandwidth
+    speeds = network.compute_speed, network.transfer_speed
+    call_compute_speed, call_speed = network.call_speeds or speeds
     alone = network.call + sending
-    call_speed = network.call_speed or network.transfer_speed
-    beside = network.call / call_speed + sending / network.transfer_speed
-    return alone, alone / beside if beside > 0 else 1.0
+    if alone == 0:
+        return 0.0, *speeds
+    call, sending = network.call / call_speed, sending / network.transfer_speed  # beside compute
+    compute = call_compute_speed * call + network.compute_speed * sending
+    return alone, compute / (call + sending), alone / (call + sending)
 
 
 def remaining(work: float, speed: float, seconds: float) -> float:

@@ -32,14 +32,17 @@ def samples_of(step: Step, network: Network) -> dict:
     ready = [moment for _, moment in step.gradients]
     small, total = len(calibrate.SMALL_CALLS), sum(calibrate.SMALL_CALLS)
     copies = 3 * sum(size for size, _ in step.gradients) / step.copy_bandwidth
-    compute = (step.forward + step.backward) / network.compute_speed
     samples = {
         "alone": everywhere(forward=step.forward, backward=step.backward, ready=ready),
         "hooks": everywhere(scale=step.hook, launch=step.launch),
         "large": everywhere(seconds=hops + network.call + factor * calibrate.LARGE_CALL),
     }
     for name, size in calibrate.BESIDE.items():
-        per_call = network.call / network.call_speed + factor * size / network.transfer_speed
+        on_call = network.call / network.call_speeds[1]
+        on_bytes = factor * size / network.transfer_speed
+        per_call = on_call + on_bytes
+        speed = (on_call * network.call_speeds[0] + on_bytes * network.compute_speed) / per_call
+        compute = (step.forward + step.backward) / speed
         times = {"seconds": compute, "calls": compute / per_call, "copies": copies}
         samples[f"beside {name}"] = everywhere(optimizer=step.optimizer, **times)
     for place in ("02", "05, 1 MB"):
@@ -52,7 +55,7 @@ def samples_of(step: Step, network: Network) -> dict:
 
 GRADIENTS = [(2.0 * MB, 0.01), (5.0 * MB, 0.05), (1.0 * MB, 0.1)]
 STEP = Step(0.05, 0.1, 0.02, GRADIENTS, copy_bandwidth=5e9, hook=2e-5, launch=5e-5)
-SPEEDS = {"compute_speed": 0.6, "transfer_speed": 0.5, "call_speed": 0.8}
+SPEEDS = {"compute_speed": 0.6, "transfer_speed": 0.5, "call_speeds": (0.7, 0.8)}
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])

@@ -259,11 +259,21 @@ def test_what_holds_of_every_step(rung, seed):
 
 def test_fixed_cost_of_a_call_has_a_speed_of_its_own_beside_compute():
     """0.5 s of latency, 0.125 s at a quarter of the speed, 0.5 s of transfer at half of it."""
-    network = dataclasses.replace(NETWORK, transfer_speed=0.5, call_speed=0.25)
+    network = dataclasses.replace(NETWORK, transfer_speed=0.5, call_speeds=(1.0, 0.25))
     result = simulate(step((8.0, 1.0)), network, "04")
     assert calls(result) == [[2.0, 2.0 + 0.5 + 0.5 + 1.0]] and result.step_seconds == 5.5
     result = simulate(step((8.0, 4.0)), network, "04")  # beside no compute: as ever
     assert result.exposed_seconds == 1.125
+
+
+def test_compute_beside_a_call_and_beside_its_bytes():
+    """Beside: 0.5 s of latency, 0.5 s of the call at 0.5, 0.5 s of bytes at 0.25: 0.375 on average.
+
+    So of the 1.5 s that the call is in flight, 0.5625 s of compute are done.
+    """
+    network = dataclasses.replace(NETWORK, compute_speed=0.25, call_speeds=(0.5, 0.25))
+    result = simulate(step((8.0, 1.0)), network, "04")
+    assert calls(result) == [[2.0, 3.5]] and result.step_seconds == 5.5 + 1.5 - 0.5625
 
 
 def test_python_of_a_hook_and_of_a_launch():
