@@ -105,9 +105,8 @@ def print_parameters(of_size: dict) -> None:
     say(f"all-reduce: {network['bandwidth'] / 1e9:.2f} GB/s, {', '.join(shown)}")
     compute, call = network["call_speeds"]
     large = f"compute {network['compute_speed']:.2f} and bytes {network['transfer_speed']:.2f}"
-    say(
-        f"speed beside each other ÷ alone: {large}; compute {compute:.2f} and small calls {call:.2f}"
-    )
+    small = f"compute {compute:.2f} and small calls {call:.2f}"
+    say(f"speed beside each other ÷ alone: {large}; {small}")
 
 
 def print_rows(of_size: dict) -> None:
