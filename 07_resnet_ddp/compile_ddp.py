@@ -4,20 +4,23 @@ Two things want the same graph: a compiler wants it whole, DDP wants a pause aft
 all-reduce it while the rest is still computed. So torch.compile splits the graph of a DDP model
 where the buckets end (--no-optimize-ddp: it does not). FSDP keeps only its shard of the parameters
 and gathers the others when they are needed (--fsdp-wrap: block by block, and never all at once).
-What each costs and saves is measured here, side by side; --bare, --ddp or --fsdp takes one of them.
+What each costs and saves is measured here, side by side; --bare, --ddp or --fsdp takes one of them,
+--variants all that --fsdp-wrap, --fsdp-checkpoint and --no-optimize-ddp change.
 
     make 07_resnet_ddp/compile_ddp NPROC=2
+    python 07_resnet_ddp/compile_ddp.py --compile aot_eager                       (one process)
     torchrun --standalone --nproc-per-node 2 07_resnet_ddp/compile_ddp.py --ddp --compile inductor
     torchrun --nnodes 2 --node-rank R --nproc-per-node 8 --master-addr HOST0 --master-port 29400 \
         07_resnet_ddp/compile_ddp.py --fsdp --fsdp-wrap     (two hosts; R is 0 on HOST0, else 1)
 
 Source: PyTorch's benchmarks/dynamo/distributed.py, here with today's fully_shard in place of
-FullyShardedDataParallel. The models are in compile_models.py, memory is in peak_memory.py.
+FullyShardedDataParallel. The flags are in compile_flags.py, the models in compile_models.py, memory
+is in peak_memory.py.
 """
 
-import argparse
-import importlib.util
 import logging
+import os
+import shutil
 import sys
 from functools import partial
 from pathlib import Path
@@ -101,6 +104,8 @@ def shard(model: nn.Module, compiled, wrap_blocks: bool, checkpoint_blocks: bool
     device = next(model.parameters()).device
     if device.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
         raise RuntimeError("fully_shard on a CPU needs torch 2.7 or newer")
+    # A CUDA graph replays its addresses, and FSDP gathers the parameters at others each time.
+    torch._inductor.config.triton.cudagraphs = False
     blocks = blocks_of(model)
     if (wrap_blocks or checkpoint_blocks) and not blocks:
         raise ValueError("the model has no blocks that could be wrapped or checkpointed one by one")
@@ -193,8 +198,8 @@ def difference(tensors: list, expected: list) -> float:
     return torch.stack(deviations).max().item()  # unlike Python's max it keeps a nan
 
 
-def prepare(args, device, how: str, backend: str | None, expected: tuple) -> dict:
-    """Build one cell of the matrix, time its first call, check it, take its memory.
+def prepare(args, device, cell, expected: tuple) -> dict:
+    """Build a compile_flags.Cell, time its first call, check it, take its memory.
 
     It is checked against `expected`, which is what `reference` returns.
     """
@@ -204,7 +209,8 @@ def prepare(args, device, how: str, backend: str | None, expected: tuple) -> dic
     from common.timing import Stopwatch
 
     model, inputs = create_model(args, device)
-    model, graphs = distribute(model, how, backend, args.fsdp_wrap, args.fsdp_checkpoint)
+    torch._dynamo.config.optimize_ddp = cell.split
+    model, graphs = distribute(model, cell.how, cell.backend, cell.wrap, cell.checkpoint)
     watch = Stopwatch(device)
 
     def step():
@@ -219,7 +225,7 @@ def prepare(args, device, how: str, backend: str | None, expected: tuple) -> dic
 
     expected_outputs, my_gradients, mean_gradients = expected
     expected_gradients = mean_gradients
-    if how == "bare":
+    if cell.how == "bare":
         expected_gradients = my_gradients
     outputs, first = step()
     found = {
@@ -234,7 +240,7 @@ def prepare(args, device, how: str, backend: str | None, expected: tuple) -> dic
         model.zero_grad()
         peaks.append(peak_memory(step, device))
     # The least is right: the profiler may miss what gloo's thread releases, and then counts more.
-    found["peak_bytes"] = bytes_held(model, inputs, how) + min(peaks)
+    found["peak_bytes"] = bytes_held(model, inputs, cell.how) + min(peaks)
     found["parameters"] = sum(held_here(parameter).numel() for parameter in model.parameters())
     found["graphs"] = len(graphs)
     return {"step": measured_step, "model": model, "inputs": inputs, "found": found}
@@ -260,15 +266,10 @@ def attempt(function) -> tuple:
     return result, None
 
 
-def cell_name(how: str, backend: str | None) -> str:
-    """How the output calls a cell of the matrix."""
-    if backend == "eager":
-        return f"{how} dynamo only"
-    return f"{how} {backend or 'eager'}"
-
-
-def prepare_all(args, device, plan: list[tuple[str, str | None]]) -> tuple[dict, dict]:
+def prepare_all(args, device, plan: list) -> tuple[dict, dict]:
     """Prepare all cells: those that can be measured by name, and by name why the others cannot."""
+    from compile_flags import name_of
+
     from common.setup import progress, say
 
     tolerance = 1e-2 if device.type == "cuda" else 1e-3  # there convolutions may use TF32, 10 bits
@@ -276,19 +277,19 @@ def prepare_all(args, device, plan: list[tuple[str, str | None]]) -> tuple[dict,
     progress("eager on a single device")
     expected = reference(args, device)
     cells, left_out = {}, {}
-    for how, backend in plan:
-        name = cell_name(how, backend)
+    for wanted in plan:
+        name = name_of(wanted)
         place = f"{name}, {len(cells) + len(left_out) + 1} of {len(plan)}"
-        progress(f"{place}: {'compiling' if backend else 'checking'}")
+        progress(f"{place}: {'compiling' if wanted.backend else 'checking'}")
         with fresh_cache():  # else the first call would find the kernels of another cell
-            # First something tiny: without g++ or Triton it fails here, where no rank waits for
-            # another in a collective.
+            # First something tiny: without g++, Triton or what else the backend needs it fails
+            # here, where no rank waits for another in a collective.
             tiny = torch.sin
-            if backend == "inductor":
-                tiny = torch.compile(torch.sin, backend="inductor")
+            if wanted.backend not in (None, "print"):
+                tiny = torch.compile(torch.sin, backend=wanted.backend)
             _, problem = attempt(partial(tiny, torch.ones(8, device=device)))
             if not problem:
-                cell, problem = attempt(partial(prepare, args, device, how, backend, expected))
+                cell, problem = attempt(partial(prepare, args, device, wanted, expected))
         if problem:
             left_out[name] = problem
             continue
@@ -330,15 +331,23 @@ def print_results(cells: list[dict], left_out: dict) -> None:
 
 
 def write_graph(path: Path, model: nn.Module, inputs: tuple) -> None:
-    """The autograd graph of one step as Graphviz text, through torchviz."""
+    """The autograd graph of one step, with what its nodes save, as Graphviz text through torchviz.
+
+    Where Graphviz is installed it is drawn as well: FILE.pdf.
+    """
     import torchviz
 
     from common.setup import say
 
     loss = mean_square(model(*inputs))
     if dist.get_rank() == 0:
-        path.write_text(torchviz.make_dot(loss, params=dict(model.named_parameters())).source)
-    say(f"written: {path}")
+        parameters = dict(model.named_parameters())
+        graph = torchviz.make_dot(loss, parameters, show_attrs=True, show_saved=True)
+        path.write_text(graph.source)
+        say(f"written: {path}")
+        if shutil.which("dot"):
+            graph.render(path)
+            say(f"written: {path}.pdf")
     loss.backward()  # for DDP and FSDP, which expect one after every forward
 
 
@@ -354,99 +363,42 @@ def write_trace(path: Path, step, steps: int) -> None:
     say(f"written: {path}")
 
 
-def check_flags(args) -> None:
-    """Fill in --matrix and --trace; end the run if flags contradict each other."""
-    from common.setup import can_be_written, fail
-
-    args.matrix = not (args.bare or args.ddp or args.fsdp)
-    if args.profile and args.trace is None:
-        args.trace = Path("profile.json")
-        if not can_be_written(args.trace):
-            fail("argument --trace: 'profile.json' cannot be written here; name another file")
-    of_one = {"--trace": args.trace, "--graph": args.graph}
-    of_one["--compile print"] = args.compile == "print"
-    for flag, given in of_one.items():
-        if args.matrix and given:
-            fail(f"argument {flag}: is for one cell of the matrix: add --bare, --ddp or --fsdp")
-    if (args.fsdp_wrap or args.fsdp_checkpoint) and (args.bare or args.ddp):
-        fail("argument --fsdp-wrap, --fsdp-checkpoint: they need --fsdp or --matrix")
-    if args.graph and not importlib.util.find_spec("torchviz"):
-        fail("argument --graph: needs torchviz, which is not installed: pip install torchviz")
-
-
-def plan_of(args) -> list[tuple[str, str | None]]:
-    """The cells to measure: (how the model is distributed, backend of torch.compile)."""
-    if args.matrix:
-        backends = (None, args.compile or "inductor")
-        return [(how, backend) for how in ("bare", "ddp", "fsdp") for backend in backends]
-    if args.ddp:
-        return [("ddp", args.compile)]
-    if args.fsdp:
-        return [("fsdp", args.compile)]
-    return [("bare", args.compile)]
-
-
-def add_arguments(parser) -> None:
-    """The flags, apart from those of the models and the process group."""
-    from common.setup import output_file, whole_number
-
-    add, file = parser.add_argument, {"type": output_file, "metavar": "FILE"}
-    one_of = parser.add_mutually_exclusive_group()
-    matrix = "bare, ddp and fsdp, each eager and compiled, side by side (the default)"
-    one_of.add_argument("--matrix", action="store_true", help=matrix)
-    one_of.add_argument("--bare", action="store_true", help="only the bare model on every rank")
-    one_of.add_argument("--ddp", action="store_true", help="only DDP")
-    one_of.add_argument("--fsdp", action="store_true", help="only FSDP")
-    backends = ["inductor", "aot_eager", "eager", "print"]
-    printing = "print: print the graphs (default: none; of the matrix inductor)"
-    add("--compile", choices=backends, help=f"torch.compile's backend; {printing}")
-    one_graph = "don't split the graph where DDP's buckets end"
-    add("--no-optimize-ddp", action="store_true", help=one_graph)
-    units = "each block its own unit; otherwise the model is the only one"
-    add("--fsdp-wrap", action="store_true", help=units)
-    again = "compute each block's activations again in backward"
-    add("--fsdp-checkpoint", action="store_true", help=again)
-    add("--steps", type=whole_number(1), default=10, old_names=["--repeat"], help="measured")
-    add("--warmup", type=whole_number(0), default=3, help="steps before them, not measured")
-    more = "print the model, graph breaks and recompilations"
-    add("--verbose", action="store_true", help=more)
-    add("--json", **file, help="everything measured, raw")
-    trace = "Chrome trace of --steps steps of rank 0"
-    add("--trace", **file, old_names=["--trace-file"], help=trace)
-    add("--profile", action="store_true", help=argparse.SUPPRESS)  # --trace profile.json
-    add("--graph", **file, help="the autograd graph in Graphviz's format; needs torchviz")
-
-
 def main():
     folder = Path(__file__).resolve().parent
     sys.path[:0] = [str(folder), str(folder.parent)]
     try:
+        import compile_flags
         import compile_models
         import peak_memory  # noqa: F401 (prepare needs it; what is missing is said here)
 
         from common import report, setup, timing
     except ModuleNotFoundError as error:
-        needed = "the repository's folder common/, compile_models.py and peak_memory.py"
+        needed = "the repository's folder common/, compile_flags.py, compile_models.py and "
+        needed += "peak_memory.py"
         sys.exit(f"error: {error}: copy {needed} into {folder}")
 
     parser = setup.Parser(__doc__)
     compile_models.add_arguments(parser)
-    add_arguments(parser)
+    compile_flags.add_arguments(parser)
     setup.add_process_group_arguments(parser)
-    args = parser.parse_args()
-    check_flags(args)
+    args = parser.parse_args(compile_flags.with_dashes(sys.argv[1:]))
+    compile_flags.check(args)
     compile_models.check(args)
-    torch._dynamo.config.optimize_ddp = not args.no_optimize_ddp
+    if "RANK" not in os.environ:  # no torchrun: a group of one process, on a free port
+        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     # With --fsdp-wrap every kind of block is a version of one forward.
     torch._dynamo.config.cache_size_limit = 64
-    torch._logging.set_logs(all=logging.ERROR, graph_breaks=args.verbose, recompiles=args.verbose)
+    verbose = args.verbose and os.environ["RANK"] == "0"
+    debugging = {"dynamo": logging.DEBUG, "graph_breaks": True, "recompiles": True}
+    torch._logging.set_logs(all=logging.ERROR, **(debugging if verbose else {}))
 
     with setup.process_group(args) as device:
         result = report.begin("07_resnet_ddp/compile_ddp", args, device)
         model = args.torchbench_model or args.model
         setup.say(f"{model}; {args.steps} steps are measured, after {args.warmup} to warm up\n")
-        cells, left_out = prepare_all(args, device, plan_of(args))
-        if not args.matrix and left_out:
+        cells, left_out = prepare_all(args, device, compile_flags.cells_of(args))
+        if not cells:
             name, problem = left_out.popitem()
             setup.fail(f"{name} does not work here: {problem}")
         if args.verbose:

@@ -8,6 +8,7 @@
 imports this file when it runs; this file needs torch alone, for its models toy and lm.
 """
 
+import argparse
 import importlib
 from itertools import pairwise
 
@@ -105,6 +106,8 @@ def add_arguments(parser) -> None:
     one_of = parser.add_mutually_exclusive_group()
     name = "NAME: a classification model of torchvision (default: lm)"
     one_of.add_argument("--model", metavar="toy|lm|NAME", help=name)
+    toy = {"dest": "model", "action": "store_const", "const": "toy", "help": argparse.SUPPRESS}
+    one_of.add_argument("--toy-model", **toy)  # upstream's name
     checkout = "through a checkout of torchbenchmark on PYTHONPATH"
     one_of.add_argument("--torchbench-model", metavar="NAME", help=checkout)
     widths = "of toy's widest layers (default: 10000, on a CPU 1000), d_model of lm (default: 512)"
