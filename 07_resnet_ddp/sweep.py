@@ -7,11 +7,14 @@ where a rank trains as many examples per second as alone.
 
     make 07_resnet_ddp/sweep NPROC=2                (small, for a CPU; FULL=1: the models below)
     torchrun --standalone --nproc-per-node 8 07_resnet_ddp/sweep.py --json sweep.json
+    torchrun --standalone --nproc-per-node 8 07_resnet_ddp/sweep.py --model my_model.py:MyBenchmark
     torchrun --nnodes 2 --node-rank R --nproc-per-node 8 --master-addr HOST0 --master-port 29400 \
         07_resnet_ddp/sweep.py --json sweep.json    (two hosts; R is 0 on HOST0, else 1)
 
-Compare two such files with sweep_diff.py. Source: PyTorch's benchmarks/distributed/ddp, whose
-models, sizes, optimizer, labels and JSON layout these are.
+Started as upstream's, with --rank, --world-size, --master-addr and --master-port, it needs no
+torchrun. For a model of your own see sweep_models.py; compare two results with sweep_diff.py.
+Source: PyTorch's benchmarks/distributed/ddp, whose models, sizes, optimizer and JSON layout these
+are.
 """
 
 import argparse
@@ -51,27 +54,24 @@ def plan(ranks: int, local_size: int) -> list[tuple[str, list[int], bool]]:
     return subsets
 
 
-def train(
-    model: nn.Module, batch_size: int, image_size: int, steps: int, warmup: int, watch, progress
-) -> list[float]:
-    """Train on one batch of random images again and again.
+def train(model: nn.Module, benchmark, steps: int, warmup: int, watch, progress) -> list[float]:
+    """Train on one batch of a sweep_models.Benchmark again and again.
 
     Returns the seconds of each step after the first `warmup`; calls `progress` with what it does.
     """
-    device = next(model.parameters()).device
-    images = torch.rand(batch_size, 3, image_size, image_size, device=device)
-    labels = torch.randint(1000, (batch_size,), device=device)
+    inputs = benchmark.generate_inputs()
+    target = benchmark.generate_target()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9, weight_decay=1e-4)
     seconds = []
     for i in range(warmup + steps):
         progress(f"step {i + 1} of {warmup + steps}")
         watch.mark("start")
-        logits = model(images)
+        logits = model(*inputs)
         # googlenet and inception_v3 have auxiliary classifiers, which must be trained as well,
         # because DDP waits for them.
         if not isinstance(logits, tuple):
             logits = (logits,)
-        loss = sum(F.cross_entropy(head, labels) for head in logits)
+        loss = sum(F.cross_entropy(head, target) for head in logits)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -94,7 +94,7 @@ def measure_subset(
     seconds = []
     if dist.get_rank() in ranks:
         torch.manual_seed(dist.get_rank())
-        model = create_model().to(device)
+        model = create_model()
         if use_ddp:
             device_ids = None
             if device.type == "cuda":
@@ -123,22 +123,19 @@ def sweep(name: str, args, device) -> list[dict]:
 
     Returns [{"ranks": [0, 1, …], "measurements": seconds}], an entry per subset.
     """
-    import torchvision
+    import sweep_models
 
     from common.report import percentiles
     from common.setup import progress, say
     from common.timing import Stopwatch
 
-    def create_model():
-        return torchvision.models.get_model(name, weights=None)
+    benchmark = sweep_models.make(name, args, device)
 
     def train_model(label, model):
         def show(step):
             progress(f"{name}, {label}: {step}")
 
-        watch = Stopwatch(device)
-        size = args.batch_size, args.image_size
-        return train(model, *size, args.steps, args.warmup, watch, show)
+        return train(model, benchmark, args.steps, args.warmup, Stopwatch(device), show)
 
     header = f"{'ranks':15}"
     for percentile in (50, 75, 90, 95):
@@ -148,16 +145,18 @@ def sweep(name: str, args, device) -> list[dict]:
     # First each rank for itself, uncounted: libraries are loaded, memory is taken, kernels are
     # chosen.
     torch.manual_seed(dist.get_rank())
-    train_model("first uncounted", create_model().to(device))
+    train_model("first uncounted", benchmark.create_model())
     dist.barrier()
     result = []
     for label, ranks, use_ddp in plan(dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])):
         train_here = partial(train_model, label)
-        measurements = measure_subset(create_model, ranks, use_ddp, train_here, args, device)
+        measurements = measure_subset(
+            benchmark.create_model, ranks, use_ddp, train_here, args, device
+        )
         result.append({"ranks": ranks, "measurements": measurements})
         line = f"{len(ranks):>5}  {label:8}"
         for seconds in percentiles(measurements):
-            line += f"{seconds:>15.4f}s{args.batch_size / seconds:>8.1f}/s"
+            line += f"{seconds:>15.4f}s{benchmark.batch_size / seconds:>8.1f}/s"
         say(line)
     return result
 
@@ -209,33 +208,41 @@ def check_hosts(args) -> str:
     return report
 
 
-def check_models(args) -> None:
-    """End the run now if a model cannot be trained on such images.
+def take_upstreams_place(args) -> None:
+    """Join as upstream's script does, by flags: as many processes as ranks, without torchrun.
 
-    That is tried without memory, on torch's meta device.
+    Beside torchrun, which says all this itself, the flags may stand, if they say the same.
     """
     from common.setup import fail
 
-    try:
-        import torchvision
-    except ImportError as error:
-        reason = f"torchvision, which cannot be imported ({error}): pip install torchvision"
-        fail(f"the models come from {reason}")
-    known = torchvision.models.list_models(module=torchvision.models)
-    size = args.image_size
-    for name in args.model:
-        if name not in known:
-            there = f"there are {', '.join(known)}"
-            fail(f"argument --model: {name!r} is no classification model of torchvision; {there}")
-        try:
-            with torch.device("meta"):
-                images = torch.rand(args.batch_size, 3, size, size)
-                torchvision.models.get_model(name, weights=None)(images)
-        except Exception as error:  # assertions, shapes that don't fit, batch norm of one value, …
-            message = str(error) or type(error).__name__
-            images = f"{args.batch_size} images of {size} × {size} pixels"
-            reason = message.splitlines()[0]
-            fail(f"argument --image-size: {name} cannot train on {images} ({reason})")
+    given = {
+        "RANK": args.rank,
+        "WORLD_SIZE": args.world_size,
+        "MASTER_ADDR": args.master_addr,
+        "MASTER_PORT": args.master_port,
+    }
+    missing = []
+    for name, value in given.items():
+        flag = "--" + name.lower().replace("_", "-")
+        if name in os.environ and value is not None and str(value) != os.environ[name]:
+            fail(f"argument {flag}: '{value}', but torchrun's {name} is '{os.environ[name]}'")
+        if name not in os.environ and value is None:
+            missing.append(flag)
+    if len(missing) == len(given):
+        return  # neither flags nor torchrun: process_group says what to type
+    if missing:
+        fail(f"argument {missing[0]}: is missing; without torchrun they belong together")
+    for name, value in given.items():
+        os.environ.setdefault(name, str(value))
+    if args.rank is not None and args.rank >= int(os.environ["WORLD_SIZE"]):
+        fail(f"argument --rank: '{args.rank}' is not below --world-size {os.environ['WORLD_SIZE']}")
+    # Upstream has eight GPUs on every machine; here as many ranks as GPUs, or all on one machine.
+    size = int(os.environ["WORLD_SIZE"])
+    gpus = torch.cuda.device_count() if args.device != "cpu" else 0
+    local_size = min(size, gpus or size)
+    os.environ.setdefault("LOCAL_WORLD_SIZE", str(local_size))
+    os.environ.setdefault("LOCAL_RANK", str(int(os.environ["RANK"]) % local_size))
+    os.environ.setdefault("GROUP_RANK", str(int(os.environ["RANK"]) // local_size))
 
 
 def choose_backend(args) -> None:
@@ -256,7 +263,8 @@ def add_arguments(parser) -> None:
     from common.setup import output_file, positive_number, whole_number
 
     add = parser.add_argument
-    models = f"of torchvision's classification models; repeatable (default: {', '.join(MODELS)})"
+    models = "a classification model of torchvision, or FILE.py:CLASS of your own; repeatable "
+    models += f"(default: {', '.join(MODELS)})"
     add("--model", action="append", metavar="NAME", help=models)
     add("--batch-size", type=whole_number(1), default=32, help="images per rank")
     add("--image-size", type=whole_number(1, 10_000), default=224, help="pixels a side")
@@ -276,15 +284,26 @@ def add_arguments(parser) -> None:
     add("--allow-mixed", action="store_true", help=mixed)
     layout = "everything measured, as PyTorch's benchmark writes it"
     add("--json", type=output_file, metavar="FILE", help=layout)
+    alone = parser.add_argument_group(
+        "upstream's way to start it, a process at a time, no torchrun"
+    )
+    alone.add_argument("--rank", type=whole_number(0), help="of this process")
+    alone.add_argument("--world-size", type=whole_number(1), help="number of ranks")
+    alone.add_argument("--master-addr", metavar="ADDRESS", help="of the machine of rank 0")
+    port = whole_number(1, 65535)
+    alone.add_argument("--master-port", type=port, metavar="PORT", help="a free one there")
 
 
 def main():
     folder = Path(__file__).resolve().parent
     sys.path[:0] = [str(folder), str(folder.parent)]
     try:
+        import sweep_models
+
         from common import report, setup
     except ModuleNotFoundError as error:
-        sys.exit(f"error: {error}: copy the repository's folder common/ beside {folder} or into it")
+        needed = "the repository's folder common/ and sweep_models.py"
+        sys.exit(f"error: {error}: copy {needed} into {folder}")
 
     parser = setup.Parser(__doc__)
     add_arguments(parser)
@@ -293,8 +312,9 @@ def main():
     # this script's subject.
     warnings.filterwarnings("ignore", ".*broadcast_buffers", FutureWarning)
     args.model = list(dict.fromkeys(args.model or MODELS))  # each once
-    check_models(args)
+    take_upstreams_place(args)
     choose_backend(args)
+    sweep_models.check(args)
 
     # The group of all ranks only carries samples and makes ranks wait: gloo, so that a waiting
     # rank's GPU stays free, and for as long as the subsets need. torchrun ends the waiting ranks if

@@ -4,6 +4,7 @@ The plan, real sweeps on one and on two "hosts", the JSON, the diff, bad input.
 """
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import sweep
+import sweep_models
 import torch
 
 from common import setup
@@ -52,9 +54,9 @@ def measured(output):
     return [words[1] for words in lines if words[0].isdigit()]
 
 
-def test_one_host(script, tmp_path):
+def test_one_host(forked, tmp_path):
     words = [*TINY, "--json", tmp_path / "a.json"]
-    status, output = script(torchrun(2, FOLDER / "sweep.py", *words)).wait()
+    status, output = forked(2, FOLDER / "sweep.py", *words)
     assert status == 0, output
     report = read_json(tmp_path / "a.json", "07_resnet_ddp/sweep")
     upstreams = "pytorch_version cuda_version distributed_backend bucket_size benchmark_results"
@@ -103,8 +105,60 @@ def test_progress_within_a_subset_is_shown():
     shown = []
     network = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 2 * 2, 1000))
     watch = Stopwatch(torch.device("cpu"))
-    assert len(sweep.train(network, 1, 2, 2, 1, watch, shown.append)) == 2
+    benchmark = sweep_models.TorchvisionBenchmark("cpu", "gloo", 25)
+    benchmark.batch_size, benchmark.image_size = 1, 2
+    assert len(sweep.train(network, benchmark, 2, 1, watch, shown.append)) == 2
     assert shown == ["step 1 of 3", "step 2 of 3", "step 3 of 3"]
+
+
+MY_MODEL = """
+import torch
+from sweep_models import Benchmark
+
+class Mine(Benchmark):
+    def __init__(self, device, distributed_backend, bucket_size):  # as upstream's subclasses do
+        super().__init__(device, distributed_backend, bucket_size)
+        print("of", device, distributed_backend, bucket_size)
+    def create_model(self):
+        return torch.nn.Linear(5, 3).to(self.device)
+    def generate_inputs(self):
+        return [torch.rand([self.batch_size, 5], device=self.device)]
+    def generate_target(self):
+        return torch.tensor([1] * self.batch_size, dtype=torch.long, device=self.device)
+
+class Half(Benchmark):
+    create_model = None
+"""
+
+
+def upstreams_words(rank, world_size):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = ["--master-addr", "127.0.0.1", "--master-port", free.getsockname()[1]]
+    return ["--rank", rank, "--world-size", world_size, *place]
+
+
+def test_a_model_of_ones_own_started_as_upstream_is(forked, tmp_path):
+    (tmp_path / "my_model.py").write_text(MY_MODEL)
+    name = f"{tmp_path}/my_model.py:Mine"
+    words = [*TINY[2:], "--bucket-size", 2, *upstreams_words(0, 1), "--json", tmp_path / "json"]
+    status, output = forked(None, FOLDER / "sweep.py", *words, "--model", name)
+    assert status == 0 and measured(output) == ["no", "1M/1G"], output
+    assert "of cpu gloo 2\n" in output and f"Benchmark: {name} with batch size 2" in output
+    [benchmark] = json.loads((tmp_path / "json").read_text())["benchmark_results"]
+    assert (benchmark["model"], benchmark["batch_size"]) == (name, 2)
+
+
+@pytest.mark.full
+def test_two_ranks_started_as_upstreams_are(script):
+    words = upstreams_words(0, 2)
+    runs = []
+    for rank in range(2):
+        words[1] = rank
+        runs.append(script([sys.executable, FOLDER / "sweep.py", *TINY, *words]))
+    (status, output), (other_status, other_output) = [run.wait() for run in runs]
+    assert status == other_status == 0, output + other_output
+    assert measured(output) == ["no", "1M/1G", "1M/2G"] and not other_output, output
 
 
 @pytest.mark.cuda
@@ -187,14 +241,38 @@ NCCL_ON_CPU = ["--backend", "nccl", "--device", "cpu"]
         (["--json", ""], "--json"),
         (["--modle", "resnet18"], "--modle"),
         (["--model", "alexnet"], "torchrun"),
+        (["--model", "no_such.py:Mine"], "'no_such.py'"),
+        (["--model", "my_model.py:Yours"], "no class or function 'Yours'"),
+        (["--model", "my_model.py:Half"], "no method create_model()"),
+        (["--model", "broken.py:Mine"], "broken.py cannot be imported (NameError: "),
+        (["--rank", "0"], "--world-size"),
+        (["--world-size", "2", "--master-addr", "x", "--master-port", "1"], "--rank"),
+        (["--rank", "2", *"--world-size 2 --master-addr x --master-port 1".split()], "--rank"),
+        (["--master-port", "0"], "--master-port"),
     ],
 )
-def test_bad_values(words, named, monkeypatch, capsys):
+def test_bad_values(words, named, monkeypatch, capsys, tmp_path):
+    (tmp_path / "my_model.py").write_text(MY_MODEL)
+    (tmp_path / "broken.py").write_text("what")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    monkeypatch.setattr(setup.time, "sleep", lambda seconds: None)  # of other ranks than 0
     monkeypatch.setattr(sys, "argv", ["sweep.py", *words])
     with pytest.raises(SystemExit) as end:
         sweep.main()
     (line,) = capsys.readouterr().err.splitlines()
     assert end.value.code == 2 and line.startswith("sweep.py: error: ") and named in line
+
+
+def test_what_contradicts_torchrun_is_one_line(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(sys, "argv", ["sweep.py", "--world-size", "4"])
+    with pytest.raises(SystemExit) as end:
+        sweep.main()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert end.value.code == 2
+    assert line == "sweep.py: error: argument --world-size: '4', but torchrun's WORLD_SIZE is '2'"
 
 
 def diff(*files):
