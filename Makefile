@@ -6,7 +6,7 @@ N ?= 20
 LADDER := 02_naive_ddp 03_flat_ddp 04_overlap_ddp 05_bucketed
 STAGES := 01_allreduce $(LADDER) 06_sharded_optimizer 07_resnet_ddp 08_ddp_rpc
 TOOLS := 05_bucketed/bucket_sweep 05_bucketed/predict 06_sharded_optimizer/memory 07_resnet_ddp/sweep \
-	07_resnet_ddp/compile_ddp
+	07_resnet_ddp/compile_ddp 07_resnet_ddp/balance
 
 ifeq ($(shell expr "x$(NPROC)" : 'x[1-9][0-9]*$$'),0)
 $(error NPROC='$(NPROC)' is not a whole number of at least 1)
@@ -42,7 +42,8 @@ HELP := $(filter -h --help,$(ARGS))
 
 .NOTPARALLEL:
 .PHONY: help setup test test-full soak hosts lint format all reference clean compare growth timeline \
-	check-python $(STAGES) $(TOOLS) 05_bucketed/simulate 05_bucketed/extrapolate 07_resnet_ddp/compare_runs
+	check-python $(STAGES) $(TOOLS) 05_bucketed/simulate 05_bucketed/extrapolate \
+	07_resnet_ddp/compare_runs 07_resnet_ddp/make_cifar 07_resnet_ddp/loading
 help:
 	@sed -n 's/^## \{0,1\}//p' Makefile
 
@@ -80,6 +81,9 @@ $(LADDER) 06_sharded_optimizer: $(RUNTIME)
 ##   make 07_resnet_ddp/compare_runs         its table and pictures again
 ##   make 07_resnet_ddp/sweep [FULL=1]       iteration time over models and numbers of ranks
 ##   make 07_resnet_ddp/compile_ddp          DDP and FSDP, eager and compiled
+##   make 07_resnet_ddp/balance              the slowest rank sets the pace
+##   make 07_resnet_ddp/make_cifar           a synthetic CIFAR-10 of full size: results/cifar
+##   make 07_resnet_ddp/loading              what loading it costs, with and without workers
 # Every process has the same number of threads, also the single one. The flags are checked for all
 # ranks before it starts.
 RESNET_DDP = 07_resnet_ddp/resnet_ddp.py --threads $(THREADS) --results results $(ARGS)
@@ -99,6 +103,10 @@ endif
 	@$(PYTHON) $@.py $(call DRAW,extrapolate) $(ARGS)
 07_resnet_ddp/compare_runs: $(RUNTIME)
 	@$(PYTHON) $@.py $(or $(ARGS),results)
+07_resnet_ddp/make_cifar: $(RUNTIME) | results
+	@$(PYTHON) $@.py $(or $(ARGS),results/cifar)
+07_resnet_ddp/loading: $(RUNTIME)
+	@$(PYTHON) $@.py $(ARGS)
 
 # The second scripts of the folders, which torchrun starts as well.
 05_bucketed/bucket_sweep: FLAGS = $(call DRAW,bucket_sweep)

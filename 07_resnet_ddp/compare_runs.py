@@ -83,6 +83,7 @@ def find_runs(folder: Path) -> list[dict]:
             runs.append(ddp)
     for run in runs:
         run["speedup"] = run["throughput"] / single["throughput"]
+        run["time speedup"] = single["total"] / run["total"]
     return runs
 
 
@@ -93,9 +94,11 @@ def print_comparison(runs: list[dict]) -> None:
     for run in runs:
         row = [run["name"], f"{run['total']:.1f}", f"{run['batch']:.1f}"]
         row += [f"{run['data share']:.1%}", f"{run['throughput']:.1f}", f"{run['speedup']:.2f}"]
+        row += [f"{run['time speedup']:.2f}"]
         row += [f"{run['speedup'] / run['world_size']:.1%}", f"{run['accuracy']:.2%}"]
         rows.append(row)
-    header = ["", "total s", "batch ms", "data", "images/s", "speed-up", "efficiency", "accuracy"]
+    header = ["", "total s", "batch ms", "data", "images/s", "speed-up", "in time"]
+    header += ["efficiency", "accuracy"]
     print_table(header, rows)
 
 

@@ -4,6 +4,7 @@ resnet_ddp.py imports this file when it runs. Every rank loads both sets whole; 
 takes from them is sharded_loaders' business.
 """
 
+import json
 import os
 from pathlib import Path
 
@@ -71,18 +72,46 @@ def load_digits(image_size: int) -> tuple[Images, Images]:
     return Images(images[297:], labels[297:], mean, std, image_size), held_out
 
 
-def load_cifar10(folder: str, download: bool, image_size: int) -> tuple[Images, Images]:
-    """CIFAR-10 through torchvision; `download`: one rank of each host fetches it first."""
+def name_of(data: str | None) -> str:
+    """How the output calls the images of --data."""
+    if data is None:
+        return "digits"
+    return "synthetic CIFAR-10" if own_sums(data) else "CIFAR-10"
+
+
+def own_sums(folder: str) -> dict | None:
+    """The checksums that make_cifar.py wrote beside its files; None: they are CIFAR-10's own."""
+    path = Path(folder) / "cifar-10-batches-py" / "synthetic.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def loader_class(folder: str) -> type:
+    """torchvision's CIFAR10, which knows the real files by their checksums, or one of others."""
     from torchvision.datasets import CIFAR10
 
+    sums = own_sums(folder)
+    if sums is None:
+        return CIFAR10
+
+    class Synthetic(CIFAR10):
+        train_list = [[name, sums[name]] for name, _ in CIFAR10.train_list]
+        test_list = [[name, sums[name]] for name, _ in CIFAR10.test_list]
+        meta = CIFAR10.meta | {"md5": sums["batches.meta"]}
+
+    return Synthetic
+
+
+def load_cifar10(folder: str, download: bool, image_size: int) -> tuple[Images, Images]:
+    """CIFAR-10 through torchvision; `download`: one rank of each host fetches it first."""
+    loader = loader_class(folder)
     if download:
         if int(os.environ["LOCAL_RANK"]) == 0:
-            CIFAR10(folder, download=True)
+            loader(folder, download=True)
         dist.barrier()
     mean = [125.3, 123.0, 113.9]
     std = [63.0, 62.1, 66.7]
     sets = []
-    for split in (CIFAR10(folder, train=True), CIFAR10(folder, train=False)):
+    for split in (loader(folder, train=True), loader(folder, train=False)):
         images = torch.from_numpy(split.data).permute(0, 3, 1, 2)
         labels = torch.tensor(split.targets)
         sets.append(Images(images, labels, mean, std, image_size))

@@ -33,7 +33,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
 
 
 def sharded_loaders(
@@ -182,8 +182,11 @@ def fit(args, distributed: bool, device: torch.device, settings: dict, sets: tup
 
     options = {"num_workers": args.workers, "pin_memory": device.type == "cuda"}
     batch = batch_per_rank(args, dist.get_world_size())
-    train_batches, test_batches = sharded_loaders(*sets, batch, args.seed, **options)
-    steps = count_steps(args, sets[0], dist.get_world_size())
+    train_set, test_set = sets
+    if args.held_out:
+        test_set = Subset(test_set, range(min(args.held_out, len(test_set))))
+    train_batches, test_batches = sharded_loaders(train_set, test_set, batch, args.seed, **options)
+    steps = count_steps(args, train_set, dist.get_world_size())
 
     network, model = build_model(args, distributed, device)
     optimizer, scheduler = build_optimizer(args, model, steps)
@@ -311,6 +314,7 @@ def add_arguments(parser) -> None:
     add("--scaling", choices=["strong", "weak"], default="strong", help=scaling)
     add("--epochs", type=whole(1), default=3)
     add("--steps-per-epoch", type=whole(1), help="end each epoch after so many (default: all)")
+    add("--held-out", type=whole(1), help="evaluate on so many images (default: all)")
     add("--lr", type=positive_number, default=0.02, help="learning rate of one device")
     add("--momentum", type=float, default=0.9, help="from 0 to below 1")
     add("--warmup-epochs", type=whole(0), default=1, help="of the learning rate in weak scaling")
@@ -323,7 +327,8 @@ def add_arguments(parser) -> None:
     add("--threads", type=whole(1, 1024), help="per process (default: cores / ranks of this host)")
     add("--log-every", type=whole(1), default=5, metavar="STEPS", help="between lines")
     add("--no-sync", action="store_true", help="DDP without its all-reduces, to see their cost")
-    add("--data", metavar="DIR", help="CIFAR-10 from this folder instead of the digits")
+    images = "CIFAR-10, or make_cifar.py's, from this folder instead of the digits"
+    add("--data", metavar="DIR", help=images)
     add("--download", action="store_true", help="fetch CIFAR-10 into --data first")
     add("--checkpoint", **file, help="saved after each epoch, resumed from if there")
     add("--json", **file, help="everything measured, raw")
@@ -331,6 +336,19 @@ def add_arguments(parser) -> None:
     add("--results", type=output_folder, metavar="DIR", help=where)
     add("--check", action="store_true", help="only check the flags, for both runs that make starts")
     add_process_group_arguments(parser)
+
+
+def describe_libraries() -> dict:
+    """Print torchvision's and CUDA's version and the number of GPUs; returns them for the JSON."""
+    import torchvision
+
+    from common.setup import say
+
+    found = {"torchvision": torchvision.__version__, "cuda": torch.version.cuda}
+    found["gpus"] = torch.cuda.device_count()
+    cuda = f"CUDA {found['cuda']}" if found["cuda"] else "no CUDA"
+    say(f"torchvision {found['torchvision']}, {cuda}, {found['gpus']} GPUs on this host")
+    return found
 
 
 def batch_per_rank(args, world_size: int) -> int:
@@ -381,7 +399,7 @@ def main():
     sys.path[:0] = [str(folder), str(folder.parent)]
     try:
         import checkpoints  # noqa: F401 (fit needs it; what is missing is said here)
-        from images import load_images
+        from images import load_images, name_of
 
         from common import report, setup
     except ModuleNotFoundError as error:
@@ -411,9 +429,13 @@ def main():
         if distributed:
             what, file = f"DDP × {world_size}", f"07_ddp_{world_size}.json"
         batch = batch_per_rank(args, world_size)
-        data = "CIFAR-10" if args.data else "digits"
+        data = name_of(args.data)
+        result |= describe_libraries()
         size = f"batch {world_size} × {batch}, {args.image_size} pixels"
-        setup.say(f"{what}: {args.scaling} scaling, {size}, {data}")
+        rate = f"learning rate {args.lr:g}"
+        if args.scaling == "weak":
+            rate += f" to {args.lr * world_size:g} in {args.warmup_epochs} epochs"
+        setup.say(f"{what}: {args.scaling} scaling, {size}, {data}, {rate}")
 
         settings = {name: getattr(args, name) for name in SETTINGS} | {"data": data}
         settings |= {name: result[name] for name in ("world_size", "device", "threads_per_rank")}

@@ -4,7 +4,9 @@ REFERENCES := $(STAGES:%=%/reference_output.txt) \
 	05_bucketed/reference_output_bucket_sweep.txt 05_bucketed/reference_output_three_runs.txt \
 	05_bucketed/reference_output_predict.txt 05_bucketed/reference_output_extrapolate.txt \
 	06_sharded_optimizer/reference_output_memory.txt 07_resnet_ddp/reference_output_parts.txt \
-	07_resnet_ddp/reference_output_sweep.txt 07_resnet_ddp/reference_output_compile_ddp.txt \
+	07_resnet_ddp/reference_output_sweep.txt 07_resnet_ddp/reference_output_sweep_full.txt \
+	07_resnet_ddp/reference_output_compile_ddp.txt 07_resnet_ddp/reference_output_variants.txt \
+	07_resnet_ddp/reference_output_balance.txt 07_resnet_ddp/reference_output_cifar.txt \
 	08_ddp_rpc/reference_output_8x8.txt \
 	common/reference_output_compare.txt common/reference_output_timeline.txt \
 	common/reference_output_growth.txt
@@ -75,8 +77,30 @@ LARGE = --image-size 224 --steps-per-epoch 4
 
 07_resnet_ddp/reference_output_sweep.txt: FORCE | results
 	$(call record,07_resnet_ddp/sweep)
+# The benchmark's four models and 224 pixels; fewer images and steps than its 32 and 10.
+07_resnet_ddp/reference_output_sweep_full.txt: FORCE | results
+	$(MAKE) --no-print-directory 07_resnet_ddp/sweep FULL=1 \
+	  ARGS="--batch-size 2 --steps 3 --warmup 1" > $(keep)
 07_resnet_ddp/reference_output_compile_ddp.txt: FORCE | results
 	$(call record,07_resnet_ddp/compile_ddp)
+07_resnet_ddp/reference_output_variants.txt: FORCE | results
+	$(call record,07_resnet_ddp/compile_ddp,--variants --batch-size 8 --steps 6)
+07_resnet_ddp/reference_output_balance.txt: FORCE | results
+	$(call record,07_resnet_ddp/balance,--slow-rank 1 --slow-factor 1.5)
+
+# Of CIFAR-10's size and format: loading alone; then a few steps at 224 pixels, single and DDP, with
+# and without workers.
+CIFAR = 07_resnet_ddp/resnet_ddp.py --threads $(THREADS) --data results/cifar --image-size 224 \
+	--epochs 1 --steps-per-epoch 3 --held-out 64 --log-every 1000
+07_resnet_ddp/reference_output_cifar.txt: FORCE | results
+	@run() { echo "\$$ $$*"; "$$@" && echo; }; \
+	{ run $(PYTHON) 07_resnet_ddp/make_cifar.py results/cifar && \
+	  run $(PYTHON) 07_resnet_ddp/loading.py --data results/cifar --image-size 32 224 && \
+	  for workers in 0 2; do \
+	    run $(PYTHON) $(CIFAR) --workers $$workers && \
+	    run $(TORCHRUN) $(CIFAR) --workers $$workers || exit; \
+	  done; \
+	} > $(keep)
 
 08_ddp_rpc/reference_output.txt: FORCE | results
 	$(call record,08_ddp_rpc)
@@ -92,13 +116,16 @@ common/reference_output_%.txt: FORCE | results
 common/reference_output_growth.txt: FORCE | results
 	$(call record,growth)
 
-# These need Linux, and are not among REFERENCES: the rungs on three networks, the bucket sweep on
-# the slowest of them, and the prediction on two.
+# These need Linux, and are not among REFERENCES: the rungs on three networks, the sweep of 07 on two
+# hosts, the bucket sweep on the slowest of the three, and the prediction on two.
 common/reference_output_hosts.txt: common/reference_output_compare.txt FORCE | results
 	$(MAKE) --no-print-directory hosts RATE=4gbit DELAY=0 ARGS="--json results/4gbit.json"
 	$(MAKE) --no-print-directory hosts RATE=1gbit DELAY=1ms ARGS="--json results/1gbit.json"
 	$(PYTHON) -m common.networks loopback=results/compare.json "4 Gbit/s"=results/4gbit.json \
 	  "1 Gbit/s and 1 ms"=results/1gbit.json --plot common/hosts.png > $(keep)
+07_resnet_ddp/reference_output_sweep_hosts.txt: FORCE | results
+	$(MAKE) --no-print-directory hosts SCRIPT=07_resnet_ddp/sweep.py \
+	  ARGS="--model resnet18 --batch-size 8 --image-size 64" > $(keep)
 05_bucketed/reference_output_bucket_sweep_1gbit.txt: FORCE | results
 	$(MAKE) --no-print-directory hosts RATE=1gbit DELAY=1ms SCRIPT=05_bucketed/bucket_sweep.py \
 	  ARGS="--plot 05_bucketed/bucket_sweep_1gbit.png" > $(keep)
