@@ -226,8 +226,8 @@ def main():
             )
         text = " + ".join(map(str, shares))
         setup.say(
-            f"verify: passed, gradients of {text} images within {weighted:.1e} of one device's with "
-            f"all; without the weights {plain:.2f} away (1: the largest gradient)\n"
+            f"verify: passed, gradients of {text} images within {weighted:.1e} of one device's; "
+            f"without the weights {plain:.2f} away (1: the largest gradient)\n"
         )
         result |= {"weighted_deviation": weighted, "plain_deviation": plain}
         result["candidates"] = measure(args, device)

@@ -1,15 +1,13 @@
 """The fixture that runs a script's main on several ranks without starting an interpreter each."""
 
 import multiprocessing
-import os
-import runpy
-import signal
+import multiprocessing.connection
 import socket
 import sys
 import time
-from pathlib import Path
 
 import pytest
+from forked_script import run_script
 
 
 @pytest.fixture
@@ -38,7 +36,7 @@ def forked(tmp_path_factory):
                 environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             arguments = [str(word) for word in words]
             options = (str(path), arguments, environment, cwd, str(output), stderr)
-            own.append(context.Process(target=_run_script, args=options, daemon=True))
+            own.append(context.Process(target=run_script, args=options))
             own[-1].start()
         started.extend(own)
         deadline = time.monotonic() + timeout
@@ -62,21 +60,3 @@ def forked(tmp_path_factory):
     yield run
     for process in started:
         process.kill()
-
-
-def _run_script(path, words, variables, folder, output, stderr):
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        os.environ.pop(name, None)
-    os.environ.update({name: str(value) for name, value in variables.items()})
-    flags = os.O_WRONLY | os.O_APPEND
-    opened = os.open(output, flags)
-    os.dup2(opened, 1)
-    os.dup2(os.open(stderr, flags | os.O_NOCTTY) if stderr else opened, 2)
-    sys.stdout = os.fdopen(1, "w", buffering=1)
-    sys.stderr = os.fdopen(2, "w", buffering=1)
-    if folder:
-        os.chdir(folder)
-    sys.argv = [path, *words]
-    sys.path[0] = str(Path(path).parent)
-    runpy.run_path(path, run_name="__main__")

@@ -6,7 +6,6 @@ Gradients of every cell, FSDP's shards, graphs, memory, real runs, bad input.
 import argparse
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -180,9 +179,9 @@ def test_a_failure_is_one_whatever_its_text_begins_with(ranks):
 
 
 @NEEDS_FSDP
-def test_matrix(script, tmp_path):
+def test_matrix(forked, tmp_path):
     words = [*TOY, "--compile", "eager", "--fsdp-wrap", "--json", tmp_path / "json"]
-    status, output = script(torchrun(2, SCRIPT, *words)).wait()
+    status, output = forked(2, SCRIPT, *words)
     assert status == 0 and "not measured" not in output, output
     table = output.split("forward + backward, ms")[1].splitlines()
     rows = [line.split()[:2] for line in table[1:7]]
@@ -204,18 +203,22 @@ def test_matrix(script, tmp_path):
 
 
 @NEEDS_FSDP
-def test_what_takes_long_says_so_on_a_terminal():
+def test_one_process_that_says_on_a_terminal_what_takes_long(forked):
+    """Without torchrun; all cases of the options."""
     pty = pytest.importorskip("pty")
     mine, terminal = pty.openpty()
-    words = map(str, [*TOY, "--steps", 1, "--warmup", 0, "--compile", "eager"])
-    command = [str(word) for word in torchrun(1, SCRIPT, *words)]
-    run = subprocess.run(command, stdout=subprocess.PIPE, stderr=terminal, timeout=100)
+    words = [*TOY, "--steps", 1, "--warmup", 0, "--dynamo", "eager", "--variants"]
+    status, output = forked(None, SCRIPT, *words, stderr=os.ttyname(terminal))
     os.close(terminal)
     shown = os.read(mine, 100_000).decode()
     os.close(mine)
-    assert run.returncode == 0, shown
-    assert "ddp dynamo only, 4 of 6: compiling" in shown and "fsdp eager, 5 of 6: " in shown, shown
-    assert b"compiling" not in run.stdout
+    assert status == 0 and "gloo on cpu, 1 ranks" in output, shown
+    assert "ddp dynamo only, 7 of 8: compiling" in shown and "fsdp eager, 3 of 8: " in shown, shown
+    assert "compiling" not in output
+    recorded = masked(SCRIPT.with_name("reference_output_variants.txt").read_text())
+    for line in masked(output.replace("dynamo only", "inductor")):
+        if not line.startswith(("toy", "ddp inductor")):
+            assert line in recorded, line
 
 
 @pytest.mark.full
@@ -232,9 +235,10 @@ def test_without_a_compiler(script, tmp_path):
     assert all("C++ compiler" in reason for reason in left_out.values())
 
 
-def test_trace_and_printed_graph(script, tmp_path):
-    words = ["--ddp", "--compile", "print", "--trace", tmp_path / "trace.json"]
-    status, output = script(torchrun(2, SCRIPT, *TOY, *words)).wait()
+def test_trace_and_printed_graph(forked, tmp_path):
+    words = ["--ddp", "--compile", "print", "--trace", tmp_path / "trace.json", "--verbose"]
+    status, output = forked(2, SCRIPT, *TOY, *words)
+    assert "DistributedDataParallel(" in output and "torch/_dynamo/" in output  # its log
     assert status == 0 and "graph 1:" in output and "torch._C._nn.linear" in output, output
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     names = [event.get("name") for event in events]

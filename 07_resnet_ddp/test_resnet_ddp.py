@@ -16,6 +16,7 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
+import torchvision
 from matplotlib.image import imread
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -28,11 +29,13 @@ from common.testing import masked, torchrun
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 import compare_runs  # noqa: E402
 import images  # noqa: E402
+import loading  # noqa: E402
+import make_cifar  # noqa: E402
 import resnet_ddp  # noqa: E402
 
 from common.timing import Stopwatch  # noqa: E402
 
-SCRIPT = Path(resnet_ddp.__file__)
+SCRIPT, MAKE_CIFAR, LOADING = (Path(one.__file__) for one in (resnet_ddp, make_cifar, loading))
 TINY = "--image-size 16 --global-batch 16 --steps-per-epoch 3 --device cpu --log-every 1".split()
 CPU = torch.device("cpu")
 
@@ -181,7 +184,7 @@ def test_evaluation_counts_each_image_once_and_is_the_same_everywhere(ranks, cou
         assert found == pytest.approx(expected, rel=1e-12)
 
 
-# The whole script
+# The whole script; `forked` starts it without torchrun, and without importing torch again
 
 
 def start(script, world_size, *words, before=(), **options):
@@ -193,10 +196,10 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_single_then_ddp_then_pictures(script, tmp_path):
+def test_single_then_ddp_then_pictures(script, forked, tmp_path):
     results = tmp_path / "new"
     words = [*TINY, "--epochs", 1, "--threads", 1, "--results", results]
-    status, output = start(script, None, *words).wait()
+    status, output = forked(None, SCRIPT, *words)
     assert status == 0, output
     assert names(results) == ["07_single.json"], "nothing to compare yet"
     status, output = start(script, 2, *words, "--json", tmp_path / "ddp.json").wait()
@@ -206,7 +209,9 @@ def test_single_then_ddp_then_pictures(script, tmp_path):
     written = [line for line in output.splitlines() if line.startswith("written: ")]
     files = [tmp_path / "ddp.json", *(results / name for name in (files[0], files[3], files[2]))]
     assert written == [f"written: {file}" for file in files]
-    assert "ETA" in output and "speed-up" in output
+    assert "ETA" in output and "speed-up  in time" in output
+    version = torchvision.__version__
+    assert f"torchvision {version}, " in output and "learning rate 0.02\n" in output
     recorded = masked(SCRIPT.with_name("reference_output.txt").read_text())
     starts = ("#_resnet", "DDP", "epoch", "total", "data", "compute", "batch", "single")
     for line in masked(output):  # what the recorded output shows is what the script prints today
@@ -220,6 +225,7 @@ def test_single_then_ddp_then_pictures(script, tmp_path):
     for result in (single, ddp):
         assert result["seconds"] > result["train_seconds"]
         assert result["options"]["image_size"] == 16
+        assert (result["torchvision"], result["cuda"]) == (version, torch.version.cuda)
         assert result["step"] == 3 and result["evaluations"][0]["images"] == 297
         for name in resnet_ddp.MEASURED:  # [rank][step]
             assert [len(of_rank) for of_rank in result[name]] == [3] * result["world_size"]
@@ -230,37 +236,33 @@ def test_single_then_ddp_then_pictures(script, tmp_path):
             assert 0 < sum(data) + sum(compute) < 1.05 * result["train_seconds"] + 0.1
 
 
-def test_without_a_flag_for_it_no_file_is_written(script, tmp_path):
-    command = [sys.executable, SCRIPT, *TINY, "--epochs", 1, "--steps-per-epoch", 1]
-    status, output = script(command, cwd=tmp_path).wait()
+def test_without_a_flag_for_it_no_file_is_written(forked, tmp_path):
+    words = [*TINY, "--epochs", 1, "--log-every", 3, "--held-out", 5]
+    status, output = forked(None, SCRIPT, *words, cwd=tmp_path)
     assert status == 0 and "written" not in output and names(tmp_path) == [], output
+    assert " of 5 images\n" in output and "step   3/3" in output and "step   2/3" not in output
     assert output.splitlines()[-1].startswith("no comparison: it needs a run of single and DDP"), (
         output
     )
 
 
-def test_into_a_closed_pipe_everything_is_written(tmp_path):
-    words = [*TINY, "--epochs", "2", "--json", str(tmp_path / "json")]
-    run = subprocess.Popen(
-        [sys.executable, str(SCRIPT), *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    run.stdout.readline()
-    run.stdout.close()
-    assert (run.stderr.read(), run.wait(60)) == (b"", 0)
-    assert json.loads((tmp_path / "json").read_text())["epoch"] == 2
-
-
-def test_progress_is_for_a_terminal(monkeypatch, tmp_path):
+def test_progress_is_for_a_terminal_and_a_closed_pipe_loses_nothing(tmp_path):
     """A terminal's standard error shows what a line on the output does not say yet."""
     pty = pytest.importorskip("pty")
     mine, terminal = pty.openpty()
-    command = [sys.executable, str(SCRIPT), *TINY, "--epochs", "1", "--log-every", "3"]
-    run = subprocess.run(command, stdout=subprocess.PIPE, stderr=terminal, timeout=60)
+    words = [*TINY, "--epochs", "2", "--log-every", "3", "--json", str(tmp_path / "json")]
+    run = subprocess.Popen(
+        [sys.executable, str(SCRIPT), *words], stdout=subprocess.PIPE, stderr=terminal
+    )
+    run.stdout.readline()
+    run.stdout.close()
+    assert run.wait(60) == 0
     os.close(terminal)
     shown = os.read(mine, 100_000).decode()
     os.close(mine)
     assert "epoch 1 step   2/3" in shown and "epoch 1: images held out" in shown, shown
-    assert shown.endswith("\r\x1b[K") and b"step   2/3" not in run.stdout
+    assert shown.endswith("\r\x1b[K") and "\n" not in shown, shown  # no traceback, nothing stays
+    assert json.loads((tmp_path / "json").read_text())["epoch"] == 2
 
 
 def test_the_report_is_of_all_steps_and_ranks(capsys):
@@ -300,11 +302,11 @@ def test_without_the_comparison_it_trains(script, tmp_path):
     assert names(tmp_path / "results") == ["07_single.json"]
 
 
-def test_weak_scaling_keeps_the_batch_per_rank_and_warms_the_learning_rate_up(script, tmp_path):
+def test_weak_scaling_keeps_the_batch_per_rank_and_warms_the_learning_rate_up(forked, tmp_path):
     words = [*TINY, "--scaling", "weak", "--epochs", 1, "--lr", 0.01, "--warmup-epochs", 2]
     words += ["--results", tmp_path, "--checkpoint", tmp_path / "c"]
-    status, output = start(script, 2, *words).wait()
-    assert status == 0, output
+    status, output = forked(2, SCRIPT, *words)
+    assert status == 0 and "learning rate 0.01 to 0.02 in 2 epochs\n" in output, output
     result = json.loads((tmp_path / "07_ddp_2.json").read_text())
     assert result["batch_per_rank"] == 16
     assert result["images_per_second"] == pytest.approx(3 * 32 / result["train_seconds"])
@@ -416,32 +418,11 @@ def write_cifar10(folder):
     return contents, sums
 
 
-# torchvision knows CIFAR-10 by the checksums of its files, so a process that reads the small folder
-# must hear of its own.
-WITH_OTHER_CHECKSUMS = """
-import json, runpy, sys
-from torchvision.datasets import CIFAR10
-sums = json.loads(sys.argv.pop(1))
-CIFAR10.train_list = [[name, sums[name]] for name, _ in CIFAR10.train_list]
-CIFAR10.test_list = [[name, sums[name]] for name, _ in CIFAR10.test_list]
-CIFAR10.meta = CIFAR10.meta | {"md5": sums["batches.meta"]}
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
-
-def test_cifar10_is_read_normalised_and_trained_on(script, tmp_path, monkeypatch):
+def test_cifar10_is_read_and_normalised(tmp_path, monkeypatch):
+    """torchvision knows the real files by their checksums, which here are the small ones'."""
     from torchvision.datasets import CIFAR10
 
     contents, sums = write_cifar10(tmp_path / "data")
-    words = [*TINY, "--epochs", 1, "--steps-per-epoch", 2]
-    words += ["--data", tmp_path / "data", "--results", tmp_path]
-    command = [sys.executable, "-c", WITH_OTHER_CHECKSUMS, json.dumps(sums), SCRIPT, *words]
-    status, output = script(command).wait()
-    assert status == 0, output
-    result = json.loads((tmp_path / "07_single.json").read_text())
-    assert result["data"] == "CIFAR-10" and result["evaluations"][0]["images"] == 9
-
     train_list = [[name, sums[name]] for name, _ in CIFAR10.train_list]
     monkeypatch.setattr(CIFAR10, "train_list", train_list)
     monkeypatch.setattr(CIFAR10, "test_list", [["test_batch", sums["test_batch"]]])
@@ -470,6 +451,65 @@ def test_cifar10_cut_short_is_one_line(tmp_path, monkeypatch, capsys):
     said = capsys.readouterr().err
     assert end.value.code == 2 and said.count("\n") == 1
     assert f"argument --data: '{tmp_path}' holds no readable CIFAR-10" in said
+
+
+def test_a_synthetic_set_is_trained_on_and_called_so(forked, tmp_path):
+    status, output = forked(None, MAKE_CIFAR, tmp_path, "--per-file", 8)
+    inner = tmp_path / "cifar-10-batches-py"
+    assert (status, output) == (0, f"written: {inner}: 40 training and 8 test images, synthetic\n")
+    words = [*TINY, "--epochs", 1, "--steps-per-epoch", 2, "--workers", 1]
+    words += ["--data", tmp_path, "--results", tmp_path]
+    status, output = forked(None, SCRIPT, *words)
+    assert status == 0 and ", synthetic CIFAR-10, learning rate" in output, output
+    result = json.loads((tmp_path / "07_single.json").read_text())
+    assert result["data"] == "synthetic CIFAR-10" and result["evaluations"][0]["images"] == 8
+
+    words = ["--data", tmp_path, "--image-size", 16, 32, "--workers", 0, 1, "--batch-size", 16]
+    status, output = forked(None, LOADING, *words, "--json", tmp_path / "json")
+    first, _, *rows, _, last = output.splitlines()
+    assert status == 0 and first.startswith("40 training images, synthetic CIFAR-10, read in ")
+    names = [f"{size} pixels, {workers} workers" for size in (16, 32) for workers in (0, 1)]
+    assert [row[: len(name)] for row, name in zip(rows, names, strict=True)] == names
+    found = json.loads((tmp_path / "json").read_text())["rows"]
+    assert [len(row["batch_seconds"]) for row in found] == [2] * 4
+    assert last == f"written: {tmp_path / 'json'}"
+
+
+def test_a_synthetic_set_is_what_it_was_and_never_replaces_another(tmp_path, monkeypatch, capsys):
+    make_cifar.write(tmp_path / "a", 8)
+    make_cifar.write(tmp_path / "b", 8)
+    for file in (tmp_path / "a" / "cifar-10-batches-py").iterdir():
+        assert (
+            file.read_bytes() == (file.parents[2] / "b" / file.parent.name / file.name).read_bytes()
+        )
+    train_set, test_set = images.load_images(str(tmp_path / "b"), False, 32)
+    assert (len(train_set), len(test_set)) == (40, 8)
+    assert len({label.item() for _, label in train_set}) > 5
+
+    batch = tmp_path / "b" / "cifar-10-batches-py" / "data_batch_3"
+    batch.write_bytes(batch.read_bytes()[:-1])
+    with pytest.raises(SystemExit) as end:
+        images.load_images(str(tmp_path / "b"), False, 32)
+    assert end.value.code == 2 and "holds no readable CIFAR-10" in capsys.readouterr().err
+
+    write_cifar10(tmp_path / "real")
+    (tmp_path / "file").touch()
+    for folder, problem in (("real", "holds another CIFAR-10"), ("file/x", "cannot be written")):
+        monkeypatch.setattr(sys, "argv", ["make_cifar.py", str(tmp_path / folder)])
+        with pytest.raises(SystemExit) as end:
+            make_cifar.main()
+        line = f"make_cifar.py: error: argument DIR: '{tmp_path / folder}' {problem}"
+        assert end.value.code == 2 and capsys.readouterr().err.startswith(line)
+
+
+def test_a_batch_larger_than_the_set_is_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["loading.py", "--batch-size", "1501"])
+    with pytest.raises(SystemExit) as end:
+        loading.main()
+    line = (
+        "loading.py: error: argument --batch-size: '1501' is more than the 1500 training images\n"
+    )
+    assert end.value.code == 2 and capsys.readouterr().err == line
 
 
 # The comparison
@@ -502,7 +542,7 @@ def test_two_results_are_compared_and_drawn(tmp_path, capsys):
     (tmp_path / "07_ddp_2.json").write_text(json.dumps(result("ddp", 2, 400)))
     compare_runs.compare(tmp_path)
     table = capsys.readouterr().out
-    row = "DDP × 2      1.6     400.0  10.0%     160.0      1.50       75.0%    95.00%"
+    row = "DDP × 2      1.6     400.0  10.0%     160.0      1.50     1.50       75.0%    95.00%"
     assert row in table, table
     pictures = [imread(tmp_path / name) for name in ("speedup.png", "breakdown.png")]
     assert all(picture.shape[1] == 1350 and picture.std() > 0.05 for picture in pictures)
@@ -606,6 +646,7 @@ def test_no_folder_is_one_line(folder, monkeypatch, capsys):
         (["--momentum", "nan"], "--momentum"),
         (["--momentum", "x"], "--momentum"),
         (["--steps-per-epoch", "0"], "--steps-per-epoch"),
+        (["--held-out", "0"], "--held-out"),
         (["--warmup-epochs", "-1"], "--warmup-epochs"),
         (["--log-every", "0"], "--log-every"),
         (["--seed", "-1"], "--seed"),
@@ -660,8 +701,8 @@ def test_bad_input_is_one_line(words, flag, tmp_path, monkeypatch, capsys):
     assert not dist.is_initialized()
 
 
-def test_a_mistake_is_said_once_for_all_ranks(script, tmp_path):
-    status, output = start(script, 2, "--global-batch", 63, "--results", tmp_path).wait(timeout=30)
+def test_a_mistake_is_said_once_for_all_ranks(forked, tmp_path):
+    status, output = forked(2, SCRIPT, "--global-batch", 63, "--results", tmp_path, timeout=9)
     said = [line for line in output.splitlines() if line.startswith("resnet_ddp.py: error:")]
     problem = "'63' cannot be divided by 2 ranks; allowed are multiples of 2"
     assert status != 0
@@ -676,10 +717,10 @@ def test_make_checks_the_flags_for_all_ranks_first(script, tmp_path):
     assert "error: argument --global-batch: '64' cannot be divided by 3 ranks" in output
 
 
-def test_checking_ends_without_a_run(script, tmp_path):
+def test_checking_ends_without_a_run(forked, tmp_path):
     variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
-    command = [sys.executable, SCRIPT, "--device", "cpu", "--check"]
-    assert script(command, env=variables, cwd=tmp_path).wait(60) == (0, "")
+    words = ["--device", "cpu", "--check"]
+    assert forked(None, SCRIPT, *words, cwd=tmp_path, **variables) == (0, "")
 
 
 def test_without_torchvision_is_one_line(monkeypatch, capsys):
@@ -693,14 +734,14 @@ def test_without_torchvision_is_one_line(monkeypatch, capsys):
     assert end.value.code == 2 and "pip install torchvision" in capsys.readouterr().err
 
 
-def test_a_checkpoint_of_an_older_version_is_refused(script, tmp_path):
+def test_a_checkpoint_of_an_older_version_is_refused(forked, tmp_path):
     words = [*TINY, "--steps-per-epoch", 1, "--checkpoint", tmp_path / "c"]
-    status, output = start(script, None, *words, "--epochs", 1).wait()
+    status, output = forked(None, SCRIPT, *words, "--epochs", 1)
     assert status == 0 and f"written: {tmp_path / 'c'}" in output, output
     checkpoint = torch.load(tmp_path / "c", weights_only=True)
     checkpoint["progress"]["steps"] = []
     torch.save(checkpoint, tmp_path / "c")
-    status, output = start(script, None, *words, "--epochs", 2).wait()
+    status, output = forked(None, SCRIPT, *words, "--epochs", 2)
     assert status == 2 and "another version of this script has written it" in output, output
     assert "Traceback" not in output
 
