@@ -3,6 +3,7 @@
 A module of its own, because those processes have to find it by its name.
 """
 
+import multiprocessing
 import os
 import runpy
 import signal
@@ -16,6 +17,8 @@ def run_script(path, words, variables, folder, output, stderr) -> None:
     What it prints is added to the file `output`; its errors go there, too, or to `stderr`.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # What plain python has for a DataLoader's workers, and not what this process was made with.
+    multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         os.environ.pop(name, None)
     os.environ.update({name: str(value) for name, value in variables.items()})
