@@ -2,8 +2,9 @@
 
 After an all-reduce every rank holds the sum of all ranks' tensors. This is the one operation that
 data parallelism stands on. Here it is shown on four small tensors, written by hand as a ring of
-sends and receives, and timed beside the backend's own for sizes from 1 MB to 1 GB. Unlike the
-later stages this script starts its ranks itself (spawn.py); alpha_beta.py says what the times mean.
+sends and receives, and timed beside the backend's own and one through shared memory
+(shared_memory.py) for sizes from 1 MB to 1 GB. Unlike the later stages this script starts its ranks
+itself (spawn.py); alpha_beta.py says what the times mean.
 
     make 01_allreduce                                   (draws results/01_allreduce.png, too)
     python 01_allreduce/allreduce.py                    (the same; writes only what flags name)
@@ -35,8 +36,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-PIECE_BYTES = 2 * 2**20  # smaller: Python's cost per message shows; larger: less of it overlaps
-IN_FLIGHT = 4  # receives posted ahead, each into a buffer of one piece
+PIECE_BYTES = 2 * 2**20  # smaller: waking threads per message shows; larger: less of it overlaps
+IN_FLIGHT = 3  # receives posted ahead, each into a buffer of one piece: few, to stay in the cache
 
 
 def ring_all_reduce(tensor: torch.Tensor) -> None:
@@ -128,13 +129,13 @@ def fit(
 # Below this line: the demonstration, the benchmark, main.
 
 PROCESS_BYTES = 300 * 2**20  # of memory for a rank with nothing but torch in it
-ROW = "{:<9} {:>5} {:>7} {:>6} {:>8} {:>8} {:>8} {:>8} {:>6} {:>6} {:>6} {:>7}"
-FIGURES = ["p50, ms", "p75", "p90", "p95", "algbw", "busbw", "ratio", "#wrong"]
+ROW = "{:<9} {:>5} {:>7} {:>6} {:>8} {:>8} {:>8} {:>8} {:>8} {:>6} {:>6} {:>6} {:>7}"
+FIGURES = ["mean, ms", "p50", "p75", "p90", "p95", "algbw", "busbw", "ratio", "#wrong"]
 HEADER = ROW.format("algorithm", "ranks", "MB", "count", *FIGURES)
 LEGEND = (
-    "time: of the slowest rank, ms, percentiles over the counted calls; count: calls that are "
-    "counted + calls before them for\nwarming up, fewer of both where a call takes long; "
-    "MB = 2^20 bytes, GB/s = 10^9 bytes per second; algbw = size / p50, busbw\n= algbw · 2(n-1)/n, "
+    "time: of the slowest rank, ms, mean and percentiles of the counted calls; count: calls that "
+    "are counted + calls before them\nfor warming up, fewer of both where a call takes long; "
+    "MB = 2^20 bytes, GB/s = 10^9 bytes per second; algbw = size / p50,\nbusbw = algbw · 2(n-1)/n, "
     "GB/s; ratio: busbw to the backend's own; #wrong: wrong elements, over all calls and ranks"
 )
 
@@ -172,11 +173,18 @@ def benchmark(
     Rank 0 prints a row as soon as it has it, and appends it to rows_file as JSON, so that it is
     kept whatever happens next.
     """
+    from alpha_beta import call_seconds
+    from shared_memory import SharedMemoryAllReduce
+
     from common.report import percentiles
 
     algorithms = {backend: dist.all_reduce}
     if backend == "gloo":  # nccl would wait for ever: it runs a rank's sends and receives in turn
-        algorithms["ring"] = ring_all_reduce
+        algorithms |= {"ring": ring_all_reduce, "shared": SharedMemoryAllReduce()}
+    latencies = {}
+    for name, all_reduce in algorithms.items():
+        latencies[name] = {"awake": call_seconds(all_reduce, device)}
+        latencies[name]["asleep"] = call_seconds(all_reduce, device, pause=0.01)
     for size_bytes in sizes_bytes:
         tensor = torch.empty(size_bytes // 4, device=device)
         samples, warmups, wrong = measure(algorithms, tensor, steps, warmup, row_seconds)
@@ -187,7 +195,8 @@ def benchmark(
             row = {"algorithm": name, "world_size": dist.get_world_size()}
             row |= {"threads_per_rank": torch.get_num_threads(), "size_bytes": size_bytes}
             row |= {"warmup": warmups, "seconds": seconds}
-            row |= {"p50": percentiles(seconds)[0], "wrong": wrong[name]}
+            row |= {"mean": sum(seconds) / len(seconds), "p50": percentiles(seconds)[0]}
+            row |= {"wrong": wrong[name], **latencies[name]}
             with open(rows_file, "a") as file:
                 file.write(json.dumps(row) + "\n")
             print_row(row, p50_of_backend)
@@ -201,7 +210,7 @@ def print_row(row: dict, p50_of_backend: float) -> None:
     size, n = row["size_bytes"], row["world_size"]
     algbw = size / row["p50"] / 1e9
     cells = [row["algorithm"], n, f"{size / 2**20:g}", f"{len(row['seconds'])}+{row['warmup']}"]
-    cells += [f"{1000 * time:.2f}" for time in percentiles(row["seconds"])]
+    cells += [f"{1000 * time:.2f}" for time in [row["mean"], *percentiles(row["seconds"])]]
     cells += [f"{algbw:.2f}", f"{algbw * 2 * (n - 1) / n:.2f}"]
     cells += [f"{p50_of_backend / row['p50']:.2f}", row["wrong"]]
     say(ROW.format(*cells))
@@ -265,14 +274,15 @@ def measure(
 def why_not(backend: str, world_size: int, size_bytes: int) -> str | None:
     """Why this machine cannot run this combination; None if it can."""
     needed = size_bytes + PROCESS_BYTES
-    if backend == "nccl":
-        gpus = torch.cuda.device_count()
-        if gpus < world_size:
-            return f"needs {world_size} GPUs, and torch finds {gpus}"
-        free = min(torch.cuda.mem_get_info(gpu)[0] for gpu in range(world_size))
-    else:
+    gpus = torch.cuda.device_count()
+    if backend == "nccl" and gpus < world_size:
+        return f"needs {world_size} GPUs, and torch finds {gpus}"
+    if backend == "gloo":
         needed *= world_size
         free = free_memory()
+    else:  # the ranks of gloo-cuda share the GPUs, and nccl's have one each
+        needed *= math.ceil(world_size / gpus)
+        free = min(torch.cuda.mem_get_info(gpu)[0] for gpu in range(min(gpus, world_size)))
     if needed <= free:
         return None
     return f"needs {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} are free"
@@ -298,11 +308,18 @@ def run_grid(args, folder: str, rows_file: Path, skipped: list[dict]) -> None:
     """Measure every backend with every world size; what this machine cannot run goes to skipped."""
     from spawn import run_ranks
 
+    from common import setup
     from common.setup import progress, say
 
-    sizes = [int(size * 2**18) * 4 for size in args.sizes_mb]
+    sizes = sizes_in_bytes(args.sizes_mb, setup)
     calls = (args.steps, args.warmup, args.row_seconds)
-    for backend, world_size in itertools.product(args.backends, args.world_sizes):
+    grid = list(itertools.product(args.backends, args.world_sizes))
+    if torch.cuda.is_available():
+        if "gloo" in args.backends:
+            grid += [("gloo-cuda", world_size) for world_size in args.world_sizes]
+        if "nccl" in args.backends and ("nccl", 1) not in grid:
+            grid.append(("nccl", 1))  # what a call costs where nothing has to be sent
+    for backend, world_size in grid:
         possible = []
         sizes_of_reason = {}
         for size in sizes:
@@ -321,12 +338,22 @@ def run_grid(args, folder: str, rows_file: Path, skipped: list[dict]) -> None:
             say(f"{backend:<9} {world_size:>5} {names:>7}   not run: {reason}")
 
 
+def list_of(convert):
+    """A type for argparse: words between commas, each converted."""
+    return lambda text: [convert(word) for word in text.split(",")]
+
+
+def sizes_in_bytes(sizes_mb: list[float], setup) -> list[int]:
+    """The sizes of --sizes-mb in whole float32s."""
+    for size in sizes_mb:
+        if not 4 <= size * 2**20 < 2**60:
+            limits = "is less than one float32, or more than any machine has"
+            setup.fail(f"argument --sizes-mb: {size:g} MB {limits}")
+    return [int(size * 2**18) * 4 for size in sizes_mb]
+
+
 def read_arguments(setup):
     """The command line, checked."""
-
-    def list_of(convert):
-        return lambda text: [convert(word) for word in text.split(",")]
-
     parser = setup.Parser(__doc__)
     add = parser.add_argument
     whole_number, positive_number = setup.whole_number, setup.positive_number
@@ -347,10 +374,7 @@ def read_arguments(setup):
     for name in args.backends:
         if name not in ("gloo", "nccl"):
             setup.fail(f"argument --backends: {name!r} is neither gloo nor nccl")
-    for size in args.sizes_mb:
-        if not 4 <= size * 2**20 < 2**60:
-            limits = "is less than one float32, or more than any machine has"
-            setup.fail(f"argument --sizes-mb: {size:g} MB {limits}")
+    sizes_in_bytes(args.sizes_mb, setup)
     return args
 
 

@@ -14,14 +14,41 @@ Source: Hockney, "The communication challenge for MPP", Parallel Computing 1994.
 import json
 import math
 import sys
+import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00"]  # of the world sizes
 # By algorithm: how the line is drawn, the mark, and what the mark is filled with.
 BACKEND_LOOK = ("-", "o", None)
-LOOKS = {"ring": ("--", "s", "none")}
+LOOKS = {"ring": ("--", "s", "none"), "shared": ("-.", "^", None)}
+
+
+def call_seconds(all_reduce, device: torch.device, pause: float = 0.0, calls: int = 50) -> float:
+    """What a call costs whatever it carries: an all-reduce of 1 KB, in seconds, the same on all.
+
+    A median, of the slowest rank. Without a pause the calls follow one another, as those of many
+    small buckets do, and the threads that wait for messages are awake. With one, all ranks meet
+    before each call and then sleep so many seconds: threads and cores have to be woken.
+    """
+    tensor = torch.zeros(256, device=device)
+    seconds = []
+    for _ in range(calls):
+        if pause > 0:
+            dist.barrier()
+            time.sleep(pause)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        all_reduce(tensor)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    median = torch.tensor(sorted(seconds)[calls // 2], dtype=torch.float64, device=device)
+    dist.all_reduce(median, dist.ReduceOp.MAX)
+    return median.item()
 
 
 def lines_of(rows: list[dict]) -> dict:
@@ -45,18 +72,23 @@ def fit_all(rows: list[dict], fit) -> list[dict]:
     for (name, world_size), line in lines_of(rows).items():
         sizes = [row["size_bytes"] for row in line]
         times = [row["p50"] for row in line]
+        measured = []
+        for key in ("awake", "asleep"):
+            measured.append(f"{1e6 * line[0][key]:.0f}" if key in line[0] else "-")
         try:
             alpha, beta, error = fit(sizes, times, world_size)
         except ValueError as reason:
-            table.append([name, str(world_size), "-", "-", f"no fit: {reason}"])
+            table.append([name, str(world_size), *measured, "-", "-", f"no fit: {reason}"])
             continue
         one = {"algorithm": name, "world_size": world_size}
         one |= {"alpha": alpha, "beta": beta, "error": error}
         fits.append(one)
         figures = [f"{1e6 * alpha:.0f}", f"{beta / 1e9:.2f}", f"{100 * error:.1f} %"]
-        table.append([name, str(world_size), *figures])
-    say("\nmodel: t(S) = α + 2(n-1)/n · S/β, fitted to the p50s")
-    print_table(["algorithm", "ranks", "α, µs", "β, GB/s", "error (rms)"], table)
+        table.append([name, str(world_size), *measured, *figures])
+    say("\nawake, asleep: a call of 1 KB, right after another one and after a pause of 10 ms")
+    say("model: t(S) = α + 2(n-1)/n · S/β, fitted to the p50s")
+    header = ["awake, µs", "asleep, µs", "α, µs", "β, GB/s", "error (rms)"]
+    print_table(["algorithm", "ranks", *header], table)
     return fits
 
 

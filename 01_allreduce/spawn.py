@@ -63,11 +63,13 @@ def start_rank(rank: int, world_size: int, store: str, function, backend: str, *
     torch.set_num_threads(threads_per_rank(world_size))
     device = torch.device("cpu")
     device_id = None
-    if backend == "nccl":
-        device = device_id = torch.device("cuda", rank)
+    if backend != "gloo":  # nccl; or "gloo-cuda", gloo with CUDA tensors, where ranks share a GPU
+        device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
+    if backend == "nccl":
+        device_id = device
     meeting = {"store": dist.FileStore(store, world_size), "rank": rank, "world_size": world_size}
-    dist.init_process_group(backend, device_id=device_id, **meeting)
+    dist.init_process_group(backend.removesuffix("-cuda"), device_id=device_id, **meeting)
     try:
         function(device, backend, *arguments)
     finally:

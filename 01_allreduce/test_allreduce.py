@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
@@ -33,6 +34,7 @@ from common.testing import (
 
 SCRIPT = Path(__file__).with_name("allreduce.py")
 PNG = b"\x89PNG"
+ALGORITHMS = ("gloo", "ring", "shared")
 SMALL = ["--world-sizes", "2", "--steps", "3", "--warmup", "1"]
 
 
@@ -166,12 +168,14 @@ def test_script_measures_fits_and_draws(script, tmp_path):
     rows = result["rows"]
     measured = {(row["algorithm"], row["world_size"], row["size_bytes"]) for row in rows}
     sizes = (2**19, 2**20)
-    assert measured == {(name, 2, size) for name in ("gloo", "ring") for size in sizes}
-    assert len(rows) == 4
+    assert measured == {(name, 2, size) for name in ALGORITHMS for size in sizes}
+    assert len(rows) == 6
     for row in rows:
         assert row["wrong"] == 0 and len(row["seconds"]) == 3 and min(row["seconds"]) > 0
         assert row["threads_per_rank"] == 1 and "torch" not in row
-    assert output.count("3+1") == 4 and output.count("ranks hold the sum, bitwise equal") == 1
+        assert min(row["seconds"]) <= row["mean"] <= max(row["seconds"])
+        assert row["awake"] > 0 and row["asleep"] > 0
+    assert output.count("3+1") == 6 and output.count("ranks hold the sum, bitwise equal") == 1
     assert (result["world_size"], result["backend"]) == ([2], ["gloo", "nccl"])
     assert result["options"]["steps"] == 3 and result["seconds"] > 0
     assert result["copy_bytes_per_second"] > 0
@@ -200,6 +204,8 @@ def saved_result(path):
     rows = []
     for name, size, seconds in (("gloo", 2**20, 2e-3), ("gloo", 2**24, 9e-3), ("ring", 8, 1e-3)):
         rows.append({"algorithm": name, "world_size": 2, "size_bytes": size, "p50": seconds})
+    for row in rows[:2]:  # and the third is of a file from before these were measured
+        row |= {"awake": 1e-4, "asleep": 2e-4}
     path.write_text(json.dumps({"rows": rows, "copy_bytes_per_second": 1e10}))
     return path
 
@@ -209,8 +215,8 @@ def test_table_and_picture_from_a_file(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["alpha_beta.py", *map(str, words)])
     alpha_beta.main()
     lines = masked(capsys.readouterr().out)
-    assert "gloo # # # # %" in lines
-    assert "ring # - - no fit: needs two ranks and two sizes" in lines
+    assert "gloo # # # # # # %" in lines
+    assert "ring # - - - - no fit: needs two ranks and two sizes" in lines
     assert (tmp_path / "a.png").read_bytes().startswith(PNG)
 
 
@@ -231,6 +237,22 @@ def test_demo(script):
     assert status == 0 and "passed, all ranks hold the sum" in output
     assert [line[:7] for line in output.splitlines()[:4]] == [f"rank {rank}:" for rank in range(4)]
     assert "benchmark" not in output
+
+
+def seconds_of_calls():
+    """What a call is said to take that sleeps; on each rank so long as it does on the slowest."""
+    device = torch.device("cpu")
+    rank = dist.get_rank()
+    said = [alpha_beta.call_seconds(lambda _: time.sleep(0.002 * rank), device, 0.0, calls=5)]
+    said.append(alpha_beta.call_seconds(lambda _: time.sleep(0.002 * rank), device, 0.01, calls=5))
+    return said
+
+
+def test_seconds_of_a_call(ranks):
+    """The slowest rank's, the same on all, without the pause."""
+    one, other = ranks(2).run(seconds_of_calls)
+    assert one == other
+    assert all(0.002 < seconds < 0.008 for seconds in one), one
 
 
 def wrong_of_a_broken_one():
@@ -336,7 +358,7 @@ def test_progress_on_a_terminal_and_none_in_a_pipe():
 def test_a_closed_pipe_loses_no_file(tmp_path):
     files = ["--json", tmp_path / "a.json", "--plot", tmp_path / "a.png"]
     assert check_closed_pipe([*QUICK, *files]) == ""
-    assert len(json.loads((tmp_path / "a.json").read_text())["rows"]) == 4
+    assert len(json.loads((tmp_path / "a.json").read_text())["rows"]) == 6
     assert (tmp_path / "a.png").read_bytes().startswith(PNG)
 
 
