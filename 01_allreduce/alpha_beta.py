@@ -4,6 +4,7 @@ allreduce.py ends with this table and this picture. Here they are made again fro
 --json wrote.
 
     python 01_allreduce/alpha_beta.py results/01_allreduce.json --plot results/01_allreduce.png
+    python 01_allreduce/alpha_beta.py FILE.json FILE.json FILE.json   (the medians of several runs)
 
 The model: t(S) = α + 2(n-1)/n · S/β. A call costs α seconds whatever its size, and each of the
 2(n-1)/n · S bytes that leave a rank costs 1/β seconds.
@@ -13,6 +14,7 @@ Source: Hockney, "The communication challenge for MPP", Parallel Computing 1994.
 
 import json
 import math
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -92,6 +94,50 @@ def fit_all(rows: list[dict], fit) -> list[dict]:
     return fits
 
 
+def medians_of(results: list[dict]) -> list[dict]:
+    """The rows of several runs as one: the medians of p50, of ratio, and of the cost of a call.
+
+    "ratios" of a row are the bandwidths in the runs, each divided by gloo's in the same run. Rows
+    that not all runs have are left out.
+    """
+    runs = []
+    for result in results:
+        rows = {}
+        for row in result["rows"]:
+            rows[row["algorithm"], row["world_size"], row["size_bytes"]] = row
+        runs.append(rows)
+    medians = []
+    for key, first in runs[0].items():
+        if not all(key in run for run in runs):
+            continue
+        row = {name: first[name] for name in ("algorithm", "world_size", "size_bytes")}
+        for name in ("p50", "awake", "asleep"):
+            row[name] = statistics.median(run[key][name] for run in runs)
+        gloo = ("gloo", *key[1:])
+        row["ratios"] = [run[gloo]["p50"] / run[key]["p50"] for run in runs if gloo in run]
+        row["wrong"] = sum(run[key]["wrong"] for run in runs)
+        medians.append(row)
+    return medians
+
+
+def print_medians(rows: list[dict]) -> None:
+    """The table of several runs: what `medians_of` returns."""
+    from common.report import print_table
+    from common.setup import say
+
+    table = []
+    for row in rows:
+        n, size = row["world_size"], row["size_bytes"]
+        busbw = 2 * (n - 1) / n * size / row["p50"] / 1e9
+        cells = [row["algorithm"], str(n), f"{size / 2**20:g}", f"{1000 * row['p50']:.2f}"]
+        cells += [f"{busbw:.2f}", " ".join(f"{ratio:.2f}" for ratio in row["ratios"])]
+        cells.append(f"{statistics.median(row['ratios']):.2f}" if row["ratios"] else "-")
+        table.append([*cells, str(row["wrong"])])
+    header = ["algorithm", "ranks", "MB", "p50, ms", "busbw", "× gloo", "median", "#wrong"]
+    print_table(header, table)
+    say("medians of the runs; × gloo: busbw to gloo's own, in each run; #wrong: of all runs")
+
+
 def ticks_of(sizes: list[float]) -> list[float]:
     """The measured sizes that are far enough from each other to be written below a log axis."""
     sizes = sorted(set(sizes))
@@ -157,17 +203,24 @@ def main():
         sys.exit(f"error: {error}: {beside}")
 
     parser = setup.Parser(__doc__)
-    parser.add_argument("file", metavar="FILE.json", help="written by --json of allreduce.py")
+    files = {"nargs": "+", "metavar": "FILE.json", "help": "written by --json of allreduce.py"}
+    parser.add_argument("files", **files)
     parser.add_argument("--plot", type=setup.output_file, metavar="FILE", help="the picture, a PNG")
     args = parser.parse_args()
     try:
-        result = json.loads(Path(args.file).read_text())
-        rows, copy = result["rows"], result["copy_bytes_per_second"]
+        results = [json.loads(Path(file).read_text()) for file in args.files]
+        rows = results[0]["rows"]
+        copy = statistics.median(result["copy_bytes_per_second"] for result in results)
+        if len(results) > 1:
+            rows = medians_of(results)
+            setup.say(f"01_allreduce: {len(results)} runs, memory copy {copy / 1e9:.2f} GB/s")
+            print_medians(rows)
         if not rows:
             raise ValueError("it has no rows")
         fits = fit_all(rows, fit)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        setup.fail(f"{args.file}: is not a result of allreduce.py --json ({error})")
+        which = ", ".join(args.files)
+        setup.fail(f"{which}: is not a result of allreduce.py --json ({error})")
     if args.plot:
         draw(args.plot, rows, fits, copy)
 

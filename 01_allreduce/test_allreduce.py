@@ -220,6 +220,26 @@ def test_table_and_picture_from_a_file(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "a.png").read_bytes().startswith(PNG)
 
 
+def test_medians_of_three_runs(tmp_path, monkeypatch, capsys):
+    """The ratio is the median of the runs' ratios, which is not the ratio of the medians."""
+    files = []
+    for run, (gloo, shared) in enumerate([(4e-3, 1e-3), (6e-3, 3e-3), (5e-3, 2.5e-3)]):
+        rows = []
+        for name, size, seconds in (("gloo", 2**20, gloo), ("shared", 2**20, shared)):
+            rows.append({"algorithm": name, "world_size": 2, "size_bytes": size, "p50": seconds})
+            rows[-1] |= {"awake": 1e-4, "asleep": 2e-4 + run, "wrong": run}
+        rows.append(rows[0] | {"size_bytes": 2**21 if run else 2**22})  # not in all runs
+        files.append(tmp_path / f"{run}.json")
+        files[-1].write_text(json.dumps({"rows": rows, "copy_bytes_per_second": 1e9 * (run + 1)}))
+    monkeypatch.setattr(sys, "argv", ["alpha_beta.py", *map(str, files)])
+    alpha_beta.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "01_allreduce: 3 runs, memory copy 2.00 GB/s"
+    assert lines[2].split() == "gloo 2 1 5.00 0.21 1.00 1.00 1.00 1.00 3".split()
+    assert lines[3].split() == "shared 2 1 2.50 0.42 4.00 2.00 2.00 2.00 3".split()
+    assert lines[-1].split()[:4] == "shared 2 100 1000200".split()
+
+
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"rows": [], "copy_bytes_per_second": 1.0}'])
 def test_a_file_that_is_no_result_is_one_line(content, tmp_path, monkeypatch, capsys):
     (tmp_path / "a.json").write_text(content)
