@@ -40,11 +40,14 @@ PIECE_BYTES = 2 * 2**20  # smaller: waking threads per message shows; larger: le
 IN_FLIGHT = 3  # receives posted ahead, each into a buffer of one piece: few, to stay in the cache
 
 
-def ring_all_reduce(tensor: torch.Tensor) -> None:
+def ring_all_reduce(
+    tensor: torch.Tensor, piece_bytes: int = PIECE_BYTES, in_flight: int = IN_FLIGHT
+) -> None:
     """Sum a contiguous CPU tensor over all ranks, in place; for gloo.
 
     Any shape, length, dtype and world size. RuntimeError for a tensor that is not contiguous or
-    not on the CPU, before anything is sent: the next call works.
+    not on the CPU, before anything is sent: the next call works. The other two arguments are for
+    measuring (ring_profile.py).
 
     The tensor is cut into one chunk per rank. In every step each rank sends a chunk to its right
     neighbour and receives one from its left: always the chunk that it passes on in the next step.
@@ -60,7 +63,7 @@ def ring_all_reduce(tensor: torch.Tensor) -> None:
     chunks = flat.tensor_split(world_size)  # lengths differ by one at most, and may be 0
 
     # A chunk travels in pieces: while one is added, the next arrive and the last is on its way out.
-    length = PIECE_BYTES // tensor.element_size()
+    length = piece_bytes // tensor.element_size()
     pieces_of = []
     for chunk in chunks:
         pieces_of.append([chunk[i : i + length] for i in range(0, len(chunk), length)])
@@ -75,23 +78,23 @@ def ring_all_reduce(tensor: torch.Tensor) -> None:
 
     # A piece is received beside the tensor if it is to be added; else in its own place, which is
     # free by then, because what was there left this rank long ago, or its sum would not be back.
-    buffers = flat.new_empty(IN_FLIGHT, min(length, len(chunks[0])))
+    buffers = flat.new_empty(in_flight, min(length, len(chunks[0])))
     targets = []
     for number, piece in enumerate(incoming):
         if number < to_add:
-            targets.append(buffers[number % IN_FLIGHT][: len(piece)])
+            targets.append(buffers[number % in_flight][: len(piece)])
         else:
             targets.append(piece)
 
     own = len(pieces_of[rank])  # these need not wait for anything
-    receives = [dist.irecv(target, left) for target in targets[:IN_FLIGHT]]
+    receives = [dist.irecv(target, left) for target in targets[:in_flight]]
     sends = [dist.isend(piece, right) for piece in outgoing[:own]]
     for number, piece in enumerate(incoming):
         receives[number].wait()  # messages of two ranks arrive in the order in which they were sent
         if number < to_add:
             piece.add_(targets[number])
-        if number + IN_FLIGHT < len(targets):  # into the buffer that is free now
-            receives.append(dist.irecv(targets[number + IN_FLIGHT], left))
+        if number + in_flight < len(targets):  # into the buffer that is free now
+            receives.append(dist.irecv(targets[number + in_flight], left))
         if own + number < len(outgoing):  # this very piece, now with our part in it
             sends.append(dist.isend(outgoing[own + number], right))
     for work in sends:

@@ -80,17 +80,17 @@ def fit_all(rows: list[dict], fit) -> list[dict]:
         try:
             alpha, beta, error = fit(sizes, times, world_size)
         except ValueError as reason:
-            table.append([name, str(world_size), *measured, "-", "-", f"no fit: {reason}"])
+            table.append([name, str(world_size), "-", "-", f"no fit: {reason}", *measured])
             continue
         one = {"algorithm": name, "world_size": world_size}
         one |= {"alpha": alpha, "beta": beta, "error": error}
         fits.append(one)
         figures = [f"{1e6 * alpha:.0f}", f"{beta / 1e9:.2f}", f"{100 * error:.1f} %"]
-        table.append([name, str(world_size), *measured, *figures])
-    say("\nawake, asleep: a call of 1 KB, right after another one and after a pause of 10 ms")
-    say("model: t(S) = α + 2(n-1)/n · S/β, fitted to the p50s")
-    header = ["awake, µs", "asleep, µs", "α, µs", "β, GB/s", "error (rms)"]
+        table.append([name, str(world_size), *figures, *measured])
+    say("\nmodel: t(S) = α + 2(n-1)/n · S/β, fitted to the p50s")
+    header = ["α, µs", "β, GB/s", "error (rms)", "awake, µs", "asleep, µs"]
     print_table(["algorithm", "ranks", *header], table)
+    say("awake, asleep: a call of 1 KB, right after another one and after a pause of 10 ms")
     return fits
 
 

@@ -216,7 +216,7 @@ def test_table_and_picture_from_a_file(tmp_path, monkeypatch, capsys):
     alpha_beta.main()
     lines = masked(capsys.readouterr().out)
     assert "gloo # # # # # # %" in lines
-    assert "ring # - - - - no fit: needs two ranks and two sizes" in lines
+    assert "ring # - - no fit: needs two ranks and two sizes - -" in lines
     assert (tmp_path / "a.png").read_bytes().startswith(PNG)
 
 
@@ -237,7 +237,7 @@ def test_medians_of_three_runs(tmp_path, monkeypatch, capsys):
     assert lines[0] == "01_allreduce: 3 runs, memory copy 2.00 GB/s"
     assert lines[2].split() == "gloo 2 1 5.00 0.21 1.00 1.00 1.00 1.00 3".split()
     assert lines[3].split() == "shared 2 1 2.50 0.42 4.00 2.00 2.00 2.00 3".split()
-    assert lines[-1].split()[:4] == "shared 2 100 1000200".split()
+    assert lines[-2].split()[-2:] == ["100", "1000200"]
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"rows": [], "copy_bytes_per_second": 1.0}'])

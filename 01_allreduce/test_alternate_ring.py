@@ -1,9 +1,10 @@
-"""Tests of the alternate ring: sums, its formula, the script from outside."""
+"""Tests of the alternate ring, and of the profile: sums, the formula, scripts from outside."""
 
 import sys
 from pathlib import Path
 
 import pytest
+import ring_profile
 import torch
 import torch.distributed as dist
 from alternate_ring import alternate_ring_all_reduce, largest_size, main
@@ -11,6 +12,7 @@ from alternate_ring import alternate_ring_all_reduce, largest_size, main
 from common.testing import check_script_alone
 
 SCRIPT = Path(__file__).with_name("alternate_ring.py")
+PROFILE = SCRIPT.with_name("ring_profile.py")
 
 
 def sums(lengths, dtype):
@@ -71,5 +73,27 @@ def test_bad_input_is_one_line(words, monkeypatch, capsys):
     assert error.startswith(f"alternate_ring.py: error: argument {words[0]}: ")
 
 
-def test_file_alone(tmp_path):
-    check_script_alone(SCRIPT, tmp_path)
+@pytest.mark.parametrize("path", [SCRIPT, PROFILE], ids=lambda path: path.name)
+def test_file_alone(path, tmp_path):
+    check_script_alone(path, tmp_path)
+
+
+@pytest.mark.full
+def test_profile(script):
+    words = ["--size-mb", "1", "--pieces-mb", "0.5", "--world-sizes", "2", "--steps", "2"]
+    status, output = script([sys.executable, PROFILE, *words]).wait()
+    assert status == 0, output
+    rows = {tuple(line.split()[:2]) for line in output.splitlines()}
+    assert {("gloo", "2"), ("ring", "0.5"), ("shared", "2")} <= rows, output
+
+
+@pytest.mark.parametrize(
+    "words", [["--size-mb", "0"], ["--pieces-mb", "1,x"], ["--in-flight", "0"]], ids=" ".join
+)
+def test_bad_input_of_the_profile_is_one_line(words, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [str(PROFILE), *words])
+    with pytest.raises(SystemExit) as end:
+        ring_profile.main()
+    output, error = capsys.readouterr()
+    assert end.value.code == 2 and output == "" and error.count("\n") == 1
+    assert error.startswith(f"ring_profile.py: error: argument {words[0]}: ")

@@ -2,6 +2,7 @@
 
 REFERENCES := $(STAGES:%=%/reference_output.txt) \
 	01_allreduce/reference_output_three_runs.txt 01_allreduce/reference_output_alternate_ring.txt \
+	01_allreduce/reference_output_ring_profile.txt \
 	05_bucketed/reference_output_bucket_sweep.txt 05_bucketed/reference_output_three_runs.txt \
 	05_bucketed/reference_output_predict.txt 05_bucketed/reference_output_extrapolate.txt \
 	06_sharded_optimizer/reference_output_memory.txt 07_resnet_ddp/reference_output_parts.txt \
@@ -27,8 +28,9 @@ RUNS_OF_01 := $(foreach run,1 2 3,results/01_run$(run).json)
 	grep -v '^written: ' results/01_run1.txt > $(keep)
 01_allreduce/reference_output_three_runs.txt: 01_allreduce/reference_output.txt
 	$(PYTHON) 01_allreduce/alpha_beta.py $(RUNS_OF_01) --plot 01_allreduce/allreduce.png > $(keep)
-01_allreduce/reference_output_alternate_ring.txt: FORCE | results
-	$(PYTHON) 01_allreduce/alternate_ring.py > $(keep)
+01_allreduce/reference_output_alternate_ring.txt 01_allreduce/reference_output_ring_profile.txt: \
+01_allreduce/reference_output_%.txt: FORCE | results
+	$(PYTHON) 01_allreduce/$*.py > $(keep)
 
 $(LADDER:%=%/reference_output.txt): %/reference_output.txt: FORCE | results
 	$(call record,$*,--steps 20)
