@@ -307,6 +307,16 @@ def copy_bandwidth() -> float:
     return source.nbytes / min(timeit.repeat(lambda: target.copy_(source), number=1, repeat=10))
 
 
+def grid_of(args, has_gpu: bool) -> list[tuple[str, int]]:
+    """Every backend with every world size; with a GPU gloo on it and one rank of nccl, too."""
+    grid = list(itertools.product(args.backends, args.world_sizes))
+    if has_gpu and "gloo" in args.backends:
+        grid += itertools.product(["gloo-cuda"], args.world_sizes)
+    if has_gpu and "nccl" in args.backends and ("nccl", 1) not in grid:
+        grid.append(("nccl", 1))  # what a call costs where nothing has to be sent
+    return grid
+
+
 def run_grid(args, folder: str, rows_file: Path, skipped: list[dict]) -> None:
     """Measure every backend with every world size; what this machine cannot run goes to skipped."""
     from spawn import run_ranks
@@ -316,13 +326,7 @@ def run_grid(args, folder: str, rows_file: Path, skipped: list[dict]) -> None:
 
     sizes = sizes_in_bytes(args.sizes_mb, setup)
     calls = (args.steps, args.warmup, args.row_seconds)
-    grid = list(itertools.product(args.backends, args.world_sizes))
-    if torch.cuda.is_available():
-        if "gloo" in args.backends:
-            grid += [("gloo-cuda", world_size) for world_size in args.world_sizes]
-        if "nccl" in args.backends and ("nccl", 1) not in grid:
-            grid.append(("nccl", 1))  # what a call costs where nothing has to be sent
-    for backend, world_size in grid:
+    for backend, world_size in grid_of(args, torch.cuda.is_available()):
         possible = []
         sizes_of_reason = {}
         for size in sizes:

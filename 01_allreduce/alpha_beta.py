@@ -25,7 +25,11 @@ import torch.distributed as dist
 COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00"]  # of the world sizes
 # By algorithm: how the line is drawn, the mark, and what the mark is filled with.
 BACKEND_LOOK = ("-", "o", None)
-LOOKS = {"ring": ("--", "s", "none"), "shared": ("-.", "^", None)}
+LOOKS = {
+    "ring": ("--", "s", "none"),
+    "shared": ("-.", "^", None),
+    "gloo-cuda": ((0, (1, 1)), "D", None),
+}
 
 
 def call_seconds(all_reduce, device: torch.device, pause: float = 0.0, calls: int = 50) -> float:

@@ -416,6 +416,26 @@ def test_the_pictures_ticks_are_sizes_and_plain_numbers(tmp_path, monkeypatch):
         assert len(words) > 2 and all(float(word) > 0 for word in words), words
 
 
+def test_grid(monkeypatch):
+    words = ["--backends", "gloo,nccl", "--world-sizes", "2,4"]
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *words])
+    args = allreduce.read_arguments(setup)
+    everywhere = [("gloo", 2), ("gloo", 4), ("nccl", 2), ("nccl", 4)]
+    assert allreduce.grid_of(args, has_gpu=False) == everywhere
+    on_gpu = [("gloo-cuda", 2), ("gloo-cuda", 4), ("nccl", 1)]
+    assert allreduce.grid_of(args, has_gpu=True) == everywhere + on_gpu
+
+
+@pytest.mark.cuda
+def test_gloo_with_cuda_tensors_and_one_rank_of_nccl(script, tmp_path):
+    words = ["--sizes-mb", "1", *SMALL, "--json", tmp_path / "a.json", "--plot", tmp_path / "a.png"]
+    status, output = script([sys.executable, SCRIPT, *words]).wait()
+    assert status == 0, output
+    rows = json.loads((tmp_path / "a.json").read_text())["rows"]
+    measured = {(row["algorithm"], row["world_size"]) for row in rows if row["wrong"] == 0}
+    assert {("gloo-cuda", 2), ("nccl", 1)} <= measured, output
+
+
 def test_old_names_of_flags(monkeypatch):
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--iters", "7"])
     assert allreduce.read_arguments(setup).steps == 7
