@@ -215,7 +215,7 @@ def test_table_and_picture_from_a_file(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["alpha_beta.py", *map(str, words)])
     alpha_beta.main()
     lines = masked(capsys.readouterr().out)
-    assert "gloo # # # # # # %" in lines
+    assert "gloo # # # # % # #" in lines
     assert "ring # - - no fit: needs two ranks and two sizes - -" in lines
     assert (tmp_path / "a.png").read_bytes().startswith(PNG)
 
