@@ -43,7 +43,8 @@ HELP := $(filter -h --help,$(ARGS))
 .NOTPARALLEL:
 .PHONY: help setup test test-full soak hosts lint format all reference clean compare growth timeline \
 	check-python $(STAGES) $(TOOLS) 05_bucketed/simulate 05_bucketed/extrapolate \
-	07_resnet_ddp/compare_runs 07_resnet_ddp/make_cifar 07_resnet_ddp/loading
+	07_resnet_ddp/compare_runs 07_resnet_ddp/make_cifar 07_resnet_ddp/loading \
+	01_allreduce/alternate_ring 01_allreduce/ring_profile
 help:
 	@sed -n 's/^## \{0,1\}//p' Makefile
 
@@ -59,6 +60,8 @@ DRAW = $(if $(filter --demo --plot --plot=% -h --help,$(ARGS)),,--plot results/$
 	@$(PYTHON) 01_allreduce/allreduce.py $(if $(GIVEN),--world-sizes $(NPROC)) \
 	  $(call DRAW,01_allreduce) $(ARGS)
 
+##   make 01_allreduce/alternate_ring        a simpler ring, beside the ring
+##   make 01_allreduce/ring_profile          where the ring's time goes
 ##   make 02_naive_ddp                       one all-reduce per parameter, after backward
 ##   make 03_flat_ddp                        one all-reduce of one flat tensor, after backward
 ##   make 04_overlap_ddp                     one all-reduce per parameter, during backward
@@ -97,7 +100,7 @@ ifeq ($(HELP),)
 	  echo; echo "2 of 2: DDP × $(RANKS) (1 took $$(( $$(date +%s) - began )) s)"; \
 	  $(TORCHRUN) $(RESNET_DDP)
 endif
-05_bucketed/simulate: $(RUNTIME)
+01_allreduce/alternate_ring 01_allreduce/ring_profile 05_bucketed/simulate: $(RUNTIME)
 	@$(PYTHON) $@.py $(ARGS)
 05_bucketed/extrapolate: $(RUNTIME) | $(if $(call DRAW),results)
 	@$(PYTHON) $@.py $(call DRAW,extrapolate) $(ARGS)

@@ -48,7 +48,8 @@ class SharedMemoryAllReduce:
     multiple of 64 (0: half a megabyte per rank, 4 MB at most). The group may be of any backend.
     RuntimeError on all ranks if they are not all on one host. The memory, (2 n + 2) · piece_bytes
     for n ranks, goes when the last rank ends or lets go of the object: there is nothing to close,
-    and nothing stays behind, whoever is killed.
+    and nothing stays behind, whoever is killed. (But off Linux, if all ranks are killed in the
+    milliseconds before they have opened it: then a file stays in the temporary folder.)
 
     A call takes a contiguous CPU tensor of any shape, length and dtype that can be added, the same
     on every rank, and sums it in place; all ranks get the same bits. Any other tensor is a

@@ -40,15 +40,18 @@ def best_number_of_buckets(size: float, bandwidth: float, call: float) -> float:
 
 
 def calibrate(device: torch.device) -> tuple[float, float]:
-    """(w, o) of this process group: a call takes o + bytes / w seconds."""
+    """(w, o) of this process group: a call takes o + bytes / w seconds.
+
+    o is stage 01's cost of a small call among others, when the waiting threads are awake.
+    """
+    from alpha_beta import call_seconds
+
     from common.setup import progress
 
     progress("calibrating")
-    small = 1024
+    call = call_seconds(dist.all_reduce, device)
     large = 25 * 2**20
-    seconds_of_small = median_seconds(small, device)
-    seconds_of_large = median_seconds(large, device)
-    return (large - small) / (seconds_of_large - seconds_of_small), seconds_of_small
+    return large / (median_seconds(large, device) - call), call
 
 
 def median_seconds(size: int, device: torch.device, calls: int = 100) -> float:
@@ -355,16 +358,18 @@ def draw(result: dict, path: Path) -> None:
 
 def main():
     folder = Path(__file__).resolve().parent
-    neighbours = [folder.parent / name for name in ("02_naive_ddp", "04_overlap_ddp")]
+    others = ("01_allreduce", "02_naive_ddp", "04_overlap_ddp")
+    neighbours = [folder.parent / name for name in others]
     sys.path[:0] = [str(path) for path in (folder, folder.parent, *neighbours)]
     try:
+        import alpha_beta  # noqa: F401
         from bucketed import SIZES, BucketedDDP
         from naive_ddp import NaiveDDP
         from overlap_ddp import OverlapDDP
 
         from common import setup
     except ModuleNotFoundError as error:
-        needed = "the repository's folder common/, bucketed.py, naive_ddp.py and overlap_ddp.py"
+        needed = "the repository's folder common/ and the scripts of 01 to 05"
         sys.exit(f"error: {error}: copy {needed} beside this script")
 
     def sizes(text):
