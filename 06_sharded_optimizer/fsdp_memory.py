@@ -1,0 +1,6 @@
+def account(*a):
+    return {}
+
+
+def show(*a):
+    pass
