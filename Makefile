@@ -5,8 +5,8 @@ ARGS ?=
 N ?= 20
 LADDER := 02_naive_ddp 03_flat_ddp 04_overlap_ddp 05_bucketed
 STAGES := 01_allreduce $(LADDER) 06_sharded_optimizer 07_resnet_ddp 08_ddp_rpc
-TOOLS := 05_bucketed/bucket_sweep 05_bucketed/predict 06_sharded_optimizer/memory 07_resnet_ddp/sweep \
-	07_resnet_ddp/compile_ddp 07_resnet_ddp/balance
+TOOLS := 05_bucketed/bucket_sweep 05_bucketed/predict 06_sharded_optimizer/memory \
+	06_sharded_optimizer/fsdp 07_resnet_ddp/sweep 07_resnet_ddp/compile_ddp 07_resnet_ddp/balance
 
 ifeq ($(shell expr "x$(NPROC)" : 'x[1-9][0-9]*$$'),0)
 $(error NPROC='$(NPROC)' is not a whole number of at least 1)
@@ -76,6 +76,7 @@ SCRIPT_OF_05_bucketed := 05_bucketed/bucketed.py
 ##   make 05_bucketed/extrapolate            the model for 2 to 1024 ranks
 ##   make 06_sharded_optimizer               optimizer state split over the ranks (ZeRO stage 1)
 ##   make 06_sharded_optimizer/memory        what that saves, part by part
+##   make 06_sharded_optimizer/fsdp          gradients and parameters split too (ZeRO stage 3)
 SCRIPT_OF_06_sharded_optimizer := 06_sharded_optimizer/sharded_optimizer.py
 $(LADDER) 06_sharded_optimizer: $(RUNTIME)
 	@$(TORCHRUN) $(SCRIPT_OF_$@) $(ARGS)
@@ -115,7 +116,9 @@ endif
 05_bucketed/bucket_sweep: FLAGS = $(call DRAW,bucket_sweep)
 05_bucketed/predict: FLAGS = $(call DRAW,predict)
 06_sharded_optimizer/memory: FLAGS = $(call DRAW,06_memory)
-05_bucketed/bucket_sweep 05_bucketed/predict 06_sharded_optimizer/memory: | $(if $(call DRAW),results)
+06_sharded_optimizer/fsdp: FLAGS = $(call DRAW,06_fsdp)
+05_bucketed/bucket_sweep 05_bucketed/predict 06_sharded_optimizer/memory \
+06_sharded_optimizer/fsdp: | $(if $(call DRAW),results)
 07_resnet_ddp/sweep: FLAGS = $(if $(FULL),,--model resnet18 --batch-size 8 --image-size 64)
 $(TOOLS): $(RUNTIME)
 	@$(TORCHRUN) $@.py $(FLAGS) $(ARGS)

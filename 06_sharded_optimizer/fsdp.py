@@ -39,12 +39,10 @@ class Unit:
 
     def __init__(self, name: str, weight: nn.Parameter, compute_dtype, process_group):
         self.name, self.shape, self.process_group = name, weight.shape, process_group
-        world_size = dist.get_world_size(process_group)
-        length = -(-weight.numel() // world_size)  # rounded up: zeros fill the last shards
-        pieces = padded(weight.detach(), world_size * length).split(length)
-        mine = pieces[dist.get_rank(process_group)].clone()
-        self.shard = nn.Parameter(mine, weight.requires_grad)
-        self.room = mine.new_empty(world_size * len(mine), dtype=compute_dtype)
+        self.world_size = dist.get_world_size(process_group)
+        self.length = -(-weight.numel() // self.world_size)  # rounded up: zeros fill the last shard
+        self.shard = nn.Parameter(self.part_of(weight.detach()).clone(), weight.requires_grad)
+        self.room = self.shard.new_empty(self.world_size * self.length, dtype=compute_dtype)
         self.nbytes = self.room.nbytes
         # Through .data: autograd counts writes to what it has saved, and refilling is not one.
         whole = self.room.data[: weight.numel()].view(weight.shape)
@@ -91,30 +89,26 @@ class Unit:
 
         def end():
             work.wait()
-            first, *others = received.view(-1, len(self.shard))
-            mean = first.to(self.shard.dtype) / (1 + len(others))
+            first, *others = received.split(self.length)
+            mean = first.to(self.shard.dtype) / self.world_size
             for other in others:
-                mean.add_(other, alpha=1 / (1 + len(others)))
+                mean.add_(other, alpha=1 / self.world_size)
             return mean
 
         return end
 
     def part_of(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's shard of a whole weight."""
-        length = len(self.shard)
-        pieces = padded(whole, len(self.room)).split(length)
+        pieces = padded(whole, self.world_size * self.length).split(self.length)
         return pieces[dist.get_rank(self.process_group)]
 
 
 class Schedule:
-    """What all ranks launch, in which order: recorded as a phase first runs, and then kept to.
-
-    There are three phases, which are recorded separately: forward, backward, inference.
-    """
+    """What all ranks launch, in which order: recorded as each phase first runs, then kept to."""
 
     def __init__(self, units: list[Unit], process_group, prefetch: bool):
         self.units, self.process_group, self.prefetch = units, process_group, prefetch
-        self.recorded = {}  # phase -> [("gather" or "reduce", unit)]
+        self.recorded = {}  # forward, backward or inference -> [("gather" or "reduce", unit)]
         self.start_over()
 
     def start_over(self) -> None:
@@ -132,14 +126,13 @@ class Schedule:
             self.coming.popleft()
         elif self.kept:
             self.kept.free()
-        self.kept = None
-        if phase == "forward" and self.recorded.get("backward", [("",)])[0][0] == "gather":
-            self.kept = self.recorded["backward"][0][1]  # forward uses it last: it stays
+        kind, unit = self.recorded.get("backward", [("", None)])[0]  # what forward uses last, stays
+        self.kept = unit if phase == "forward" and kind == "gather" else None
 
     def reach(self, kind: str, unit: Unit) -> None:
         """Launch this, but first all that comes before it: whatever this rank does with it."""
         if self.recording is not None:
-            check_agreement(f"{kind} {unit.name}, {self.phase}", self.process_group)
+            check_agreement(self, f"{kind} {unit.name}")
             self.recording.append((kind, unit))
             return self.launch(kind, unit)
         check_planned(self, kind, unit)
@@ -177,17 +170,23 @@ class Schedule:
         if unit not in self.needed:
             unit.free()
 
-    def end(self) -> None:
+    def never_used(self) -> list[Unit]:
+        if self.phase == "backward":
+            trained = [unit for unit in self.units if unit.shard.requires_grad]
+            return [unit for unit in trained if unit not in self.reduced]
+        return [unit for unit in self.units if ("gather", unit) not in self.recording]
+
+    def end(self, complete: bool) -> None:
         """Launch what this rank did not need, so that all ranks launch the same, and free all."""
-        if self.recording is not None:
-            complete = bool(self.recording)
-            for step in never_used(self):
-                self.reach(*step)
-            check_agreement(f"the end of {self.phase}", self.process_group)
+        if self.recording is not None and (complete or self.phase == "backward"):
+            for unit in self.never_used():
+                self.reach("gather", unit)
+                if self.phase == "backward":
+                    self.reach("reduce", unit)
+            check_agreement(self, "the end")
             if complete:
-                self.recorded[self.phase] = self.recording
-            if complete and self.prefetch:
-                self.recorded[self.phase] = one_gather_ahead(self.recording)
+                order = one_gather_ahead(self.recording) if self.prefetch else self.recording
+                self.recorded[self.phase] = order
         while self.coming:
             self.launch(*self.coming.popleft())
         for unit in [unit for unit in self.units if unit is not self.kept]:
@@ -200,16 +199,15 @@ class FSDP(nn.Module):
     `shard` chooses the modules whose `weight` is split, by class or by a function of the module;
     by default all that own a matrix of that name, as Linear and Embedding do, torch's and yours.
     The rest is replicated. parameters() has the flat shards: construct the optimizer afterwards.
-    With a `compute_dtype` the chosen modules compute in it, and weights and gradients travel in it;
-    shards and their gradients keep the dtype of the weight. ValueError if the module cannot be
-    wrapped, RuntimeError on wrong use.
+    With a `compute_dtype` the chosen modules compute in it, and it travels; shards and their
+    gradients keep the weight's dtype. ValueError if the module cannot be wrapped, RuntimeError on
+    wrong use.
     """
 
     def __init__(self, module, compute_dtype=None, process_group=None, shard=None, prefetch=True):
         super().__init__()
-        self.module = module
+        self.module, self.process_group = module, process_group
         self.compute_dtype = compute_dtype
-        self.process_group = process_group
         chosen = check_module(module, process_group, shard)
         broadcast_from_rank_0(module, process_group)
 
@@ -230,24 +228,30 @@ class FSDP(nn.Module):
         for unit in [unit for unit in units.values() if unit.shard.requires_grad]:
             ready = partial(self._gradient_is_ready, unit)
             unit.whole.register_post_accumulate_grad_hook(ready)
-        self.layout = layout_of(module)
+        self.layout = self._layout()
 
     def forward(self, *inputs, **kwargs):
         check_forward(self)
         self.schedule.begin("forward" if torch.is_grad_enabled() else "inference")
+        complete = False
         try:
-            return self.module(*inputs, **kwargs)
+            outputs = self.module(*inputs, **kwargs)
+            complete = True
         finally:
-            self.schedule.end()
+            self.schedule.end(complete)
+        return outputs
+
+    def _layout(self):
+        return [(id(p), p.requires_grad, p.dtype, p.device) for p in self.module.parameters()]
 
     def _before_forward(self, held: dict, part: nn.Module, inputs: tuple, kwargs: dict):
         if self.schedule.phase not in ("forward", "inference"):
             self._enter_backward()  # which computes a forward again: activation checkpointing
-        for key, parameter in self.at_rest[part].items():
-            part._parameters[key] = cast(parameter, self.compute_dtype)
-        for key, unit in held.items():
+        for unit in held.values():
             self.schedule.bring(unit)
-            part._parameters[key] = unit.whole
+        for key, parameter in self.at_rest[part].items():
+            whole = held[key].whole if key in held else cast(parameter, self.compute_dtype)
+            part._parameters[key] = whole
         return tree_map(partial(cast, dtype=self.compute_dtype), (inputs, kwargs))
 
     def _after_forward(self, held: dict, part: nn.Module, inputs: tuple, outputs):
@@ -259,8 +263,9 @@ class FSDP(nn.Module):
                 tensor.register_hook(partial(self._before_backward, held))
 
     def _enter_backward(self):
+        if torch._C._current_graph_task_id() == -1:
+            raise RuntimeError("the weights are sharded: call the FSDP model, not a part of it")
         if self.schedule.phase != "backward":
-            check_autograd_runs()
             self.schedule.begin("backward")
 
     def _before_backward(self, held: dict, gradient: torch.Tensor):
@@ -284,7 +289,7 @@ class FSDP(nn.Module):
         if self.schedule.phase != "backward":
             self.schedule.begin("backward")  # all ranks do, whether they had a loss or not
         try:
-            self.schedule.end()
+            self.schedule.end(bool(self.schedule.recording))
             average(self.replicated, self.process_group)
             self.schedule.end_reductions()
             for unit, mean in self.schedule.means:
@@ -318,13 +323,10 @@ class FSDP(nn.Module):
 
 
 def one_gather_ahead(recorded: list) -> list:
-    """Every gather moves to the place of the gather before it: it is launched while that is used.
-
-    G1 R1 G2 R2 G3 R3 becomes G1 G2 R1 G3 R2 R3.
-    """
+    """Every gather moves up by one: from G1 R1 G2 R2 G3 R3 to G1 G2 R1 G3 R2 R3."""
     gathers = deque(step for step in recorded if step[0] == "gather")
-    moved = [gathers.popleft()] if gathers else []
-    for step in recorded:
+    moved = []
+    for step in [("gather", None), *recorded]:  # at the start there is room for one more
         if step[0] == "reduce":
             moved.append(step)
         elif gathers:
@@ -347,8 +349,8 @@ def cast(value, dtype: torch.dtype | None):
 
 def compute_in_own_dtype(part: nn.Module, inputs: tuple, kwargs: dict):
     """Before the forward of a module that is replicated: its inputs get its parameters' dtype."""
-    dtype = next(part.parameters(recurse=False)).dtype
-    return tree_map(partial(cast, dtype=dtype), (inputs, kwargs))
+    own = next(part.parameters(recurse=False)).dtype
+    return tree_map(partial(cast, dtype=own), (inputs, kwargs))
 
 
 def broadcast_from_rank_0(module: nn.Module, process_group) -> None:
@@ -372,21 +374,18 @@ def average(parameters: list[nn.Parameter], process_group) -> None:
 
 
 def clip_grad_norm(model: FSDP, max_norm: float) -> torch.Tensor:
-    """Scale all gradients so that their global norm is at most max_norm; returns the norm before.
-
-    The norm of the shards is summed over the ranks; what is replicated counts once.
-    """
+    """Scale all gradients to a global norm of at most max_norm; returns what it was."""
     shards = [unit.shard.grad for unit in model.schedule.units if unit.shard.grad is not None]
     others = [p.grad for p in model.replicated if p.grad is not None]
     square = torch.stack(torch._foreach_norm(shards)).square().sum()
-    dist.all_reduce(square, group=model.process_group)
+    dist.all_reduce(square, group=model.process_group)  # the rest counts once: all ranks have it
     norm = (square + sum(gradient.square().sum() for gradient in others)).sqrt()
     torch._foreach_mul_([*shards, *others], (max_norm / (norm + 1e-6)).clamp(max=1))
     return norm
 
 
 # ==================================================================================================
-# Below this line: guards, model, verify, benchmark, main.
+# Below this line: guards and main. What main verifies and measures is in fsdp_measure.py.
 
 
 def owns_matrix(part: nn.Module) -> bool:
@@ -416,12 +415,7 @@ def check_module(module: nn.Module, process_group, shard) -> dict[nn.Parameter, 
     for name, tensor in tensors.items():
         layout = f"{tuple(tensor.shape)} {tensor.dtype} requires_grad={tensor.requires_grad}"
         mine.append(f"{name} {layout} sharded={tensor in chosen}")
-    everyones = [None] * dist.get_world_size(process_group)
-    dist.all_gather_object(everyones, mine, group=process_group)
-    for rank, theirs in enumerate(everyones):
-        for expected, found in zip_longest(everyones[0], theirs, fillvalue="nothing"):
-            if expected != found:
-                raise ValueError(f"models differ: rank 0 has {expected}, rank {rank} has {found}")
+    check_same(mine, process_group, ValueError, "models differ")
     # From here on the ranks have the same module, so that all of them raise or none does.
     if any(hasattr(part, "finish_gradient_synchronization") for part in module.modules()):
         raise ValueError("a module can be wrapped only once: wrap the plain one, model.module")
@@ -433,27 +427,17 @@ def check_module(module: nn.Module, process_group, shard) -> dict[nn.Parameter, 
     return chosen
 
 
-def layout_of(module: nn.Module) -> list:
-    return [(id(p), p.requires_grad, p.dtype, p.device) for p in module.parameters()]
-
-
 def check_forward(model: FSDP) -> None:
     """RuntimeError before a forward that could not be followed by a right backward."""
     if model.schedule.phase == "backward":
         raise RuntimeError("call finish_gradient_synchronization() after every backward()")
-    if layout_of(model.module) != model.layout:
+    if model._layout() != model.layout:
         raise RuntimeError("parameters were frozen, thawed, replaced, moved or cast: wrap again")
-
-
-def check_autograd_runs() -> None:
-    if torch._C._current_graph_task_id() == -1:
-        raise RuntimeError("the weights are sharded: call the FSDP model, not a part of it")
 
 
 def check_first_backward(schedule: Schedule, unit: Unit) -> None:
     if unit in schedule.reduced:
-        finish = "call finish_gradient_synchronization() in between"
-        raise RuntimeError(f"{unit.name}: backward() ran twice, or in another order: {finish}")
+        raise RuntimeError(f"{unit.name}: backward() ran twice: finish in between")
 
 
 def check_planned(schedule: Schedule, kind: str, unit: Unit) -> None:
@@ -462,24 +446,20 @@ def check_planned(schedule: Schedule, kind: str, unit: Unit) -> None:
         raise RuntimeError(f"{kind} {unit.name}: {first}; schedule.recorded.clear() records anew")
 
 
-def check_agreement(mine: str, process_group) -> None:
-    """While a schedule is recorded: RuntimeError on all ranks if they are not at the same place."""
+def check_same(mine: list[str], process_group, error: type, what: str) -> None:
+    """Raise this error on all ranks if their lists differ; it names the first difference."""
     everyones = [None] * dist.get_world_size(process_group)
     dist.all_gather_object(everyones, mine, group=process_group)
     for rank, theirs in enumerate(everyones):
-        if theirs != everyones[0]:
-            places = f"rank 0 is at {everyones[0]!r}, rank {rank} at {theirs!r}"
-            raise RuntimeError(f"{places}: use the same layers in the first step on all ranks")
+        for expected, found in zip_longest(everyones[0], theirs, fillvalue="nothing"):
+            if expected != found:
+                raise error(f"{what}: rank 0 has {expected}, rank {rank} has {found}")
 
 
-def never_used(schedule: Schedule) -> list:
-    """What no module has asked for while a phase was recorded; it is launched at its end."""
-    if schedule.phase != "backward":
-        used = {unit for _, unit in schedule.recording}
-        return [("gather", unit) for unit in schedule.units if unit not in used]
-    trained = [unit for unit in schedule.units if unit.shard.requires_grad]
-    left = [unit for unit in trained if unit not in schedule.reduced]
-    return [(kind, unit) for unit in left for kind in ("gather", "reduce")]
+def check_agreement(schedule: Schedule, step: str) -> None:
+    """While a schedule is recorded: RuntimeError on all ranks if their next steps differ."""
+    what = "in the first step all ranks must use the same layers in the same order"
+    check_same([f"{step}, {schedule.phase}"], schedule.process_group, RuntimeError, what)
 
 
 def main():
@@ -487,40 +467,15 @@ def main():
     sys.path[:0] = [str(folder), str(folder.parent)]
     try:
         import fsdp_measure as measure
-        import fsdp_memory as memory
 
-        from common import report, setup
+        from common import setup
     except ModuleNotFoundError as error:
         needed = "copy the repository's folder common/ and fsdp_*.py beside this script"
         sys.exit(f"error: {error}: {needed}")
 
     parser = setup.Parser(__doc__)
-    setup.add_training_arguments(parser, measure.SIZES, steps=10)
-    setup.add_verify_arguments(parser)
-    add = parser.add_argument
-    add("--no-prefetch", action="store_true", help="gather a weight when it is needed, not before")
-    add("--compute-dtype", choices=["float16", "bfloat16"], help="in which FSDP's layers compute")
-    add("--no-memory", action="store_true", help="do not account for the memory")
-    add("--plot", type=setup.output_file, metavar="FILE", help="picture of the memory, PNG")
-    args = parser.parse_args()
-    if args.save and args.no_verify:
-        parser.error("argument --save: not with --no-verify, which trains no classifier")
-    if args.plot and args.no_memory:
-        parser.error("argument --plot: not with --no-memory, which leaves nothing to draw")
-
-    with setup.process_group(args) as device:
-        result = report.begin(f"{folder.name}/fsdp", args, device)
-        replicas = 1 if args.no_baseline else 3
-        model = report.describe(measure.LanguageModel, measure.SIZES, args, replicas)
-        result["model"] = model
-        wrap = partial(FSDP, prefetch=not args.no_prefetch)
-        result["verify"] = None if args.no_verify else measure.verify(args, device, wrap)
-        if not args.no_memory:
-            result["memory"] = memory.account(args, device, wrap)
-            memory.show(result, args.plot)
-        batch_shape = model["batch_size"], model["context_length"]
-        result["candidates"] = measure.benchmark(args, device, batch_shape, wrap)
-        report.write_json(args.json, result)
+    measure.add_arguments(parser)
+    measure.run(parser, FSDP)
 
 
 if __name__ == "__main__":

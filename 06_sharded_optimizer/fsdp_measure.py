@@ -80,6 +80,7 @@ def fully_sharded(model: nn.Module) -> nn.Module:
 
 
 TOLERANCE = 1e-10  # of float64 weights after hundreds of steps; rounding alone stays far below
+MIXED_STEPS = 20
 MIXED_TOLERANCE = 1e-6  # of float32 weights: rounded alike and summed alike, they should be equal
 
 
@@ -134,7 +135,7 @@ def verify(args, device, wrap):
     model = wrap(classifier(args.seed, torch.float32, bias=False), compute_dtype=torch.bfloat16)
     weights = list(classifier(args.seed, torch.float32, bias=False).parameters())
     optimizer = torch.optim.SGD([*weights, *model.parameters()], lr=0.1, momentum=0.9)
-    for step, (of_ranks, _) in zip(range(20), shards(shuffle), strict=False):
+    for _, (of_ranks, _) in zip(range(MIXED_STEPS), shards(shuffle), strict=False):
         optimizer.zero_grad()
         mine = of_ranks[rank]
         F.cross_entropy(model(images[mine].float()).float(), labels[mine]).backward()
@@ -143,7 +144,7 @@ def verify(args, device, wrap):
         optimizer.step()
     by_hand = {f"{2 * number}.weight": weight for number, weight in enumerate(weights)}
     mixed = difference(model.gather_full_params(), by_hand)
-    what = f"after {step + 1} steps at most {mixed:.1e} away from the same rounding by hand"
+    what = f"after {MIXED_STEPS} steps at most {mixed:.1e} away from the same rounding by hand"
     if not mixed <= MIXED_TOLERANCE:
         sys.exit(f"verify: FAILED, with compute_dtype=bfloat16 a weight is {what}")
     say(f"verify: bfloat16 passed, {what} (allowed: {MIXED_TOLERANCE:.0e})\n")
@@ -288,6 +289,45 @@ def print_steps(samples):
     report.print_table([*header, "exposed", "sent MB", "collectives", "/fully_shard"], rows)
     say("Percentiles over all steps of all ranks; forward, backward with finish, optimizer: p50;")
     say(
-        "exposed: forward and backward beyond those of no sync; sent: by rank 0 in a step, written to"
+        "exposed: forward and backward beyond those of no sync; sent: by rank 0 to its sockets in a"
     )
-    say("sockets; /fully_shard: below 1 is faster (p50).")
+    say("step; /fully_shard: ratio of the p50s, below 1 is faster.")
+
+
+def add_arguments(parser):
+    """The flags of fsdp.py."""
+    from common import setup
+
+    setup.add_training_arguments(parser, SIZES, steps=10)
+    setup.add_verify_arguments(parser)
+    add = parser.add_argument
+    add("--no-prefetch", action="store_true", help="gather a weight when it is needed, not before")
+    add("--compute-dtype", choices=["float16", "bfloat16"], help="in which FSDP's layers compute")
+    add("--no-memory", action="store_true", help="do not account for the memory")
+    add("--plot", type=setup.output_file, metavar="FILE", help="picture of the memory, PNG")
+
+
+def run(parser, wrapper):
+    """All of fsdp.py: verify, account for the memory, measure."""
+    import fsdp_memory as memory
+
+    from common import report, setup
+
+    args = parser.parse_args()
+    if args.save and args.no_verify:
+        parser.error("argument --save: not with --no-verify, which trains no classifier")
+    if args.plot and args.no_memory:
+        parser.error("argument --plot: not with --no-memory, which leaves nothing to draw")
+    wrap = partial(wrapper, prefetch=not args.no_prefetch)
+    with setup.process_group(args) as device:
+        result = report.begin("06_sharded_optimizer/fsdp", args, device)
+        replicas = 1 if args.no_baseline else 4
+        model = report.describe(LanguageModel, SIZES, args, replicas)
+        result["model"] = model
+        result["verify"] = None if args.no_verify else verify(args, device, wrap)
+        if not args.no_memory:
+            result["memory_bytes"] = memory.account(args, device, wrap)
+            memory.show(result, args.plot)
+        batch_shape = model["batch_size"], model["context_length"]
+        result["candidates"] = benchmark(args, device, batch_shape, wrap)
+        report.write_json(args.json, result)
