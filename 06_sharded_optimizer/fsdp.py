@@ -16,6 +16,7 @@ Data Parallel", VLDB 2023; Stanford CS336, assignment 2 (2026), "Fully-sharded d
 """
 
 import sys
+import weakref
 from collections import deque
 from functools import partial
 from itertools import zip_longest
@@ -79,7 +80,7 @@ class Unit:
         """
         gradient, self.whole.grad = self.whole.grad, None
         if gradient is None:  # this rank did not use the weight
-            gradient = torch.zeros(self.shape, dtype=self.room.dtype, device=self.room.device)
+            gradient = self.room.new_zeros(self.shape)
         if gradient.requires_grad:
             raise RuntimeError("backward(create_graph=True) is not supported")
         self.free()
@@ -165,9 +166,8 @@ class Schedule:
 
     def release(self, unit: Unit) -> None:
         """Free a weight after forward, unless backward needs it now or first of all."""
-        if unit is self.kept and ("gather", unit) not in self.coming:
-            return
-        if unit not in self.needed:
+        kept = unit is self.kept and ("gather", unit) not in self.coming
+        if unit not in self.needed and not kept:
             unit.free()
 
     def never_used(self) -> list[Unit]:
@@ -225,9 +225,10 @@ class FSDP(nn.Module):
                 part.register_forward_hook(partial(self._after_forward, held), always_call=True)
             elif compute_dtype:
                 part.register_forward_pre_hook(compute_in_own_dtype, with_kwargs=True)
-        for unit in [unit for unit in units.values() if unit.shard.requires_grad]:
-            ready = partial(self._gradient_is_ready, unit)
-            unit.whole.register_post_accumulate_grad_hook(ready)
+        self.trained = {unit.whole: unit for unit in units.values() if unit.shard.requires_grad}
+        ready = weakref.WeakMethod(self._gradient_is_ready)  # weak: else nothing is ever freed
+        for whole in self.trained:
+            whole.register_post_accumulate_grad_hook(lambda whole: ready()(whole))
         self.layout = self._layout()
 
     def forward(self, *inputs, **kwargs):
@@ -258,9 +259,8 @@ class FSDP(nn.Module):
         part._parameters.update(self.at_rest[part])
         for unit in held.values():
             self.schedule.release(unit)
-        for tensor in tree_leaves(outputs):
-            if torch.is_tensor(tensor) and tensor.requires_grad and not only_looks_up(tensor):
-                tensor.register_hook(partial(self._before_backward, held))
+        for tensor in differentiable(outputs):
+            tensor.register_hook(partial(self._before_backward, held))
 
     def _enter_backward(self):
         if torch._C._current_graph_task_id() == -1:
@@ -274,15 +274,15 @@ class FSDP(nn.Module):
         for unit in [unit for unit in needed if not unit.shard.requires_grad]:
             needed.discard(unit)  # a frozen one: it is done when another one begins
             unit.free()
+        needed.update(held.values())
         for unit in held.values():
             check_first_backward(self.schedule, unit)
-            needed.add(unit)
             self.schedule.bring(unit)
 
-    def _gradient_is_ready(self, unit: Unit, whole: nn.Parameter):
+    def _gradient_is_ready(self, whole: nn.Parameter):
         self._enter_backward()
-        check_first_backward(self.schedule, unit)
-        self.schedule.reach("reduce", unit)
+        check_first_backward(self.schedule, self.trained[whole])
+        self.schedule.reach("reduce", self.trained[whole])
 
     def finish_gradient_synchronization(self) -> None:
         """Average all gradients. Call it after backward(), before optimizer.step()."""
@@ -334,11 +334,18 @@ def one_gather_ahead(recorded: list) -> list:
     return moved
 
 
-def only_looks_up(output: torch.Tensor) -> bool:
-    """Whether it is rows of a parameter, as of an Embedding: backward does not read the weight."""
-    node = output.grad_fn
-    looks_up = type(node).__name__ in ("EmbeddingBackward0", "IndexBackward0")
-    return looks_up and type(node.next_functions[0][0]).__name__ == "AccumulateGrad"
+def differentiable(outputs) -> list[torch.Tensor]:
+    """Tensors of which backward has the gradient just before it reads the weight."""
+    tensors = [one for one in tree_leaves(outputs) if torch.is_tensor(one) and one.grad_fn]
+    # Of a view the base, because a change in place cuts the view off.
+    tensors = [t._base if t._is_view() and t._base.grad_fn else t for t in tensors]
+    return [tensor for tensor in tensors if not looks_up_rows(tensor.grad_fn)]
+
+
+def looks_up_rows(node) -> bool:
+    """Whether it takes rows of a parameter, as Embedding does: backward does not read those."""
+    takes_rows = type(node).__name__ in ("EmbeddingBackward0", "IndexBackward0")
+    return takes_rows and type(node.next_functions[0][0]).__name__ == "AccumulateGrad"
 
 
 def cast(value, dtype: torch.dtype | None):
