@@ -116,7 +116,7 @@ endif
 05_bucketed/bucket_sweep: FLAGS = $(call DRAW,bucket_sweep)
 05_bucketed/predict: FLAGS = $(call DRAW,predict)
 06_sharded_optimizer/memory: FLAGS = $(call DRAW,06_memory)
-06_sharded_optimizer/fsdp: FLAGS = $(call DRAW,06_fsdp)
+06_sharded_optimizer/fsdp: FLAGS = $(if $(filter --no-memory,$(ARGS)),,$(call DRAW,06_fsdp))
 05_bucketed/bucket_sweep 05_bucketed/predict 06_sharded_optimizer/memory \
 06_sharded_optimizer/fsdp: | $(if $(call DRAW),results)
 07_resnet_ddp/sweep: FLAGS = $(if $(FULL),,--model resnet18 --batch-size 8 --image-size 64)

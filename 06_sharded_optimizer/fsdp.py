@@ -1,18 +1,16 @@
 r"""06, FSDP: split parameters, gradients and optimizer state over the ranks (ZeRO, stage 3).
 
-Every rank keeps 1/N of each weight, of its gradient and of its optimizer state. A layer's weight
-is put together (all-gather) just before the layer runs, while the layer before it still computes,
-and is given up afterwards; backward does the same in reverse, and adds up each gradient
-(reduce-scatter) as soon as it is complete.
+Every rank keeps 1/N of each weight, of its gradient and of its optimizer state. A weight is put
+together (all-gather) while the layer before it computes, and given up after use; backward does
+the same in reverse, and adds up each gradient (reduce-scatter) as soon as it is complete.
 
     make 06_sharded_optimizer/fsdp NPROC=2                                (see also ARGS="--help")
     torchrun --standalone --nproc-per-node 2 06_sharded_optimizer/fsdp.py            (one host)
     torchrun --nnodes 2 --node-rank R --nproc-per-node 8 --master-addr HOST0 --master-port 29400 \
         06_sharded_optimizer/fsdp.py                                (two hosts; R is 0 on HOST0)
 
-Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
-SC 2020, sections 5.2 and 5.3; Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded
-Data Parallel", VLDB 2023; Stanford CS336, assignment 2 (2026), "Fully-sharded data parallel".
+Source: Rajbhandari et al., "ZeRO", SC 2020, sections 5.2 and 5.3; Zhao et al., "PyTorch FSDP:
+Experiences on Scaling Fully Sharded Data Parallel", VLDB 2023; Stanford CS336, assignment 2 (2026).
 """
 
 import sys
@@ -44,7 +42,6 @@ class Unit:
         self.length = -(-weight.numel() // self.world_size)  # rounded up: zeros fill the last shard
         self.shard = nn.Parameter(self.part_of(weight.detach()).clone(), weight.requires_grad)
         self.room = self.shard.new_empty(self.world_size * self.length, dtype=compute_dtype)
-        self.nbytes = self.room.nbytes
         # Through .data: autograd counts writes to what it has saved, and refilling is not one.
         whole = self.room.data[: weight.numel()].view(weight.shape)
         self.whole = nn.Parameter(whole, weight.requires_grad)
@@ -57,10 +54,10 @@ class Unit:
     def gather(self) -> None:
         """Begin to put the weight together. What travels has the dtype of the computation."""
         self.wait()
-        self.room.untyped_storage().resize_(self.nbytes)
+        self.room.untyped_storage().resize_(self.room.nbytes)
         mine = self.shard.detach().to(self.room.dtype)
-        group = self.process_group
-        self.work = dist.all_gather_into_tensor(self.room, mine, group, async_op=True), mine
+        work = dist.all_gather_into_tensor(self.room, mine, self.process_group, async_op=True)
+        self.work = work, mine
 
     def wait(self) -> None:
         if self.work:
@@ -100,8 +97,8 @@ class Unit:
 
     def part_of(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's shard of a whole weight."""
-        pieces = padded(whole, self.world_size * self.length).split(self.length)
-        return pieces[dist.get_rank(self.process_group)]
+        start = dist.get_rank(self.process_group) * self.length
+        return padded(whole, self.world_size * self.length)[start:][: self.length]
 
 
 class Schedule:
@@ -132,11 +129,11 @@ class Schedule:
 
     def reach(self, kind: str, unit: Unit) -> None:
         """Launch this, but first all that comes before it: whatever this rank does with it."""
+        check_step(self, kind, unit)
         if self.recording is not None:
             check_agreement(self, f"{kind} {unit.name}")
             self.recording.append((kind, unit))
             return self.launch(kind, unit)
-        check_planned(self, kind, unit)
         while (step := self.coming.popleft()) != (kind, unit):
             self.launch(*step)
         self.launch(kind, unit)
@@ -184,9 +181,10 @@ class Schedule:
                 if self.phase == "backward":
                     self.reach("reduce", unit)
             check_agreement(self, "the end")
+            if self.prefetch:
+                self.recording = one_gather_ahead(self.recording)
             if complete:
-                order = one_gather_ahead(self.recording) if self.prefetch else self.recording
-                self.recorded[self.phase] = order
+                self.recorded[self.phase] = self.recording
         while self.coming:
             self.launch(*self.coming.popleft())
         for unit in [unit for unit in self.units if unit is not self.kept]:
@@ -199,15 +197,13 @@ class FSDP(nn.Module):
     `shard` chooses the modules whose `weight` is split, by class or by a function of the module;
     by default all that own a matrix of that name, as Linear and Embedding do, torch's and yours.
     The rest is replicated. parameters() has the flat shards: construct the optimizer afterwards.
-    With a `compute_dtype` the chosen modules compute in it, and it travels; shards and their
-    gradients keep the weight's dtype. ValueError if the module cannot be wrapped, RuntimeError on
-    wrong use.
+    In `compute_dtype` the chosen modules compute and send; shards and their gradients keep the
+    weight's dtype. ValueError if the module cannot be wrapped, RuntimeError on wrong use.
     """
 
     def __init__(self, module, compute_dtype=None, process_group=None, shard=None, prefetch=True):
         super().__init__()
-        self.module, self.process_group = module, process_group
-        self.compute_dtype = compute_dtype
+        self.module, self.process_group, self.compute_dtype = module, process_group, compute_dtype
         chosen = check_module(module, process_group, shard)
         broadcast_from_rank_0(module, process_group)
 
@@ -276,12 +272,10 @@ class FSDP(nn.Module):
             unit.free()
         needed.update(held.values())
         for unit in held.values():
-            check_first_backward(self.schedule, unit)
             self.schedule.bring(unit)
 
     def _gradient_is_ready(self, whole: nn.Parameter):
         self._enter_backward()
-        check_first_backward(self.schedule, self.trained[whole])
         self.schedule.reach("reduce", self.trained[whole])
 
     def finish_gradient_synchronization(self) -> None:
@@ -305,9 +299,10 @@ class FSDP(nn.Module):
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
             params[name] = parameter.clone()
             if parameter in units:
-                unit, whole = units[parameter], parameter.new_empty(len(units[parameter].room))
+                whole = parameter.new_empty(len(units[parameter].room))
                 dist.all_gather_into_tensor(whole, parameter, group=self.process_group)
-                params[name] = whole[: unit.whole.numel()].view(unit.shape)
+                shape = units[parameter].shape
+                params[name] = whole[: shape.numel()].view(shape)
         return params
 
     @torch.no_grad()
@@ -350,8 +345,9 @@ def looks_up_rows(node) -> bool:
 
 def cast(value, dtype: torch.dtype | None):
     """In this dtype, if it is a tensor of floating-point numbers and a dtype is given."""
-    is_floating = torch.is_tensor(value) and value.is_floating_point()
-    return value.to(dtype) if is_floating and dtype else value
+    if dtype and torch.is_tensor(value) and value.is_floating_point():
+        return value.to(dtype)
+    return value
 
 
 def compute_in_own_dtype(part: nn.Module, inputs: tuple, kwargs: dict):
@@ -363,7 +359,7 @@ def compute_in_own_dtype(part: nn.Module, inputs: tuple, kwargs: dict):
 def broadcast_from_rank_0(module: nn.Module, process_group) -> None:
     """Give every rank the parameters and buffers of rank 0."""
     for tensor in [*module.parameters(), *module.buffers()]:
-        dense = tensor.detach().contiguous()  # a collective reads memory front to back
+        dense = tensor.detach().contiguous()
         dist.broadcast(dense, group=process_group, group_src=0)
         tensor.detach().copy_(dense)
 
@@ -381,9 +377,9 @@ def average(parameters: list[nn.Parameter], process_group) -> None:
 
 
 def clip_grad_norm(model: FSDP, max_norm: float) -> torch.Tensor:
-    """Scale all gradients to a global norm of at most max_norm; returns what it was."""
-    shards = [unit.shard.grad for unit in model.schedule.units if unit.shard.grad is not None]
-    others = [p.grad for p in model.replicated if p.grad is not None]
+    """After the finish: scale all gradients to a norm of at most max_norm; returns what it was."""
+    shards = [unit.shard.grad for unit in model.trained.values()]
+    others = [parameter.grad for parameter in model.replicated]
     square = torch.stack(torch._foreach_norm(shards)).square().sum()
     dist.all_reduce(square, group=model.process_group)  # the rest counts once: all ranks have it
     norm = (square + sum(gradient.square().sum() for gradient in others)).sqrt()
@@ -410,20 +406,18 @@ def check_module(module: nn.Module, process_group, shard) -> dict[nn.Parameter, 
     tensors = dict(module.named_parameters()) | dict(module.named_buffers())
     if any(nn.parameter.is_lazy(tensor) for tensor in tensors.values()):
         raise ValueError("a lazy module has no shapes yet: run one forward before you wrap it")
-    chooses = shard or owns_matrix
-    if isinstance(shard, type | tuple):
-        chooses = partial(lambda classes, part: isinstance(part, classes), shard)
+    by_class = isinstance(shard, type | tuple)
     chosen, parts = {}, {}
     for name, part in module.named_modules():
-        if chooses(part) and part._parameters.get("weight") is not None:
+        is_chosen = isinstance(part, shard) if by_class else (shard or owns_matrix)(part)
+        if is_chosen and part._parameters.get("weight") is not None:
             parts[name] = part
             chosen.setdefault(part.weight, f"{name}.weight".lstrip("."))
     mine = []
-    for name, tensor in tensors.items():
-        layout = f"{tuple(tensor.shape)} {tensor.dtype} requires_grad={tensor.requires_grad}"
-        mine.append(f"{name} {layout} sharded={tensor in chosen}")
+    for name, one in tensors.items():
+        kind = f"{tuple(one.shape)} {one.dtype} requires_grad={one.requires_grad}"
+        mine.append(f"{name} {kind} sharded={one in chosen}")
     check_same(mine, process_group, ValueError, "models differ")
-    # From here on the ranks have the same module, so that all of them raise or none does.
     if any(hasattr(part, "finish_gradient_synchronization") for part in module.modules()):
         raise ValueError("a module can be wrapped only once: wrap the plain one, model.module")
     if not chosen:
@@ -435,20 +429,17 @@ def check_module(module: nn.Module, process_group, shard) -> dict[nn.Parameter, 
 
 
 def check_forward(model: FSDP) -> None:
-    """RuntimeError before a forward that could not be followed by a right backward."""
     if model.schedule.phase == "backward":
         raise RuntimeError("call finish_gradient_synchronization() after every backward()")
     if model._layout() != model.layout:
         raise RuntimeError("parameters were frozen, thawed, replaced, moved or cast: wrap again")
 
 
-def check_first_backward(schedule: Schedule, unit: Unit) -> None:
+def check_step(schedule: Schedule, kind: str, unit: Unit) -> None:
+    """RuntimeError before a step that the other ranks would not expect."""
     if unit in schedule.reduced:
         raise RuntimeError(f"{unit.name}: backward() ran twice: finish in between")
-
-
-def check_planned(schedule: Schedule, kind: str, unit: Unit) -> None:
-    if (kind, unit) not in schedule.coming:
+    if schedule.recording is None and (kind, unit) not in schedule.coming:
         first = f"it comes later or more often than in the first {schedule.phase}"
         raise RuntimeError(f"{kind} {unit.name}: {first}; schedule.recorded.clear() records anew")
 

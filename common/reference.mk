@@ -5,7 +5,10 @@ REFERENCES := $(STAGES:%=%/reference_output.txt) \
 	01_allreduce/reference_output_ring_profile.txt \
 	05_bucketed/reference_output_bucket_sweep.txt 05_bucketed/reference_output_three_runs.txt \
 	05_bucketed/reference_output_predict.txt 05_bucketed/reference_output_extrapolate.txt \
-	06_sharded_optimizer/reference_output_memory.txt 07_resnet_ddp/reference_output_parts.txt \
+	06_sharded_optimizer/reference_output_memory.txt \
+	06_sharded_optimizer/reference_output_fsdp.txt \
+	06_sharded_optimizer/reference_output_fsdp_three_runs.txt \
+	07_resnet_ddp/reference_output_parts.txt \
 	07_resnet_ddp/reference_output_sweep.txt 07_resnet_ddp/reference_output_sweep_full.txt \
 	07_resnet_ddp/reference_output_compile_ddp.txt 07_resnet_ddp/reference_output_variants.txt \
 	07_resnet_ddp/reference_output_balance.txt 07_resnet_ddp/reference_output_cifar.txt \
@@ -65,6 +68,15 @@ ROWS := ^(step|no sync|[A-Za-z]+DDP |torch DDP)
 	$(call record,06_sharded_optimizer)
 06_sharded_optimizer/reference_output_memory.txt: FORCE | results
 	$(call record,06_sharded_optimizer/memory,--plot 06_sharded_optimizer/memory.png)
+06_sharded_optimizer/reference_output_fsdp.txt: FORCE | results
+	$(call record,06_sharded_optimizer/fsdp,--plot 06_sharded_optimizer/fsdp.png)
+# Three runs, because the ratios scatter: take the middle one.
+FSDP_ROWS := ^(step|no sync|torch|FSDP)
+06_sharded_optimizer/reference_output_fsdp_three_runs.txt: FORCE | results
+	@for run in 1 2 3; do echo "run $$run"; \
+	  $(MAKE) --no-print-directory 06_sharded_optimizer/fsdp ARGS="--no-verify --no-memory" \
+	    | grep -E '$(FSDP_ROWS)' || exit; \
+	done > $(keep)
 
 07_resnet_ddp/reference_output.txt: FORCE | results
 	$(call record,07_resnet_ddp)
