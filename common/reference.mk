@@ -8,6 +8,7 @@ REFERENCES := $(STAGES:%=%/reference_output.txt) \
 	06_sharded_optimizer/reference_output_memory.txt \
 	06_sharded_optimizer/reference_output_fsdp.txt \
 	06_sharded_optimizer/reference_output_fsdp_three_runs.txt \
+	06_sharded_optimizer/reference_output_fsdp_timeline.txt \
 	07_resnet_ddp/reference_output_parts.txt \
 	07_resnet_ddp/reference_output_sweep.txt 07_resnet_ddp/reference_output_sweep_full.txt \
 	07_resnet_ddp/reference_output_compile_ddp.txt 07_resnet_ddp/reference_output_variants.txt \
@@ -70,6 +71,14 @@ ROWS := ^(step|no sync|[A-Za-z]+DDP |torch DDP)
 	$(call record,06_sharded_optimizer/memory,--plot 06_sharded_optimizer/memory.png)
 06_sharded_optimizer/reference_output_fsdp.txt: FORCE | results
 	$(call record,06_sharded_optimizer/fsdp,--plot 06_sharded_optimizer/fsdp.png)
+# One step on a time axis, with prefetch and without.
+FSDP_TRACE = --no-verify --no-memory --no-baseline --steps 2 --warmup 3 --trace
+06_sharded_optimizer/reference_output_fsdp_timeline.txt: FORCE | results
+	$(MAKE) --no-print-directory 06_sharded_optimizer/fsdp ARGS="$(FSDP_TRACE) results/prefetch.json"
+	$(MAKE) --no-print-directory 06_sharded_optimizer/fsdp \
+	  ARGS="--no-prefetch $(FSDP_TRACE) results/no_prefetch.json"
+	$(PYTHON) -m common.timeline results/prefetch.json results/no_prefetch.json \
+	  --plot 06_sharded_optimizer/fsdp_timeline.png > $(keep)
 # Three runs, because the ratios scatter: take the middle one.
 FSDP_ROWS := ^(step|no sync|torch|FSDP)
 06_sharded_optimizer/reference_output_fsdp_three_runs.txt: FORCE | results

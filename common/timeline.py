@@ -4,7 +4,8 @@
     python -m common.timeline --plot timeline.png results/02.json results/03.json …
 
 Each stage has a compute lane (forward, backward, sync, optimizer) and a communication lane with
-every collective as a block of its own, a sub-lane per thread of gloo's or CUDA stream of NCCL's.
+every collective as a block of its own, a sub-lane per thread of gloo's or CUDA stream of NCCL's;
+gloo's all-gathers and all-to-alls, which FSDP needs, have a sub-lane and a colour each.
 The blocks are as torch.profiler recorded them.
 """
 
@@ -17,6 +18,7 @@ from common.setup import Parser, fail, output_file, say
 
 PHASES = {"forward": "#56B4E9", "backward": "#0072B2", "sync": "#F0E442", "optimizer": "#999999"}
 COLLECTIVE = "#D55E00"
+KINDS = {"all_gather": "#009E73", "all_to_all": "#CC79A7"}  # with a sub-lane of their own
 
 
 def read_step(
@@ -46,8 +48,11 @@ def read_step(
         is_gloo = event["name"].startswith("gloo:") and not on_gpu
         is_nccl = event.get("cat") == "kernel" and event["name"].startswith("nccl")
         if (is_gloo or is_nccl) and start <= event["ts"] < end:
-            lanes.setdefault(event["tid"], []).append(span(event))
-    return phases, {lane: sorted(lanes[lane]) for lane in sorted(lanes)}
+            kind = event["name"].removeprefix("gloo:")
+            lane = kind if is_gloo and kind in KINDS else event["tid"]
+            lanes.setdefault(lane, []).append(span(event))
+    order = sorted(lanes, key=lambda lane: (lane not in KINDS, lane))
+    return phases, {lane: sorted(lanes[lane]) for lane in order}
 
 
 def median_step(events: list[dict], on_gpu: bool) -> dict[str, dict]:
@@ -70,10 +75,11 @@ def median_step(events: list[dict], on_gpu: bool) -> dict[str, dict]:
 
 
 def summary(phases: list[tuple], lanes: dict) -> tuple[str, float]:
-    """How many all-reduces a step has, in words, and its duration in ms."""
+    """How many collectives a step has, in words, and its duration in ms."""
     count = sum(len(blocks) for blocks in lanes.values())
     _, start, duration = phases[-1]
-    return f"{count} all-reduce" + "s" * (count != 1), start + duration
+    what = "collective" if set(lanes) & set(KINDS) else "all-reduce"
+    return f"{count} {what}" + "s" * (count != 1), start + duration
 
 
 def draw(steps: dict[str, tuple], path: Path) -> None:
@@ -92,9 +98,9 @@ def draw(steps: dict[str, tuple], path: Path) -> None:
         for name, start, duration in phases:
             axes.broken_barh([(start, duration)], (top, 0.9), facecolor=PHASES[name], **edge)
         height = 0.9 / max(1, len(lanes))
-        for number, blocks in enumerate(lanes.values()):
+        for number, (lane, blocks) in enumerate(lanes.items()):
             place = (top - 0.1 - (number + 1) * height, 0.92 * height)
-            axes.broken_barh(blocks, place, facecolor=COLLECTIVE, **edge)
+            axes.broken_barh(blocks, place, facecolor=KINDS.get(lane, COLLECTIVE), **edge)
         all_reduces, duration = summary(phases, lanes)
         ticks += [top + 0.45, top - 0.55]
         labels += [f"{label}  compute", all_reduces]
@@ -106,8 +112,10 @@ def draw(steps: dict[str, tuple], path: Path) -> None:
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
     handles = [Patch(color=color, label=name) for name, color in PHASES.items()]
-    handles.append(Patch(color=COLLECTIVE, label="collective"))
-    place = {"loc": "outside upper center", "ncols": 5}
+    kinds = [kind for kind in KINDS if any(kind in lanes for _, lanes in steps.values())]
+    handles += [Patch(color=KINDS[kind], label=kind.replace("_", "-")) for kind in kinds]
+    handles.append(Patch(color=COLLECTIVE, label="all-reduce" if kinds else "collective"))
+    place = {"loc": "outside upper center", "ncols": len(handles)}
     figure.legend(handles=handles, fontsize=10, frameon=False, **place)
     figure.savefig(path, format="png")
 
