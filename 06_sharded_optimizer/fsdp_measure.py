@@ -191,14 +191,15 @@ def count_collectives(step, trace: Path | None) -> dict:
     step()
     dist.barrier()
     counted = {"sent_bytes": sent_bytes() - before if before is not None else None}
+    steps = 3 if trace else 1
     with torch.profiler.profile() as profiler:
-        for _ in range(3):
+        for _ in range(steps):
             step()
     if trace and dist.get_rank() == 0:
         profiler.export_chrome_trace(str(trace))
         say(f"written: {trace}")
     events = [event for event in profiler.key_averages() if event.key.startswith("c10d::")]
-    return counted | {"collectives_per_step": sum(event.count for event in events) // 3}
+    return counted | {"collectives_per_step": sum(event.count for event in events) // steps}
 
 
 def benchmark(args, device, batch_shape, wrap):
@@ -298,8 +299,9 @@ def add_arguments(parser):
     """The flags of fsdp.py."""
     from common import setup
 
-    setup.add_training_arguments(parser, SIZES, steps=10)
+    setup.add_training_arguments(parser, SIZES, steps=6)
     setup.add_verify_arguments(parser)
+    parser.set_defaults(warmup=3)  # five candidates, and all within a minute
     add = parser.add_argument
     add("--no-prefetch", action="store_true", help="gather a weight when it is needed, not before")
     add("--compute-dtype", choices=["float16", "bfloat16"], help="in which FSDP's layers compute")

@@ -184,8 +184,8 @@ def show(result, plot):
     say("MB: 2^20 bytes, of the rank that has most; batch: one sequence of 8 tokens;")
     say("forward and backward: the most at any time, with the gradients that are there at the end;")
     say("in flight: blocks of a whole weight's size (gathered, its gradient, what is received);")
-    say("theory: 4, 4 and 8 bytes per parameter, each divided by the ranks that share it; for")
-    say("fully_shard and FSDP and two of the largest weights.\n")
+    say("theory: 4, 4 and 8 bytes per parameter, each divided by the ranks that share it; with")
+    say("fully_shard and FSDP the two largest weights in addition.\n")
     if plot and dist.get_rank() == 0:
         draw(result, plot)
         say(f"written: {plot}")
