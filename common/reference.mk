@@ -80,7 +80,7 @@ FSDP_TRACE = --no-verify --no-memory --no-baseline --steps 2 --warmup 3 --trace
 	$(PYTHON) -m common.timeline results/prefetch.json results/no_prefetch.json \
 	  --plot 06_sharded_optimizer/fsdp_timeline.png > $(keep)
 # Three runs, because the ratios scatter: take the middle one.
-FSDP_ROWS := ^(step|no sync|torch|FSDP)
+FSDP_ROWS := ^(run|step,|no sync|torch|FSDP)
 06_sharded_optimizer/reference_output_fsdp_three_runs.txt: FORCE | results
 	@for run in 1 2 3; do echo "run $$run"; \
 	  $(MAKE) --no-print-directory 06_sharded_optimizer/fsdp ARGS="--no-verify --no-memory" \
