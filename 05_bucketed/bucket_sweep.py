@@ -194,7 +194,7 @@ def measure_all(names: list, at_once: bool, result: dict, args, make, device) ->
         candidates = {"no sync": no_sync}
         for kind, megabytes in group:
             candidates[label(kind, megabytes)] = make(kind, megabytes)
-        everything = calibrate.with_experiments(candidates, *alone, device)
+        everything = calibrate.with_experiments(candidates, *alone, device, every=3)
         samples = timing.measure(everything, args.steps, args.warmup)
         known = calibrate.step_and_network(samples, result["gradients"], result["world_size"])
         result["simulated"].append([asdict(one) for one in known])

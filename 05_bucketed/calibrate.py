@@ -160,8 +160,13 @@ def wait(works: list) -> None:
         work.wait()
 
 
-def with_experiments(rungs: dict, model, optimizer, compute, device) -> dict[str, Callable]:
-    """Candidates for timing.measure: the experiments, and `rungs` (name -> step) among them."""
+def with_experiments(
+    rungs: dict, model, optimizer, compute, device, every: int = 1
+) -> dict[str, Callable]:
+    """Candidates for timing.measure: the experiments, and `rungs` (name -> step) among them.
+
+    The small calls come again after every so many rungs.
+    """
     from common.timing import Stopwatch
 
     watch = Stopwatch(device)
@@ -173,10 +178,11 @@ def with_experiments(rungs: dict, model, optimizer, compute, device) -> dict[str
         candidates[f"beside {name}"] = beside(size, *step, device)
     blocking = calls(SMALL_CALLS, False, watch, device)
     in_flight = calls(SMALL_CALLS, True, watch, device)
-    for name, rung in rungs.items():
-        # Again and again, because the latency of the same calls scatters by a factor of three.
+    for number, (name, rung) in enumerate(rungs.items()):
         candidates |= {name: rung}
-        candidates |= {f"blocking, after {name}": blocking, f"in flight, after {name}": in_flight}
+        if number % every == 0:  # often, because their latency scatters by a factor of three
+            candidates[f"blocking, after {name}"] = blocking
+            candidates[f"in flight, after {name}"] = in_flight
     return candidates
 
 
