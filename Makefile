@@ -16,9 +16,11 @@ endif
 ifeq ($(origin PYTHON),undefined)
 PYTHON := .venv/bin/python
 RUNTIME := .venv/.installed
+READER := python3
 DEVELOPMENT := .venv/.installed-dev
 else
 override PYTHON := "$(PYTHON)"
+READER := $(PYTHON)
 RUNTIME := check-python
 endif
 
@@ -42,7 +44,7 @@ HELP := $(filter -h --help,$(ARGS))
 
 .NOTPARALLEL:
 .PHONY: help setup test test-full soak hosts lint format all reference clean compare growth timeline \
-	check-python $(STAGES) $(TOOLS) 05_bucketed/simulate 05_bucketed/extrapolate \
+	read check-python $(STAGES) $(TOOLS) 05_bucketed/simulate 05_bucketed/extrapolate \
 	07_resnet_ddp/compare_runs 07_resnet_ddp/make_cifar 07_resnet_ddp/loading \
 	01_allreduce/alternate_ring 01_allreduce/ring_profile
 help:
@@ -152,6 +154,12 @@ else
 	done
 	@$(PYTHON) -m common.timeline $(LADDER:%=results/timeline_%.json) --plot results/timeline.png
 endif
+
+##   make read [FROM=02 TO=05]               two rungs side by side: results/ladder.html, or in the
+##                                           terminal; needs Python alone
+read: | $(if $(FROM)$(TO),,results)
+	@$(READER) -c '$(NEW_ENOUGH)' || exit 2
+	@$(READER) -m common.read $(if $(FROM),--from='$(FROM)') $(if $(TO),--to='$(TO)') $(ARGS)
 
 ##   make growth                             05 with models that grow: tiny, small, medium (minutes)
 growth: $(RUNTIME)

@@ -26,19 +26,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-TEMPLATE = Path(__file__).with_suffix(".html")
-SECTION = """\
-<section id="$pair" $hidden>
-<header class=head>
-<p class=what><span>$sentence</span> <small title="$count"><b>$total</b> changed lines</small></p>
-<div class=names>$heads</div>
-</header>
-<div class=diff>
-$rows
-</div>
-<p class=note>$count, as <kbd>diff $paths</kbd> counts: a line that differs counts on each side.
-All below the marker line of these scripts is the same.</p>
-</section>"""
+TEMPLATES = Path(__file__).with_suffix(".html")  # of the page and, below it, of a pair
 LADDER = {  # rung: what travels, and when
     "02_naive_ddp": ("one all-reduce per parameter", "after backward"),
     "03_flat_ddp": ("one all-reduce of one flat tensor", "after backward"),
@@ -110,9 +98,7 @@ def align(old: list[str], new: list[str]) -> list[Row]:
     As many equal lines as there can be share a row (so that `diff` counts the same), and of the
     ways to do so the one in which the changed lines beside each other are most alike.
     """
-    bags = [
-        [Counter(word for word in words(line) if word.strip()) for line in t] for t in (old, new)
-    ]
+    bags = [[Counter(re.findall(r"\w+|\S", line)) for line in text] for text in (old, new)]
     score = [[0.0] * (len(new) + 1) for _ in range(len(old) + 1)]  # of the texts from here on
 
     def together(i: int, j: int) -> float:
@@ -143,31 +129,30 @@ def align(old: list[str], new: list[str]) -> list[Row]:
 def changed_words(old: str, new: str) -> tuple[Spans, Spans]:
     """Where the words stand that differ: in the old line and in the new one."""
     one, other = words(old), words(new)
-    matcher = difflib.SequenceMatcher(None, one, other, autojunk=False)
+    # Blanks between words are alike, however many; at the beginning they are the indentation.
+    plain = [text[:1] + [word.strip() or " " for word in text[1:]] for text in (one, other)]
+    matcher = difflib.SequenceMatcher(None, *plain, autojunk=False)
     changes = []
+    joined = False  # to the change before: only punctuation is between them
     for tag, *place in matcher.get_opcodes():
-        kept = "".join(one[place[0] : place[1]])
-        if tag == "equal" and (place[0] == 0 or re.search(r"\w", kept)):
-            continue
-        if changes and changes[-1][1] == place[0] and changes[-1][3] == place[2]:
+        if tag == "equal":
+            joined = bool(changes) and not re.search(r"\w", "".join(one[place[0] : place[1]]))
+        elif joined:
             changes[-1] = [changes[-1][0], place[1], changes[-1][2], place[3]]
-        elif tag != "equal":
+        else:
             changes.append(place)
 
-    def positions(parts: list[str], which: int) -> Spans:
-        found = []
-        for change in changes:
-            start = len("".join(parts[: change[which]]))
-            text = "".join(parts[change[which] : change[which + 1]])
-            if text:
-                found.append((start, start + len(text)))
-        return found
+    def span(parts: list[str], start: int, end: int) -> tuple[int, int]:
+        return len("".join(parts[:start])), len("".join(parts[:end]))
 
-    return positions(one, 0), positions(other, 2)
+    return (
+        [span(one, start, end) for start, end, _, _ in changes if start < end],
+        [span(other, start, end) for _, _, start, end in changes if start < end],
+    )
 
 
 def sides(old: list[str], new: list[str], row: Row) -> list[tuple]:
-    """Left and right: the text, the number of its line, the changed words, the colour."""
+    """Left and right: the text, which line of it, the changed words, the terminal's colour."""
     marks = [], []
     if row.kind == "edit":
         marks = changed_words(old[row.left], new[row.right])
@@ -190,7 +175,9 @@ def moved_lines(old: list[str], new: list[str], rows: list[Row]) -> tuple[dict, 
 def stretches(rows: list[Row]) -> list[tuple[bool, list[Row]]]:
     """The rows in parts: (folded, its rows). Long unchanged stretches fold, except their ends."""
     parts = []
-    groups = [(same, [*group]) for same, group in itertools.groupby(rows, is_same)]
+    groups = [
+        (same, [*group]) for same, group in itertools.groupby(rows, lambda row: row.kind == "same")
+    ]
     for number, (same, group) in enumerate(groups):
         start = CONTEXT if number > 0 else 0
         end = len(group) - (CONTEXT if number < len(groups) - 1 else 0)
@@ -199,10 +186,6 @@ def stretches(rows: list[Row]) -> list[tuple[bool, list[Row]]]:
         else:
             parts.append((False, group))
     return [(folded, part) for folded, part in parts if part]
-
-
-def is_same(row: Row) -> bool:
-    return row.kind == "same"
 
 
 def fold_label(lines: list[str], rows: list[Row]) -> str:
@@ -214,7 +197,7 @@ def fold_label(lines: list[str], rows: list[Row]) -> str:
 
 def count_changes(rows: list[Row]) -> tuple[int, int]:
     """Lines that differ on the left and on the right; their sum is what `diff` counts."""
-    changed = [row for row in rows if not is_same(row)]
+    changed = [row for row in rows if row.kind != "same"]
     return sum(row.left is not None for row in changed), sum(r.right is not None for r in changed)
 
 
@@ -239,9 +222,6 @@ def sentence(old: Lesson, new: Lesson) -> str:
     return f"{new_what.capitalize()} {new_when}, instead of {what} {when}."
 
 
-# The page
-
-
 def syntax(lines: list[str]) -> list[list[str]]:
     """A class of the style sheet for every character of Python code, "" for most."""
     classes = [[""] * len(line) for line in lines]
@@ -251,7 +231,7 @@ def syntax(lines: list[str]) -> list[list[str]]:
         if token.type == tokenize.COMMENT:
             kind = "c"
         elif token.type == tokenize.STRING or tokenize.tok_name[token.type].startswith("FSTRING"):
-            kind = "s"
+            kind = "q" if token.string.endswith('"""') else "s"
         elif token.type == tokenize.NUMBER:
             kind = "n"
         elif before in ("def", "class"):
@@ -266,6 +246,11 @@ def syntax(lines: list[str]) -> list[list[str]]:
             there = end if row == last else len(line)
             line[here:there] = [kind] * (there - here)
     return classes
+
+
+def templates() -> list[string.Template]:
+    parts = TEMPLATES.read_text(encoding="utf-8").split("<!-- a pair -->\n")
+    return [string.Template(part) for part in parts]
 
 
 def code_html(line: str, classes: list[str], spans: Spans) -> str:
@@ -311,8 +296,8 @@ def pair_html(old: Lesson, new: Lesson) -> str:
     for folded, part in stretches(rows):
         lines = []
         for row in part:
-            lines.append(row_html(row, unchanged and not is_same(row)))
-            unchanged = is_same(row)
+            lines.append(row_html(row, unchanged and row.kind != "same"))
+            unchanged = row.kind == "same"
         text = "\n".join(lines)
         if folded:
             label = html.escape(fold_label(old.lines, part))
@@ -323,9 +308,8 @@ def pair_html(old: Lesson, new: Lesson) -> str:
         idea = ", ".join(LADDER[lesson.stage])
         head = f"<b>{lesson.number}</b> {lesson.title} <small>{idea}</small>"
         heads.append(f"<h3 class={name} title={lesson.path}>{head}</h3>")
-    number = f"{old.number}-{new.number}"
-    return string.Template(SECTION).substitute(
-        pair=number,
+    return templates()[1].substitute(
+        pair=f"{old.number}-{new.number}",
         hidden="" if (old.stage, new.stage) in NEIGHBOURS else "hidden",
         sentence=html.escape(sentence(old, new)),
         total=sum(count_changes(rows)),
@@ -346,15 +330,12 @@ def page() -> str:
     for stage, lesson in lessons.items():
         options.append(f"<option value={stage[:2]}>{stage[:2]} {lesson.title}</option>")
     pairs = itertools.combinations(lessons.values(), 2)
-    return string.Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
+    return templates()[0].substitute(
         links="".join(links),
         lower="".join(options[:-1]),
         upper="".join(options[1:]),
         sections="\n".join(pair_html(old, new) for old, new in pairs),
     )
-
-
-# The terminal
 
 
 def paint(line: str, spans: Spans, colour: str, start: int = 0, stop: int | None = None) -> str:
@@ -380,8 +361,8 @@ def wrap(number: int, line: str, spans: Spans, colour: str, width: int) -> list[
     while start < len(line) or not cells:
         stop = start + width - 5 - hang
         if stop < len(line):
-            blank = line.rfind(" ", start + 1, stop + 1)
-            stop = blank + 1 if line[start:blank].strip() else stop
+            blank = line.rfind(" ", start, stop + 1)
+            stop = blank + 1 if blank > start and line[start:blank].strip() else stop
         stop = min(stop, len(line))
         head = (f"{number:4} " if start == 0 else " " * 5) + " " * hang
         blanks = " " * (width - len(head) - (stop - start))
@@ -396,25 +377,24 @@ def side_by_side(old: list[str], new: list[str], row: Row, width: int, colour: b
     width = (width - 3) // 2
     columns = []
     for text, i, spans, code in sides(old, new, row):
-        code = "" if is_same(row) or not colour else code
+        code = "" if row.kind == "same" or not colour else code
         columns.append([] if i is None else wrap(i + 1, text[i], spans, code, width))
-    sign = " " if is_same(row) else "<" if row.right is None else ">" if row.left is None else "|"
+    sign = "<" if row.right is None else ">" if row.left is None else "|"
+    sign = " " if row.kind == "same" else sign
     cells = itertools.zip_longest(*columns, fillvalue=" " * width)
     return [f"{left} {sign} {right}".rstrip() for left, right in cells]
 
 
 def unified(old: list[str], new: list[str], rows: list[Row], colour: bool) -> list[str]:
     """Rows of one kind below each other: what is on the left first."""
-    if is_same(rows[0]):
+    if rows[0].kind == "same":
         return [f"{row.right + 1:4}   {new[row.right]}".rstrip() for row in rows]
     lines = ([], [])
     for row in rows:
-        for below, sign, (text, i, spans, code) in zip(
-            lines, "-+", sides(old, new, row), strict=True
-        ):
+        for side, (text, i, spans, code) in enumerate(sides(old, new, row)):
             if i is not None:
                 painted = paint(text[i], spans, code if colour else "")
-                below.append(f"{i + 1:4} {sign} {painted}".rstrip())
+                lines[side].append(f"{i + 1:4} {'-+'[side]} {painted}".rstrip())
     return [*lines[0], *lines[1]]
 
 
@@ -435,9 +415,6 @@ def comparison(old: Lesson, new: Lesson, width: int, colour: bool) -> str:
             for _, group in itertools.groupby(part, lambda row: row.kind):
                 lines += unified(old.lines, new.lines, [*group], colour)
     return "\n".join(lines)
-
-
-# The command line
 
 
 def fail(message: str):
