@@ -129,8 +129,7 @@ def align(old: list[str], new: list[str]) -> list[Row]:
 def changed_words(old: str, new: str) -> tuple[Spans, Spans]:
     """Where the words stand that differ: in the old line and in the new one."""
     one, other = words(old), words(new)
-    # Blanks between words are alike, however many; at the beginning they are the indentation.
-    plain = [text[:1] + [word.strip() or " " for word in text[1:]] for text in (one, other)]
+    plain = [[word.strip() or " " for word in text] for text in (one, other)]  # blanks are alike
     matcher = difflib.SequenceMatcher(None, *plain, autojunk=False)
     changes = []
     joined = False  # to the change before: only punctuation is between them
@@ -361,7 +360,7 @@ def wrap(number: int, line: str, spans: Spans, colour: str, width: int) -> list[
     while start < len(line) or not cells:
         stop = start + width - 5 - hang
         if stop < len(line):
-            blank = line.rfind(" ", start, stop + 1)
+            blank = line.rfind(" ", start, stop)
             stop = blank + 1 if blank > start and line[start:blank].strip() else stop
         stop = min(stop, len(line))
         head = (f"{number:4} " if start == 0 else " " * 5) + " " * hang
