@@ -59,9 +59,12 @@ class Lesson(NamedTuple):
 
     @property
     def title(self) -> str:
-        """Its last class, or else the first line of its docstring."""
-        classes = re.findall(r"^class (\w+)", "\n".join(self.lines), re.MULTILINE)
-        return classes[-1] if self.stage in LADDER else self.lines[0].lstrip('r"')[4:].rstrip(".")
+        """The first line of its docstring, such as `02: all-reduce every gradient …`."""
+        return self.lines[0].lstrip('r"')
+
+    @property
+    def wrapper(self) -> str:
+        return re.findall(r"^class (\w+)", "\n".join(self.lines), re.MULTILINE)[-1]
 
 
 class Row(NamedTuple):
@@ -212,7 +215,7 @@ def sentence(old: Lesson, new: Lesson) -> str:
     if pair in NEIGHBOURS:
         return SENTENCES[NEIGHBOURS.index(pair)]
     if not set(pair) <= set(LADDER):
-        return f"{old.number}: {old.title}. {new.number}: {new.title}."
+        return f"{old.title} {new.title}"
     (what, when), (new_what, new_when) = LADDER[old.stage], LADDER[new.stage]
     if what == new_what:
         return f"Still {what}, but {new_when} instead of {when}."
@@ -305,7 +308,7 @@ def pair_html(old: Lesson, new: Lesson) -> str:
     heads = []
     for name, lesson in (("a", old), ("b", new)):
         idea = ", ".join(LADDER[lesson.stage])
-        head = f"<b>{lesson.number}</b> {lesson.title} <small>{idea}</small>"
+        head = f"<b>{lesson.number}</b> {lesson.wrapper} <small>{idea}</small>"
         heads.append(f"<h3 class={name} title={lesson.path}>{head}</h3>")
     return templates()[1].substitute(
         pair=f"{old.number}-{new.number}",
@@ -327,7 +330,7 @@ def page() -> str:
         links.append(f'<a href="#{one[:2]}-{other[:2]}">{one[:2]} <span>→</span> {other[:2]}</a>')
     options = []
     for stage, lesson in lessons.items():
-        options.append(f"<option value={stage[:2]}>{stage[:2]} {lesson.title}</option>")
+        options.append(f"<option value={stage[:2]}>{stage[:2]} {lesson.wrapper}</option>")
     pairs = itertools.combinations(lessons.values(), 2)
     return templates()[0].substitute(
         links="".join(links),

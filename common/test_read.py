@@ -156,6 +156,37 @@ def test_changed_words(old, new, old_words, new_words):
     assert found == [old_words, new_words]
 
 
+def test_a_line_in_the_page():
+    line = 'if a < "&":'
+    found = read.code_html(line, read.syntax([line + " pass"])[0][: len(line)], [(3, 6)])
+    assert found == '<span class=k>if</span> <mark>a &lt;</mark> <span class=s>"&amp;"</span>:'
+    kinds = read.syntax(["def f(x=1):  # why", '    """What', '    more."""'])
+    assert ["".join(kind or "." for kind in line) for line in kinds] == [
+        "kkk.d...n....ccccc",
+        "....qqqqqqq",
+        "qqqqqqqqqqqq",
+    ]
+
+
+@pytest.mark.parametrize(
+    "old, new, sentence",
+    [
+        ("02", "04", "Still one all-reduce per parameter, but during backward instead of after"),
+        ("05", "04", "Still during backward, but one all-reduce per parameter instead of one all-"),
+        ("03", "05", "One all-reduce per bucket during backward, instead of one all-reduce of one"),
+        ("03", "04", "Every gradient has an all-reduce of its own again, and it starts while"),
+        (
+            "01",
+            "02",
+            "01: all-reduce, shown, opened up and measured. 02: all-reduce every gradient",
+        ),
+    ],
+)
+def test_a_sentence_says_what_changes(old, new, sentence):
+    found = read.sentence(*lessons(*read.find_pair(old, new)))
+    assert found.startswith(sentence) and found.endswith(".") and found.count("\n") == 0
+
+
 def test_any_two_texts_keep_their_lines_and_share_as_many_as_they_can():
     dice = random.Random(0)
     for _ in range(50):
@@ -410,7 +441,7 @@ probe();
 
 @pytest.mark.full
 @pytest.mark.skipif(not CHROMIUM, reason="needs chromium")
-@pytest.mark.parametrize("width", [1280, 1600, 1920])
+@pytest.mark.parametrize("width", [900, 1280, 1600, 1920])
 def test_in_a_browser(width, text, tmp_path):
     page = tmp_path / "ladder.html"
     page.write_text(text.replace("<style>", PROBE_ERRORS + "<style>", 1) + PROBE, encoding="utf-8")
