@@ -176,7 +176,8 @@ def wrong_in_table(folder: Path, marker: str | None, table: list[Line]) -> list[
     for line in table[2:]:  # after the heads and the rule under them
         label, *cells = cells_of(line.text)
         figures = [number for cell in cells for number in numbers_beside_links(cell)]
-        figures = [number for number in figures if is_figure(number)] or figures
+        if cited(line.text) or any(map(is_figure, figures)):
+            figures = [number for number in figures if is_figure(number)]
         check = not_a_median if marker.startswith("median of ") else not_in_a_line
         if complaint := figures and check(figures, plain(label), recorded, ", ".join(names)):
             wrong.append((line.number, complaint))

@@ -16,7 +16,9 @@ REFERENCES := $(STAGES:%=%/reference_output.txt) \
 	08_ddp_rpc/reference_output_8x8.txt \
 	common/reference_output_compare.txt common/reference_output_timeline.txt \
 	common/reference_output_growth.txt
+# In the end: which figures of the READMEs the new recordings do not say.
 reference: $(REFERENCES)
+	@$(PYTHON) -m common.figures || true
 
 # record TARGET, ARGS: what the target prints becomes the file, once it has succeeded.
 keep = results/recording.txt && mv results/recording.txt $@

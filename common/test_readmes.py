@@ -3,7 +3,9 @@
 import ast
 import copy
 import itertools
+import os
 import re
+import subprocess
 import sys
 import textwrap
 import urllib.parse
@@ -141,6 +143,13 @@ def test_the_command_prints_what_is_wrong(tmp_path, monkeypatch, capsys):
     page(tmp_path, TABLE.format("482.1 | 34.6"))
     assert figures.main() == 0
     assert capsys.readouterr().out.endswith(": no places\n")
+
+
+def test_make_reference_ends_with_it():
+    environment = {key: value for key, value in os.environ.items() if "MAKE" not in key}
+    words = ["-n", "-C", ROOT, "reference", "REFERENCES=", "ARGS=", f"PYTHON={sys.executable}"]
+    run = subprocess.run(["make", *words], env=environment, capture_output=True, text=True)
+    assert run.returncode == 0 and "-m common.figures" in run.stdout, run.stderr
 
 
 # Adapter lines
