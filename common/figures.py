@@ -157,6 +157,11 @@ def tables_of(lines: list[Line]) -> list[tuple[int, list[Line]]]:
     return tables
 
 
+def sources(marker: str) -> list[str]:
+    """The files that a marker names."""
+    return [name.strip() for name in marker.removeprefix("median of ").split(",")]
+
+
 def wrong_in_table(folder: Path, marker: str | None, table: list[Line]) -> list[tuple[int, str]]:
     if marker is None:
         for line in table:
@@ -167,7 +172,7 @@ def wrong_in_table(folder: Path, marker: str | None, table: list[Line]) -> list[
         return []
     if marker == "none":
         return []
-    names = [name.strip() for name in marker.removeprefix("median of ").split(",")]
+    names = sources(marker)
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         return [(table[0].number, f"the marker names {missing[0]!r}, which is no file")]
@@ -232,21 +237,20 @@ def wrong_in_prose(folder: Path, lines: list[Line]) -> list[tuple[int, str]]:
     """Numbers with a decimal point in the checked sections' prose that nobody recorded."""
     wrong = []
     for section in CHECKED_SECTIONS:
-        prose = [line for line in lines if line.section == section and line.kind == "prose"]
-        if section == "Result":
-            files = [*folder.glob("reference_output*.txt")]
-            files += (ROOT / "common").glob("reference_output*.txt")
-            where = "a reference_output file of the folder or of common/"
-        else:
-            text = "\n".join(line.text for line in prose)  # a link may be wrapped
-            files = [folder / target for target in dict.fromkeys(to for _, to in cited(text))]
-            where = "the recordings that the section links to"
+        here = [line for line in lines if line.section == section]
+        prose = [line for line in here if line.kind == "prose"]
+        targets = ["reference_output.txt"]
+        targets += [to for _, to in cited("\n".join(line.text for line in prose))]
+        for line in here:
+            targets += sources(line.text) if line.kind == "figures" else []
+        files = [folder / target for target in dict.fromkeys(targets)]
         recorded = [number for file in files if file.is_file() for number in numbers_in(file)]
         for line in prose:
             for number in numbers_beside_links(line.text):
                 if line.folded or number.as_tuple().exponent >= 0:
                     continue
                 if not any(same(number, other) for other in recorded):
+                    where = "reference_output.txt or a recording that the section names"
                     wrong.append((line.number, f"{number}: not in {where}"))
     return wrong
 

@@ -98,11 +98,17 @@ def test_the_message_names_the_figure_and_the_nearest_line(tmp_path):
         ("| a |\n|---|\n| [34.6 ms](reference_output_x.txt) |\n", ""),
         ("| a |\n|---|\n| [34.5 ms](reference_output_x.txt) |\n", "README.md:3: 34.5: not in ref"),
         ("Text [3](reference_output_x.txt), [4](reference_output_x.txt).\n", "README.md:1: 4: not"),
-        ("## Result\n\nIt is 34.6, 35 or 99.91.\n", "README.md:3: 99.91: not in a reference_"),
-        ("## Result\n\n`1.5`\n\n```\n1.5\n```\n\n<details>\n1.5\n</details>\n34.6\n", ""),
-        ("## Result\n\n### More\n\n2.15.0, 999.5 ms\n", "README.md:5: 999.5: not in a reference_"),
+        ("## Result\n\nIt is 34.6.\n", "README.md:3: 34.6: not in reference_output.txt or a"),
+        ("## Result\n\nIt [is](reference_output_x.txt) 34.6, 35.\n", ""),
+        ("## Result\n\nIt [is](reference_output_x.txt) 34.5, 35.\n", "README.md:3: 34.5: not in"),
+        (
+            "## Result\n\n34.6\n\n<!-- figures: reference_output_x.txt -->\n| a | b |\n|---|---|\n",
+            "",
+        ),
+        ("## Result\n\n`1.5`\n\n```\n1.5\n```\n\n<details>\n1.5\n</details>\n35 1,500\n", ""),
+        ("## Result\n\n### More\n\n2.15.0, 999.5 ms\n", "README.md:5: 999.5: not in reference_out"),
         ("## Run it\n\n1.5\n", ""),
-        ("## The rungs\n\n34.6, 7.7: [it](reference_output_x.txt)\n", "README.md:3: 7.7: not in t"),
+        ("## The rungs\n\n34.6, 7.7: [it](reference_output_x.txt)\n", "README.md:3: 7.7: not in r"),
     ],
 )
 def test_what_needs_a_marker_or_a_recording(text, complaint, tmp_path):
