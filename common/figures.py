@@ -6,6 +6,7 @@ Prints a line per figure that does not, and ends with 1 if there are any. How a 
 source of a table is described in common/README.md; test_readmes.py holds every page to it.
 """
 
+import itertools
 import re
 import statistics
 import sys
@@ -76,7 +77,7 @@ NUMBER = re.compile(
     r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:e[-+]?\d+)?(?!\d|\.\d)"
 )
 LINK = re.compile(r"!?\[([^\]]*)\]\(([^)\s]*)[^)]*\)")
-CODE = re.compile(r"(`+)(.+?)\1")
+CODE = re.compile(r"(`+)(.+?)\1", re.DOTALL)
 
 
 def numbers_of(text: str) -> list[Decimal]:
@@ -119,6 +120,21 @@ def cited(text: str) -> list[tuple[str, str]]:
     return [(said, to) for said, to in links if "reference_output" in to and to.endswith(".txt")]
 
 
+def without_code(lines: list[Line]) -> list[Line]:
+    """The same lines without code spans, which may be wrapped in prose."""
+    result = []
+    for kind, group in itertools.groupby(lines, lambda line: line.kind if line.text else ""):
+        group = list(group)
+        texts = [line.text for line in group]
+        if kind == "prose":
+            text = CODE.sub(lambda span: " " + "\n" * span[0].count("\n"), "\n".join(texts))
+            texts = text.split("\n")
+        elif kind != "code":
+            texts = [CODE.sub(" ", text) for text in texts]
+        result += [line._replace(text=text) for line, text in zip(group, texts, strict=True)]
+    return result
+
+
 def numbers_beside_links(text: str) -> list[Decimal]:
     """The numbers outside code and link targets, without those that are links to a recording."""
     text = CODE.sub(" ", text)
@@ -139,9 +155,10 @@ def wrong_figures(path: Path) -> list[str]:
             after = next((one for one in lines[line.number :] if one.text.strip()), line)
             if after.kind != "table":
                 found.append((line.number, "a marker of figures, and no table right after it"))
-        elif line.kind != "code":
+    for line in without_code(lines):
+        if line.kind in ("table", "prose"):
             found += [(line.number, complaint) for complaint in wrong_links(path.parent, line.text)]
-    found += wrong_in_prose(path.parent, lines)
+    found += wrong_in_prose(path.parent, without_code(lines))
     name = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path.name
     return [f"{name}:{number}: {complaint}" for number, complaint in sorted(found)]
 

@@ -107,6 +107,7 @@ def test_the_message_names_the_figure_and_the_nearest_line(tmp_path):
         ),
         ("## Result\n\n`1.5`\n\n```\n1.5\n```\n\n<details>\n1.5\n</details>\n35 1,500\n", ""),
         ("## Result\n\n### More\n\n2.15.0, 999.5 ms\n", "README.md:5: 999.5: not in reference_out"),
+        ("## Result\n\nWith `make\nx 9.9` 99.9 and `b`\n", "README.md:4: 99.9: not in reference"),
         ("## Run it\n\n1.5\n", ""),
         ("## The rungs\n\n34.6, 7.7: [it](reference_output_x.txt)\n", "README.md:3: 7.7: not in r"),
     ],
@@ -460,10 +461,8 @@ def anchors_of(text: str) -> set[str]:
 
 
 def dead_links(path: Path) -> list[str]:
-    lines = [
-        line for line in figures.parse(path.read_text()) if line.kind not in ("code", "figures")
-    ]
-    text = figures.CODE.sub("", "\n".join(line.text for line in lines))
+    lines = figures.without_code(figures.parse(path.read_text()))
+    text = "\n".join(line.text for line in lines if line.kind in ("table", "prose", "heading"))
     pictures = re.compile(r"!\[([^\]]*)\]\(([^)\s]*)[^)]*\)")
     targets = [target for _, target in pictures.findall(text)]
     text = pictures.sub("a picture", text)  # which may be a link
@@ -506,6 +505,10 @@ def test_links(name):
         ("[a](README.md#the-idea)", False),
         ("[a](https://example.org/x#y)", False),
         ("`[a](no.txt)`", False),
+        ("`[a]\n(no.txt)` and `x`", False),
+        ("`x\ny` [a](no.txt) and `z`", True),
+        ("| `a` | `b` [c](no.txt) |", True),
+        ("| `[c](no.txt)` |", False),
         ('<img src="no.png">', True),
     ],
 )
