@@ -220,9 +220,9 @@ def trains_through_adapters(code: str, folder: str, names: list[str]) -> None:
     imported = set()
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Import):
-            imported |= {alias.name for alias in node.names}
+            imported |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            imported.add(node.module)
+            imported.add(node.module.split(".")[0])
     sys.path.insert(0, folder)
     adapters = {}
     exec(compile(code, "adapter lines", "exec"), adapters)
@@ -391,7 +391,7 @@ def ddp_on_after_backward(ddp_model, optimizer):
         ("(ddp_model, optimizer)", "(ddp_model)"),
         ("def get_ddp(", "def get_dpp("),
         ("return NaiveDDP(module)", "return module"),
-        ("from naive_ddp import", "from common.rungs import"),
+        ("naive_ddp import", "torch.nn.parallel import DistributedDataParallel as"),
     ],
 )
 def test_adapter_lines_that_are_changed(ranks, old, new):
