@@ -138,6 +138,8 @@ SIZES = {  # d_model, d_ff, layers, heads, vocabulary, sequences per rank and st
     "large": (1280, 5120, 36, 20, 10_000, 4, 128),
     "xl": (1600, 6400, 48, 25, 10_000, 4, 128),
     "2.7b": (2560, 10_240, 32, 32, 10_000, 4, 128),
+    "xl-2026": (2560, 10_240, 32, 32, 10_000, 4, 512),
+    "10b": (4608, 12_288, 50, 36, 10_000, 4, 512),
     "0.5b": (1024, 4096, 24, 16, 50_000, 2, 512),
 }
 
@@ -157,12 +159,35 @@ class LanguageModel(nn.Module):
     def forward(self, tokens):
         x = self.token_embedding(tokens)
         mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], x.device, x.dtype)
-        return self.head(self.layers(x, mask, is_causal=True))
+        return self.head(self.layers(x, mask, is_causal=True)).float()
+
+
+def train_step(model, optimizer, watch, inputs, targets):
+    """The step that is verified, then measured: returns its loss and the seconds of its parts."""
+    watch.mark("start")
+    with torch.profiler.record_function("forward"):
+        loss = F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
+    with torch.profiler.record_function("backward"):
+        loss.backward()
+    if not isinstance(model, nn.parallel.DistributedDataParallel):  # that one has a hook for it
+        watch.mark("last gradient")
+    with torch.profiler.record_function("sync"):
+        if hasattr(model, "finish_gradient_synchronization"):
+            model.finish_gradient_synchronization()
+    watch.mark("synchronized")
+    with torch.profiler.record_function("optimizer"):
+        optimizer.step()
+        optimizer.zero_grad()
+    watch.mark("end")
+    step, exposed = watch.seconds("start", "end"), watch.seconds("last gradient", "synchronized")
+    times = {"step_seconds": step, "exposed_comm_seconds": exposed}
+    return loss, times | {"optimizer_seconds": watch.seconds("synchronized", "end")}
 
 
 def verify(args, options, device):
     """Train a classifier on shards, and a twin in one process on their union; compare weights."""
     from common.setup import load_images, say
+    from common.timing import Stopwatch
 
     rank, world_size = dist.get_rank(), dist.get_world_size()
     images, labels, test_images, test_labels = load_images(args.data, args.download, device)
@@ -175,16 +200,17 @@ def verify(args, options, device):
     twin = classifier(args.seed)
     model = WRAPPER(classifier(args.seed + rank), **options)  # rank 0's weights must win
     optimizer = torch.optim.Adam([*twin.parameters(), *model.parameters()], lr=1e-3)
+    watch = Stopwatch(device)
     shuffle = torch.Generator().manual_seed(args.seed)
     for epoch in (1, 2):
         batches = torch.randperm(len(images), generator=shuffle).split(64 * world_size)
-        for batch in batches[: len(images) // (64 * world_size)]:  # the last may not be full
+        for step, batch in enumerate(batches[: len(images) // (64 * world_size)], 1):  # full ones
             shard = batch[rank::world_size]
-            optimizer.zero_grad()
             F.cross_entropy(twin(images[batch]), labels[batch]).backward()
-            F.cross_entropy(model(images[shard]), labels[shard]).backward()
-            model.finish_gradient_synchronization()
-            optimizer.step()
+            loss, times = train_step(model, optimizer, watch, images[shard], labels[shard])
+            if args.log_every and step % args.log_every == 0:
+                ms, exposed, _ = (f"{1000 * seconds:.2f} ms" for seconds in times.values())
+                say(f"verify: epoch {epoch}, step {step}: loss {loss:.4f}, {ms}, exposed {exposed}")
         with torch.no_grad():
             logits = model(test_images)
         loss = F.cross_entropy(logits, test_labels).item()
@@ -206,7 +232,7 @@ def verify(args, options, device):
     return {"max_abs_diff": worst, "tolerance": TOLERANCE, "passed": True, "accuracy": accuracy}
 
 
-def benchmark(args, options, device, batch_shape, others=None):
+def benchmark(args, options, device, described, others=None):
     """Time steps of a language model: no sync, this stage, `others` (by name), and torch DDP."""
     from common import report, timing
 
@@ -220,6 +246,7 @@ def benchmark(args, options, device, batch_shape, others=None):
         wraps = {"no sync": lambda model: model, **wraps, "torch DDP": torch_ddp}
     shape = SIZES[args.size][:5]
     torch.manual_seed(args.seed + dist.get_rank())
+    batch_shape = described["batch_size"], described["context_length"]
     tokens, targets = torch.randint(shape[-1], (2, *batch_shape), device=device)
 
     def candidate(wrap):
@@ -229,34 +256,10 @@ def benchmark(args, options, device, batch_shape, others=None):
             model = wrap(LanguageModel(*shape).to(getattr(torch, args.dtype)))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         watch = timing.Stopwatch(device)
-        span = torch.profiler.record_function
         if wrap is torch_ddp:  # waits within backward: what it exposes begins at the last gradient
             last = model.module.token_embedding.weight
             last.register_post_accumulate_grad_hook(lambda _: watch.mark("last gradient"))
-
-        def step():
-            watch.mark("start")
-            with span("forward"):
-                loss = F.cross_entropy(model(tokens).flatten(0, 1).float(), targets.flatten())
-            with span("backward"):
-                loss.backward()
-            if wrap is not torch_ddp:
-                watch.mark("last gradient")
-            with span("sync"):
-                if hasattr(model, "finish_gradient_synchronization"):
-                    model.finish_gradient_synchronization()
-            watch.mark("synchronized")
-            with span("optimizer"):
-                optimizer.step()
-                optimizer.zero_grad()
-            watch.mark("end")
-            return {
-                "step_seconds": watch.seconds("start", "end"),
-                "exposed_comm_seconds": watch.seconds("last gradient", "synchronized"),
-                "optimizer_seconds": watch.seconds("synchronized", "end"),
-            }
-
-        return step
+        return lambda: train_step(model, optimizer, watch, tokens, targets)[1]
 
     candidates = {name: candidate(wrap) for name, wrap in wraps.items()}
     samples = timing.measure(candidates, args.steps, args.warmup)
@@ -276,14 +279,14 @@ def main():
         sys.exit(f"error: {error}: copy the repository's folder common/ beside this script")
 
     parser = setup.Parser(__doc__)
+    add = parser.add_argument
     for name, value in WRAPPER_OPTIONS.items():
-        parser.add_argument(
-            "--" + name.replace("_", "-"), type=setup.positive_number, default=value
-        )
+        add("--" + name.replace("_", "-"), type=setup.positive_number, default=value)
     setup.add_training_arguments(parser, SIZES, steps=15)
     setup.add_verify_arguments(parser)
-    view = "torch DDP's option of that name, for the baseline"
-    parser.add_argument("--gradient-as-bucket-view", action="store_true", help=view)
+    add("--gradient-as-bucket-view", action="store_true", help="torch DDP's option of that name")
+    every = "verify: loss, time and exposed communication of rank 0 every N steps; 0: none"
+    add("--log-every", type=setup.whole_number(0), default=0, metavar="N", help=every)
     args = parser.parse_args()
     if args.save and args.no_verify:
         parser.error("argument --save: not with --no-verify, which trains no classifier")
@@ -291,11 +294,9 @@ def main():
     with setup.process_group(args) as device:
         options = {name: getattr(args, name) for name in WRAPPER_OPTIONS}
         result = report.begin(folder.name, args, device)
-        replicas = 1 if args.no_baseline else 3
-        model = result["model"] = report.describe(LanguageModel, SIZES, args, replicas)
+        result["model"] = report.describe(LanguageModel, SIZES, args, 1 if args.no_baseline else 3)
         result["verify"] = None if args.no_verify else verify(args, options, device)
-        batch_shape = model["batch_size"], model["context_length"]
-        result["candidates"] = benchmark(args, options, device, batch_shape)
+        result["candidates"] = benchmark(args, options, device, result["model"])
         report.write_json(args.json, result)
 
 

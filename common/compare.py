@@ -1,6 +1,7 @@
 """One table and one picture for JSON files of stages 02 to 06, such as before and after a change.
 
     python -m common.compare results/before.json results/after.json --plot results/change.png
+    python -m common.compare results/run.json --per-rank        (is one of the ranks slower?)
 
 To compare the rungs with each other, `make compare` (rungs.py) measures them in one run.
 """
@@ -9,6 +10,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from statistics import fmean
 
 from common.report import percentiles, print_table
 from common.setup import Parser, fail, output_file, say
@@ -128,6 +130,26 @@ def print_rows(rows: list[dict]) -> None:
     say("another mood: compare the ratios. The broadcasts of 06 count as the optimizer's time.")
 
 
+def print_per_rank(label: str, result: dict) -> None:
+    """A row for every candidate and rank: mean, min and max of its steps."""
+    rows = []
+    for candidate in result["candidates"]:
+        by_rank = candidate["step_seconds"]
+        if not isinstance(by_rank[0], list):
+            fail(f"argument --per-rank: {label} holds no samples by rank")
+        for rank, steps in enumerate(by_rank):
+            row = [candidate["name"], str(rank)]
+            exposed = candidate.get("exposed_comm_seconds")
+            for seconds in (steps, exposed and exposed[rank]):
+                times = [fmean(seconds), min(seconds), max(seconds)] if seconds else []
+                row += [f"{1000 * time:.1f}" for time in times] or ["-"] * 3
+            rows.append(row)
+    say(f"\n{label}, by rank, in ms")
+    print_table(["", "rank", "step", "min", "max", "exposed", "min", "max"], rows)
+    say("step, exposed: means over the steps of one rank. In an all-reduce the ranks wait for the")
+    say("slowest: its steps are as long as theirs, but it is the one that exposes least.")
+
+
 def draw(rows: list[dict], result: dict, path: Path) -> None:
     """A stacked bar per run: compute, exposed communication, optimizer.
 
@@ -171,6 +193,8 @@ def main() -> None:
     written_by = "written by --json of stages 02 to 06"
     parser.add_argument("files", nargs="+", metavar="FILE.json", help=written_by)
     parser.add_argument("--plot", type=output_file, metavar="FILE", help="the picture, a PNG")
+    per_rank = "also mean, min and max of every rank"
+    parser.add_argument("--per-rank", action="store_true", help=per_rank)
     args = parser.parse_args()
     results = read(args.files)
     by_label = dict(zip(labels(args.files), results, strict=True))
@@ -178,6 +202,9 @@ def main() -> None:
         say(line)
     rows = [summarize(label, result) for label, result in by_label.items()]
     print_rows(rows)
+    if args.per_rank:
+        for label, result in by_label.items():
+            print_per_rank(label, result)
     if args.plot:
         draw(rows, results[0], args.plot)
         say(f"written: {args.plot}")

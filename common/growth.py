@@ -35,8 +35,7 @@ def measure(args, device: torch.device) -> dict | None:
         return None
     replicas = 1 if args.no_baseline else 3
     model = report.describe(bucketed.LanguageModel, bucketed.SIZES, args, replicas)
-    batch_shape = model["batch_size"], model["context_length"]
-    candidates = bucketed.benchmark(args, {}, device, batch_shape)
+    candidates = bucketed.benchmark(args, {}, device, model)
     return {"model": model, "candidates": candidates}
 
 

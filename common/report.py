@@ -88,9 +88,8 @@ def processor_name() -> str:
 
 def write_json(path: Path | None, result: dict) -> None:
     """Write a result where rank 0 has a path; null for infinity and nan."""
-    if path is None or (dist.is_initialized() and dist.get_rank() != 0):
-        return
-    result["seconds"] = (datetime.now(timezone.utc) - result["started"]).total_seconds()
-    finite = json.loads(json.dumps(result, default=str), parse_constant=lambda _: None)
-    path.write_text(json.dumps(finite, indent=1) + "\n")
-    say(f"written: {path}")
+    if path and not (dist.is_initialized() and dist.get_rank() != 0):
+        result["seconds"] = (datetime.now(timezone.utc) - result["started"]).total_seconds()
+        finite = json.loads(json.dumps(result, default=str), parse_constant=lambda _: None)
+        path.write_text(json.dumps(finite, indent=1) + "\n")
+        say(f"written: {path}")

@@ -184,8 +184,7 @@ def measure(args, device) -> dict:
     """All rungs in turn, with one model: "model" and "candidates" of the JSON."""
     others = {"FlatDDP": FlatDDP, "OverlapDDP": OverlapDDP, "BucketedDDP": BucketedDDP}
     model = report.describe(naive_ddp.LanguageModel, naive_ddp.SIZES, args, REPLICAS)
-    batch_shape = model["batch_size"], model["context_length"]
-    candidates = naive_ddp.benchmark(args, {}, device, batch_shape, others)
+    candidates = naive_ddp.benchmark(args, {}, device, model, others)
     return {"model": model, "candidates": candidates}
 
 

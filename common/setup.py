@@ -6,6 +6,7 @@ import socket
 import sys
 import time
 import traceback
+import zlib
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -94,7 +95,7 @@ output_file = checked(Path, can_be_written, "a file that can be written, in a fo
 def add_training_arguments(parser: Parser, sizes: dict, steps: int) -> None:
     """The flags of all that train a language model; `steps` is the default of --steps."""
     add, one = parser.add_argument, whole_number(1)
-    add("--size", choices=sizes, default="tiny", help="of the language model")
+    add("--size", choices=sizes, default="tiny", help="CS336 2025: xl, 2.7b; 2026: xl-2026, 10b")
     add("--batch-size", type=one, help="sequences per rank and step (default: the size's)")
     add("--context-length", type=one, help="tokens per sequence (default: the size's)")
     add("--dtype", choices=["float32", "bfloat16"], default="float32")
@@ -145,10 +146,7 @@ def choose_device(args: argparse.Namespace) -> torch.device:
 
 @contextmanager
 def process_group(args: argparse.Namespace):
-    """Join the group that torchrun describes, yield this rank's torch.device, and always leave.
-
-    Replaces "auto" in args.device and args.backend.
-    """
+    """Join the group that torchrun describes, yield this rank's torch.device, and always leave."""
     if "RANK" not in os.environ:
         command = f"torchrun --standalone --nproc-per-node 2 {sys.argv[0]}"
         fail(f"start this script with torchrun: {command}")
@@ -215,19 +213,23 @@ def load_images(data: str | None, download: bool, device="cpu") -> list[torch.Te
         digits = numpy.load(Path(__file__).with_name("digits.npz"))
         order = numpy.random.default_rng(0).permutation(len(digits["labels"]))
         images, labels = (torch.tensor(digits[name][order]) for name in ("images", "labels"))
-        images, labels = images.double().flatten(1) - 8, labels.long()
-        parts = [images[297:].repeat(10, 1), labels[297:].repeat(10), images[:297], labels[:297]]
-        return [part.to(device) for part in parts]
+        images, labels = images.to(device, torch.float64).flatten(1) - 8, labels.to(device).long()
+        return [images[297:].repeat(10, 1), labels[297:].repeat(10), images[:297], labels[:297]]
     try:
         from torchvision.datasets import MNIST
 
         if download and dist.get_rank() == 0:
             MNIST(data, download=True)
         dist.barrier()
-        parts = []
-        for split in (MNIST(data, train=True), MNIST(data, train=False)):
-            parts += [split.data.double().flatten(1) / 16 - 8, split.targets]  # as the digits
-        return [part.to(device) for part in parts]
+        splits = MNIST(data, train=True), MNIST(data, train=False)
+        parts = [part for s in splits for part in (s.data.double().flatten(1) / 16 - 8, s.targets)]
     except Exception as error:  # torchvision has many kinds: files missing, cut short, not MNIST
-        reason = f"holds no readable MNIST ({error!r}); --download fetches it"
-        fail(f"argument --data: {data!r} {reason}")
+        fail(f"argument --data: {data!r} holds no readable MNIST ({error!r}); use --download")
+    mine = len(parts[0]), *(zlib.crc32(part.numpy()) for part in parts)
+    everyones = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, mine)
+    if len({n for n, *_ in everyones}) > 1:  # those with more would wait for the others
+        fail(f"argument --data: {data!r} holds {[n for n, *_ in everyones]} images, by rank")
+    if others := [rank for rank, theirs in enumerate(everyones) if theirs != mine]:
+        say(f"warning: --data on ranks {others} is not that of rank 0, so that verify may fail")
+    return [part.to(device) for part in parts]

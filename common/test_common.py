@@ -9,6 +9,8 @@ import io
 import itertools
 import json
 import os
+import re
+import shutil
 import socket
 import struct
 import subprocess
@@ -30,11 +32,15 @@ def mnist(tmp_path):
     raw = tmp_path / "MNIST" / "raw"
     raw.mkdir(parents=True)
     for name, count in (("train", 5), ("t10k", 3)):
-        images = struct.pack(">4I", 2051, count, 28, 28) + bytes(784 * count)
-        labels = struct.pack(">2I", 2049, count) + bytes(range(count))
-        (raw / f"{name}-images-idx3-ubyte").write_bytes(images)
-        (raw / f"{name}-labels-idx1-ubyte").write_bytes(labels)
+        write_mnist(raw, name, count)
     return tmp_path, sorted(raw.iterdir())
+
+
+def write_mnist(raw, name, count):
+    images = struct.pack(">4I", 2051, count, 28, 28) + bytes(784 * count)
+    labels = struct.pack(">2I", 2049, count) + bytes(number % 10 for number in range(count))
+    (raw / f"{name}-images-idx3-ubyte").write_bytes(images)
+    (raw / f"{name}-labels-idx1-ubyte").write_bytes(labels)
 
 
 def shapes_of_mnist(folder):
@@ -59,6 +65,77 @@ def test_mnist_cut_short_is_one_line(ranks, mnist):
             assert status == 2 and message in said, (file, length, said)
             assert said.count("\n") == 1 and " ()" not in said, said
         file.write_bytes(whole)
+
+
+def load_my_folder(folders, numbered):
+    """On a rank: what was said while its own folder was read, and the images or the exit status.
+
+    `numbered`: the ranks know their numbers, as under torchrun, so that rank 0 speaks for all.
+    """
+    rank = torch.distributed.get_rank()
+    said = io.StringIO()
+    os.environ["RANK"] = str(rank) if numbered else "0"
+    try:
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            result = len(load_images(str(folders[rank]), False)[0])
+    except SystemExit as end:
+        result = end.code
+    del os.environ["RANK"]
+    return said.getvalue(), result
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_unlike_data_on_two_hosts_is_one_warning(ranks, mnist, tmp_path, part):
+    """The other host's images and labels are as many, but one byte differs in one file."""
+    folder, files = mnist
+    other = shutil.copytree(folder / "MNIST", tmp_path / "other" / "MNIST").parent
+    file = other / files[part].relative_to(folder)
+    file.write_bytes(file.read_bytes()[:-1] + b"\x09")
+    assert ranks(2).run(load_my_folder, [folder, folder], True) == [("", 5), ("", 5)]
+    said = "warning: --data on ranks [1] is not that of rank 0, so that verify may fail\n"
+    assert ranks(2).run(load_my_folder, [folder, other], True) == [(said, 5), ("", 5)]
+
+
+def test_more_data_on_one_host_ends_the_run(ranks, mnist, tmp_path):
+    """Else it would take more steps than the others, and wait for them."""
+    folder, _ = mnist
+    other = shutil.copytree(folder / "MNIST", tmp_path / "other" / "MNIST").parent
+    write_mnist(other / "MNIST" / "raw", "train", 6)
+    for said, status in ranks(2).run(load_my_folder, [folder, other], False):
+        assert status == 2 and said.count("\n") == 1, said
+        assert "error: argument --data: " in said and "holds [5, 6] images, by rank" in said
+
+
+def verified(folder, log_every):
+    """On a rank: what verify of stage 02 says, and how far the weights are from the twin's."""
+    import naive_ddp
+
+    words = {"data": str(folder), "download": False, "seed": 0, "save": None}
+    args = argparse.Namespace(**words, log_every=log_every)
+    said = io.StringIO()
+    os.environ["RANK"] = str(torch.distributed.get_rank())
+    with contextlib.redirect_stdout(said):
+        result = naive_ddp.verify(args, {}, torch.device("cpu"))
+    del os.environ["RANK"]
+    return said.getvalue().splitlines(), result["max_abs_diff"]
+
+
+def test_verify_logs_every_nth_step(ranks, mnist, monkeypatch):
+    """Five steps in each of two epochs; what is printed changes nothing of what is computed."""
+    monkeypatch.syspath_prepend(ROOT / "02_naive_ddp")
+    folder, files = mnist
+    write_mnist(files[0].parent, "train", 700)
+    (lines, difference), (of_rank_1, _) = ranks(2).run(verified, folder, 2)
+    logged = [line for line in lines if " step " in line]
+    number = r"(\d+\.\d+)"
+    form = rf"verify: epoch (\d), step (\d): loss {number}, {number} ms, exposed {number} ms"
+    rows = [re.fullmatch(form, line).groups() for line in logged]
+    assert [row[:2] for row in rows] == [("1", "2"), ("1", "4"), ("2", "2"), ("2", "4")]
+    assert 2 < float(rows[0][2]) < 5, "of ten classes, before anything is learned"
+    assert all(0 < float(exposed) < float(step) for *_, step, exposed in rows)
+    assert of_rank_1 == []
+    [silent, _] = ranks(2).run(verified, folder, 0)
+    assert silent == ([line for line in lines if line not in logged], difference)
 
 
 @pytest.mark.skipif(not hasattr(os, "setreuid"), reason="needs users")
@@ -197,6 +274,25 @@ def test_compare_says_first_what_else_differs(compare):
         "--bucket-size-mb differs: 0.json: 25.0; 1.json: 1.0",
         "file        wrapper  step ms  /no sync  /torch DDP  exposed ms  collectives  change",
     ]
+
+
+def test_compare_per_rank(compare):
+    by_rank = {"step_seconds": [[0.1, 0.3], [0.2, 0.6]], "exposed_comm_seconds": [[0, 0.2], [0, 0]]}
+    own = result()["candidates"][1] | by_rank
+    floor = own | {"name": "no sync"}
+    del floor["exposed_comm_seconds"]
+    status, output, _ = compare(result(candidates=[floor, own]), words=["--per-rank"])
+    rows = [line.split() for line in output.splitlines()]
+    rows = rows[rows.index(["0.json,", "by", "rank,", "in", "ms"]) + 1 :]
+    assert not status and rows[0] == "rank step min max exposed min max".split()
+    assert rows[1] == ["no", "sync", "0", "200.0", "100.0", "300.0", "-", "-", "-"]
+    assert rows[3] == ["BucketedDDP", "0", "200.0", "100.0", "300.0", "100.0", "0.0", "200.0"]
+    assert rows[4] == ["BucketedDDP", "1", "400.0", "200.0", "600.0", "0.0", "0.0", "0.0"]
+
+
+def test_compare_per_rank_needs_samples_by_rank(compare):
+    status, _, errors = compare(result(), words=["--per-rank"])
+    assert status == 2 and "argument --per-rank: 0.json holds no samples by rank\n" in errors
 
 
 def test_compare_refuses_a_missing_file(tmp_path):

@@ -40,6 +40,22 @@ def test_neighbours_differ_above_the_marker_only_and_in_few_lines():
         assert sum(line.startswith(("- ", "+ ")) for line in changes) <= most, (one, other)
 
 
+def test_all_language_models_come_in_the_same_sizes():
+    """xl, 2.7b: CS336 of 2025; xl-2026, 10b: of 2026 (assignment 2, the table of model sizes)."""
+    sizes = lines_of_sizes("02_naive_ddp/naive_ddp.py")
+    assert len(sizes) == 10
+    for path in [*LADDER, "06_sharded_optimizer/sharded_optimizer.py"]:
+        assert lines_of_sizes(path) == sizes, path
+    fsdp = lines_of_sizes("06_sharded_optimizer/fsdp_measure.py")
+    assert fsdp == [line for line in sizes if '"0.5b"' not in line]
+
+
+def lines_of_sizes(name: str) -> list[str]:
+    lines = lines_of(name)
+    start = next(number for number, line in enumerate(lines) if line.startswith("SIZES = {"))
+    return lines[start + 1 : lines.index("}", start)]
+
+
 def split_at_marker(name: str) -> tuple[list[str], list[str]]:
     lines = lines_of(name)
     return lines[: lines.index(MARKER)], lines[lines.index(MARKER) :]
