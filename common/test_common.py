@@ -23,7 +23,7 @@ import common.compare
 from common.compare import read, summarize
 from common.setup import load_images, output_file, process_group
 from common.testing import ROOT
-from common.timeline import read_step
+from common.timeline import PHASES, draw, read_step
 
 
 @pytest.fixture
@@ -342,6 +342,23 @@ def test_timeline_takes_the_gpu_s_own_spans():
     ]
     phases, lanes = read_step(trace)
     assert phases[0] == ("forward", 0.0, 0.05) and lanes == {21: [(0.07, 0.03)]}
+
+
+def test_timeline_marks_packing_and_draws(tmp_path):
+    """Of a sync with aten::cat: what comes before its collective, and what after it."""
+    trace = trace_of_two_steps()
+    steps = {"no sync": ([(name, i, 1) for i, name in enumerate(PHASES)], {})}
+    trace["traceEvents"] += [
+        span("gloo:all_reduce", 1075, 10, 7),
+        span("aten::cat", 1071, 3, cat="cpu_op"),
+        span("aten::cat", 1005, 3, cat="cpu_op"),
+    ]
+    steps["03"] = read_step(trace)
+    names = ["forward", "backward", "sync", "pack", "unpack", "optimizer"]
+    assert [name for name, _, _ in steps["03"][0]] == names
+    assert steps["03"][0][3:5] == [("pack", 0.07, 0.005), ("unpack", 0.085, 0.005)]
+    draw(steps, tmp_path / "x.png")
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_timeline_of_something_else_is_one_line(tmp_path):

@@ -6,7 +6,9 @@
 Each stage has a compute lane (forward, backward, sync, optimizer) and a communication lane with
 every collective as a block of its own, a sub-lane per thread of gloo's or CUDA stream of NCCL's;
 gloo's all-gathers and all-to-alls, which FSDP needs, have a sub-lane and a colour each.
-The blocks are as torch.profiler recorded them.
+Where a rung exposes communication it is marked, and so is the packing and unpacking of stage 03.
+The blocks are as torch.profiler recorded them. Two traces make a small picture: a stage's README
+shows it below the step without synchronization, which common/no_sync.py traces.
 """
 
 import json
@@ -19,6 +21,8 @@ from common.setup import Parser, fail, output_file, say
 PHASES = {"forward": "#56B4E9", "backward": "#0072B2", "sync": "#F0E442", "optimizer": "#999999"}
 COLLECTIVE = "#D55E00"
 KINDS = {"all_gather": "#009E73", "all_to_all": "#CC79A7"}  # with a sub-lane of their own
+PACKING = "#E69F00"
+NOTE = "one profiled step: its times differ from the tables', which are medians of unprofiled steps"
 
 
 def read_step(
@@ -27,8 +31,9 @@ def read_step(
     """A training step in a Chrome trace: phases and collectives, in ms from the start of forward.
 
     Returns [(phase, start, duration)] in order, and {thread or stream: [(start, duration)]}, sorted
-    by start. Of the recorded steps it is the one of median duration, because a single step can be
-    disturbed by something else on the machine. Where the trace has the phases as the GPU ran them
+    by start. Where sync packs gradients into one tensor, "pack" and "unpack" are among the phases.
+    Of the recorded steps it is the one of median duration, because a single step can be disturbed
+    by something else on the machine. Where the trace has the phases as the GPU ran them
     (gpu_user_annotation), these are taken, not their launches by the CPU. ValueError if a phase is
     missing.
     """
@@ -42,7 +47,6 @@ def read_step(
         return (event["ts"] - start) / 1000, event["dur"] / 1000
 
     phases = [(name, *span(event)) for name, event in step.items()]
-    phases.sort(key=lambda phase: phase[1])
     lanes = {}
     for event in events:
         is_gloo = event["name"].startswith("gloo:") and not on_gpu
@@ -51,8 +55,27 @@ def read_step(
             kind = event["name"].removeprefix("gloo:")
             lane = kind if is_gloo and kind in KINDS else event["tid"]
             lanes.setdefault(lane, []).append(span(event))
+    if "sync" in step and not on_gpu:
+        phases += [(name, *span(block)) for name, block in packing(events, step["sync"])]
+    phases.sort(key=lambda phase: phase[1])
     order = sorted(lanes, key=lambda lane: (lane not in KINDS, lane))
     return phases, {lane: sorted(lanes[lane]) for lane in order}
+
+
+def packing(events: list[dict], sync: dict) -> list[tuple[str, dict]]:
+    """Of a sync that copies gradients into one tensor: [("pack", block), ("unpack", block)].
+
+    Packing is all of sync until its collective starts, unpacking all of it after the collective.
+    """
+    end = sync["ts"] + sync["dur"]
+    inside = [event for event in events if sync["ts"] <= event["ts"] < end]
+    collectives = [event for event in inside if event["name"] == "gloo:all_reduce"]
+    if not collectives or not any(event["name"] == "aten::cat" for event in inside):
+        return []
+    first = min(event["ts"] for event in collectives)
+    last = max(event["ts"] + event["dur"] for event in collectives)
+    pack = {"ts": sync["ts"], "dur": first - sync["ts"]}
+    return [("pack", pack), ("unpack", {"ts": last, "dur": end - last})]
 
 
 def median_step(events: list[dict], on_gpu: bool) -> dict[str, dict]:
@@ -87,26 +110,35 @@ def draw(steps: dict[str, tuple], path: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    figure = Figure(figsize=(10, 1.1 + 1.35 * len(steps)), dpi=120, layout="constrained")
+    heights = [1.5 if lanes else 0.85 for _, lanes in steps.values()]
+    figure = Figure(figsize=(10, 1.3 + sum(heights)), dpi=120, layout="constrained")
     axes = figure.subplots()
     edge = {"edgecolor": "white", "linewidth": 0.5}
     beside = {"xytext": (4, 0), "textcoords": "offset points", "va": "center", "fontsize": 10}
     ticks = []
     labels = []
-    for row, (label, (phases, lanes)) in enumerate(steps.items()):
-        top = -2.6 * row
+    top = 0.0
+    for label, (phases, lanes) in steps.items():
         for name, start, duration in phases:
-            axes.broken_barh([(start, duration)], (top, 0.9), facecolor=PHASES[name], **edge)
+            axes.broken_barh(
+                [(start, duration)], (top, 0.9), facecolor=PHASES.get(name, PACKING), **edge
+            )
+            if name not in PHASES:
+                axes.text(start + duration / 2, top + 0.95, name, ha="center", fontsize=10)
+            if name == "sync" and lanes and not set(lanes) & set(KINDS):
+                mark_exposed(axes, start, start + duration, top - 1.25)
         height = 0.9 / max(1, len(lanes))
         for number, (lane, blocks) in enumerate(lanes.items()):
             place = (top - 0.1 - (number + 1) * height, 0.92 * height)
             axes.broken_barh(blocks, place, facecolor=KINDS.get(lane, COLLECTIVE), **edge)
         all_reduces, duration = summary(phases, lanes)
         ticks += [top + 0.45, top - 0.55]
-        labels += [f"{label}  compute", all_reduces]
+        labels += [f"{label}  compute", all_reduces if lanes else ""]
         axes.annotate(f"{duration:.0f} ms", (duration, top + 0.45), **beside)
+        top -= 3 if lanes else 1.7
+    axes.set_ylim(top + 1.2, 1.4)
     axes.set_yticks(ticks, labels, fontsize=10)
-    axes.set_xlabel("time of one training step on rank 0, ms")
+    axes.set_xlabel(f"time of one training step on rank 0, ms\n{NOTE}")
     axes.set_xlim(left=0)
     axes.margins(x=0.08)
     axes.spines[["top", "right", "left"]].set_visible(False)
@@ -120,6 +152,14 @@ def draw(steps: dict[str, tuple], path: Path) -> None:
     figure.savefig(path, format="png")
 
 
+def mark_exposed(axes, start: float, end: float, height: float) -> None:
+    """An arrow below the communication lane, as long as compute waits."""
+    arrow = {"arrowstyle": "|-|", "mutation_scale": 3, "shrinkA": 0, "shrinkB": 0, "linewidth": 1.2}
+    axes.annotate("", (start, height), (end, height), arrowprops=arrow)
+    text = f"exposed: {end - start:.0f} ms  "
+    axes.text(start, height, text, ha="right", va="center", fontsize=10)
+
+
 def main() -> None:
     os.environ["RANK"] = "0"  # whatever the shell's is: this is the only process
     parser = Parser(__doc__)
@@ -131,9 +171,8 @@ def main() -> None:
     steps = {}
     for trace in args.traces:
         try:
-            steps[Path(trace).stem.removeprefix("timeline_")] = read_step(
-                json.loads(Path(trace).read_text())
-            )
+            label = Path(trace).stem.removeprefix("timeline_").replace("no_sync", "no sync")
+            steps[label] = read_step(json.loads(Path(trace).read_text()))
         except (OSError, ValueError, KeyError, TypeError) as error:
             fail(f"{trace}: is not a trace of --trace ({error})")
     draw(steps, args.plot)
