@@ -344,14 +344,21 @@ def test_timeline_takes_the_gpu_s_own_spans():
     assert phases[0] == ("forward", 0.0, 0.05) and lanes == {21: [(0.07, 0.03)]}
 
 
+def test_timeline_takes_the_quickest_step():
+    trace = trace_of_two_steps()
+    trace["traceEvents"][4] = span("optimizer", 190, 10)  # the first is held up for 100 µs
+    phases, lanes = read_step(trace)
+    assert phases[3] == ("optimizer", 0.09, 0.01) and sum(map(len, lanes.values())) == 3
+
+
 def test_timeline_marks_packing_and_draws(tmp_path):
     """Of a sync with aten::cat: what comes before its collective, and what after it."""
     trace = trace_of_two_steps()
     steps = {"no sync": ([(name, i, 1) for i, name in enumerate(PHASES)], {})}
     trace["traceEvents"] += [
-        span("gloo:all_reduce", 1075, 10, 7),
-        span("aten::cat", 1071, 3, cat="cpu_op"),
-        span("aten::cat", 1005, 3, cat="cpu_op"),
+        span("gloo:all_reduce", 75, 10, 7),
+        span("aten::cat", 71, 3, cat="cpu_op"),
+        span("aten::cat", 5, 3, cat="cpu_op"),
     ]
     steps["03"] = read_step(trace)
     names = ["forward", "backward", "sync", "pack", "unpack", "optimizer"]

@@ -32,14 +32,14 @@ def read_step(
 
     Returns [(phase, start, duration)] in order, and {thread or stream: [(start, duration)]}, sorted
     by start. Where sync packs gradients into one tensor, "pack" and "unpack" are among the phases.
-    Of the recorded steps it is the one of median duration, because a single step can be disturbed
-    by something else on the machine. Where the trace has the phases as the GPU ran them
-    (gpu_user_annotation), these are taken, not their launches by the CPU. ValueError if a phase is
-    missing.
+    Of the recorded steps it is the quickest, because whatever disturbs a step makes it longer: a
+    rank that is held up makes the others wait in their collectives. Where the trace has the phases
+    as the GPU ran them (gpu_user_annotation), these are taken, not their launches by the CPU.
+    ValueError if a phase is missing.
     """
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     on_gpu = any(event.get("cat") == "gpu_user_annotation" for event in events)
-    step = median_step(events, on_gpu)
+    step = quickest_step(events, on_gpu)
     start = step["forward"]["ts"]
     end = step["optimizer"]["ts"] + step["optimizer"]["dur"]
 
@@ -78,8 +78,8 @@ def packing(events: list[dict], sync: dict) -> list[tuple[str, dict]]:
     return [("pack", pack), ("unpack", {"ts": last, "dur": end - last})]
 
 
-def median_step(events: list[dict], on_gpu: bool) -> dict[str, dict]:
-    """The step of median duration: {phase: its event}. ValueError if a phase is missing."""
+def quickest_step(events: list[dict], on_gpu: bool) -> dict[str, dict]:
+    """The quickest step: {phase: its event}. ValueError if a phase is missing."""
     kind = "gpu_user_annotation" if on_gpu else "user_annotation"
     steps = []
     for event in sorted(events, key=lambda event: event["ts"]):
@@ -93,8 +93,13 @@ def median_step(events: list[dict], on_gpu: bool) -> dict[str, dict]:
     for phase in PHASES:
         if phase not in steps[-1] and not (on_gpu and phase == "sync"):
             raise ValueError(f"no span named {phase!r}")
-    steps.sort(key=lambda step: step["optimizer"]["ts"] - step["forward"]["ts"])
-    return steps[len(steps) // 2]
+    return min(steps, key=duration)
+
+
+def duration(step: dict[str, dict]) -> float:
+    """From the start of forward to the end of the optimizer, in the trace's microseconds."""
+    last = step["optimizer"]
+    return last["ts"] + last["dur"] - step["forward"]["ts"]
 
 
 def summary(phases: list[tuple], lanes: dict) -> tuple[str, float]:
