@@ -139,20 +139,22 @@ compare: $(RUNTIME) | results
 	@$(TORCHRUN) common/rungs.py --plot results/compare.png --json results/compare.json $(ARGS)
 
 ##   make timeline                           a step of 02 to 05 on one axis: results/timeline.png
+SCRIPT_OF_no_sync := common/no_sync.py
+TRACES = $(foreach rung,no_sync $(LADDER),results/timeline_$(rung).json)
 timeline: $(RUNTIME) | results
 ifneq ($(HELP),)
 	@$(TORCHRUN) $(SCRIPT_OF_05_bucketed) --help
 else
 	@rm -f results/timeline*
 	@number=0; took=; \
-	for stage in $(foreach stage,$(LADDER),$(SCRIPT_OF_$(stage))); do \
-	  number=$$((number + 1)); start=$$(date +%s); name=results/timeline_$${stage%%/*}; \
-	  echo "$$number of 4: $$stage$$took"; \
-	  $(TORCHRUN) $$stage --no-verify --no-baseline --steps 1 --trace $$name.json $(ARGS) \
+	for rung in $(foreach rung,no_sync $(LADDER),$(rung):$(SCRIPT_OF_$(rung))); do \
+	  number=$$((number + 1)); start=$$(date +%s); name=results/timeline_$${rung%:*}; \
+	  echo "$$number of 5: $${rung#*:}$$took"; \
+	  $(TORCHRUN) $${rung#*:} --no-verify --no-baseline --steps 1 --trace $$name.json $(ARGS) \
 	    > $$name.txt || exit; \
 	  took=" (the one before took $$(($$(date +%s) - start)) s)"; \
 	done
-	@$(PYTHON) -m common.timeline $(LADDER:%=results/timeline_%.json) --plot results/timeline.png
+	@$(PYTHON) -m common.timeline $(TRACES) --plot results/timeline.png
 endif
 
 ##   make read [FROM=02 TO=05]               two rungs side by side: results/ladder.html, or in the
