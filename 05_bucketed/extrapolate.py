@@ -261,7 +261,7 @@ def main():
     parser = setup.Parser(__doc__)
     add, positive = parser.add_argument, setup.positive_number
     ranks = setup.whole_number(2, MOST_RANKS)
-    add("--size", choices=SIZES, default="xl", help="of the language model")
+    add("--size", choices=SIZES, default="xl", help="CS336 2025: xl, 2.7b; 2026: xl-2026, 10b")
     add("--ranks", type=several(ranks), default="2,8,64,512,1024", metavar="N,…")
     speeds = several(quantity("gbit", "mbit"))
     add("--bandwidth", type=speeds, default="10gbit,100gbit,400gbit", metavar="RATE,…")
