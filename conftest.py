@@ -1,28 +1,41 @@
 """The fixtures of all tests; what else they share is in common/testing.py and wrapper_checks.py."""
 
+import os
 import signal
 
 import pytest
-import torch
 
 pytest.register_assert_rewrite("common.testing", "common.wrapper_checks")
-from common.testing import Ranks, Script  # noqa: E402
+# Nothing here imports torch at once: it takes seconds, and one of pytest's processes runs no test.
 
+# Several tests share the cores: no thread should wait for another one by spinning.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # A job in the background inherits that Ctrl-C is ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items):
+    import torch
+
     for item in items:
-        if {"ranks", "script"} & set(item.fixturenames):
+        if {"ranks", "script", "forked"} & set(item.fixturenames):
             item.add_marker("distributed")
         if item.get_closest_marker("cuda") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
 
 
+def pytest_collection_finish(session):
+    if any({"ranks", "forked"} & set(item.fixturenames) for item in session.items):
+        from common.testing import ready_processes
+
+        ready_processes()  # they import while the first tests run
+
+
 @pytest.fixture(scope="session")
 def ranks():
     """ranks(n).run(function, *arguments): call a module-level function on n ranks of gloo."""
+    from common.testing import Ranks
+
     started = {}
 
     def get(world_size: int) -> Ranks:
@@ -38,6 +51,8 @@ def ranks():
 @pytest.fixture
 def script():
     """script(command, …) starts a command as a Script and ends it with the test."""
+    from common.testing import Script
+
     started = []
 
     def start(command: list, **options) -> Script:
@@ -47,3 +62,24 @@ def script():
     yield start
     for one in started:
         one.kill()
+
+
+@pytest.fixture
+def launched(script):
+    """launched(world_size, path, *words) is torchrun's run of a script: (exit status, output)."""
+    from common.testing import torchrun
+
+    def run(world_size: int, *words, timeout: float = 120, **options) -> tuple[int, str]:
+        return script(torchrun(world_size, *words), **options).wait(timeout)
+
+    return run
+
+
+@pytest.fixture
+def forked(tmp_path_factory):
+    """The same in 0.1 s instead of seconds, in processes that have torch: see Forked."""
+    from common.testing import Forked
+
+    runs = Forked(tmp_path_factory.mktemp("forked"))
+    yield runs
+    runs.end()

@@ -55,9 +55,9 @@ def test_largest_size_is_where_both_take_the_same():
     assert largest_size(1e-3, 2e9, 2) == float("inf")
 
 
-def test_script(script):
+def test_script(forked):
     words = ["--sizes-mb", "0.5", "--world-sizes", "2", "--steps", "3", "--warmup", "1"]
-    status, output = script([sys.executable, SCRIPT, *words]).wait()
+    status, output = forked(None, SCRIPT, *words)
     assert status == 0, output
     row = next(line for line in output.splitlines() if line.startswith("    2 ")).split()
     assert row[:2] == ["2", "0.5"] and row[-2:] == ["1.00", "0"], output
@@ -78,10 +78,9 @@ def test_file_alone(path, tmp_path):
     check_script_alone(path, tmp_path)
 
 
-@pytest.mark.full
-def test_profile(script):
+def test_profile(forked):
     words = ["--size-mb", "1", "--pieces-mb", "0.5", "--world-sizes", "2", "--steps", "2"]
-    status, output = script([sys.executable, PROFILE, *words]).wait()
+    status, output = forked(None, PROFILE, *words)
     assert status == 0, output
     rows = {tuple(line.split()[:2]) for line in output.splitlines()}
     assert {("gloo", "2"), ("ring", "0.5"), ("shared", "2")} <= rows, output

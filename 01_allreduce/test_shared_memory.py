@@ -3,7 +3,6 @@
 import os
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -15,7 +14,7 @@ import torch
 import torch.distributed as dist
 from shared_memory import PART_BYTES, SharedMemoryAllReduce
 
-from common.testing import Ranks
+from common.testing import SHARED_MEMORY, Ranks, import_alone, left_in, names_in
 
 SCRIPT = Path(__file__).with_name("allreduce.py")
 SMALL_PIECE = 4096  # so that a small tensor has many of them
@@ -219,8 +218,7 @@ BETWEEN = [("__call__", 2)]
 )
 def test_killed_at_any_moment(name, count, tmp_path):
     """The others end with an error in time; no memory with a name stays, no process."""
-    memory = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
-    files = set(os.listdir(tempfile.gettempdir()))
+    memory, files = names_in(SHARED_MEMORY), names_in(Path(tempfile.gettempdir()))
     group = Ranks(3)
     processes = group.processes
     began = time.monotonic()
@@ -234,16 +232,15 @@ def test_killed_at_any_moment(name, count, tmp_path):
         assert "timed out: it waited 2 s for rank 1" in said, said
     assert took < TIMEOUT + 10, took
     assert not any(process.is_alive() for process in processes)
-    if os.path.isdir("/dev/shm"):
-        assert set(os.listdir("/dev/shm")) <= memory
-    left = set(os.listdir(tempfile.gettempdir())) - files
+    assert not left_in(SHARED_MEMORY, memory)
+    left = names_in(Path(tempfile.gettempdir())) - files
     assert not [file for file in left if "all-reduce" in file]
 
 
 @pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="finding the ranks needs /proc")
 def test_a_killed_benchmark_leaves_nothing(script):
-    memory = set(os.listdir("/dev/shm"))
+    memory = names_in(SHARED_MEMORY)
     grid = ["--backends", "gloo", "--sizes-mb", "1,400", "--world-sizes", "2", "--steps", "100000"]
     one = script([sys.executable, SCRIPT, *grid, "--row-seconds", "0.3"])
     for line in one.process.stdout:
@@ -256,15 +253,9 @@ def test_a_killed_benchmark_leaves_nothing(script):
     os.kill(ranks[-1], signal.SIGKILL)
     status, rest = one.wait(30)  # fails if a process is left
     assert status == 1 and "error: a rank ended" in rest, rest
-    assert set(os.listdir("/dev/shm")) <= memory
+    assert not left_in(SHARED_MEMORY, memory)
 
 
 def test_file_alone(tmp_path):
     """It needs torch and the standard library, and nothing that is only here."""
-    (tmp_path / "shared_memory.py").write_text(Path(shared_memory.__file__).read_text())
-    code = """
-import sys, torch
-sys.modules.update(dict.fromkeys(["numpy", "matplotlib", "common"]))  # None: importing it fails
-import shared_memory
-"""
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
+    assert import_alone(Path(shared_memory.__file__), tmp_path) == (0, "")

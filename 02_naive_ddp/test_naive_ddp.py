@@ -47,17 +47,17 @@ def test_file_alone(tmp_path):
     testing.check_script_alone(SCRIPT, tmp_path)
 
 
-@pytest.mark.parametrize("world_size", [2])
-def test_run(script, tmp_path, world_size):
-    testing.check_run(script, SCRIPT, tmp_path, world_size)
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_run(launched, tmp_path, world_size):
+    testing.check_run(launched, SCRIPT, tmp_path, world_size)
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize(
     "world_size", [1, 2]
 )  # with one GPU: nccl, then gloo with two ranks that share it
-def test_on_a_gpu(script, tmp_path, world_size):
-    testing.check_run(script, SCRIPT, tmp_path, world_size, "cuda")
+def test_on_a_gpu(launched, tmp_path, world_size):
+    testing.check_run(launched, SCRIPT, tmp_path, world_size, "cuda")
 
 
 @pytest.mark.full

@@ -188,21 +188,21 @@ def test_file_alone(tmp_path):
     "world_size",
     [pytest.param(1, marks=pytest.mark.full), 2, pytest.param(3, marks=pytest.mark.full)],
 )
-def test_run(script, tmp_path, world_size):
-    testing.check_run(script, SCRIPT, tmp_path, world_size)
+def test_run(forked, tmp_path, world_size):
+    testing.check_run(forked, SCRIPT, tmp_path, world_size)
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize(
     "world_size", [1, 2]
 )  # with one GPU: nccl, then gloo with two ranks that share it
-def test_on_a_gpu(script, tmp_path, world_size):
-    testing.check_run(script, SCRIPT, tmp_path, world_size, "cuda")
+def test_on_a_gpu(launched, tmp_path, world_size):
+    testing.check_run(launched, SCRIPT, tmp_path, world_size, "cuda")
 
 
 @testing.needs_proc
 def test_killed_rank(script, tmp_path):
-    command = testing.torchrun(2, SCRIPT, "--no-verify", *testing.LONG)
+    command = testing.torchrun(2, SCRIPT, "--no-verify", "--no-baseline", *testing.LONG)
     testing.check_fault(script, command, "tiny model: ", "SIGKILL of a rank", tmp_path)
 
 
@@ -260,8 +260,8 @@ def test_wrong_input_of_the_sweep(option, value, monkeypatch, capsys):
     )
 
 
-def test_a_sweep_needs_two_ranks(script):
-    status, output = script(testing.torchrun(1, SCRIPT.with_name("bucket_sweep.py"))).wait()
+def test_a_sweep_needs_two_ranks(forked):
+    status, output = forked(1, SCRIPT.with_name("bucket_sweep.py"))
     assert (
         status != 0
         and output.count("error: ") == 1
@@ -284,7 +284,7 @@ def test_best_number_of_buckets_is_the_minimum_of_the_overhead():
 
 @pytest.mark.full
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
-def test_run_of_the_sweep(script, tmp_path, device):
+def test_run_of_the_sweep(forked, tmp_path, device):
     files = {name: tmp_path / f"sweep.{name}" for name in ("json", "plot")}
     words = [
         "--steps",
@@ -297,9 +297,7 @@ def test_run_of_the_sweep(script, tmp_path, device):
         device,
         *(word for name in files for word in (f"--{name}", files[name])),
     ]
-    status, output = script(
-        testing.torchrun(2, SCRIPT.with_name("bucket_sweep.py"), *words), cwd=tmp_path
-    ).wait()
+    status, output = forked(2, SCRIPT.with_name("bucket_sweep.py"), *words, cwd=tmp_path)
     assert status == 0, output
     result = testing.read_json(files["json"], "05_bucketed/bucket_sweep")
     rows = [(row["kind"], row["bucket_size_mb"]) for row in result["rows"]]

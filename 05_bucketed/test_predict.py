@@ -128,11 +128,11 @@ def test_best_bucket_is_named_with_its_noise(capsys):
 
 @pytest.mark.full
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
-def test_run(script, tmp_path, device):
+def test_run(forked, tmp_path, device):
     files = {name: tmp_path / f"predict.{name}" for name in ("json", "plot")}
     words = [*testing.QUICK, "--sizes", "deep", "--device", device]
     words += [word for name in files for word in (f"--{name}", files[name])]
-    status, output = script(testing.torchrun(2, FOLDER / "predict.py", *words), cwd=tmp_path).wait()
+    status, output = forked(2, FOLDER / "predict.py", *words, cwd=tmp_path)
     assert status == 0, output
     result = testing.read_json(files["json"], "05_bucketed/predict")
     deep = result["models"]["deep"]

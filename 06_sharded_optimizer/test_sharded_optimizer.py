@@ -827,10 +827,10 @@ def assert_prints(output, recorded, starts):
     assert expected and not missing, f"{recorded.name} has lines that are not printed: {missing}"
 
 
-def test_script(script, tmp_path):
+def test_script(forked, tmp_path):
     files = {"--json": "x.json", "--save": "save", "--trace": "trace"}
     words = [word for flag, name in files.items() for word in (flag, tmp_path / name)]
-    status, output = script(torchrun(2, SCRIPT, *QUICK, *words)).wait()
+    status, output = forked(2, SCRIPT, *QUICK, *words)
     assert status == 0, output
     recorded = SCRIPT.with_name("reference_output.txt")
     assert_prints(
@@ -851,9 +851,9 @@ def test_script(script, tmp_path):
     assert "traceEvents" in (tmp_path / "trace").read_text()
 
 
-def test_memory(script, tmp_path):
+def test_memory(forked, tmp_path):
     files = "--json", tmp_path / "x.json", "--plot", tmp_path / "x.png"
-    status, output = script(torchrun(2, MEMORY, *SMALL, *files)).wait()
+    status, output = forked(2, MEMORY, *SMALL, *files)
     assert status == 0, output
     assert_prints(
         output,

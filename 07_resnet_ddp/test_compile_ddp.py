@@ -45,18 +45,29 @@ def prepared(model, how, backend=None, batch_size=None, **options):
     return {**cell["found"], "total": sum(g.numel() for g in expected[1]), "inputs differ": differ}
 
 
-@pytest.mark.parametrize("model, backend", [("toy", None), ("lm", None), ("toy", "aot_eager")])
-@pytest.mark.parametrize(
-    "how, flags",
-    [
-        ("bare", {}),
-        ("ddp", {}),
-        pytest.param("fsdp", {}, marks=NEEDS_FSDP),
-        pytest.param("fsdp", {"wrap": True}, marks=NEEDS_FSDP),
-        pytest.param("fsdp", {"wrap": True, "checkpoint": True}, marks=NEEDS_FSDP),
-        pytest.param("fsdp", {"checkpoint": True}, marks=NEEDS_FSDP),
-    ],
-)
+WAYS = [
+    ("bare", {}),
+    ("ddp", {}),
+    ("fsdp", {}),
+    ("fsdp", {"wrap": True}),
+    ("fsdp", {"wrap": True, "checkpoint": True}),
+    ("fsdp", {"checkpoint": True}),
+]
+
+
+def cells():
+    """Every way with the toy; full: most of them compiled, and with the other model."""
+    for model, backend in [("toy", None), ("lm", None), ("toy", "aot_eager")]:
+        for how, flags in WAYS:
+            marks = [NEEDS_FSDP] if how == "fsdp" else []
+            is_simple = model == "toy" and backend is None
+            if not (is_simple or how == "ddp" or len(flags) == 2):
+                marks.append(pytest.mark.full)
+            name = "-".join([model, str(backend), how, *flags])
+            yield pytest.param(model, backend, how, flags, marks=marks, id=name)
+
+
+@pytest.mark.parametrize("model, backend, how, flags", cells())
 def test_outputs_and_gradients_equal_eager_single_device(ranks, model, how, flags, backend):
     for cell in ranks(2).run(run_prepared, model, how, backend, flags):
         assert cell["inputs differ"]
@@ -205,13 +216,8 @@ def test_matrix(forked, tmp_path):
 @NEEDS_FSDP
 def test_one_process_that_says_on_a_terminal_what_takes_long(forked):
     """Without torchrun; all cases of the options."""
-    pty = pytest.importorskip("pty")
-    mine, terminal = pty.openpty()
     words = [*TOY, "--steps", 1, "--warmup", 0, "--dynamo", "eager", "--variants"]
-    status, output = forked(None, SCRIPT, *words, stderr=os.ttyname(terminal))
-    os.close(terminal)
-    shown = os.read(mine, 100_000).decode()
-    os.close(mine)
+    status, output, shown = forked.on_a_terminal(None, SCRIPT, *words)
     assert status == 0 and "gloo on cpu, 1 ranks" in output, shown
     assert "ddp dynamo only, 7 of 8: compiling" in shown and "fsdp eager, 3 of 8: " in shown, shown
     assert "compiling" not in output
@@ -322,14 +328,13 @@ def cuda_graphs_after_sharding():
 
 
 @NEEDS_FSDP
-def test_graph_with_what_is_saved_drawn_where_graphviz_is(script, tmp_path):
+def test_graph_with_what_is_saved_drawn_where_graphviz_is(forked, tmp_path):
     pytest.importorskip("torchviz")
     dot = tmp_path / "dot"
     dot.write_text('#!/bin/sh\nfor last; do :; done\ncp "$last" "$last.pdf"\n')  # draws nothing
     dot.chmod(0o755)
-    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     words = [*TOY, "--fsdp", "--graph", tmp_path / "graph.dot"]
-    status, output = script(torchrun(2, SCRIPT, *words), env=path).wait()
+    status, output = forked(2, SCRIPT, *words, PATH=f"{tmp_path}:{os.environ['PATH']}")
     assert status == 0, output
     graph = (tmp_path / "graph.dot").read_text()
     assert graph.startswith("digraph") and "[saved tensor]" in graph, graph[:1000]

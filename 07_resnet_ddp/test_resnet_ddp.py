@@ -8,7 +8,6 @@ import json
 import os
 import pickle
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -246,22 +245,18 @@ def test_without_a_flag_for_it_no_file_is_written(forked, tmp_path):
     )
 
 
-def test_progress_is_for_a_terminal_and_a_closed_pipe_loses_nothing(tmp_path):
-    """A terminal's standard error shows what a line on the output does not say yet."""
-    pty = pytest.importorskip("pty")
-    mine, terminal = pty.openpty()
-    words = [*TINY, "--epochs", "2", "--log-every", "3", "--json", str(tmp_path / "json")]
-    run = subprocess.Popen(
-        [sys.executable, str(SCRIPT), *words], stdout=subprocess.PIPE, stderr=terminal
-    )
-    run.stdout.readline()
-    run.stdout.close()
-    assert run.wait(60) == 0
-    os.close(terminal)
-    shown = os.read(mine, 100_000).decode()
-    os.close(mine)
+def test_progress_is_for_a_terminal(forked):
+    """Its standard error shows what a line on the output does not say yet."""
+    words = [*TINY, "--epochs", 1, "--log-every", 3]
+    status, output, shown = forked.on_a_terminal(None, SCRIPT, *words)
+    assert status == 0 and "\r" not in output, shown
     assert "epoch 1 step   2/3" in shown and "epoch 1: images held out" in shown, shown
     assert shown.endswith("\r\x1b[K") and "\n" not in shown, shown  # no traceback, nothing stays
+
+
+def test_a_closed_pipe_loses_nothing(forked, tmp_path):
+    words = [*TINY, "--epochs", 2, "--json", tmp_path / "json"]
+    assert forked.check_closed_pipe(None, SCRIPT, *words) == ""
     assert json.loads((tmp_path / "json").read_text())["epoch"] == 2
 
 
@@ -286,8 +281,7 @@ def test_alone_it_imports_and_says_what_to_copy(tmp_path):
     testing.check_script_alone(SCRIPT, tmp_path)
 
 
-@pytest.mark.full
-def test_without_the_comparison_it_trains(script, tmp_path):
+def test_without_the_comparison_it_trains(forked, tmp_path):
     """A copy of the script and of what it cannot do without."""
     path = tmp_path / "copy" / SCRIPT.name
     path.parent.mkdir()
@@ -295,7 +289,7 @@ def test_without_the_comparison_it_trains(script, tmp_path):
         (path.parent / name).write_text(SCRIPT.with_name(name).read_text())
     (tmp_path / "common").symlink_to(SCRIPT.parent.parent / "common")
     words = [*TINY, "--steps-per-epoch", 1, "--epochs", 1, "--results", tmp_path / "results"]
-    status, output = script([sys.executable, path, *words]).wait()
+    status, output = forked(None, path, *words)
     assert status == 0, output
     line = f"no comparison and no pictures: compare_runs.py is not in {path.parent}"
     assert output.splitlines()[-1] == line
@@ -748,12 +742,11 @@ def test_a_checkpoint_of_an_older_version_is_refused(forked, tmp_path):
     assert "Traceback" not in output
 
 
-@pytest.mark.full
-def test_another_runs_checkpoint_is_refused(script, tmp_path):
+def test_another_runs_checkpoint_is_refused(forked, tmp_path):
     words = [*TINY, "--epochs", 1, "--results", tmp_path, "--checkpoint", tmp_path / "c"]
-    status, output = start(script, None, *words).wait()
+    status, output = forked(None, SCRIPT, *words)
     assert status == 0, output
-    status, output = start(script, None, *words, "--lr", 0.5).wait()
+    status, output = forked(None, SCRIPT, *words, "--lr", 0.5)
     assert status == 2 and output.count("error") == 1, output
     assert "it was written with lr 0.02, not 0.5" in output
     assert "Traceback" not in output

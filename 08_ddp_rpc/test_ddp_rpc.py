@@ -58,12 +58,11 @@ def test_batches_are_what_the_benchmark_draws():
 
 
 @pytest.mark.parametrize("trainers, servers", [(1, 3), pytest.param(3, 1, marks=pytest.mark.full)])
-def test_uneven_layouts_verify_train_and_count_every_example(script, tmp_path, trainers, servers):
+def test_uneven_layouts_verify_train_and_count_every_example(forked, tmp_path, trainers, servers):
     layout = ["--trainers", trainers, "--servers", servers, "--embeddings", 31]
     length = ["--lookup", "both", "--seed", 5, "--warmup", 10, "--steps", 20]
     words = [*layout, *length, "--json", tmp_path / "out.json"]
-    environment = {"PYTHONIOENCODING": "ascii"}  # which has no ×
-    status, output = script([sys.executable, SCRIPT, *words], env=environment).wait()
+    status, output = forked(None, SCRIPT, *words, PYTHONIOENCODING="ascii")  # which has no ×
     assert status == 0 and output.count("verify: passed") == 2 and "Warning" not in output, output
     cuda, gpus = torch.version.cuda or "none", torch.cuda.device_count()
     assert output.splitlines()[1] == f"CUDA {cuda}, {gpus} GPUs; {launcher.topology()}"
@@ -108,14 +107,14 @@ def test_uneven_layouts_verify_train_and_count_every_example(script, tmp_path, t
     ],
 )
 @pytest.mark.full
-def test_verify_notices_wrong_training(script, tmp_path, right, wrong, said):
+def test_verify_notices_wrong_training(forked, tmp_path, right, wrong, said):
     text = SCRIPT.read_text()
     assert text.count(right) == 1
     (tmp_path / "ddp_rpc.py").write_text(text.replace(right, wrong))
     shutil.copy(FOLDER / "launcher.py", tmp_path)
     shutil.copytree(FOLDER.parent / "common", tmp_path / "common")
     words = ["--trainers", 2, "--servers", 1]
-    status, output = script([sys.executable, tmp_path / "ddp_rpc.py", *words]).wait()
+    status, output = forked(None, tmp_path / "ddp_rpc.py", *words)
     assert status == 1 and "verify FAILED" in output and said in output, output
 
 
@@ -161,13 +160,19 @@ def listening(processes):
 
 @linux
 @pytest.mark.parametrize(
-    "rank, name", [(0, "trainer0"), pytest.param(3, "ps1", marks=pytest.mark.full)]
+    "of_each, rank, name",
+    [
+        (1, 0, "trainer0"),
+        pytest.param(2, 0, "trainer0", marks=pytest.mark.full),
+        pytest.param(2, 3, "ps1", marks=pytest.mark.full),
+    ],
 )
-def test_listens_on_loopback_and_when_a_process_is_killed_all_end(script, rank, name):
-    run = script([sys.executable, SCRIPT, "--trainers", 2, "--servers", 2, "--steps", 10_000_000])
+def test_listens_on_loopback_and_when_a_process_is_killed_all_end(script, of_each, rank, name):
+    layout = ["--trainers", of_each, "--servers", of_each]
+    run = script([sys.executable, SCRIPT, *layout, "--steps", 10_000_000])
     wait_for(run, "have moved")  # verify is over, training begins
     processes = spawned(run)
-    assert len(processes) == 5
+    assert len(processes) == 2 * of_each + 1
     assert listening(run.processes()) == {"0100007F"}  # 127.0.0.1
     os.kill(processes[rank], signal.SIGKILL)
     start = time.monotonic()
@@ -176,13 +181,27 @@ def test_listens_on_loopback_and_when_a_process_is_killed_all_end(script, rank, 
     assert time.monotonic() - start < 30
 
 
+ENDLESS = ["--trainers", 1, "--servers", 1, "--steps", 10_000_000]
+
+
 @linux
+@pytest.mark.parametrize("number, expected", [(signal.SIGTERM, 143), (signal.SIGINT, 1)])
+def test_when_a_signal_ends_the_launcher_all_end(forked, number, expected):
+    run = forked.start(None, SCRIPT, *ENDLESS)
+    run.wait_for("all meet at")
+    launcher_alone = number != signal.SIGINT  # and Ctrl-C goes to every process of the terminal
+    (os.kill if launcher_alone else os.killpg)(run.processes[0].pid, number)
+    status, output = run.wait(30)  # fails if a process is left
+    assert status == expected and "Traceback" not in output, output
+
+
+@linux
+@pytest.mark.full
 def test_when_the_launcher_is_ended_nothing_is_left(script):
     """By each of three signals; three runs at once, because most of a run is its start."""
-    words = ["--trainers", 1, "--servers", 1, "--steps", 10_000_000]
     runs = {}
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGKILL):
-        runs[number] = script([sys.executable, SCRIPT, *words])
+        runs[number] = script([sys.executable, SCRIPT, *ENDLESS])
     for number, run in runs.items():
         wait_for(run, "all meet at")
         if number == signal.SIGINT:
@@ -358,29 +377,22 @@ def read_help(monkeypatch, capsys):
     return capsys.readouterr().out
 
 
-SHORT = [sys.executable, SCRIPT, "--trainers", 1, "--servers", 1, "--steps", 20, "--warmup", 0]
+SHORT = [SCRIPT, "--trainers", 1, "--servers", 1, "--steps", 20, "--warmup", 0]
 
 
-def test_progress_on_a_terminal_and_a_closed_pipe_loses_no_file(tmp_path):
+def test_progress_on_a_terminal(forked):
     """Of the launcher, while the others start, of the master, and of trainer0."""
-    mine, terminal = os.openpty()
-    words = [*map(str, SHORT), "--json", str(tmp_path / "out.json")]
-    run = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=terminal)
-    os.close(terminal)
-    assert b"\r" not in run.stdout.readline()
-    run.stdout.close()
-    shown = b""
-    with contextlib.suppress(OSError):  # when the last process has closed it
-        while piece := os.read(mine, 65536):
-            shown += piece
-    os.close(mine)
-    shown = shown.decode()
-    assert run.wait(60) == 0 and "\n" not in shown, shown
+    status, output, shown = forked.on_a_terminal(None, *SHORT)
+    assert status == 0 and "\n" not in shown and "\r" not in output, shown
     starting, _, later = shown.partition("\r\x1b[Kverify: one trainer with all")
     assert "0 of 3 processes have started" in starting and "have started" not in later, shown
     _, _, training = later.partition("\r\x1b[Kverify: all trainers")
     assert "training: epoch 1 of 2\r" in training and "epoch 2 of 2, " in training, shown
     assert shown.endswith("\r\x1b[K")  # nothing stays
+
+
+def test_a_closed_pipe_loses_no_file(forked, tmp_path):
+    assert forked.check_closed_pipe(None, *SHORT, "--json", tmp_path / "out.json") == ""
     [trainer] = json.loads((tmp_path / "out.json").read_text())["trainers"]
     assert len(trainer["lookups"]["parallel"]["seconds"]) == 2
 
@@ -398,11 +410,10 @@ def test_without_its_launcher_it_says_what_to_copy(monkeypatch):
     assert message.startswith("error: ") and "08_ddp_rpc/launcher.py beside this file" in message
 
 
-@pytest.mark.full
-def test_file_without_its_launcher(script, tmp_path):
+def test_file_without_its_launcher(forked, tmp_path):
     shutil.copy(SCRIPT, tmp_path)
     shutil.copytree(FOLDER.parent / "common", tmp_path / "common")
-    status, output = script([sys.executable, tmp_path / SCRIPT.name]).wait()
+    status, output = forked(None, tmp_path / SCRIPT.name)
     assert status == 1 and output.count("\n") == 1, output
     assert "No module named 'launcher': copy" in output and "08_ddp_rpc/launcher.py" in output
 

@@ -13,13 +13,13 @@ import re
 import shutil
 import socket
 import struct
-import subprocess
 import sys
 
 import pytest
 import torch
 
 import common.compare
+import common.timeline
 from common.compare import read, summarize
 from common.setup import load_images, output_file, process_group
 from common.testing import ROOT
@@ -368,33 +368,36 @@ def test_timeline_marks_packing_and_draws(tmp_path):
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_timeline_of_something_else_is_one_line(tmp_path):
+def test_timeline_of_something_else_is_one_line(tmp_path, monkeypatch, capsys):
     (tmp_path / "other.json").write_text('{"traceEvents": []}')
     words = [tmp_path / "other.json", "--plot", tmp_path / "x.png"]
-    command = [sys.executable, "-m", "common.timeline", *words]
-    run = subprocess.run(command, capture_output=True, text=True)
-    assert run.returncode == 2 and len(run.stderr.splitlines()) == 1
-    assert "no span named 'forward'" in run.stderr
+    monkeypatch.setenv("RANK", "0")  # which main sets, and monkeypatch puts back
+    monkeypatch.setattr(sys, "argv", ["timeline.py", *map(str, words)])
+    with pytest.raises(SystemExit) as end:
+        common.timeline.main()
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and len(said.splitlines()) == 1
+    assert "no span named 'forward'" in said
 
 
-def test_a_rank_whose_torchrun_is_gone_ends_too(script):
+def test_a_rank_whose_torchrun_is_gone_ends_too(forked):
     """Ctrl-C in the very moment in which torchrun starts a rank ends torchrun, but not that rank.
 
     torchrun does not know it yet.
     """
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]  # where nobody listens from now on
     environment = {
         "RANK": "0",
         "WORLD_SIZE": "2",
         "LOCAL_RANK": "0",
         "LOCAL_WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
     }
-    command = [sys.executable, ROOT / "02_naive_ddp" / "naive_ddp.py"]
-    status, output = script(command, env=environment).wait(30)
+    script = ROOT / "02_naive_ddp" / "naive_ddp.py"
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # and does not listen
+        port = nobody.getsockname()[1]
+        status, output = forked(None, script, timeout=30, MASTER_PORT=port, **environment)
     assert status == 2 and output.count("\n") == 1, output
     assert f"cannot join the process group at 127.0.0.1:{port}" in output

@@ -103,6 +103,21 @@ def test_help_names_every_target_of_a_stage():
 QUICK = "--steps 1 --warmup 0 --batch-size 1 --context-length 8 --no-verify"
 
 
+@pytest.mark.parametrize(
+    "stage, options, said",
+    [
+        ("01_allreduce", "--demo", "all ranks hold the sum"),
+        ("06_sharded_optimizer", f"{QUICK} --no-baseline --device cpu", "Percentiles over all"),
+    ],
+)
+def test_a_stage_runs(script, stage, options, said):
+    """What a reader types; the others have such runs, or torchrun's, among their own tests."""
+    words = [f"PYTHON={sys.executable}", "NPROC=1", f"ARGS={options}"]
+    command = ["make", "-C", ROOT, stage, *words]
+    status, output = script(command, env={"MAKEFLAGS": "", "MFLAGS": ""}).wait()
+    assert status == 0 and said in output, output
+
+
 @pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a read-only bind mount")
 @pytest.mark.parametrize(

@@ -9,42 +9,37 @@ import pytest
 import torch
 
 from common import setup, testing
-from common.testing import ROOT, check_closed_pipe, on_a_terminal, torchrun
+from common.testing import ROOT, torchrun
 
 LADDER = ROOT / "02_naive_ddp" / "naive_ddp.py"
 SMALL = ["--no-verify", "--steps", "2", "--warmup", "1", "--batch-size", "1"]
 SMALL += ["--context-length", "8", "--no-baseline", "--device", "cpu"]
 
 
-def test_a_terminal_shows_progress_and_a_pipe_does_not(script, tmp_path):
-    command = torchrun(2, LADDER, *SMALL)
-    status, _, shown = on_a_terminal(command, OMP_NUM_THREADS="1")
-    assert status == 0, shown
+def test_a_terminal_shows_progress_and_a_pipe_does_not(forked):
+    status, output, shown = forked.on_a_terminal(2, LADDER, *SMALL)
+    assert status == 0 and "step 1 of 3" not in output and "\x1b" not in output, shown
     lines = [line for line in shown.split("\r\x1b[K") if line]
     assert "step 1 of 3: NaiveDDP" in lines, shown
     last = [line for line in lines if line.startswith("step 3 of 3, ")]
     assert last and all(" s left: " in line for line in last), shown
     assert shown.endswith("\r\x1b[K"), "the last line is not cleared"
-    status, output = script(command, cwd=tmp_path).wait()
-    assert status == 0 and "step 1 of 3" not in output and "\x1b" not in output, output
 
 
-def test_a_closed_pipe_ends_nothing(tmp_path):
-    """`| head -1`: no traceback, and the files are written."""
-    command = torchrun(2, LADDER, *SMALL, "--json", tmp_path / "x.json")
-    assert check_closed_pipe(command, OMP_NUM_THREADS="1") == ""
+def test_a_closed_pipe_ends_nothing(forked, tmp_path):
+    """`| head -1`: no traceback, no progress in a file, and the files are written."""
+    words = [*SMALL, "--json", tmp_path / "x.json"]
+    assert forked.check_closed_pipe(2, LADDER, *words) == ""
     testing.read_json(tmp_path / "x.json", "02_naive_ddp")
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
-def test_an_odd_encoding_loses_nothing(encoding):
+def test_an_odd_encoding_loses_nothing(forked, encoding, tmp_path):
+    path = tmp_path / "greek.py"
     code = "from common import setup; setup.Parser(''); setup.say('α × β'); setup.say('done')"
-    environment = os.environ | {"PYTHONIOENCODING": encoding}
-    run = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True
-    )
-    expected = {"ascii": b"? ? ?\ndone\n", "latin-1": b"? \xd7 ?\ndone\n"}
-    assert (run.returncode, run.stdout) == (0, expected[encoding]), run.stderr
+    path.write_text(f"import sys; sys.path.append({str(ROOT)!r}); {code}")
+    expected = {"ascii": "? ? ?\ndone\n", "latin-1": "? × ?\ndone\n"}
+    assert forked(None, path, PYTHONIOENCODING=encoding) == (0, expected[encoding])
 
 
 def test_old_names_are_understood_and_not_shown(monkeypatch, capsys):
@@ -93,11 +88,23 @@ def test_too_little_memory_is_one_line_with_the_arithmetic(monkeypatch, capsys):
     setup.check_memory(0, "")
 
 
+# What `fail` does, without the seconds that importing torch takes.
+LIKE_FAIL = """
+import os, sys, time
+if os.environ["RANK"] != "0":
+    time.sleep(10)
+print("naive_ddp.py: error: argument --steps: '0' is not a whole number from 1 to 2147483647")
+sys.exit(2)
+"""
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU ranks don't share cores so much")
-def test_our_torchrun_is_short(script):
+@pytest.mark.parametrize("ours", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_our_torchrun_is_short(script, tmp_path, ours):
     """A wrong flag is said once, with status 2; more ranks than cores are warned of."""
     ranks = setup.threads_per_rank(1) + 1
-    command = torchrun(ranks, LADDER, "--steps", "0")
+    (tmp_path / "fails.py").write_text(LIKE_FAIL)
+    command = torchrun(ranks, LADDER if ours else tmp_path / "fails.py", "--steps", "0")
     command[command.index("torch.distributed.run")] = "common.torchrun"
     status, output = script(command, cwd=ROOT).wait()
     assert status == 2, output

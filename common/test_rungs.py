@@ -6,7 +6,7 @@ import json
 import pytest
 
 from common import growth, networks, rungs
-from common.testing import ROOT, check_wrong_input, read_json, torchrun
+from common.testing import ROOT, check_wrong_input, read_json
 
 
 def a_candidate(name, step, exposed, optimizer, collectives=0):
@@ -28,11 +28,11 @@ def test_wrong_input(option, value, monkeypatch, capsys):
 
 
 @pytest.mark.full
-def test_run(script, tmp_path):
+def test_run(forked, tmp_path):
     files = {name: tmp_path / name for name in ("json", "plot")}
     words = ["--sizes", "deep", "--steps", "1", "--warmup", "0", "--batch-size", "1"]
     words += [word for name in files for word in (f"--{name}", files[name])]
-    status, output = script(torchrun(2, ROOT / "common/rungs.py", *words), cwd=tmp_path).wait()
+    status, output = forked(2, ROOT / "common/rungs.py", *words, cwd=tmp_path)
     assert status == 0, output
     result = read_json(files["json"], "rungs")
     candidates = result["models"]["deep"]["candidates"]
@@ -95,10 +95,10 @@ def test_rungs_are_refused_before_the_first_is_measured(monkeypatch, capsys):
 
 
 @pytest.mark.full
-def test_growth(script, tmp_path):
+def test_growth(forked, tmp_path):
     words = ["--sizes", "deep,tiny", "--steps", "1", "--warmup", "0", "--batch-size", "1"]
     words += ["--context-length", "8", "--json", tmp_path / "json", "--device", "cpu"]
-    status, output = script(torchrun(2, ROOT / "common/growth.py", *words), cwd=tmp_path).wait()
+    status, output = forked(2, ROOT / "common/growth.py", *words, cwd=tmp_path)
     assert status == 0, output
     rows = [line.split()[:3] for line in output.splitlines()[-5:]]
     assert ["deep", "6.6", "16"] in rows and ["tiny", "22.8", "16"] in rows, output

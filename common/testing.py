@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import multiprocessing.connection
 import os
 import pty
 import re
@@ -13,6 +14,8 @@ import threading
 import time
 import traceback
 from datetime import timedelta
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -20,23 +23,35 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from common.forked_script import run_script
+
 ROOT = Path(__file__).resolve().parent.parent
+
+
+def ready_processes():
+    """multiprocessing, with processes that are forked from one that has imported all this."""
+    if sys.platform != "linux":  # macOS has libraries that hate fork
+        return mp.get_context("spawn")
+    context = mp.get_context("forkserver")
+    needed = ["torch", "torchvision", "torch.distributed.optim", "matplotlib.figure", "pytest"]
+    context.set_forkserver_preload(needed)
+    forkserver.ensure_running()
+    return context
 
 
 class Ranks:
     """Processes joined by gloo that stay alive between tests, so that each imports torch once."""
 
     def __init__(self, world_size: int):
-        # macOS has libraries that hate fork.
-        context = mp.get_context("forkserver" if sys.platform == "linux" else "spawn")
-        context.set_forkserver_preload(["torch", "torchvision"])
+        context = ready_processes()
         self.folder = tempfile.TemporaryDirectory()
+        self.output = Path(self.folder.name, "output")
         self.pipes = []
         self.processes = []
         store = f"{self.folder.name}/store"
         for rank in range(world_size):
             mine, theirs = context.Pipe()
-            arguments = (rank, world_size, store, theirs)
+            arguments = (rank, world_size, store, theirs, self.output)
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             self.processes.append(process)
@@ -67,6 +82,7 @@ class Ranks:
                 # The others may wait for this one in vain.
                 deadline = min(deadline, time.monotonic() + 5)
         if failures:
+            failures.append(self.output.read_text())
             self.end()
             pytest.fail("\n".join(failures), pytrace=False)
         return results
@@ -80,7 +96,10 @@ class Ranks:
         self.folder.cleanup()
 
 
-def _serve(rank: int, world_size: int, store: str, pipe) -> None:
+def _serve(rank: int, world_size: int, store: str, pipe, output: Path) -> None:
+    file = os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -159,43 +178,147 @@ class Script:
                 os.kill(process, signal.SIGKILL)
 
 
-def on_a_terminal(command: list, **variables) -> tuple[int, str, str]:
-    """Exit status, standard output, and what a terminal gets on standard error."""
-    terminal, ours = pty.openpty()
-    environment = os.environ | {"OMP_NUM_THREADS": "1"} | variables
-    words = [str(word) for word in command]
-    with tempfile.TemporaryFile("w+") as output:  # not a pipe, which could be full
-        run = subprocess.Popen(words, env=environment, stdout=output, stderr=ours)
-        os.close(ours)
-        killer = threading.Timer(120, run.kill)
+class Forked:
+    """Runs scripts in processes that need not import torch: a run has begun after 0.1 s.
+
+    forked(2, path, *words) is what torchrun makes of it on two ranks, without torchrun, and
+    forked(None, path, *words) what `python path words` is; (exit status, output).
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.runs = []
+
+    def __call__(self, world_size, path, *words, timeout: float = 100, **options):
+        return self.start(world_size, path, *words, **options).wait(timeout)
+
+    def start(self, world_size, path, *words, **options) -> "ForkedRun":
+        """The run that has begun; options: cwd; stdout and stderr, file descriptors; variables."""
+        folder = Path(tempfile.mkdtemp(dir=self.folder))
+        self.runs.append(ForkedRun(folder, world_size, path, words, **options))
+        return self.runs[-1]
+
+    def on_a_terminal(self, world_size, path, *words, **options) -> tuple[int, str, str]:
+        """Exit status, standard output, and what a terminal gets on standard error."""
+        ours, terminal = pty.openpty()
+        run = self.start(world_size, path, *words, stderr=terminal, **options)
+        os.close(terminal)
+        killer = threading.Timer(100, run.kill)
         killer.start()
         shown = b""
         with contextlib.suppress(OSError):  # when the last process has closed it
-            while piece := os.read(terminal, 65536):
+            while piece := os.read(ours, 65536):
                 shown += piece
-        os.close(terminal)
-        status = run.wait()
+        os.close(ours)
+        status, output = run.wait()
         killer.cancel()
-        output.seek(0)
-        return status, output.read(), shown.decode()
+        return status, output, shown.decode()
+
+    def check_closed_pipe(self, world_size, path, *words, **options) -> str:
+        """Its output is read for one line only, as by `head -1`: the run goes on, and ends well.
+
+        Returns what it says on standard error.
+        """
+        ours, pipe = os.pipe()
+        run = self.start(world_size, path, *words, stdout=pipe, **options)
+        os.close(pipe)
+        with open(ours) as output:
+            output.readline()
+        status, errors = run.wait()
+        assert status == 0 and "Traceback" not in errors and "Broken" not in errors, errors
+        return errors
+
+    def end(self) -> None:
+        for run in self.runs:
+            run.kill()
 
 
-def check_closed_pipe(command: list, **variables) -> str:
-    """Its output is read for one line only, as by `head -1`: the run goes on, and ends well.
+class ForkedRun:
+    """A script that runs in a process per rank. When one of them fails the others are ended."""
 
-    Returns what it says on standard error.
-    """
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    words = [str(word) for word in command]
-    with subprocess.Popen(words, env=os.environ | variables, **pipes) as run:
-        killer = threading.Timer(120, run.kill)
-        killer.start()
-        run.stdout.readline()
-        run.stdout.close()
-        errors = run.stderr.read()
-        killer.cancel()
-    assert run.returncode == 0 and "Traceback" not in errors and "Broken" not in errors, errors
-    return errors
+    def __init__(
+        self, folder: Path, world_size, path, words, cwd=None, stdout=None, stderr=None, **variables
+    ):
+        self.output = folder / "output"
+        file = os.open(self.output, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        variables = {"OMP_NUM_THREADS": "1"} | variables
+        self.encoding = variables.get("PYTHONIOENCODING", "utf-8")
+        of_ranks = [{}]
+        if world_size is not None:
+            # As torchrun does it: the ranks meet at a store that is there before them.
+            self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self.store.port}
+            variables |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
+            variables |= {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+            of_ranks = [{"RANK": rank, "LOCAL_RANK": rank} for rank in range(world_size)]
+        forks = sys.platform == "linux" and not torch.cuda.is_available()
+        words = [str(word) for word in words]
+        self.processes = []
+        for of_rank in of_ranks:
+            # A connection can be handed to such a process, and a file cannot.
+            pipes = []
+            for given in (stdout, stderr):
+                pipes.append(Connection(os.dup(file if given is None else given)))
+            arguments = (Path(path), words, variables | of_rank, cwd, *pipes, forks)
+            self.processes.append(ready_processes().Process(target=run_script, args=arguments))
+            self.processes[-1].start()
+            for pipe in pipes:
+                pipe.close()
+        os.close(file)
+
+    def wait(self, timeout: float = 100) -> tuple[int, str]:
+        """Exit status and output, once all have ended, or one with a failure.
+
+        Fails if they do not end in time or leave a process behind.
+        """
+        deadline = time.monotonic() + timeout
+        while alive := [process for process in self.processes if process.is_alive()]:
+            if any(process.exitcode for process in self.processes):
+                break
+            if time.monotonic() > deadline:
+                self.kill()
+                pytest.fail(f"still running after {timeout} s\n{self.read()}")
+            sentinels = [process.sentinel for process in alive]
+            multiprocessing.connection.wait(sentinels, deadline - time.monotonic())
+        failed = [process.exitcode for process in self.processes if process.exitcode]
+        deadline = time.monotonic() + 5
+        while not alive and self.left() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        left = [] if alive else self.left()
+        self.kill()
+        assert not left, f"processes left behind: {left}\n{self.read()}"
+        return (failed or [0])[0], self.read()
+
+    def read(self) -> str:
+        return self.output.read_text(self.encoding)
+
+    def wait_for(self, text: str, timeout: float = 60) -> None:
+        """Wait until this text has been printed."""
+        deadline = time.monotonic() + timeout
+        while text not in self.read():
+            if time.monotonic() > deadline or not self.processes[0].is_alive():
+                pytest.fail(f"it has not said {text!r}\n{self.read()}")
+            time.sleep(0.01)
+
+    def left(self) -> list[int]:
+        """The processes that it started, and that are alive; known on Linux."""
+        leaders = {process.pid for process in self.processes}
+        found = []
+        for file in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):  # it ended meanwhile
+                state, _, _, session, *_ = file.read_text().rpartition(")")[2].split()
+                if int(session) in leaders and state != "Z":
+                    found.append(int(file.parent.name))
+        return found
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+        for process in self.left():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
 
 
 def torchrun(world_size: int, *words) -> list:
@@ -216,33 +339,47 @@ def masked(output: str) -> list[str]:
     return [" ".join(number.sub("#", line).split()) for line in lines]
 
 
+def import_alone(path: Path, folder: Path, then: str = "") -> tuple[int, str]:
+    """Copy a script into an empty folder and import it where there is only torch.
+
+    What may follow is run with numpy, matplotlib and torchvision again. Exit status and output.
+    """
+    (folder / path.name).write_text(path.read_text())
+    (folder / "alone.py").write_text(f"""
+import runpy, sys
+others = ["numpy", "matplotlib", "torchvision"]
+hidden = {{name: module for name, module in sys.modules.items() if name.split(".")[0] in others}}
+sys.modules.update(dict.fromkeys([*hidden, *others, "common"]))  # None: importing it fails
+import {path.stem}
+for name in [*others, "common"]:
+    del sys.modules[name]
+sys.modules.update(hidden)
+{then}
+""")
+    return Forked(folder)(None, folder / "alone.py", cwd=folder)
+
+
 def check_script_alone(path: Path, folder: Path) -> None:
     """Copied into an empty folder it imports with torch alone, and says what else a run needs."""
-    (folder / path.name).write_text(path.read_text())
-    code = f"""
-import runpy, sys, torch
-hidden = ["numpy", "matplotlib", "torchvision", "common"]
-sys.modules.update(dict.fromkeys(hidden))  # None: importing it fails
-import {path.stem}
-for name in hidden:
-    del sys.modules[name]
-runpy.run_path("{path.name}", run_name="__main__")
-"""
-    run = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True)
-    assert run.returncode == 1 and run.stdout == "" and run.stderr.count("\n") == 1, run.stderr
-    assert run.stderr.startswith("error: "), run.stderr
-    assert "copy the repository's folder common/" in run.stderr, run.stderr
+    then = f'runpy.run_path("{path.name}", run_name="__main__")'
+    status, output = import_alone(path, folder, then)
+    assert status == 1 and output.count("\n") == 1, output
+    assert output.startswith("error: "), output
+    assert "copy the repository's folder common/" in output, output
 
 
 QUICK = ["--steps", "2", "--warmup", "1", "--batch-size", "1", "--context-length", "8"]
 
 
-def check_run(script, path: Path, folder: Path, world_size: int, device: str = "cpu") -> None:
-    """The whole script, small: it prints what reference_output.txt shows, and writes every file."""
+def check_run(run, path: Path, folder: Path, world_size: int, device: str = "cpu") -> None:
+    """The whole script, small: it prints what reference_output.txt shows, and writes every file.
+
+    run: the fixture `forked` or `launched`.
+    """
     words = [*QUICK, "--device", device]
     for name in ("json", "trace", "save"):
         words += [f"--{name}", folder / name]
-    status, output = script(torchrun(world_size, path, *words), cwd=folder).wait()
+    status, output = run(world_size, path, *words, cwd=folder)
     assert status == 0, output
     result = read_json(folder / "json", path.parent.name)
     recorded = (path.parent / "reference_output.txt").read_text()
@@ -317,6 +454,23 @@ def is_probe(path: Path) -> bool:
     return path.read_bytes() in (b"", b"blat")
 
 
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def names_in(folder: Path) -> set[str]:
+    return set(os.listdir(folder)) if folder.is_dir() else set()
+
+
+def left_in(folder: Path, before: set[str]) -> set[str]:
+    """What is new in a folder and stays: what other tests have there comes and goes."""
+    left = names_in(folder) - before
+    deadline = time.monotonic() + 10
+    while left and time.monotonic() < deadline:
+        time.sleep(0.1)
+        left &= names_in(folder)
+    return left
+
+
 def check_fault(
     script, command: list, moment: str, fault: str, folder: Path, find_victim=rank_1
 ) -> None:
@@ -324,7 +478,7 @@ def check_fault(
 
     All of it ends within 30 s, and leaves nothing behind.
     """
-    memory = set(os.listdir("/dev/shm"))
+    memory = names_in(SHARED_MEMORY)
     compiler_cache = os.path.join(tempfile.gettempdir(), "torchinductor_of_tests")  # torch makes it
     environment = {"TMPDIR": str(folder), "TORCHINDUCTOR_CACHE_DIR": compiler_cache}
     run = script(command, env=environment)
@@ -340,7 +494,7 @@ def check_fault(
         os.killpg(run.process.pid, signal.SIGINT)  # what a terminal does
     status, output = run.wait(timeout=30)
     assert status != 0, output
-    assert set(os.listdir("/dev/shm")) <= memory
+    assert not left_in(SHARED_MEMORY, memory)
     left = []
     for file in folder.iterdir():
         is_torchruns_log = file.name.startswith("torchelastic_")

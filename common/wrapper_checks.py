@@ -319,10 +319,10 @@ def is_an_ordinary_module_without_its_wrapper(wrapper):
 
 
 def is_freed(wrapper):
-    """A hundred wrappers, trained and dropped, leave no object, no hook and no memory behind."""
+    """Many wrappers, trained and dropped, leave no object, no hook and no memory behind."""
     net = nn.Linear(64, 64)
     alive = []
-    for number in range(120):
+    for number in range(60):
         other = nn.Linear(1000, 1000)  # 4 MB, and 4 MB of gradients
         for module in (net, other):
             model = wrapper(module)
@@ -334,7 +334,7 @@ def is_freed(wrapper):
             before = resident_bytes()
     assert not any(reference() for reference in alive)
     assert not net.weight._post_accumulate_grad_hooks
-    assert resident_bytes() - before < 100 * 2**20  # a hundred kept models would be 800 MB
+    assert resident_bytes() - before < 100 * 2**20  # forty kept models would be 320 MB
 
 
 def resident_bytes() -> int:
