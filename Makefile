@@ -206,8 +206,11 @@ setup: $(RUNTIME)
 ##   make test                               the test suite, the fast part
 ##   make test-full                          all of it: real models, every fault, every wrong flag
 ##   make soak [N=20]                        the tests with several processes, N times
+# In parallel where PYTHON has pytest-xdist; ARGS="-n 0" one by one, as --pdb and -s need it.
+WORKERS := $(shell echo $$(( $(CORES) < 4 ? $(CORES) : 4 )))
+HAS_XDIST = $(shell $(PYTHON) -c "import xdist; print(1)" 2> /dev/null)
 test: $(RUNTIME) $(DEVELOPMENT)
-	$(PYTHON) -m pytest -m "not full" $(ARGS)
+	$(PYTHON) -m pytest $(if $(HAS_XDIST),-n $(WORKERS) --dist worksteal) -m "not full" $(ARGS)
 test-full: $(RUNTIME) $(DEVELOPMENT)
 	$(PYTHON) -m pytest $(ARGS)
 soak: $(RUNTIME) $(DEVELOPMENT)
