@@ -47,7 +47,8 @@ def test_file_alone(tmp_path):
     testing.check_script_alone(SCRIPT, tmp_path)
 
 
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.full  # in the fast part common/test_rungs.py runs it
+@pytest.mark.parametrize("world_size", [1, 2])
 def test_run(launched, tmp_path, world_size):
     testing.check_run(launched, SCRIPT, tmp_path, world_size)
 

@@ -827,9 +827,14 @@ def assert_prints(output, recorded, starts):
     assert expected and not missing, f"{recorded.name} has lines that are not printed: {missing}"
 
 
-def test_script(forked, tmp_path):
+@pytest.mark.parametrize("small", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_script(forked, tmp_path, small):
+    """Whole, on a small MNIST or on the digits."""
     files = {"--json": "x.json", "--save": "save", "--trace": "trace"}
     words = [word for flag, name in files.items() for word in (flag, tmp_path / name)]
+    if small:
+        testing.write_mnist(tmp_path / "data", 640, 10)
+        words += ["--data", tmp_path / "data"]
     status, output = forked(2, SCRIPT, *QUICK, *words)
     assert status == 0, output
     recorded = SCRIPT.with_name("reference_output.txt")

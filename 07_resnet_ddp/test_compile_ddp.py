@@ -55,8 +55,9 @@ WAYS = [
 ]
 
 
-def cells():
+def ways():
     """Every way with the toy; full: most of them compiled, and with the other model."""
+    found = []
     for model, backend in [("toy", None), ("lm", None), ("toy", "aot_eager")]:
         for how, flags in WAYS:
             marks = [NEEDS_FSDP] if how == "fsdp" else []
@@ -64,10 +65,11 @@ def cells():
             if not (is_simple or how == "ddp" or len(flags) == 2):
                 marks.append(pytest.mark.full)
             name = "-".join([model, str(backend), how, *flags])
-            yield pytest.param(model, backend, how, flags, marks=marks, id=name)
+            found.append(pytest.param(model, backend, how, flags, marks=marks, id=name))
+    return found
 
 
-@pytest.mark.parametrize("model, backend, how, flags", cells())
+@pytest.mark.parametrize("model, backend, how, flags", ways())
 def test_outputs_and_gradients_equal_eager_single_device(ranks, model, how, flags, backend):
     for cell in ranks(2).run(run_prepared, model, how, backend, flags):
         assert cell["inputs differ"]

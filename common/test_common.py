@@ -12,7 +12,6 @@ import os
 import re
 import shutil
 import socket
-import struct
 import sys
 
 import pytest
@@ -22,25 +21,14 @@ import common.compare
 import common.timeline
 from common.compare import read, summarize
 from common.setup import load_images, output_file, process_group
-from common.testing import ROOT
+from common.testing import ROOT, write_mnist
 from common.timeline import PHASES, draw, read_step
 
 
 @pytest.fixture
 def mnist(tmp_path):
     """A folder with a small MNIST, and its raw files: five images to train on, three to test."""
-    raw = tmp_path / "MNIST" / "raw"
-    raw.mkdir(parents=True)
-    for name, count in (("train", 5), ("t10k", 3)):
-        write_mnist(raw, name, count)
-    return tmp_path, sorted(raw.iterdir())
-
-
-def write_mnist(raw, name, count):
-    images = struct.pack(">4I", 2051, count, 28, 28) + bytes(784 * count)
-    labels = struct.pack(">2I", 2049, count) + bytes(number % 10 for number in range(count))
-    (raw / f"{name}-images-idx3-ubyte").write_bytes(images)
-    (raw / f"{name}-labels-idx1-ubyte").write_bytes(labels)
+    return tmp_path, write_mnist(tmp_path, 5, 3)
 
 
 def shapes_of_mnist(folder):
@@ -99,8 +87,8 @@ def test_unlike_data_on_two_hosts_is_one_warning(ranks, mnist, tmp_path, part):
 def test_more_data_on_one_host_ends_the_run(ranks, mnist, tmp_path):
     """Else it would take more steps than the others, and wait for them."""
     folder, _ = mnist
-    other = shutil.copytree(folder / "MNIST", tmp_path / "other" / "MNIST").parent
-    write_mnist(other / "MNIST" / "raw", "train", 6)
+    other = tmp_path / "other"
+    write_mnist(other, 6, 3)
     for said, status in ranks(2).run(load_my_folder, [folder, other], False):
         assert status == 2 and said.count("\n") == 1, said
         assert "error: argument --data: " in said and "holds [5, 6] images, by rank" in said
@@ -120,12 +108,11 @@ def verified(folder, log_every):
     return said.getvalue().splitlines(), result["max_abs_diff"]
 
 
-def test_verify_logs_every_nth_step(ranks, mnist, monkeypatch):
+def test_verify_logs_every_nth_step(ranks, tmp_path, monkeypatch):
     """Five steps in each of two epochs; what is printed changes nothing of what is computed."""
     monkeypatch.syspath_prepend(ROOT / "02_naive_ddp")
-    folder, files = mnist
-    write_mnist(files[0].parent, "train", 700)
-    (lines, difference), (of_rank_1, _) = ranks(2).run(verified, folder, 2)
+    write_mnist(tmp_path, 700, 3)
+    (lines, difference), (of_rank_1, _) = ranks(2).run(verified, tmp_path, 2)
     logged = [line for line in lines if " step " in line]
     number = r"(\d+\.\d+)"
     form = rf"verify: epoch (\d), step (\d): loss {number}, {number} ms, exposed {number} ms"
@@ -134,7 +121,7 @@ def test_verify_logs_every_nth_step(ranks, mnist, monkeypatch):
     assert 2 < float(rows[0][2]) < 5, "of ten classes, before anything is learned"
     assert all(0 < float(exposed) < float(step) for *_, step, exposed in rows)
     assert of_rank_1 == []
-    [silent, _] = ranks(2).run(verified, folder, 0)
+    [silent, _] = ranks(2).run(verified, tmp_path, 0)
     assert silent == ([line for line in lines if line not in logged], difference)
 
 

@@ -107,7 +107,12 @@ QUICK = "--steps 1 --warmup 0 --batch-size 1 --context-length 8 --no-verify"
     "stage, options, said",
     [
         ("01_allreduce", "--demo", "all ranks hold the sum"),
-        ("06_sharded_optimizer", f"{QUICK} --no-baseline --device cpu", "Percentiles over all"),
+        pytest.param(
+            "06_sharded_optimizer",
+            f"{QUICK} --no-baseline --device cpu",
+            "Percentiles over all",
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_a_stage_runs(script, stage, options, said):

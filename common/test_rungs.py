@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from common import growth, networks, rungs
+from common import growth, networks, rungs, testing
 from common.testing import ROOT, check_wrong_input, read_json
 
 
@@ -25,6 +25,39 @@ def test_medians_are_in_steps_without_synchronization():
 @pytest.mark.parametrize("option, value", [("--sizes", "huge"), ("--steps", "0"), ("--plot", "/")])
 def test_wrong_input(option, value, monkeypatch, capsys):
     check_wrong_input(rungs.main, ROOT / "common/rungs.py", option, value, monkeypatch, capsys)
+
+
+# Three scripts after one another under one torchrun: each again would import torch for seconds.
+SCRIPTS = ["02_naive_ddp/naive_ddp.py", "03_flat_ddp/flat_ddp.py", "04_overlap_ddp/overlap_ddp.py"]
+ALL_OF_THEM = """
+import os, runpy, sys
+
+for number, path in enumerate(sys.argv[1:]):
+    print("=== ", path, flush=True)
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)  # a place of its own in the store
+    with open(f"{number}/words") as words:
+        sys.argv = [path, *words.read().splitlines()]
+    runpy.run_path(path, run_name="__main__")
+"""
+
+
+def test_scripts_of_the_rungs_under_torchrun(launched, tmp_path):
+    """As 05's own test runs it: what is printed and written. The data are a small MNIST."""
+    testing.write_mnist(tmp_path / "data", 320, 10)
+    (tmp_path / "all.py").write_text(ALL_OF_THEM)
+    for number in range(len(SCRIPTS)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        words = [*testing.QUICK, "--device", "cpu", "--data", tmp_path / "data"]
+        words += testing.files_in(folder)
+        (folder / "words").write_text("\n".join(map(str, words)))
+    paths = [ROOT / script for script in SCRIPTS]
+    status, output = launched(1, tmp_path / "all.py", *paths, cwd=tmp_path)
+    assert status == 0, output
+    _, *outputs = output.split("=== ")
+    for number, (path, of_script) in enumerate(zip(paths, outputs, strict=True)):
+        of_script = of_script.partition("\n")[2]
+        testing.check_output(of_script, path, tmp_path / str(number), 1, "cpu")
 
 
 @pytest.mark.full
