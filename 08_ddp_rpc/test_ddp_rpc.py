@@ -185,14 +185,15 @@ ENDLESS = ["--trainers", 1, "--servers", 1, "--steps", 10_000_000]
 
 
 @linux
-@pytest.mark.parametrize("number, expected", [(signal.SIGTERM, 143), (signal.SIGINT, 1)])
-def test_when_a_signal_ends_the_launcher_all_end(forked, number, expected):
-    run = forked.start(None, SCRIPT, *ENDLESS)
-    run.wait_for("all meet at")
-    launcher_alone = number != signal.SIGINT  # and Ctrl-C goes to every process of the terminal
-    (os.kill if launcher_alone else os.killpg)(run.processes[0].pid, number)
-    status, output = run.wait(30)  # fails if a process is left
-    assert status == expected and "Traceback" not in output, output
+def test_when_a_signal_ends_the_launcher_all_end(forked):
+    runs = [forked.start(None, SCRIPT, *ENDLESS) for _ in range(2)]  # at once: most is waiting
+    for run in runs:
+        run.wait_for("all meet at")
+    os.kill(runs[0].processes[0].pid, signal.SIGTERM)
+    os.killpg(runs[1].processes[0].pid, signal.SIGINT)  # as the terminal does
+    for run, expected in zip(runs, [143, 1], strict=True):
+        status, output = run.wait(30)  # fails if a process is left
+        assert status == expected and "Traceback" not in output, output
 
 
 @linux
