@@ -14,7 +14,6 @@ Experiences on Scaling Fully Sharded Data Parallel", VLDB 2023; Stanford CS336, 
 """
 
 import sys
-import weakref
 from collections import deque
 from functools import partial
 from itertools import zip_longest
@@ -24,171 +23,143 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
-
-
-def padded(tensor: torch.Tensor, length: int) -> torch.Tensor:
-    """Flat, with zeros up to this length; not a copy where it fits."""
-    flat = tensor.flatten()
-    return F.pad(flat, (0, length - len(flat))) if len(flat) < length else flat
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_map
 
 
 class Unit:
-    """A weight: this rank's flat shard of it, and the room in which the whole is put together."""
+    """A weight that is split: this rank's flat shard, and how the whole is gathered and reduced."""
 
     def __init__(self, name: str, weight: nn.Parameter, compute_dtype, process_group):
         self.name, self.shape, self.process_group = name, weight.shape, process_group
-        self.world_size = dist.get_world_size(process_group)
-        self.length = -(-weight.numel() // self.world_size)  # rounded up: zeros fill the last shard
-        self.shard = nn.Parameter(self.part_of(weight.detach()).clone(), weight.requires_grad)
-        self.room = self.shard.new_empty(self.world_size * self.length, dtype=compute_dtype)
-        # Through .data: autograd counts writes to what it has saved, and refilling is not one.
-        whole = self.room.data[: weight.numel()].view(weight.shape)
-        self.whole = nn.Parameter(whole, weight.requires_grad)
-        self.work = None  # the all-gather in flight, and what it sends
-        self.free()
+        self.dtype = compute_dtype or weight.dtype
+        mine = self.parts(weight.detach())[dist.get_rank(process_group)].clone()
+        self.shard = nn.Parameter(mine, weight.requires_grad)
 
-    def is_there(self) -> bool:
-        return self.room.untyped_storage().nbytes() > 0
+    def parts(self, whole: torch.Tensor) -> torch.Tensor:
+        """[world_size, length]: the shards of all ranks; zeros fill up the last."""
+        world_size = dist.get_world_size(self.process_group)
+        flat, missing = whole.flatten(), -whole.numel() % world_size
+        return (F.pad(flat, (0, missing)) if missing else flat).view(world_size, -1)
 
-    def gather(self) -> None:
-        """Begin to put the weight together. What travels has the dtype of the computation."""
-        self.wait()
-        self.room.untyped_storage().resize_(self.room.nbytes)
-        mine = self.shard.detach().to(self.room.dtype)
-        work = dist.all_gather_into_tensor(self.room, mine, self.process_group, async_op=True)
-        self.work = work, mine
+    def gather(self, dtype: torch.dtype):
+        """Begin to put it together in this dtype; returns a function that waits for the whole."""
+        mine = self.shard.detach().to(dtype)
+        room = mine.new_empty(len(mine) * dist.get_world_size(self.process_group))
+        work = dist.all_gather_into_tensor(room, mine, self.process_group, async_op=True)
 
-    def wait(self) -> None:
-        if self.work:
-            self.work[0].wait()
-            self.work = None
-
-    def free(self) -> None:
-        """Give up the whole weight. Autograd keeps the tensor, and gather() fills it again."""
-        self.wait()
-        self.room.untyped_storage().resize_(0)
-
-    def reduce(self):
-        """Begin to add up the gradient; returns a function that ends it and returns the mean.
-
-        By all-to-all: every rank gets all ranks' gradients of its shard, and adds them up itself,
-        in the shard's dtype. gloo's reduce_scatter is an all-reduce, of twice the bytes.
-        """
-        gradient, self.whole.grad = self.whole.grad, None
-        if gradient is None:  # this rank did not use the weight
-            gradient = self.room.new_zeros(self.shape)
-        if gradient.requires_grad:
-            raise RuntimeError("backward(create_graph=True) is not supported")
-        self.free()
-        flat = padded(gradient, len(self.room))
-        received = torch.empty_like(flat)
-        work = dist.all_to_all_single(received, flat, group=self.process_group, async_op=True)
-
-        def end():
-            work.wait()
-            first, *others = received.split(self.length)
-            mean = first.to(self.shard.dtype) / self.world_size
-            for other in others:
-                mean.add_(other, alpha=1 / self.world_size)
-            return mean
+        def end(sent=mine):  # what travels must outlive the work
+            work.wait()  # the caller has the only reference to the room: without it, it is free
+            return room[: self.shape.numel()].view(self.shape)
 
         return end
 
-    def part_of(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's shard of a whole weight."""
-        start = dist.get_rank(self.process_group) * self.length
-        return padded(whole, self.world_size * self.length)[start:][: self.length]
+    def reduce(self, gradient: torch.Tensor):
+        """Begin to add up the gradient; returns a function that adds the mean to shard.grad.
+
+        By all-to-all, as gloo's reduce_scatter is an all-reduce, of twice the bytes: every rank
+        gets all ranks' gradients of its shard, and adds them up itself, in the shard's dtype.
+        """
+        mine = self.parts(gradient)
+        received = torch.empty_like(mine)
+        work = dist.all_to_all_single(received, mine, group=self.process_group, async_op=True)
+
+        def end(sent=mine):
+            work.wait()
+            mean = received[0].to(self.shard.dtype) / len(received)
+            for other in received[1:]:
+                mean.add_(other, alpha=1 / len(received))
+            self.shard.grad = mean if self.shard.grad is None else self.shard.grad + mean
+
+        return end
 
 
 class Schedule:
-    """What all ranks launch, in which order: recorded as each phase first runs, then kept to."""
+    """What all ranks do, in which order: recorded as each phase first runs, then kept to."""
 
-    def __init__(self, units: list[Unit], process_group, prefetch: bool):
-        self.units, self.process_group, self.prefetch = units, process_group, prefetch
+    def __init__(self, prefetch: bool, process_group):
+        self.prefetch, self.process_group = prefetch, process_group
         self.recorded = {}  # forward, backward or inference -> [("gather" or "reduce", unit)]
-        self.start_over()
-
-    def start_over(self) -> None:
-        self.phase = self.kept = None
-        self.needed = set()  # units whose weight backward has asked for
-        self.reduced = set()  # units whose gradient is complete
-        self.reducing = deque()  # (unit, function that ends its reduction): what is in flight
-        self.means = []  # (unit, its averaged gradient)
+        self.phase, self.ahead, self.reducing = None, None, []
 
     def begin(self, phase: str) -> None:
-        self.phase = phase
+        self.phase, self.done, self.complete = phase, [], False
         self.coming = deque(self.recorded.get(phase, ()))
-        self.recording = [] if phase not in self.recorded else None
-        if self.kept and phase == "backward":
-            self.coming.popleft()
-        elif self.kept:
-            self.kept.free()
-        kind, unit = self.recorded.get("backward", [("", None)])[0]  # what forward uses last, stays
-        self.kept = unit if phase == "forward" and kind == "gather" else None
+        self.held = {}  # address -> unit, of the whole weights that modules have right now
 
-    def reach(self, kind: str, unit: Unit) -> None:
-        """Launch this, but first all that comes before it: whatever this rank does with it."""
+    def enter_backward(self) -> None:
+        check_backward(self)
+        if self.phase is None:
+            self.begin("backward")
+            succeeded = partial(setattr, self, "complete", True)
+            torch.autograd.Variable._execution_engine.queue_callback(succeeded)
+
+    def reach(self, kind: str, unit: Unit, gradient: torch.Tensor | None = None):
+        """Take this step, but first all that come before it: whatever this rank does with them."""
         check_step(self, kind, unit)
-        if self.recording is not None:
-            check_agreement(self, f"{kind} {unit.name}")
-            self.recording.append((kind, unit))
-            return self.launch(kind, unit)
-        while (step := self.coming.popleft()) != (kind, unit):
-            self.launch(*step)
-        self.launch(kind, unit)
+        while self.coming and (step := self.coming.popleft()) != (kind, unit):
+            self.take(*step)
+        return self.take(kind, unit, gradient)
 
-    def launch(self, kind: str, unit: Unit) -> None:
+    def take(self, kind: str, unit: Unit, gradient: torch.Tensor | None = None):
+        """Gather a weight and return it, the next one on its way; or begin to reduce a gradient."""
+        self.done.append((kind, unit))
         if kind == "gather":
-            return unit.gather()
-        self.end_reductions()  # so that only one is in flight
-        self.needed.discard(unit)
-        self.reduced.add(unit)
-        self.reducing.append((unit, unit.reduce()))
+            whole = (self.ahead or unit.gather(unit.dtype))()
+            gathers = (one for kind, one in self.coming if kind == "gather" and self.prefetch)
+            following = next(gathers, None)
+            self.ahead = following and following.gather(following.dtype)
+            return whole
+        while self.reducing:  # so that only one is in flight
+            self.reducing.pop()()
+        if gradient is None:  # this rank did not use the weight
+            gradient = unit.shard.new_zeros(unit.shape, dtype=unit.dtype)
+        self.reducing.append(unit.reduce(gradient))
 
-    def end_reductions(self) -> None:
-        while self.reducing:
-            unit, end = self.reducing.popleft()
-            self.means.append((unit, end()))
-
-    def bring(self, unit: Unit) -> None:
-        """Wait until the weight is whole, and then, while it is used, gather the next one."""
-        if not unit.is_there():
-            self.reach("gather", unit)
-        unit.wait()
-        if self.prefetch and self.coming:
-            kind, following = self.coming[0]
-            if kind == "gather" and not following.is_there():
-                self.launch(*self.coming.popleft())
-
-    def release(self, unit: Unit) -> None:
-        """Free a weight after forward, unless backward needs it now or first of all."""
-        kept = unit is self.kept and ("gather", unit) not in self.coming
-        if unit not in self.needed and not kept:
-            unit.free()
-
-    def never_used(self) -> list[Unit]:
-        if self.phase == "backward":
-            trained = [unit for unit in self.units if unit.shard.requires_grad]
-            return [unit for unit in trained if unit not in self.reduced]
-        return [unit for unit in self.units if ("gather", unit) not in self.recording]
-
-    def end(self, complete: bool) -> None:
-        """Launch what this rank did not need, so that all ranks launch the same, and free all."""
-        if self.recording is not None and (complete or self.phase == "backward"):
-            for unit in self.never_used():
-                self.reach("gather", unit)
-                if self.phase == "backward":
-                    self.reach("reduce", unit)
-            check_agreement(self, "the end")
-            if self.prefetch:
-                self.recording = one_gather_ahead(self.recording)
-            if complete:
-                self.recorded[self.phase] = self.recording
+    def end(self) -> None:
+        """Take the steps that this rank did not need, so that all ranks take the same."""
         while self.coming:
-            self.launch(*self.coming.popleft())
-        for unit in [unit for unit in self.units if unit is not self.kept]:
-            unit.free()
+            self.take(*self.coming.popleft())
+        while self.reducing:
+            self.reducing.pop()()
+        phase, self.phase = self.phase, None
+        if phase not in self.recorded:
+            check_agreement(self, f"the end, {phase}")
+        if self.complete:
+            self.recorded[phase] = self.done
+
+    def pack(self, tensor: torch.Tensor):
+        """What autograd keeps for backward: of a whole weight only which one it is."""
+        is_dense = tensor.layout == torch.strided
+        unit = self.held.get(tensor.untyped_storage().data_ptr()) if is_dense else None
+        if unit and tensor.dtype == unit.dtype:
+            return unit, (tensor.shape, tensor.stride(), tensor.storage_offset())
+        return tensor.detach(), tensor._version
+
+    def unpack(self, packed) -> torch.Tensor:
+        kept, how = packed
+        if isinstance(kept, Unit):
+            self.enter_backward()
+            return self.reach("gather", kept).as_strided(*how)
+        check_version(kept, how)
+        return kept
+
+
+class Gather(torch.autograd.Function):
+    """From a shard to the whole weight; backward, from the gradient of that to the shard's."""
+
+    @staticmethod
+    def forward(ctx, shard, schedule, unit):
+        ctx.schedule, ctx.unit, ctx.reduced_in = schedule, unit, None
+        return schedule.reach("gather", unit)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.schedule.enter_backward()
+        check_gradient(ctx, gradient)
+        ctx.reduced_in = ctx.schedule.done
+        ctx.schedule.reach("reduce", ctx.unit, gradient)
+        return None, None, None  # the shard gets its gradient when the reduction ends
 
 
 class FSDP(nn.Module):
@@ -203,144 +174,79 @@ class FSDP(nn.Module):
 
     def __init__(self, module, compute_dtype=None, process_group=None, shard=None, prefetch=True):
         super().__init__()
-        self.module, self.process_group, self.compute_dtype = module, process_group, compute_dtype
+        self.module, self.process_group = module, process_group
         chosen = check_module(module, process_group, shard)
         broadcast_from_rank_0(module, process_group)
 
         units = {w: Unit(name, w, compute_dtype, process_group) for w, name in chosen.items()}
-        self.schedule = Schedule(list(units.values()), process_group, prefetch)
+        self.schedule = Schedule(prefetch, process_group)
         self.replicated = [p for p in module.parameters() if p.requires_grad and p not in units]
-        self.at_rest = {}  # module -> its parameters outside of its forward: shards for weights
-        for part in [part for part in module.modules() if part._parameters]:
-            held = {key: units[p] for key, p in part._parameters.items() if p in units}
-            part._parameters.update({key: unit.shard for key, unit in held.items()})
-            self.at_rest[part] = dict(part._parameters)
-            if held:
-                before = partial(self._before_forward, held)
+        for part in module.modules():
+            own = {key: p for key, p in part._parameters.items() if p is not None}
+            shards = {key: units[p].shard for key, p in own.items() if p in units}
+            part._parameters.update(shards)
+            if shards or (own and compute_dtype):
+                dtype = compute_dtype if shards else [*own.values()][0].dtype
+                before = partial(self._before_forward, dtype)
                 part.register_forward_pre_hook(before, with_kwargs=True)
-                part.register_forward_hook(partial(self._after_forward, held), always_call=True)
-            elif compute_dtype:
-                part.register_forward_pre_hook(compute_in_own_dtype, with_kwargs=True)
-        self.trained = {unit.whole: unit for unit in units.values() if unit.shard.requires_grad}
-        ready = weakref.WeakMethod(self._gradient_is_ready)  # weak: else nothing is ever freed
-        for whole in self.trained:
-            whole.register_post_accumulate_grad_hook(lambda whole: ready()(whole))
-        self.layout = self._layout()
+                part.register_forward_hook(self._after_forward, always_call=True)
+        self.units = {unit.shard: unit for unit in units.values()}
+        self.layout = layout(module)
 
     def forward(self, *inputs, **kwargs):
         check_forward(self)
         self.schedule.begin("forward" if torch.is_grad_enabled() else "inference")
-        complete = False
         try:
-            outputs = self.module(*inputs, **kwargs)
-            complete = True
+            with saved_tensors_hooks(self.schedule.pack, self.schedule.unpack):
+                outputs = self.module(*inputs, **kwargs)
+            self.schedule.complete = True
         finally:
-            self.schedule.end(complete)
+            self.schedule.end()
         return outputs
 
-    def _layout(self):
-        return [(id(p), p.requires_grad, p.dtype, p.device) for p in self.module.parameters()]
-
-    def _before_forward(self, held: dict, part: nn.Module, inputs: tuple, kwargs: dict):
+    def _before_forward(self, dtype, part: nn.Module, inputs: tuple, kwargs: dict):
+        """Hide the shard behind the whole weight: attributes are found before parameters."""
         if self.schedule.phase not in ("forward", "inference"):
-            self._enter_backward()  # which computes a forward again: activation checkpointing
-        for unit in held.values():
-            self.schedule.bring(unit)
-        for key, parameter in self.at_rest[part].items():
-            whole = held[key].whole if key in held else cast(parameter, self.compute_dtype)
-            part._parameters[key] = whole
-        return tree_map(partial(cast, dtype=self.compute_dtype), (inputs, kwargs))
+            # A checkpoint is computed again. It keeps all weights of its part until they are used.
+            self.schedule.enter_backward()
+        for key, parameter in part._parameters.items():
+            if unit := self.units.get(parameter):
+                whole = Gather.apply(parameter, self.schedule, unit)
+                self.schedule.held[whole.untyped_storage().data_ptr()] = unit
+            part.__dict__[key] = whole if unit else cast(parameter, dtype)
+        return tree_map(partial(cast, dtype=dtype), (inputs, kwargs))
 
-    def _after_forward(self, held: dict, part: nn.Module, inputs: tuple, outputs):
-        part._parameters.update(self.at_rest[part])
-        for unit in held.values():
-            self.schedule.release(unit)
-        for tensor in differentiable(outputs):
-            tensor.register_hook(partial(self._before_backward, held))
-
-    def _enter_backward(self):
-        if torch._C._current_graph_task_id() == -1:
-            raise RuntimeError("the weights are sharded: call the FSDP model, not a part of it")
-        if self.schedule.phase != "backward":
-            self.schedule.begin("backward")
-
-    def _before_backward(self, held: dict, gradient: torch.Tensor):
-        self._enter_backward()
-        needed = self.schedule.needed
-        for unit in [unit for unit in needed if not unit.shard.requires_grad]:
-            needed.discard(unit)  # a frozen one: it is done when another one begins
-            unit.free()
-        needed.update(held.values())
-        for unit in held.values():
-            self.schedule.bring(unit)
-
-    def _gradient_is_ready(self, whole: nn.Parameter):
-        self._enter_backward()
-        self.schedule.reach("reduce", self.trained[whole])
+    def _after_forward(self, part: nn.Module, *_):
+        for key in part._parameters:
+            hidden = part.__dict__.pop(key, None)
+            if hidden is not None:
+                self.schedule.held.pop(hidden.untyped_storage().data_ptr(), None)
 
     def finish_gradient_synchronization(self) -> None:
         """Average all gradients. Call it after backward(), before optimizer.step()."""
-        if self.schedule.phase != "backward":
+        if self.schedule.phase is None:
             self.schedule.begin("backward")  # all ranks do, whether they had a loss or not
-        try:
-            self.schedule.end(bool(self.schedule.recording))
-            average(self.replicated, self.process_group)
-            self.schedule.end_reductions()
-            for unit, mean in self.schedule.means:
-                unit.shard.grad = mean if unit.shard.grad is None else unit.shard.grad + mean
-        finally:
-            self.schedule.start_over()
+        self.schedule.end()
+        give_zeros_to_unused(self.module)
+        average(self.replicated, self.process_group)
 
     @torch.no_grad()
     def gather_full_params(self) -> dict[str, torch.Tensor]:
         """{name in the wrapped module: the whole parameter}: copies, on every rank."""
-        units = {unit.shard: unit for unit in self.schedule.units}
         params = {}
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
-            params[name] = parameter.clone()
-            if parameter in units:
-                whole = parameter.new_empty(len(units[parameter].room))
-                dist.all_gather_into_tensor(whole, parameter, group=self.process_group)
-                shape = units[parameter].shape
-                params[name] = whole[: shape.numel()].view(shape)
+            unit = self.units.get(parameter)
+            params[name] = unit.gather(parameter.dtype)() if unit else parameter.clone()
         return params
 
     @torch.no_grad()
     def load_full_params(self, params: dict[str, torch.Tensor]) -> None:
         """Take this rank's part of what gather_full_params() returned, there on any ranks."""
-        units = {unit.shard: unit for unit in self.schedule.units}
+        rank = dist.get_rank(self.process_group)
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
-            value = params[name]
-            expected = units[parameter].shape if parameter in units else parameter.shape
-            if value.shape != expected:
-                raise ValueError(f"{name} has shape {tuple(value.shape)}, not {tuple(expected)}")
-            parameter.copy_(units[parameter].part_of(value) if parameter in units else value)
-
-
-def one_gather_ahead(recorded: list) -> list:
-    """Every gather moves up by one: from G1 R1 G2 R2 G3 R3 to G1 G2 R1 G3 R2 R3."""
-    gathers = deque(step for step in recorded if step[0] == "gather")
-    moved = []
-    for step in [("gather", None), *recorded]:  # at the start there is room for one more
-        if step[0] == "reduce":
-            moved.append(step)
-        elif gathers:
-            moved.append(gathers.popleft())
-    return moved
-
-
-def differentiable(outputs) -> list[torch.Tensor]:
-    """Tensors of which backward has the gradient just before it reads the weight."""
-    tensors = [one for one in tree_leaves(outputs) if torch.is_tensor(one) and one.grad_fn]
-    # Of a view the base, because a change in place cuts the view off.
-    tensors = [t._base if t._is_view() and t._base.grad_fn else t for t in tensors]
-    return [tensor for tensor in tensors if not looks_up_rows(tensor.grad_fn)]
-
-
-def looks_up_rows(node) -> bool:
-    """Whether it takes rows of a parameter, as Embedding does: backward does not read those."""
-    takes_rows = type(node).__name__ in ("EmbeddingBackward0", "IndexBackward0")
-    return takes_rows and type(node.next_functions[0][0]).__name__ == "AccumulateGrad"
+            unit = self.units.get(parameter)
+            check_shape(name, params[name], unit or parameter)
+            parameter.copy_(unit.parts(params[name])[rank] if unit else params[name])
 
 
 def cast(value, dtype: torch.dtype | None):
@@ -350,10 +256,19 @@ def cast(value, dtype: torch.dtype | None):
     return value
 
 
-def compute_in_own_dtype(part: nn.Module, inputs: tuple, kwargs: dict):
-    """Before the forward of a module that is replicated: its inputs get its parameters' dtype."""
-    own = next(part.parameters(recurse=False)).dtype
-    return tree_map(partial(cast, dtype=own), (inputs, kwargs))
+def clip_grad_norm(model: FSDP, max_norm: float) -> torch.Tensor:
+    """After the finish: scale all gradients to a norm of at most max_norm; returns what it was."""
+    shards = [shard.grad for shard in model.units if shard.requires_grad]
+    others = [parameter.grad for parameter in model.replicated]
+    square = torch.stack(torch._foreach_norm(shards)).square().sum()
+    dist.all_reduce(square, group=model.process_group)  # the rest counts once: all ranks have it
+    norm = (square + sum(gradient.square().sum() for gradient in others)).sqrt()
+    torch._foreach_mul_([*shards, *others], (max_norm / (norm + 1e-6)).clamp(max=1))
+    return norm
+
+
+# ==================================================================================================
+# Below this line: what stages 02 and 03 teach, guards, and main. It measures in fsdp_measure.py.
 
 
 def broadcast_from_rank_0(module: nn.Module, process_group) -> None:
@@ -364,31 +279,22 @@ def broadcast_from_rank_0(module: nn.Module, process_group) -> None:
         tensor.detach().copy_(dense)
 
 
-def average(parameters: list[nn.Parameter], process_group) -> None:
-    """Average gradients with one all-reduce per dtype, with zeros for what was not used."""
-    for dtype in sorted({p.dtype for p in parameters}, key=str):
-        same = [p for p in parameters if p.dtype == dtype]
-        for parameter in [p for p in same if p.grad is None]:
+def give_zeros_to_unused(module: nn.Module) -> None:
+    """A gradient of zeros for each parameter that this rank did not use."""
+    for parameter in module.parameters():
+        if parameter.requires_grad and parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        flat = torch.cat([p.grad.flatten() for p in same]).div_(dist.get_world_size(process_group))
-        dist.all_reduce(flat, group=process_group)
-        for parameter, mean in zip(same, flat.split([p.numel() for p in same]), strict=True):
-            parameter.grad.copy_(mean.view(parameter.shape))
 
 
-def clip_grad_norm(model: FSDP, max_norm: float) -> torch.Tensor:
-    """After the finish: scale all gradients to a norm of at most max_norm; returns what it was."""
-    shards = [unit.shard.grad for unit in model.trained.values()]
-    others = [parameter.grad for parameter in model.replicated]
-    square = torch.stack(torch._foreach_norm(shards)).square().sum()
-    dist.all_reduce(square, group=model.process_group)  # the rest counts once: all ranks have it
-    norm = (square + sum(gradient.square().sum() for gradient in others)).sqrt()
-    torch._foreach_mul_([*shards, *others], (max_norm / (norm + 1e-6)).clamp(max=1))
-    return norm
-
-
-# ==================================================================================================
-# Below this line: guards and main. What main verifies and measures is in fsdp_measure.py.
+def average(parameters: list[nn.Parameter], process_group) -> None:
+    """Average gradients with one all-reduce per dtype."""
+    for dtype in sorted({p.dtype for p in parameters}, key=str):
+        gradients = [p.grad for p in parameters if p.dtype == dtype]
+        flat = torch.cat([one.flatten() for one in gradients])
+        dist.all_reduce(flat.div_(dist.get_world_size(process_group)), group=process_group)
+        means = flat.split([one.numel() for one in gradients])
+        for gradient, mean in zip(gradients, means, strict=True):
+            gradient.copy_(mean.view_as(gradient))
 
 
 def owns_matrix(part: nn.Module) -> bool:
@@ -428,18 +334,52 @@ def check_module(module: nn.Module, process_group, shard) -> dict[nn.Parameter, 
     return chosen
 
 
+def layout(module: nn.Module) -> list[tuple]:
+    return [(id(p), p.requires_grad, p.dtype, p.device) for p in module.parameters()]
+
+
 def check_forward(model: FSDP) -> None:
     if model.schedule.phase == "backward":
         raise RuntimeError("call finish_gradient_synchronization() after every backward()")
-    if model._layout() != model.layout:
+    if layout(model.module) != model.layout:
         raise RuntimeError("parameters were frozen, thawed, replaced, moved or cast: wrap again")
+
+
+def check_backward(schedule: Schedule) -> None:
+    if torch._C._current_graph_task_id() == -1:
+        raise RuntimeError("the weights are sharded: call the FSDP model, not a part of it")
+    if schedule.phase in ("forward", "inference"):
+        raise RuntimeError("backward() inside of forward is not supported")
+
+
+def check_gradient(ctx: Gather, gradient: torch.Tensor) -> None:
+    if gradient.requires_grad:
+        raise RuntimeError("backward(create_graph=True) is not supported")
+    if ctx.reduced_in is ctx.schedule.done:
+        ctx.schedule.complete = False  # what was recorded is more than one backward
+        raise RuntimeError(f"{ctx.unit.name}: backward() ran twice: finish in between")
+
+
+def check_version(kept: torch.Tensor, version: int) -> None:
+    """What autograd checks by itself, but not where there are hooks for what it keeps."""
+    if kept._version != version:
+        shape = tuple(kept.shape)
+        raise RuntimeError(f"a tensor {shape} that backward needs was changed in place after use")
+
+
+def check_shape(name: str, value: torch.Tensor, expected: Unit | nn.Parameter) -> None:
+    if value.shape != expected.shape:
+        shapes = f"{tuple(value.shape)}, not {tuple(expected.shape)}"
+        raise ValueError(f"{name} has shape {shapes}")
 
 
 def check_step(schedule: Schedule, kind: str, unit: Unit) -> None:
     """RuntimeError before a step that the other ranks would not expect."""
-    if unit in schedule.reduced:
+    if schedule.phase not in schedule.recorded:
+        check_agreement(schedule, f"{kind} {unit.name}, {schedule.phase}")
+    elif schedule.phase == "backward" and not schedule.coming:
         raise RuntimeError(f"{unit.name}: backward() ran twice: finish in between")
-    if schedule.recording is None and (kind, unit) not in schedule.coming:
+    elif (kind, unit) not in schedule.coming:
         first = f"it comes later or more often than in the first {schedule.phase}"
         raise RuntimeError(f"{kind} {unit.name}: {first}; schedule.recorded.clear() records anew")
 
@@ -457,7 +397,7 @@ def check_same(mine: list[str], process_group, error: type, what: str) -> None:
 def check_agreement(schedule: Schedule, step: str) -> None:
     """While a schedule is recorded: RuntimeError on all ranks if their next steps differ."""
     what = "in the first step all ranks must use the same layers in the same order"
-    check_same([f"{step}, {schedule.phase}"], schedule.process_group, RuntimeError, what)
+    check_same([step], schedule.process_group, RuntimeError, what)
 
 
 def main():
