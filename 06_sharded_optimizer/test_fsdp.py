@@ -282,6 +282,18 @@ def test_course(ranks, dtype, tolerance, kind):
     ranks(2).run(agrees_with_prehooks, dtype, tolerance, *kind)
 
 
+def sums_in_float32():
+    """1 and 2^-12 have no sum in bfloat16, and a shard's gradient has a larger dtype."""
+    (unit,) = FSDP(nn.Linear(3, 3, bias=False), torch.bfloat16).units.values()
+    unit.reduce(torch.full((3, 3), [1.0, 2**-12][dist.get_rank()], dtype=torch.bfloat16))()
+    length = [5, 4][dist.get_rank()]  # and the rest is padding
+    assert unit.shard.grad[:length].eq((1 + 2**-12) / 2).all()
+
+
+def test_gradients_are_summed_in_float32(ranks):
+    ranks(2).run(sums_in_float32)
+
+
 def computes_mixed_with_biases(dtype):
     """Biases and inputs are cast, norms stay float32; frozen and recomputed layers, too."""
     for build in (plain, frozen, recomputed, transformer):
@@ -320,7 +332,7 @@ class Spy:
         self.log.append(f"gather {unit.name}")
         room = inspect.getclosurevars(end).nonlocals["room"]  # which nobody has, has no storage
         self.rooms.append(StorageWeakRef(room.untyped_storage()))
-        self.most = max(self.most, self.alive(self.allowed))
+        self.most = max(self.most, self.alive(max(self.most, self.allowed)))
         return end
 
     def reduce(self, unit, reduce, gradient):
@@ -431,8 +443,17 @@ def names_the_first_different_use():
         model(torch.ones(2, 6), way)
 
 
-def test_first_step_must_be_the_same(ranks):
-    ranks(2).run(names_the_first_different_use)
+def names_a_use_that_is_missing():
+    model = FSDP(Branches())
+    way = [(0, 1), (0,)][dist.get_rank()]
+    expected = "rank 0 has gather parts.1.weight, forward, rank 1 has the end, forward"
+    with pytest.raises(RuntimeError, match=expected):
+        model(torch.ones(2, 6), way)
+
+
+@pytest.mark.parametrize("check", [names_the_first_different_use, names_a_use_that_is_missing])
+def test_first_step_must_be_the_same(ranks, check):
+    ranks(2).run(check)
 
 
 def names_the_first_different_parameter():
