@@ -323,6 +323,7 @@ class Spy:
 
     def __init__(self, model, allowed):
         self.log, self.rooms, self.most, self.allowed = [], [], 0, allowed
+        self.reducing, self.most_reducing = model.schedule.reducing, 0
         for unit in model.units.values():
             unit.gather = partial(self.gather, unit, unit.gather)
             unit.reduce = partial(self.reduce, unit, unit.reduce)
@@ -337,6 +338,7 @@ class Spy:
 
     def reduce(self, unit, reduce, gradient):
         self.log.append(f"reduce {unit.name}")
+        self.most_reducing = max(self.most_reducing, len(self.reducing) + 1)
         return reduce(gradient)
 
     def alive(self, allowed=0):
@@ -379,7 +381,7 @@ def prefetches_one_ahead():
             expected += ", reduce 1, gather 0"
         backward = [f"{one}.weight" for one in f"{expected}, reduce 0".split(", ")]
         assert spy.log == forward + backward, spy.log
-        assert spy.most == most
+        assert spy.most == most and spy.most_reducing == 1
         assert launched == ([2, 3, 4, 5, 5] if prefetch else [1, 2, 3, 4, 5]), launched
         assert spy.alive() == 0
 
@@ -927,8 +929,28 @@ def is_freed():
     assert not any(reference() for reference in alive)
 
 
-def test_a_model_that_is_dropped_is_freed(ranks):
-    ranks(2).run(is_freed)
+class NotesItsOutput(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.storages = []
+
+    def forward(self, x):
+        y = x.exp()  # which autograd keeps, as part of the graph that y belongs to
+        self.storages.append(StorageWeakRef(y.untyped_storage()))
+        return y
+
+
+def frees_a_graph_without_backward():
+    noting = NotesItsOutput()
+    model = FSDP(nn.Sequential(nn.Linear(6, 6), noting))
+    model(torch.ones(2, 6))
+    gc.collect()
+    assert noting.storages and all(storage.expired() for storage in noting.storages)
+
+
+@pytest.mark.parametrize("check", [is_freed, frees_a_graph_without_backward])
+def test_what_is_dropped_is_freed(ranks, check):
+    ranks(2).run(check)
 
 
 # What the course's adapters are, as the README has them.
