@@ -986,10 +986,10 @@ SMALL = "--device", "cpu", "--batch-size", 1, "--context-length", 8
 QUICK = *SMALL, "--steps", 1, "--warmup", 0
 
 
-def test_script_alone(script, tmp_path):
+def test_script_alone(forked, tmp_path):
     """Without what it is compared with: what it prints has the form of the recorded output."""
     files = "--json", tmp_path / "x.json"
-    status, output = script(torchrun(2, SCRIPT, *QUICK, *files, "--no-baseline")).wait()
+    status, output = forked(2, SCRIPT, *QUICK, *files, "--no-baseline")
     assert status == 0, output
     result = testing.read_json(tmp_path / "x.json", "06_sharded_optimizer/fsdp")
     assert result["verify"]["passed"] and result["verify"]["max_abs_diff"] <= 1e-10
