@@ -366,6 +366,7 @@ def test_progress_on_a_terminal_and_none_in_a_pipe(forked):
     assert shown.endswith("\r\x1b[K")  # nothing stays
 
 
+@pytest.mark.full
 def test_a_closed_pipe_loses_no_file(forked, tmp_path):
     files = ["--json", tmp_path / "a.json", "--plot", tmp_path / "a.png"]
     assert forked.check_closed_pipe(None, *QUICK, *files) == ""

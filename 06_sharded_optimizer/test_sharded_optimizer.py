@@ -833,7 +833,7 @@ def test_script(forked, tmp_path, small):
     files = {"--json": "x.json", "--save": "save", "--trace": "trace"}
     words = [word for flag, name in files.items() for word in (flag, tmp_path / name)]
     if small:
-        testing.write_mnist(tmp_path / "data", 640, 10)
+        testing.write_mnist(tmp_path / "data", 700, 10)  # the last batch is not full
         words += ["--data", tmp_path / "data"]
     status, output = forked(2, SCRIPT, *QUICK, *words)
     assert status == 0, output

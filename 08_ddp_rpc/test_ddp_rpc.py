@@ -392,6 +392,7 @@ def test_progress_on_a_terminal(forked):
     assert shown.endswith("\r\x1b[K")  # nothing stays
 
 
+@pytest.mark.full
 def test_a_closed_pipe_loses_no_file(forked, tmp_path):
     words = [*SHORT, "--no-verify", "--json", tmp_path / "out.json"]
     assert forked.check_closed_pipe(None, *words) == ""

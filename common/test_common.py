@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import re
+import runpy
 import shutil
 import socket
 import sys
@@ -18,7 +19,6 @@ import pytest
 import torch
 
 import common.compare
-import common.timeline
 from common.compare import read, summarize
 from common.setup import load_images, output_file, process_group
 from common.testing import ROOT, write_mnist
@@ -361,7 +361,7 @@ def test_timeline_of_something_else_is_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("RANK", "0")  # which main sets, and monkeypatch puts back
     monkeypatch.setattr(sys, "argv", ["timeline.py", *map(str, words)])
     with pytest.raises(SystemExit) as end:
-        common.timeline.main()
+        runpy.run_path(str(ROOT / "common" / "timeline.py"), run_name="__main__")
     said = capsys.readouterr().err
     assert end.value.code == 2 and len(said.splitlines()) == 1
     assert "no span named 'forward'" in said
