@@ -165,6 +165,7 @@ def check_forward(wrapper: nn.Module) -> None:
 
 TOLERANCE = 1e-10  # of float64 weights after hundreds of steps; rounding alone stays far below
 SIZES = {  # d_model, d_ff, layers, heads, vocabulary, sequences per rank and step, tokens in each
+    "nano": (64, 256, 2, 2, 1_000, 4, 64),
     "tiny": (512, 2048, 4, 8, 10_000, 4, 64),
     "deep": (128, 512, 32, 4, 1_000, 4, 64),
     "small": (768, 3072, 12, 12, 10_000, 4, 128),
@@ -271,9 +272,8 @@ def benchmark(args, options, device, described, others=None):
     from common import report, timing
 
     def torch_ddp(model):
-        devices = [device] if device.type == "cuda" else None
         view = args.gradient_as_bucket_view
-        return nn.parallel.DistributedDataParallel(model, devices, gradient_as_bucket_view=view)
+        return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=view)
 
     wraps = {WRAPPER.__name__: lambda model: WRAPPER(model, **options), **(others or {})}
     if not args.no_baseline:

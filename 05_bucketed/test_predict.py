@@ -130,7 +130,7 @@ def test_best_bucket_is_named_with_its_noise(capsys):
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def test_run(forked, tmp_path, device):
     files = {name: tmp_path / f"predict.{name}" for name in ("json", "plot")}
-    words = [*testing.QUICK, "--sizes", "deep", "--device", device]
+    words = [*testing.SHORT, "--sizes", "deep", "--device", device]
     words += [word for name in files for word in (f"--{name}", files[name])]
     status, output = forked(2, FOLDER / "predict.py", *words, cwd=tmp_path)
     assert status == 0, output

@@ -249,6 +249,7 @@ def first_difference(everyones: list[list[str]]) -> str | None:
 TOLERANCE = 1e-12  # of the weights in verify: the same updates by the same gradients give 0
 
 SIZES = {  # d_model, d_ff, layers, heads, vocabulary, sequences per rank and step, tokens in each
+    "nano": (64, 256, 2, 2, 1_000, 4, 64),
     "tiny": (512, 2048, 4, 8, 10_000, 4, 64),
     "deep": (128, 512, 32, 4, 1_000, 4, 64),
     "small": (768, 3072, 12, 12, 10_000, 4, 128),

@@ -984,7 +984,7 @@ def test_adapters(ranks):
     ranks(2).run(runs_through_adapters)
 
 
-SMALL = "--device", "cpu", "--batch-size", 1, "--context-length", 8
+SMALL = "--size", "nano", "--device", "cpu", "--batch-size", 1, "--context-length", 8
 QUICK = *SMALL, "--steps", 1, "--warmup", 0
 
 

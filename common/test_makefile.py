@@ -100,7 +100,7 @@ def test_help_names_every_target_of_a_stage():
     assert all(len(line) <= 100 for line in output.splitlines())
 
 
-QUICK = "--steps 1 --warmup 0 --batch-size 1 --context-length 8 --no-verify"
+QUICK = "--size nano --steps 1 --warmup 0 --batch-size 1 --context-length 8 --no-verify"
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from common import setup, testing
 from common.testing import ROOT, torchrun
 
 LADDER = ROOT / "02_naive_ddp" / "naive_ddp.py"
-SMALL = ["--no-verify", "--steps", "2", "--warmup", "1", "--batch-size", "1"]
+SMALL = ["--size", "nano", "--no-verify", "--steps", "2", "--warmup", "1", "--batch-size", "1"]
 SMALL += ["--context-length", "8", "--no-baseline", "--device", "cpu"]
 
 

@@ -35,7 +35,8 @@ def ready_processes():
     if sys.platform != "linux":  # macOS has libraries that hate fork
         return mp.get_context("spawn")
     context = mp.get_context("forkserver")
-    needed = ["torch", "torchvision", "torch.distributed.optim", "matplotlib.figure", "pytest"]
+    needed = ["torch", "torchvision", "torch.distributed.optim", "torch.distributed.tensor.debug"]
+    needed += ["matplotlib.figure", "pytest"]
     context.set_forkserver_preload(needed)
     forkserver.ensure_running()
     return context
@@ -370,7 +371,8 @@ def check_script_alone(path: Path, folder: Path) -> None:
     assert "copy the repository's folder common/" in output, output
 
 
-QUICK = ["--steps", "2", "--warmup", "1", "--batch-size", "1", "--context-length", "8"]
+SHORT = ["--steps", "2", "--warmup", "1", "--batch-size", "1", "--context-length", "8"]
+QUICK = ["--size", "nano", *SHORT]
 
 
 def write_mnist(folder: Path, train: int, test: int) -> list[Path]:
@@ -410,6 +412,7 @@ def check_output(output: str, path: Path, folder: Path, world_size: int, device:
     result = read_json(folder / "json", path.parent.name)
     recorded = (path.parent / "reference_output.txt").read_text()
     recorded = recorded.replace("gloo on cpu", f"{result['backend']} on {device}")
+    recorded = recorded.replace("tiny model", f"{result['model']['size']} model")
     assert masked(output) == masked(recorded), output
     gpu_per_rank = device == "cuda" and torch.cuda.device_count() >= world_size
     assert (result["backend"] == "nccl") == gpu_per_rank
@@ -613,4 +616,4 @@ def check_not_started_by_torchrun(main, path: Path, monkeypatch, capsys) -> None
         main()
     error = capsys.readouterr().err
     assert end.value.code == 2 and error.count("\n") == 1, error
-    assert "start this script with torchrun: torchrun --standalone" in error
+    assert "start this script with torchrun --standalone" in error
