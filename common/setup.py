@@ -59,8 +59,7 @@ class Parser(argparse.ArgumentParser):
         action.option_strings = [name for name in names if name.startswith("-")]
         return action
 
-    def error(self, message: str):
-        fail(message)
+    error = staticmethod(fail)
 
     def print_help(self, file=None):
         say(self.format_help())
@@ -78,9 +77,8 @@ def checked(convert, is_allowed, allowed: str):
     return check
 
 
-def whole_number(minimum: int, maximum: int = 2**31 - 1):
-    allowed = f"a whole number from {minimum} to {maximum}"
-    return checked(int, lambda number: minimum <= number <= maximum, allowed)
+def whole_number(low: int, high: int = 2**31 - 1):
+    return checked(int, lambda n: low <= n <= high, f"a whole number from {low} to {high}")
 
 
 def can_be_written(path: Path) -> bool:
@@ -148,8 +146,7 @@ def choose_device(args: argparse.Namespace) -> torch.device:
 def process_group(args: argparse.Namespace):
     """Join the group that torchrun describes, yield this rank's torch.device, and always leave."""
     if "RANK" not in os.environ:
-        command = f"torchrun --standalone --nproc-per-node 2 {sys.argv[0]}"
-        fail(f"start this script with torchrun: {command}")
+        fail(f"start this script with torchrun --standalone --nproc-per-node 2 {sys.argv[0]}")
     device = choose_device(args)
     master = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     timeout = timedelta(seconds=min(args.timeout, 1e6))

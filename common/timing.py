@@ -57,14 +57,17 @@ def measure(candidates: dict[str, Callable[[], dict]], steps: int, warmup: int) 
 
 
 def count_collectives(step: Callable[[], object], trace: Path | None = None) -> int:
-    """All-reduces and broadcasts in one more step, profiled; in three, where there is a `trace`."""
-    steps = 3 if trace else 1
+    """Collectives in one more step; three further ones are profiled where there is a `trace`."""
+    from torch.distributed.tensor import debug  # takes seconds
+
     step()  # in its second step torch DDP arranges its buckets anew, with two broadcasts
-    with torch.profiler.profile() as profiler:
-        for _ in range(steps):
-            step()
-    if trace and dist.get_rank() == 0:
-        profiler.export_chrome_trace(str(trace))
-        say(f"written: {trace}")
-    kinds = ("c10d::allreduce_", "c10d::broadcast_")
-    return sum(event.count for event in profiler.key_averages() if event.key in kinds) // steps
+    with debug.CommDebugMode() as mode:
+        step()
+    if trace:
+        with torch.profiler.profile() as profiler:
+            for _ in range(3):
+                step()
+        if dist.get_rank() == 0:
+            profiler.export_chrome_trace(str(trace))
+            say(f"written: {trace}")
+    return mode.get_total_counts()
