@@ -195,13 +195,13 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_single_then_ddp_then_pictures(script, forked, tmp_path):
+def test_single_then_ddp_then_pictures(forked, tmp_path):
     results = tmp_path / "new"
     words = [*TINY, "--epochs", 1, "--threads", 1, "--results", results]
     status, output = forked(None, SCRIPT, *words)
     assert status == 0, output
     assert names(results) == ["07_single.json"], "nothing to compare yet"
-    status, output = start(script, 2, *words, "--json", tmp_path / "ddp.json").wait()
+    status, output = forked(2, SCRIPT, *words, "--json", tmp_path / "ddp.json")
     assert status == 0, output
     files = ["07_ddp_2.json", "07_single.json", "breakdown.png", "speedup.png"]
     assert names(results) == files

@@ -106,13 +106,8 @@ QUICK = "--size nano --steps 1 --warmup 0 --batch-size 1 --context-length 8 --no
 @pytest.mark.parametrize(
     "stage, options, said",
     [
-        ("01_allreduce", "--demo", "all ranks hold the sum"),
-        pytest.param(
-            "06_sharded_optimizer",
-            f"{QUICK} --no-baseline --device cpu",
-            "Percentiles over all",
-            marks=pytest.mark.full,
-        ),
+        pytest.param("01_allreduce", "--demo", "all ranks hold the sum", marks=pytest.mark.full),
+        ("05_bucketed", f"{QUICK} --no-baseline --device cpu", "Percentiles over all"),
     ],
 )
 def test_a_stage_runs(script, stage, options, said):
