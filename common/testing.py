@@ -387,6 +387,11 @@ def write_mnist(folder: Path, train: int, test: int) -> list[Path]:
     return sorted(raw.iterdir())
 
 
+# All-reduces of a step: the model has 15 parameters, which fit into one bucket.
+NANO_CALLS = {"no sync": 0, "NaiveDDP": 15, "FlatDDP": 1, "OverlapDDP": 15, "BucketedDDP": 1}
+NANO_CALLS["torch DDP"] = 1
+
+
 def check_run(run, path: Path, folder: Path, world_size: int, device: str = "cpu") -> None:
     """The whole script, small: it prints what reference_output.txt shows, and writes every file.
 
@@ -418,6 +423,8 @@ def check_output(output: str, path: Path, folder: Path, world_size: int, device:
     assert (result["backend"] == "nccl") == gpu_per_rank
     assert result["world_size"] == world_size
     assert result["verify"]["passed"]
+    counts = {one["name"]: one["collectives_per_step"] for one in result["candidates"]}
+    assert counts == {name: NANO_CALLS[name] for name in counts} and len(counts) == 3
     for one in result["candidates"]:
         for times in ("step_seconds", "exposed_comm_seconds", "optimizer_seconds"):
             assert [len(of_rank) for of_rank in one[times]] == world_size * [2], times
