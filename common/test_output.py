@@ -1,8 +1,12 @@
 """What scripts say, and where: progress, closed pipes, odd encodings, short errors."""
 
+import contextlib
 import os
+import signal
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -113,6 +117,22 @@ def test_our_torchrun_is_short(script, tmp_path, ours):
         f"warning: {ranks} ranks on {ranks - 1} cores: their times say little",
         f"naive_ddp.py: error: argument --steps: '0' is not {allowed}",
     ]
+
+
+def test_ctrl_c_ends_a_host_that_waits_for_the_other(script):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = torchrun(1, "--master-addr", "127.0.0.1", "--master-port", port, LADDER)
+    command[2:4] = ["common.torchrun", "--nnodes=2"]
+    run = script(command, cwd=ROOT)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:  # until it listens, and waits
+        with contextlib.suppress(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port), 1).close()
+            break
+    os.killpg(run.process.pid, signal.SIGINT)  # what a terminal does
+    assert run.wait(10) == (-signal.SIGINT, "")
 
 
 def test_save_without_verify_is_refused(monkeypatch, capsys, tmp_path):

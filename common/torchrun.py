@@ -30,6 +30,7 @@ def share_cores(ranks: str) -> None:
 
 
 def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # else Ctrl-C is not heard while hosts are awaited
     share_cores(run.parse_args(sys.argv[1:]).nproc_per_node)
     # Else it says first that it ends the other ranks, and which rank failed how.
     for name in (
