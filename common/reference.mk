@@ -172,7 +172,8 @@ common/reference_output_hosts.txt: common/reference_output_compare.txt FORCE | r
 05_bucketed/reference_output_bucket_sweep_1gbit.txt: FORCE | results
 	$(MAKE) --no-print-directory hosts RATE=1gbit DELAY=1ms SCRIPT=05_bucketed/bucket_sweep.py \
 	  ARGS="--plot 05_bucketed/bucket_sweep_1gbit.png" > $(keep)
-# Three runs on each: about half an hour.
+# Three runs on each: about half an hour. The quicker network needs more steps, because its steps
+# scatter more.
 PREDICT_HOSTS = $(MAKE) --no-print-directory hosts SCRIPT=05_bucketed/predict.py
 05_bucketed/reference_output_predict_hosts.txt: FORCE | results
 	@for run in 1 2 3; do echo "run $$run"; \

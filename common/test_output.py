@@ -1,6 +1,5 @@
 """What scripts say, and where: progress, closed pipes, odd encodings, short errors."""
 
-import contextlib
 import os
 import signal
 import socket
@@ -127,10 +126,12 @@ def test_ctrl_c_ends_a_host_that_waits_for_the_other(script):
     command[2:4] = ["common.torchrun", "--nnodes=2"]
     run = script(command, cwd=ROOT)
     deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:  # until it listens, and waits
-        with contextlib.suppress(ConnectionRefusedError):
-            socket.create_connection(("127.0.0.1", port), 1).close()
-            break
+    listens = False
+    while not listens:
+        assert time.monotonic() < deadline, "it does not listen"
+        time.sleep(0.1)
+        with socket.socket() as probe:
+            listens = probe.connect_ex(("127.0.0.1", port)) == 0
     os.killpg(run.process.pid, signal.SIGINT)  # what a terminal does
     assert run.wait(10) == (-signal.SIGINT, "")
 

@@ -388,8 +388,14 @@ def write_mnist(folder: Path, train: int, test: int) -> list[Path]:
 
 
 # All-reduces of a step: the model has 15 parameters, which fit into one bucket.
-NANO_CALLS = {"no sync": 0, "NaiveDDP": 15, "FlatDDP": 1, "OverlapDDP": 15, "BucketedDDP": 1}
-NANO_CALLS["torch DDP"] = 1
+NANO_CALLS = {
+    "no sync": 0,
+    "NaiveDDP": 15,
+    "FlatDDP": 1,
+    "OverlapDDP": 15,
+    "BucketedDDP": 1,
+    "torch DDP": 1,
+}
 
 
 def check_run(run, path: Path, folder: Path, world_size: int, device: str = "cpu") -> None:

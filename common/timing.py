@@ -58,7 +58,7 @@ def measure(candidates: dict[str, Callable[[], dict]], steps: int, warmup: int) 
 
 def count_collectives(step: Callable[[], object], trace: Path | None = None) -> int:
     """Collectives in one more step; three further ones are profiled where there is a `trace`."""
-    from torch.distributed.tensor import debug  # takes seconds
+    from torch.distributed.tensor import debug  # seconds, which only this needs
 
     step()  # in its second step torch DDP arranges its buckets anew, with two broadcasts
     with debug.CommDebugMode() as mode:
