@@ -43,7 +43,7 @@ TORCHRUN = $(PYTHON) -m common.torchrun $(HOSTS) \
 HELP := $(filter -h --help,$(ARGS))
 
 .NOTPARALLEL:
-.PHONY: help setup test test-full soak hosts lint format all reference clean compare growth timeline \
+.PHONY: help setup test test-full test-torch clean-torch soak hosts lint format all reference clean compare growth timeline \
 	read check-python $(STAGES) $(TOOLS) 05_bucketed/simulate 05_bucketed/extrapolate \
 	07_resnet_ddp/compare_runs 07_resnet_ddp/make_cifar 07_resnet_ddp/loading \
 	01_allreduce/alternate_ring 01_allreduce/ring_profile
@@ -205,6 +205,9 @@ setup: $(RUNTIME)
 
 ##   make test                               the test suite, the fast part
 ##   make test-full                          all of it: real models, every fault, every wrong flag
+##   make test-torch [TORCH="2.8.0 2.15.0"]  make test with these versions of torch, by default with
+##                                           all that common/README.md lists; clean-torch: removes
+##                                           the environments (one each, 5.5 GB, kept)
 ##   make soak [N=20]                        the tests with several processes, N times
 # In parallel where PYTHON has pytest-xdist; ARGS="-n 0" one by one, as --pdb and -s need it.
 WORKERS := $(shell echo $$(( $(CORES) < 4 ? $(CORES) : 4 )))
@@ -213,6 +216,11 @@ test: $(RUNTIME) $(DEVELOPMENT)
 	$(PYTHON) -m pytest $(if $(HAS_XDIST),-n $(WORKERS) --dist worksteal) -m "not full" $(ARGS)
 test-full: $(RUNTIME) $(DEVELOPMENT)
 	$(PYTHON) -m pytest $(ARGS)
+test-torch:
+	@python3 -c '$(NEW_ENOUGH)' || exit 2
+	@python3 common/torch_versions.py '$(ARGS)' $(TORCH)
+clean-torch:
+	@python3 common/torch_versions.py --remove
 soak: $(RUNTIME) $(DEVELOPMENT)
 	@for round in $$(seq $(N)); do echo "round $$round of $(N)"; \
 	  $(PYTHON) -m pytest -q -m "distributed and not full" $(ARGS) || exit; done

@@ -54,7 +54,7 @@ def run_ranks(world_size: int, folder: str, function, backend: str, *arguments) 
 
 def start_rank(rank: int, world_size: int, store: str, function, backend: str, *arguments) -> None:
     """In the spawned process: join the process group, call the function, leave."""
-    from common.setup import threads_per_rank
+    from common.setup import threads_per_rank, without_gloo_greeting
 
     os.environ["RANK"] = str(rank)  # common's say() and progress() go by it, as under torchrun
     sys.stdout.reconfigure(errors="replace")  # ? where the output's encoding lacks a character
@@ -69,7 +69,8 @@ def start_rank(rank: int, world_size: int, store: str, function, backend: str, *
     if backend == "nccl":
         device_id = device
     meeting = {"store": dist.FileStore(store, world_size), "rank": rank, "world_size": world_size}
-    dist.init_process_group(backend.removesuffix("-cuda"), device_id=device_id, **meeting)
+    with without_gloo_greeting():
+        dist.init_process_group(backend.removesuffix("-cuda"), device_id=device_id, **meeting)
     try:
         function(device, backend, *arguments)
     finally:

@@ -26,6 +26,9 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map
 
+# torch 2.13 has renamed it, and warns of the old name.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 class Unit:
     """A weight that is split: this rank's flat shard, and how the whole is gathered and reduced."""
@@ -46,7 +49,7 @@ class Unit:
         """Begin to put it together in this dtype; returns a function that waits for the whole."""
         mine = self.shard.detach().to(dtype)
         room = mine.new_empty(len(mine) * dist.get_world_size(self.process_group))
-        work = dist.all_gather_into_tensor(room, mine, self.process_group, async_op=True)
+        work = all_gather_single(room, mine, self.process_group, async_op=True)
 
         def end(sent=mine):  # what travels must outlive the work
             work.wait()  # the caller has the only reference to the room: without it, it is free

@@ -34,7 +34,7 @@ from torch.distributed import rpc
 
 from common import setup
 from common.report import processor_name
-from common.setup import fail, progress, say, threads_per_rank, whole_number
+from common.setup import fail, progress, say, threads_per_rank, whole_number, without_gloo_greeting
 
 
 def role(rank: int, trainers: int, servers: int) -> str:
@@ -363,13 +363,14 @@ def join(rank: int, name: str, args, backend: str) -> None:
     world_size = args.trainers + args.servers + 1
     timeout = timedelta(seconds=min(args.timeout, 1e6))
     if rank < args.trainers:
-        dist.init_process_group(
-            backend,
-            store=dist.PrefixStore("trainers", connect(args)),
-            rank=rank,
-            world_size=args.trainers,
-            timeout=timeout,
-        )
+        with without_gloo_greeting():
+            dist.init_process_group(
+                backend,
+                store=dist.PrefixStore("trainers", connect(args)),
+                rank=rank,
+                world_size=args.trainers,
+                timeout=timeout,
+            )
 
     def launchers_store(url, **_):
         yield connect(args), rank, world_size

@@ -1,6 +1,7 @@
 """Percentiles, tables, the head of a result and the JSON file."""
 
 import json
+import os
 import platform
 import re
 from datetime import datetime, timezone
@@ -49,7 +50,8 @@ def describe(model_class, sizes: dict, args, replicas: int) -> dict:
     say(f"{args.size} model: {millions}, {args.dtype}, {tokens}; {steps}")
     each = 5 * getattr(torch, args.dtype).itemsize  # weight, gradient, two moments, bucket
     if args.device == "cpu":  # a GPU says itself when it is full
-        check_memory(replicas * parameters * each, f"{replicas} replicas × {millions} × {each} B")
+        what = f"{replicas} replicas × {millions} × {each} B"
+        check_memory(int(os.environ["LOCAL_WORLD_SIZE"]), replicas * parameters * each, what)
     return {"size": args.size, "parameters": parameters, "dtype": args.dtype, **batch}
 
 

@@ -9,6 +9,7 @@ so that their steps can be compared with each other. Two models show what each i
     torchrun --standalone --nproc-per-node 2 common/rungs.py --plot results/compare.png
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -177,7 +178,8 @@ def check_memory(sizes: list[str], args) -> None:
         parameters = sum(parameter.numel() for parameter in model.parameters())
         each = 5 * getattr(setup.torch, args.dtype).itemsize
         what = f"{size}: {REPLICAS} replicas × {parameters / 1e6:.1f} million parameters × {each} B"
-        setup.check_memory(REPLICAS * parameters * each, what)
+        ranks = int(os.environ["LOCAL_WORLD_SIZE"])
+        setup.check_memory(ranks, REPLICAS * parameters * each, what)
 
 
 def measure(args, device) -> dict:

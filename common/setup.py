@@ -143,6 +143,26 @@ def choose_device(args: argparse.Namespace) -> torch.device:
 
 
 @contextmanager
+def without_gloo_greeting():
+    """Until torch 2.11 gloo prints from C++ how many ranks it has found, and no setting stops it.
+
+    So standard output leads nowhere while a process group is made.
+    """
+    if torch.__version__ >= "2.12":
+        yield
+        return
+    output = os.dup(1)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    try:
+        yield
+    finally:
+        os.dup2(output, 1)
+        os.close(output)
+        os.close(nowhere)
+
+
+@contextmanager
 def process_group(args: argparse.Namespace):
     """Join the group that torchrun describes, yield this rank's torch.device, and always leave."""
     if "RANK" not in os.environ:
@@ -155,7 +175,9 @@ def process_group(args: argparse.Namespace):
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             socket.create_connection(master, 10).close()  # fails at once if torchrun has ended
         store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
-        dist.init_process_group(args.backend, store=store, rank=rank, world_size=size, **options)
+        options |= {"store": store, "rank": rank, "world_size": size}
+        with without_gloo_greeting():
+            dist.init_process_group(args.backend, **options)
     except (RuntimeError, ValueError, OSError) as error:
         reason = str(error).splitlines()[0]
         question = f"have all {os.environ['WORLD_SIZE']} ranks started, and is it reachable?"
@@ -192,13 +214,24 @@ def threads_per_rank(local_world_size: int) -> int:
     return max(1, len(allowed(0)) // local_world_size)
 
 
-def check_memory(per_rank: float, what: str) -> None:
-    """End the run if this host has too little memory for its ranks, with so many bytes each."""
-    ranks, pages = int(os.environ["LOCAL_WORLD_SIZE"]), os.sysconf("SC_PHYS_PAGES")
-    needed, memory = ranks * (per_rank + 3e8), pages * os.sysconf("SC_PAGE_SIZE")
+TORCH_BYTES = 4e8  # that a rank has for itself once torch is imported (2.15, on Linux)
+
+
+def check_memory(ranks: int, per_rank: float = 0, what: str = "") -> None:
+    """End the run if this host has too little memory for its ranks.
+
+    Each needs `per_rank` bytes, `what` in words, and those of torch itself.
+    """
+    needed = ranks * (per_rank + TORCH_BYTES)
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > memory:
-        need = f"{ranks} ranks × ({what} + 0.3 GB for torch) need {needed / 1e9:.1f} GB of memory"
-        fail(f"{need}, and this host has {memory / 1e9:.1f}: use fewer ranks or a smaller model")
+        each = f"{TORCH_BYTES / 1e9:.1f} GB for torch"
+        advice = "use fewer ranks"
+        if per_rank:
+            each = f"({what} + {each})"
+            advice += " or a smaller model"
+        need = f"{ranks} ranks × {each} need {needed / 1e9:.1f} GB of memory"
+        fail(f"{need}, and this host has {memory / 1e9:.1f}: {advice}")
 
 
 def load_images(data: str | None, download: bool, device="cpu") -> list[torch.Tensor]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 
 from common import setup, testing
 from common.testing import ROOT, torchrun
@@ -79,16 +80,42 @@ def test_help(path):
 
 
 def test_too_little_memory_is_one_line_with_the_arithmetic(monkeypatch, capsys):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1000")
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(SystemExit) as end:
-        setup.check_memory(10**9, "3 replicas × 16.7 million parameters × 20 bytes")
+        setup.check_memory(1000, 10**9, "3 replicas × 16.7 million parameters × 20 bytes")
     said = capsys.readouterr().err
     assert end.value.code == 2 and said.count("\n") == 1, said
-    arithmetic = "1000 ranks × (3 replicas × 16.7 million parameters × 20 bytes + 0.3 GB for torch)"
-    assert f"error: {arithmetic} need 1300.0 GB of memory, and this host has " in said
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    setup.check_memory(0, "")
+    arithmetic = "1000 ranks × (3 replicas × 16.7 million parameters × 20 bytes + 0.4 GB for torch)"
+    assert f"error: {arithmetic} need 1400.0 GB of memory, and this host has " in said
+    setup.check_memory(1)
+
+
+def test_too_many_ranks_are_refused_before_one_starts(script):
+    """Not even torch itself fits into the memory; it took minutes to find that out by trying."""
+    began = time.monotonic()
+    command = [sys.executable, "-m", "common.torchrun", "--standalone", "--nproc-per-node", 9999]
+    status, said = script([*command, LADDER], cwd=ROOT).wait(60)
+    assert status == 2 and said.count("\n") == 1, said
+    assert "error: 9999 ranks × 0.4 GB for torch need 3999.6 GB of memory, and this " in said
+    assert time.monotonic() - began < 30  # the import of torch, mostly
+
+
+def test_only_our_lines_whatever_the_build_of_torch():
+    """A version may end in +cpu, +cu132 or nothing; torch before 2.12 has a greeting to hide."""
+    lines = [
+        f"05_bucketed: torch {version} on cpu" for version in ("2.13.0+cpu", "2.13.0", "2.8.0")
+    ]
+    assert {tuple(testing.masked(line)) for line in lines} == {("#_bucketed: torch # on cpu",)}
+    assert TorchVersion("2.8.0+cu128") < "2.12" <= TorchVersion("2.13.0+cpu")
+
+
+def test_the_greeting_of_gloo_is_kept_off_the_screen(monkeypatch, capfd):
+    for version, shown in (("2.8.0+cpu", "after\n"), ("2.13.0+cpu", "greeting\nafter\n")):
+        monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+        with setup.without_gloo_greeting():
+            os.write(1, b"greeting\n")
+        os.write(1, b"after\n")
+        assert capfd.readouterr().out == shown
 
 
 # What `fail` does, without the seconds that importing torch takes.

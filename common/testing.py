@@ -335,7 +335,7 @@ def masked(output: str) -> list[str]:
 
     This is its shape, which a recorded output shares.
     """
-    number = re.compile(r"[-+]?\d[\d.,]*(e[-+]\d+)?(\+cu\d+)?")
+    number = re.compile(r"[-+]?\d[\d.,]*(e[-+]\d+)?(\+[a-z]+\d*)?")
     lines = [
         line for line in output.splitlines() if not line.startswith(("written: ", "warning: "))
     ]
@@ -499,6 +499,17 @@ def is_probe(path: Path) -> bool:
 SHARED_MEMORY = Path("/dev/shm")
 
 
+def is_of_torch(path: Path) -> bool:
+    """A folder that torch itself leaves when it is killed.
+
+    torchrun's logs; before torch 2.12 also modules that torch.distributed.nn generates at import.
+    """
+    if path.name.startswith("torchelastic_"):
+        return True
+    generated = {"_remote_module_non_scriptable.py", "__pycache__"}
+    return path.is_dir() and path.name.startswith("tmp") and names_in(path) <= generated
+
+
 def names_in(folder: Path) -> set[str]:
     return set(os.listdir(folder)) if folder.is_dir() else set()
 
@@ -539,8 +550,7 @@ def check_fault(
     assert not left_in(SHARED_MEMORY, memory)
     left = []
     for file in folder.iterdir():
-        is_torchruns_log = file.name.startswith("torchelastic_")
-        if not is_torchruns_log and not is_probe(file):
+        if not is_of_torch(file) and not is_probe(file):
             left.append(file.name)
     assert not left, left
 

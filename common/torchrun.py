@@ -2,8 +2,8 @@
 
     python -m common.torchrun --standalone --nproc-per-node 2 05_bucketed/bucketed.py
 
-All arguments are torchrun's. The Makefile starts the stages with it; any other torchrun does, too,
-but follows the error of a rank with a traceback of itself.
+All arguments are torchrun's; --nproc-per-node must be one of them. The Makefile starts the stages
+with it; any other torchrun does, too, but follows the error of a rank with a traceback of itself.
 """
 
 import logging
@@ -12,26 +12,28 @@ import signal
 import sys
 
 import torch
-from torch.distributed import run
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from common.setup import threads_per_rank
+from common.setup import check_memory, threads_per_rank
 
 
-def share_cores(ranks: str) -> None:
+def share_cores(ranks: int) -> None:
     """Give each rank cores ÷ ranks threads; warn where ranks have to take turns on a core."""
-    if not ranks.isdecimal():
-        return
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(int(ranks))))
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(ranks)))
     cores = threads_per_rank(1)
-    if int(ranks) > cores and not torch.cuda.is_available():
+    if ranks > cores and not torch.cuda.is_available():
         print(f"warning: {ranks} ranks on {cores} cores: their times say little", file=sys.stderr)
 
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # else Ctrl-C is not heard while hosts are awaited
-    share_cores(run.parse_args(sys.argv[1:]).nproc_per_node)
+    ranks = sys.argv[sys.argv.index("--nproc-per-node") + 1]
+    if ranks.isdecimal():  # and not auto, cpu or gpu
+        check_memory(int(ranks))  # in a second, before a rank is started
+        share_cores(int(ranks))
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
     # Else it says first that it ends the other ranks, and which rank failed how.
     for name in (
         "torch.distributed.elastic.multiprocessing.api",
