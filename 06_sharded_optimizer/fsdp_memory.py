@@ -42,7 +42,8 @@ def allocations(function) -> list[dict]:
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder, "trace.json")
         activities = [torch.profiler.ProfilerActivity.CPU]
-        with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
+        options = {"activities": activities, "profile_memory": True, "acc_events": True}
+        with torch.profiler.profile(**options) as profiler:
             function()
             dist.barrier()  # gloo's threads have given back what they worked on
         profiler.export_chrome_trace(str(trace))

@@ -355,7 +355,7 @@ def write_trace(path: Path, step, steps: int) -> None:
     """A Chrome trace of rank 0, with spans Forward and Backward."""
     from common.setup import say
 
-    with profile() as profiler:
+    with profile(acc_events=True) as profiler:
         for _ in range(steps):
             step()
     if dist.get_rank() == 0:

@@ -75,7 +75,8 @@ def allocations(function) -> list[dict]:
     """
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder, "trace.json")
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        options = {"profile_memory": True, "acc_events": True}
+        with profile(activities=[ProfilerActivity.CPU], **options) as profiler:
             function()
             if dist.is_initialized():
                 dist.barrier()  # gloo's thread has given back what it worked on
