@@ -23,7 +23,7 @@ from allreduce import IN_FLIGHT, PIECE_BYTES, fit, main, measure, ring_all_reduc
 from matplotlib.figure import Figure
 
 from common import setup
-from common.testing import ROOT, check_script_alone, masked, read_json
+from common.testing.harness import ROOT, check_script_alone, masked, read_json
 
 SCRIPT = Path(__file__).with_name("allreduce.py")
 PNG = b"\x89PNG"
@@ -339,7 +339,7 @@ def test_nothing_is_written_that_no_flag_names(forked, tmp_path):
 
 def test_make_needs_results_only_for_its_picture(tmp_path):
     (tmp_path / "common").mkdir()
-    for name in ("Makefile", "common/reference.mk"):
+    for name in ("Makefile", "common/recordings/reference.mk"):
         shutil.copy(ROOT / name, tmp_path / name)
 
     environment = {key: value for key, value in os.environ.items() if "MAKE" not in key}

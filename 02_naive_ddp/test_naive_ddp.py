@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from naive_ddp import NaiveDDP, main
 
-from common import testing, wrapper_checks
+from common.testing import harness, wrapper_checks
 
 SCRIPT = Path(__file__).with_name("naive_ddp.py")
 
@@ -44,13 +44,13 @@ def test_unusual_use(ranks, check):
 
 
 def test_file_alone(tmp_path):
-    testing.check_script_alone(SCRIPT, tmp_path)
+    harness.check_script_alone(SCRIPT, tmp_path)
 
 
 @pytest.mark.full  # in the fast part common/test_rungs.py runs it
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_run(launched, tmp_path, world_size):
-    testing.check_run(launched, SCRIPT, tmp_path, world_size)
+    harness.check_run(launched, SCRIPT, tmp_path, world_size)
 
 
 @pytest.mark.cuda
@@ -58,32 +58,32 @@ def test_run(launched, tmp_path, world_size):
     "world_size", [1, 2]
 )  # with one GPU: nccl, then gloo with two ranks that share it
 def test_on_a_gpu(launched, tmp_path, world_size):
-    testing.check_run(launched, SCRIPT, tmp_path, world_size, "cuda")
+    harness.check_run(launched, SCRIPT, tmp_path, world_size, "cuda")
 
 
 @pytest.mark.full
-@testing.needs_proc
-@pytest.mark.parametrize("fault", testing.FAULTS)
-@pytest.mark.parametrize("moment", testing.LADDER_MOMENTS)
+@harness.needs_proc
+@pytest.mark.parametrize("fault", harness.FAULTS)
+@pytest.mark.parametrize("moment", harness.LADDER_MOMENTS)
 def test_faults(script, moment, fault, tmp_path):
-    testing.check_fault(script, testing.torchrun(2, SCRIPT, *testing.LONG), moment, fault, tmp_path)
+    harness.check_fault(script, harness.torchrun(2, SCRIPT, *harness.LONG), moment, fault, tmp_path)
 
 
 @pytest.mark.full
-@testing.needs_proc
+@harness.needs_proc
 def test_stopped_rank(script):
-    testing.check_stopped_rank(script, SCRIPT, "--no-verify", *testing.LONG)
+    harness.check_stopped_rank(script, SCRIPT, "--no-verify", *harness.LONG)
 
 
-@pytest.mark.parametrize("option, value", testing.WRONG_INPUT)
+@pytest.mark.parametrize("option, value", harness.WRONG_INPUT)
 def test_wrong_input(option, value, monkeypatch, capsys):
-    testing.check_wrong_input(main, SCRIPT, option, value, monkeypatch, capsys)
+    harness.check_wrong_input(main, SCRIPT, option, value, monkeypatch, capsys)
 
 
 def test_not_started_by_torchrun(monkeypatch, capsys):
-    testing.check_not_started_by_torchrun(main, SCRIPT, monkeypatch, capsys)
+    harness.check_not_started_by_torchrun(main, SCRIPT, monkeypatch, capsys)
 
 
 @pytest.mark.full
 def test_wrong_input_under_torchrun(script):
-    testing.check_wrong_input_under_torchrun(script, SCRIPT)
+    harness.check_wrong_input_under_torchrun(script, SCRIPT)

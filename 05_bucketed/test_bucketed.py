@@ -11,7 +11,7 @@ import torch.distributed as dist
 from bucketed import BucketedDDP, main
 from torch import nn
 
-from common import testing, wrapper_checks
+from common.testing import harness, wrapper_checks
 
 SCRIPT = Path(__file__).with_name("bucketed.py")
 
@@ -181,7 +181,7 @@ def test_averages_gradients_of_another_dtype(ranks):
 
 
 def test_file_alone(tmp_path):
-    testing.check_script_alone(SCRIPT, tmp_path)
+    harness.check_script_alone(SCRIPT, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_file_alone(tmp_path):
     [pytest.param(1, marks=pytest.mark.full), 2, pytest.param(3, marks=pytest.mark.full)],
 )
 def test_run(forked, tmp_path, world_size):
-    testing.check_run(forked, SCRIPT, tmp_path, world_size)
+    harness.check_run(forked, SCRIPT, tmp_path, world_size)
 
 
 @pytest.mark.cuda
@@ -197,49 +197,49 @@ def test_run(forked, tmp_path, world_size):
     "world_size", [1, 2]
 )  # with one GPU: nccl, then gloo with two ranks that share it
 def test_on_a_gpu(launched, tmp_path, world_size):
-    testing.check_run(launched, SCRIPT, tmp_path, world_size, "cuda")
+    harness.check_run(launched, SCRIPT, tmp_path, world_size, "cuda")
 
 
-@testing.needs_proc
+@harness.needs_proc
 def test_killed_rank(script, tmp_path):
-    command = testing.torchrun(2, SCRIPT, "--no-verify", "--no-baseline", *testing.LONG)
-    testing.check_fault(script, command, "tiny model: ", "SIGKILL of a rank", tmp_path)
+    command = harness.torchrun(2, SCRIPT, "--no-verify", "--no-baseline", *harness.LONG)
+    harness.check_fault(script, command, "tiny model: ", "SIGKILL of a rank", tmp_path)
 
 
 @pytest.mark.full
-@testing.needs_proc
-@pytest.mark.parametrize("fault", testing.FAULTS)
-@pytest.mark.parametrize("moment", testing.LADDER_MOMENTS)
+@harness.needs_proc
+@pytest.mark.parametrize("fault", harness.FAULTS)
+@pytest.mark.parametrize("moment", harness.LADDER_MOMENTS)
 def test_faults(script, moment, fault, tmp_path):
-    testing.check_fault(script, testing.torchrun(2, SCRIPT, *testing.LONG), moment, fault, tmp_path)
+    harness.check_fault(script, harness.torchrun(2, SCRIPT, *harness.LONG), moment, fault, tmp_path)
 
 
 @pytest.mark.full
-@testing.needs_proc
+@harness.needs_proc
 def test_stopped_rank(script):
-    testing.check_stopped_rank(script, SCRIPT, "--no-verify", *testing.LONG)
+    harness.check_stopped_rank(script, SCRIPT, "--no-verify", *harness.LONG)
 
 
 @pytest.mark.parametrize(
     "option, value",
     [
-        *testing.WRONG_INPUT,
+        *harness.WRONG_INPUT,
         *(("--bucket-size-mb", value) for value in ("0", "-1", "x", "", "nan")),
         ("--trace", "/no/such/folder/x.json"),
         ("--save", "/"),
     ],
 )
 def test_wrong_input(option, value, monkeypatch, capsys):
-    testing.check_wrong_input(main, SCRIPT, option, value, monkeypatch, capsys)
+    harness.check_wrong_input(main, SCRIPT, option, value, monkeypatch, capsys)
 
 
 def test_not_started_by_torchrun(monkeypatch, capsys):
-    testing.check_not_started_by_torchrun(main, SCRIPT, monkeypatch, capsys)
+    harness.check_not_started_by_torchrun(main, SCRIPT, monkeypatch, capsys)
 
 
 @pytest.mark.full
 def test_wrong_input_under_torchrun(script):
-    testing.check_wrong_input_under_torchrun(script, SCRIPT)
+    harness.check_wrong_input_under_torchrun(script, SCRIPT)
 
 
 @pytest.mark.parametrize(
@@ -249,13 +249,13 @@ def test_wrong_input_under_torchrun(script):
             ("--bucket-sizes-mb", value)
             for value in ("0", "-1", "x", "", "nan", "inf", "1e30", "1,inf")
         ),
-        *((option, value) for option, value in testing.WRONG_INPUT if option != "--data"),
+        *((option, value) for option, value in harness.WRONG_INPUT if option != "--data"),
         ("--plot", "/no/such/folder/x.png"),
         ("--plot", "/"),
     ],
 )
 def test_wrong_input_of_the_sweep(option, value, monkeypatch, capsys):
-    testing.check_wrong_input(
+    harness.check_wrong_input(
         bucket_sweep.main, SCRIPT.with_name("bucket_sweep.py"), option, value, monkeypatch, capsys
     )
 
@@ -299,7 +299,7 @@ def test_run_of_the_sweep(forked, tmp_path, device):
     ]
     status, output = forked(2, SCRIPT.with_name("bucket_sweep.py"), *words, cwd=tmp_path)
     assert status == 0, output
-    result = testing.read_json(files["json"], "05_bucketed/bucket_sweep")
+    result = harness.read_json(files["json"], "05_bucketed/bucket_sweep")
     rows = [(row["kind"], row["bucket_size_mb"]) for row in result["rows"]]
     assert rows[:2] == [("NaiveDDP", None), ("OverlapDDP", None)]
     assert rows[2:] == [("BucketedDDP", None), ("BucketedDDP", 25.0), ("torch DDP", 25.0)]

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from common import testing
-from common.testing import masked, torchrun
+from common.testing import harness
+from common.testing.harness import masked, torchrun
 
 sys.path.insert(0, str(Path(__file__).parent))
 import memory
@@ -834,7 +834,7 @@ def test_script(forked, tmp_path, small):
     files = {"--json": "x.json", "--save": "save", "--trace": "trace"}
     words = [word for flag, name in files.items() for word in (flag, tmp_path / name)]
     if small:
-        testing.write_mnist(tmp_path / "data", 700, 10)  # the last batch is not full
+        harness.write_mnist(tmp_path / "data", 700, 10)  # the last batch is not full
         words += ["--data", tmp_path / "data"]
     status, output = forked(2, SCRIPT, *QUICK, *words)
     assert status == 0, output
@@ -842,7 +842,7 @@ def test_script(forked, tmp_path, small):
     assert_prints(
         output, recorded, ("verify", "ms", "Percentiles", "training step;", "of the rank")
     )
-    result = testing.read_json(tmp_path / "x.json", "06_sharded_optimizer")
+    result = harness.read_json(tmp_path / "x.json", "06_sharded_optimizer")
     assert result["world_size"] == 2 and result["verify"]["max_abs_diff"] == 0
     names = [one["name"] for one in result["candidates"]]
     assert names == ["AdamW", "ShardedOptimizer", "torch ZeRO", "torch ZeRO view"]
@@ -866,7 +866,7 @@ def test_memory(forked, tmp_path):
         MEMORY.with_name("reference_output_memory.txt"),
         ("#_sharded_optimizer/memory", "nano model", "MB", "rest", "sharded", "unsharded"),
     )
-    result = testing.read_json(tmp_path / "x.json", "06_sharded_optimizer/memory")
+    result = harness.read_json(tmp_path / "x.json", "06_sharded_optimizer/memory")
     model_bytes = 4 * result["model"]["parameters"]
     states = {}
     for name, moments in result["memory_bytes"].items():
@@ -893,48 +893,48 @@ def temporary(tmp_path, monkeypatch):
 
 
 @pytest.mark.full
-@testing.needs_proc
-@pytest.mark.parametrize("fault", testing.FAULTS)
-@pytest.mark.parametrize("moment", testing.LADDER_MOMENTS)
+@harness.needs_proc
+@pytest.mark.parametrize("fault", harness.FAULTS)
+@pytest.mark.parametrize("moment", harness.LADDER_MOMENTS)
 def test_faults(script, moment, fault, temporary):
-    command = torchrun(2, SCRIPT, *testing.LONG)
-    testing.check_fault(script, command, moment, fault, temporary)
+    command = torchrun(2, SCRIPT, *harness.LONG)
+    harness.check_fault(script, command, moment, fault, temporary)
 
 
 @pytest.mark.full
-@testing.needs_proc
-@pytest.mark.parametrize("fault", testing.FAULTS)
+@harness.needs_proc
+@pytest.mark.parametrize("fault", harness.FAULTS)
 @pytest.mark.parametrize("moment", ["", "tiny model: "])
 def test_faults_of_memory(script, moment, fault, temporary, tmp_path):
     command = torchrun(2, MEMORY, "--plot", tmp_path / "x.png")
-    testing.check_fault(script, command, moment, fault, temporary)
+    harness.check_fault(script, command, moment, fault, temporary)
 
 
 @pytest.mark.full
-@testing.needs_proc
+@harness.needs_proc
 def test_stopped_rank(script):
-    testing.check_stopped_rank(script, SCRIPT, "--no-verify", *testing.LONG)
+    harness.check_stopped_rank(script, SCRIPT, "--no-verify", *harness.LONG)
 
 
-@pytest.mark.parametrize("option, value", testing.WRONG_INPUT)
+@pytest.mark.parametrize("option, value", harness.WRONG_INPUT)
 def test_wrong_input(option, value, monkeypatch, capsys):
-    testing.check_wrong_input(main, SCRIPT, option, value, monkeypatch, capsys)
+    harness.check_wrong_input(main, SCRIPT, option, value, monkeypatch, capsys)
 
 
 NOT_OF_MEMORY = "--steps", "--warmup", "--data"
-WRONG_INPUT_OF_MEMORY = [one for one in testing.WRONG_INPUT if one[0] not in NOT_OF_MEMORY]
+WRONG_INPUT_OF_MEMORY = [one for one in harness.WRONG_INPUT if one[0] not in NOT_OF_MEMORY]
 
 
 @pytest.mark.parametrize("option, value", [*WRONG_INPUT_OF_MEMORY, ("--plot", "/"), ("--plot", "")])
 def test_wrong_input_of_memory(option, value, monkeypatch, capsys):
-    testing.check_wrong_input(memory.main, MEMORY, option, value, monkeypatch, capsys)
+    harness.check_wrong_input(memory.main, MEMORY, option, value, monkeypatch, capsys)
 
 
 @pytest.mark.parametrize("script_main, path", [(main, SCRIPT), (memory.main, MEMORY)])
 def test_not_started_by_torchrun(script_main, path, monkeypatch, capsys):
-    testing.check_not_started_by_torchrun(script_main, path, monkeypatch, capsys)
+    harness.check_not_started_by_torchrun(script_main, path, monkeypatch, capsys)
 
 
 @pytest.mark.parametrize("path", [SCRIPT, MEMORY])
 def test_file_alone(path, tmp_path):
-    testing.check_script_alone(path, tmp_path)
+    harness.check_script_alone(path, tmp_path)

@@ -22,8 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torchvision.models import resnet18
 from torchvision.ops import FrozenBatchNorm2d
 
-from common import testing
-from common.testing import masked, torchrun
+from common.testing import harness
+from common.testing.harness import masked, torchrun
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 import compare_runs  # noqa: E402
@@ -216,8 +216,8 @@ def test_single_then_ddp_then_pictures(forked, tmp_path):
     for line in masked(output):  # what the recorded output shows is what the script prints today
         if line.startswith(starts) or "images in" in line:
             assert line in recorded
-    single = testing.read_json(results / "07_single.json", "07_resnet_ddp")
-    ddp = testing.read_json(results / "07_ddp_2.json", "07_resnet_ddp")
+    single = harness.read_json(results / "07_single.json", "07_resnet_ddp")
+    ddp = harness.read_json(results / "07_ddp_2.json", "07_resnet_ddp")
     assert (single["world_size"], single["batch_per_rank"]) == (1, 16)
     assert (ddp["world_size"], ddp["batch_per_rank"]) == (2, 8)
     assert json.loads((tmp_path / "ddp.json").read_text()).keys() == ddp.keys()
@@ -278,7 +278,7 @@ def test_the_report_is_of_all_steps_and_ranks(capsys):
 
 
 def test_alone_it_imports_and_says_what_to_copy(tmp_path):
-    testing.check_script_alone(SCRIPT, tmp_path)
+    harness.check_script_alone(SCRIPT, tmp_path)
 
 
 def test_without_the_comparison_it_trains(forked, tmp_path):
@@ -354,21 +354,21 @@ def test_a_killed_worker_costs_at_most_its_epoch_and_no_bit_of_the_result(script
 
 
 @pytest.mark.full
-@testing.needs_proc
-@pytest.mark.parametrize("fault", testing.FAULTS)
+@harness.needs_proc
+@pytest.mark.parametrize("fault", harness.FAULTS)
 @pytest.mark.parametrize("moment", ["", "epoch 1 step", "epoch 2 step"])
 def test_faults(script, moment, fault, tmp_path):
     (tmp_path / "temporary").mkdir()
     command = torchrun(2, SCRIPT, *TINY, "--epochs", 1000, "--results", tmp_path)
-    testing.check_fault(script, command, moment, fault, tmp_path / "temporary")
+    harness.check_fault(script, command, moment, fault, tmp_path / "temporary")
 
 
 @pytest.mark.full
-@testing.needs_proc
+@harness.needs_proc
 def test_stopped_rank(script, tmp_path):
     words = [*TINY, "--epochs", 1000, "--results", tmp_path]
     place = "main > fit > "
-    testing.check_stopped_rank(script, SCRIPT, *words, moment="epoch 1 step", place=place)
+    harness.check_stopped_rank(script, SCRIPT, *words, moment="epoch 1 step", place=place)
 
 
 @pytest.mark.full

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from common import testing
+from common.testing import harness
 
 FOLDER = Path(__file__).resolve().parent
 SCRIPT = FOLDER / "ddp_rpc.py"
@@ -67,7 +67,7 @@ def test_uneven_layouts_verify_train_and_count_every_example(forked, tmp_path, t
     cuda, gpus = torch.version.cuda or "none", torch.cuda.device_count()
     assert output.splitlines()[1] == f"CUDA {cuda}, {gpus} GPUs; {launcher.topology()}"
     assert output.endswith(f"written: {tmp_path}/out.json\n") and " ? the time in l" in output
-    result = testing.read_json(tmp_path / "out.json", "08_ddp_rpc")
+    result = harness.read_json(tmp_path / "out.json", "08_ddp_rpc")
     assert result["verify"]["max_abs_diff"] <= 1e-5 and result["verify"]["rows_moved"] == 15
     names = [f"trainer{rank}" for rank in range(trainers)]
     assert sorted(one["name"] for one in result["trainers"]) == names
@@ -223,14 +223,14 @@ def test_when_the_launcher_is_ended_nothing_is_left(script):
 
 @pytest.mark.full
 @linux
-@pytest.mark.parametrize("fault", testing.FAULTS)
+@pytest.mark.parametrize("fault", harness.FAULTS)
 @pytest.mark.parametrize(
     "moment", ["rank 0 to", "verify: passed, one trainer", "verify: passed, dense"]
 )
 def test_faults(script, moment, fault, tmp_path):
     words = ["--trainers", 2, "--servers", 2, "--embedding-dim", 256, "--steps", 10_000_000]
     command = [sys.executable, SCRIPT, *words]
-    testing.check_fault(script, command, moment, fault, tmp_path, second_process)
+    harness.check_fault(script, command, moment, fault, tmp_path, second_process)
 
 
 @pytest.mark.full
@@ -401,7 +401,7 @@ def test_a_closed_pipe_loses_no_file(forked, tmp_path):
 
 
 def test_file_alone(tmp_path):
-    testing.check_script_alone(SCRIPT, tmp_path)
+    harness.check_script_alone(SCRIPT, tmp_path)
 
 
 def test_without_its_launcher_it_says_what_to_copy(monkeypatch):
