@@ -134,7 +134,7 @@ setup: $(RUNTIME)
 
 ##   make test                               the test suite, the fast part
 ##   make test-full                          all of it: real models, every fault, every wrong flag
-##   make test-torch [TORCH="2.8.0 2.15.0"]  make test with these versions of torch, by default with
+##   make test-torch [TORCH="2.9.0 2.15.0"]  make test with these versions of torch, by default with
 ##                                           all that common/README.md lists; clean-torch: removes
 ##                                           the environments (one each, 5.5 GB, kept)
 ##   make soak [N=20]                        the tests with several processes, N times

@@ -1,7 +1,7 @@
 """Run `make test` with several versions of torch, each in a virtual environment of its own.
 
     make test-torch                                        all versions of the table in README.md
-    make test-torch TORCH="2.8.0 2.15.0" ARGS="-k fsdp"    these, with arguments for pytest
+    make test-torch TORCH="2.9.0 2.15.0" ARGS="-k fsdp"    these, with arguments for pytest
     make test-torch TORCH=oldest                           the oldest that requirements.txt allows
 
 The environments lie outside of the checkout and are kept: the first run of a version takes minutes
