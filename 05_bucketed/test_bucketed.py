@@ -4,6 +4,8 @@ import copy
 import pickle
 from pathlib import Path
 
+import sys
+sys.path.insert(0, str(Path(__file__).with_name("bucket_sweep")))
 import bucket_sweep
 import pytest
 import torch

@@ -113,13 +113,8 @@ def test_only_our_lines_whatever_the_build_of_torch():
     lines = [
         f"05_bucketed: torch {version} on cpu" for version in ("2.13.0+cpu", "2.13.0", "2.9.0")
     ]
-<<<<<<< HEAD:common/testing/test_output.py
     assert {tuple(harness.masked(line)) for line in lines} == {("#_bucketed: torch # on cpu",)}
     assert TorchVersion("2.9.0+cu128") < "2.12" <= TorchVersion("2.13.0+cpu")
-=======
-    assert {tuple(testing.masked(line)) for line in lines} == {("#_bucketed: torch # on cpu",)}
-    assert TorchVersion("2.9.0+cu128") < "2.12" <= TorchVersion("2.13.0+cpu")
->>>>>>> main:common/test_output.py
 
 
 def test_the_greeting_of_gloo_is_kept_off_the_screen(monkeypatch, capfd):
