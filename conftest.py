@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-pytest.register_assert_rewrite("common.testing.harness", "common.testing.wrapper_checks")
+pytest.register_assert_rewrite("common.testing.harness")
 # Nothing here imports torch at once: it takes seconds, and one of pytest's processes runs no test.
 
 # Several tests share the cores: no thread should wait for another one by spinning.

@@ -1,9 +1,14 @@
-"""What stages 02 to 05 promise of their wrappers: checks that run on every rank."""
+"""What stages 02 to 05 promise of their wrappers, on real ranks of gloo.
+
+A function that takes a wrapper is a promise: it runs on every rank.
+"""
 
 import contextlib
 import copy
 import pickle
+import sys
 import weakref
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,15 +19,31 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from common.testing.harness import ROOT
+
+sys.path[:0] = [
+    str(ROOT / stage) for stage in ("02_naive_ddp", "03_flat_ddp", "04_overlap_ddp", "05_bucketed")
+]
+
+from bucketed import BucketedDDP  # noqa: E402
+from flat_ddp import FlatDDP  # noqa: E402
+from naive_ddp import NaiveDDP  # noqa: E402
+from overlap_ddp import OverlapDDP  # noqa: E402
+
+WRAPPERS = [NaiveDDP, FlatDDP, OverlapDDP, BucketedDDP]
+OF_HOOKS = [OverlapDDP, BucketedDDP]  # they communicate during backward
+
+
+def name_of(value) -> str | None:
+    return getattr(value, "__name__", None)
+
 
 class Tied(nn.Module):
     def __init__(self):
         super().__init__()
-        self.embedding, self.hidden, self.head = (
-            nn.Embedding(6, 4),
-            nn.Linear(4, 4),
-            nn.Linear(4, 6, bias=False),
-        )
+        self.embedding = nn.Embedding(6, 4)
+        self.hidden = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 6, bias=False)
         self.head.weight = self.embedding.weight
 
     def forward(self, x, rank):
@@ -32,7 +53,8 @@ class Tied(nn.Module):
 class Frozen(nn.Module):
     def __init__(self):
         super().__init__()
-        self.first, self.second = nn.Linear(6, 5).requires_grad_(False), nn.Linear(5, 4)
+        self.first = nn.Linear(6, 5).requires_grad_(False)
+        self.second = nn.Linear(5, 4)
 
     def forward(self, x, rank):
         return self.second(self.first(x))
@@ -43,20 +65,27 @@ class Branches(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.left, self.right, self.only_rank_0 = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
-        self.never, self.scale = nn.Linear(6, 6), nn.Parameter(torch.ones(()))
+        self.left = nn.Linear(6, 6)
+        self.right = nn.Linear(6, 6)
+        self.only_rank_0 = nn.Linear(6, 6)
+        self.never = nn.Linear(6, 6)
+        self.scale = nn.Parameter(torch.ones(()))
 
     def forward(self, x, rank):
-        x = self.right(self.left(x)) if rank % 2 == 0 else self.left(self.right(x))
-        return self.scale * (self.only_rank_0(x) if rank == 0 else x)
+        if rank % 2 == 0:
+            x = self.right(self.left(x))
+        else:
+            x = self.left(self.right(x))
+        if rank == 0:
+            x = self.only_rank_0(x)
+        return self.scale * x
 
 
 class MixedTypes(nn.Module):
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList(
-            nn.Linear(6, 6, dtype=dtype) for dtype in 2 * [torch.float32, torch.float64]
-        )
+        dtypes = 2 * [torch.float32, torch.float64]
+        self.layers = nn.ModuleList(nn.Linear(6, 6, dtype=dtype) for dtype in dtypes)
 
     def forward(self, x, rank):
         for layer in self.layers:
@@ -67,62 +96,48 @@ class MixedTypes(nn.Module):
 class ChannelsLast(nn.Module):
     def __init__(self):
         super().__init__()
-        self.convolutions = nn.Sequential(nn.Conv2d(3, 5, 3), nn.Conv2d(5, 2, 3)).to(
-            memory_format=torch.channels_last
-        )
+        convolutions = nn.Sequential(nn.Conv2d(3, 5, 3), nn.Conv2d(5, 2, 3))
+        self.convolutions = convolutions.to(memory_format=torch.channels_last)
 
     def forward(self, x, rank):
         return self.convolutions(x.repeat(1, 32)[:, :147].view(-1, 3, 7, 7))
 
 
-def trains_like_one_process(wrapper, build, micro_batches=1, set_to_none=True, options=None):
+def trains_like_one_process(wrapper, build, micro_batches=1, set_to_none=True, **options):
     """Three steps over all ranks give the gradients and weights of one process with all batches."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    tolerance = (
-        1e-6 if build is MixedTypes else 1e-12
-    )  # where a float32 layer is on the way, and in float64
+    # In float64, but where a float32 layer is on the way.
+    tolerance = 1e-6 if build is MixedTypes else 1e-12
+
+    def new_model(seed):
+        torch.manual_seed(seed)
+        return build() if build is MixedTypes else build().double()
 
     def loss(model, step, micro_batch, rank):
         generator = torch.Generator().manual_seed(1000 * step + 100 * micro_batch + rank)
-        return (
-            model(3 * torch.randn(8, 6, generator=generator, dtype=torch.float64), rank)
-            .square()
-            .mean()
-        )
+        rows = 3 * torch.randn(8, 6, generator=generator, dtype=torch.float64)
+        return model(rows, rank).square().mean()
 
-    torch.manual_seed(0)
-    twin = build() if build is MixedTypes else build().double()
-    torch.manual_seed(1 + rank)
-    inner = build() if build is MixedTypes else build().double()
-    inner.load_state_dict(twin.state_dict()) if rank == 0 else None
-    model = wrapper(inner, **(options or {}))
-    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9) for one in (model, twin)]
+    twin = new_model(seed=0)
+    inner = new_model(seed=rank)  # rank 0's weights, the twin's, must win
+    model = wrapper(inner, **options)
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9) for net in (model, twin)]
     for step in range(3):
         for micro_batch in range(micro_batches):
-            last = micro_batch == micro_batches - 1
-            with (
-                contextlib.nullcontext()
-                if last or not hasattr(model, "no_sync")
-                else model.no_sync()
-            ):
+            is_last = micro_batch == micro_batches - 1
+            with contextlib.nullcontext() if is_last else model.no_sync():
                 loss(model, step, micro_batch, rank).backward()
             for other in range(world_size):
                 (loss(twin, step, micro_batch, other) / world_size).backward()
         model.finish_gradient_synchronization()
         for (name, mine), expected in zip(inner.named_parameters(), twin.parameters(), strict=True):
-            if mine.requires_grad:
-                assert mine.grad.stride() == mine.stride(), (
-                    "fused optimizers read both front to back, whatever the strides"
-                )
-                torch.testing.assert_close(
-                    mine.grad,
-                    torch.zeros_like(mine) if expected.grad is None else expected.grad,
-                    rtol=0,
-                    atol=tolerance,
-                    msg=lambda text, name=name: f"{name}: {text}",
-                )
-            else:
+            if not mine.requires_grad:
                 assert mine.grad is None
+                continue
+            # Fused optimizers read both front to back, whatever the strides.
+            assert mine.grad.stride() == mine.stride(), name
+            gradient = torch.zeros_like(mine) if expected.grad is None else expected.grad
+            torch.testing.assert_close(mine.grad, gradient, rtol=0, atol=tolerance)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none)
@@ -135,9 +150,8 @@ def trains_like_one_process(wrapper, build, micro_batches=1, set_to_none=True, o
 
 def broadcasts_parameters_and_buffers(wrapper):
     torch.manual_seed(dist.get_rank())
-    module = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3)).to(
-        memory_format=torch.channels_last
-    )
+    module = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3))
+    module.to(memory_format=torch.channels_last)
     module[1].running_mean.fill_(7 + dist.get_rank())
     module[1].num_batches_tracked.fill_(7 + dist.get_rank())
     module.register_buffer("strided", torch.randn(6, 6)[:, ::2])
@@ -145,13 +159,12 @@ def broadcasts_parameters_and_buffers(wrapper):
     wrapper(module)
     torch.manual_seed(0)
     conv = nn.Conv2d(2, 3, 3)
-    assert torch.equal(module[0].weight, conv.weight) and torch.equal(module[0].bias, conv.bias)
-    assert torch.equal(module.strided, torch.randn(6, 6)[:, ::2]) and torch.equal(
-        module.weight, torch.randn(6, 6)[:, :3]
-    )
-    assert (
-        module[1].running_mean.tolist() == [7, 7, 7] and module[1].num_batches_tracked.item() == 7
-    )
+    assert torch.equal(module[0].weight, conv.weight)
+    assert torch.equal(module[0].bias, conv.bias)
+    assert torch.equal(module.strided, torch.randn(6, 6)[:, ::2])
+    assert torch.equal(module.weight, torch.randn(6, 6)[:, :3])
+    assert module[1].running_mean.tolist() == [7, 7, 7]
+    assert module[1].num_batches_tracked.item() == 7
 
 
 def names_the_difference_between_models(wrapper):
@@ -236,7 +249,7 @@ def leaves_hooks_of_the_user_alone(wrapper):
     if dist.get_rank() == 0:
         net[0].weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.shape))
     model = wrapper(net)
-    equals_torch_ddp(None, None, models=(model, torch_ddp_of(net)))
+    train_both(model, torch_ddp_of(net))
     assert len(seen) == 3 * (dist.get_rank() == 0)
 
 
@@ -272,7 +285,7 @@ def may_be_wrapped_again(wrapper):
     net = small_net().double()
     models = [wrapper(net), wrapper(net), wrapper(copy.deepcopy(net))]
     for model in models:
-        equals_torch_ddp(None, None, models=(model, torch_ddp_of(model.module)))
+        train_both(model, torch_ddp_of(model.module))
     assert list(models[0].state_dict()) == list(torch_ddp_of(net).state_dict())
     pickle.dumps(net.state_dict())
 
@@ -286,7 +299,8 @@ def trains_adversaries(wrapper):
 
 def gradients_of_a_generator(wrap):
     torch.manual_seed(0)
-    g, d = wrap(nn.Linear(6, 6).double()), wrap(nn.Linear(6, 1).double())
+    generator = wrap(nn.Linear(6, 6).double())
+    discriminator = wrap(nn.Linear(6, 1).double())
     x = torch.full((2, 6), 1.0 + dist.get_rank(), dtype=torch.float64)
 
     def update(model, loss):
@@ -296,11 +310,11 @@ def gradients_of_a_generator(wrap):
         torch.optim.SGD(model.parameters(), lr=0.1).step()
 
     for _ in range(3):
-        d.zero_grad()
-        update(d, d(x).square().mean())
-        g.zero_grad()
-        update(g, d(g(x)).square().mean())
-    return [parameter.grad for parameter in g.parameters()]
+        discriminator.zero_grad()
+        update(discriminator, discriminator(x).square().mean())
+        generator.zero_grad()
+        update(generator, discriminator(generator(x)).square().mean())
+    return [parameter.grad for parameter in generator.parameters()]
 
 
 def is_an_ordinary_module_without_its_wrapper(wrapper):
@@ -376,7 +390,7 @@ def notices_gradients_that_change_on_their_way(wrapper):
         with pytest.raises(RuntimeError, match="gradients changed on their way"):
             model.finish_gradient_synchronization()
         model.zero_grad()
-        equals_torch_ddp(None, None, models=(model, torch_ddp_of(net)))
+        train_both(model, torch_ddp_of(net))
 
 
 def refuses_a_second_backward(wrapper):
@@ -403,7 +417,7 @@ def drops_a_step_with_zero_grad(wrapper):
         model.finish_gradient_synchronization()
         model.zero_grad()
     del net.forward
-    equals_torch_ddp(None, None, models=(model, torch_ddp_of(net)))
+    train_both(model, torch_ddp_of(net))
 
 
 def trains_with_all_frozen_for_a_while(wrapper):
@@ -448,7 +462,9 @@ class Fails(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.second, self.fail = nn.Linear(6, 6), nn.Linear(6, 6), False
+        self.first = nn.Linear(6, 6)
+        self.second = nn.Linear(6, 6)
+        self.fail = False
 
     def forward(self, x, rank=0):
         x = self.first(x)
@@ -471,13 +487,11 @@ def goes_on_after_an_exception_in_backward(wrapper):
         model.finish_gradient_synchronization()
         model.zero_grad()
         model.module.fail = False
-        equals_torch_ddp(
-            None, None, models=(model, DistributedDataParallel(copy.deepcopy(model.module)))
-        )
+        train_both(model, torch_ddp_of(model.module))
 
 
-def torch_ddp_of(module):
-    return DistributedDataParallel(copy.deepcopy(module))
+def torch_ddp_of(module, **options):
+    return DistributedDataParallel(copy.deepcopy(module), **options)
 
 
 def small_net():
@@ -500,58 +514,54 @@ def compiled():
     return torch.compile(small_net(), backend="aot_eager")
 
 
-def equals_torch_ddp(wrapper, build, inputs=None, variation="", models=None):
-    """Three steps with the wrapper and with torch DDP give the same float64 gradients, to 1e-12."""
-    rank = dist.get_rank()
-    if models is None:
-        torch.manual_seed(rank)
-        inner = build().double()
-        models = (
-            wrapper(inner),
-            DistributedDataParallel(
-                copy.deepcopy(inner), find_unused_parameters="unused" in variation
-            ),
-        )
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in models]
+def rows():
+    return torch.randn(4, 6, dtype=torch.float64)
+
+
+def train_both(
+    model,
+    ddp,
+    inputs=rows,
+    evaluates=False,  # before each step
+    clips=False,  # gradients, after the finish
+    keeps_zeros=False,  # zero_grad(set_to_none=False)
+    autocast=False,
+):
+    """Three steps with the wrapper and with torch DDP give the same float64 gradients."""
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.01) for net in (model, ddp)]
     for step in range(3):
-        for model in models:
-            torch.manual_seed(100 * step + rank)  # of the inputs and of dropout
-            x = inputs() if inputs else torch.randn(4, 6, dtype=torch.float64)
-            if "eval" in variation:
+        for net in (model, ddp):
+            torch.manual_seed(100 * step + dist.get_rank())  # of the inputs and of dropout
+            x = inputs()
+            if evaluates:
                 with torch.no_grad():
-                    model.eval()(x)
-                model.train()
-            with torch.autocast("cpu", torch.bfloat16, enabled="autocast" in variation):
-                output = model(x)
-                outputs = (
-                    output if isinstance(output, tuple) else (output,)
-                )  # GoogLeNet: with those of its auxiliary heads
-                loss = sum(
-                    one.double().square().mean() for one in outputs if isinstance(one, torch.Tensor)
-                )
-            loss.backward()
-            if model is models[0]:
+                    net.eval()(x)
+                net.train()
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                output = net(x)
+            # GoogLeNet returns those of its auxiliary heads, too; an LSTM its state.
+            outputs = output if isinstance(output, tuple) else (output,)
+            tensors = [part for part in outputs if isinstance(part, torch.Tensor)]
+            sum(tensor.double().square().mean() for tensor in tensors).backward()
+            if net is model:
                 model.finish_gradient_synchronization()
-            if "clip" in variation:
-                nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-        for (name, mine), expected in zip(
-            models[0].named_parameters(), models[1].parameters(), strict=True
-        ):
-            torch.testing.assert_close(
-                mine.grad,
-                torch.zeros_like(mine) if expected.grad is None else expected.grad,
-                rtol=1e-10,
-                atol=1e-12,
-                msg=lambda text, name=name: f"{name}: {text}",
-            )
-        if (
-            "autocast" not in variation
-        ):  # there the last bit of a weight may decide the rounding to bfloat16
-            for optimizer in optimizers:
-                optimizer.step()
+            if clips:
+                nn.utils.clip_grad_norm_(net.parameters(), 0.01)
+        for mine, expected in zip(model.parameters(), ddp.parameters(), strict=True):
+            gradient = torch.zeros_like(mine) if expected.grad is None else expected.grad
+            torch.testing.assert_close(mine.grad, gradient, rtol=1e-10, atol=1e-12)
         for optimizer in optimizers:
-            optimizer.zero_grad(set_to_none="keep" not in variation)
-    return sum(parameter.numel() for parameter in models[0].parameters())
+            if not autocast:  # there the last bit of a weight may decide the rounding to bfloat16
+                optimizer.step()
+            optimizer.zero_grad(set_to_none=not keeps_zeros)
+
+
+def equals_torch_ddp(wrapper, build, inputs=rows, find_unused=False, **options):
+    torch.manual_seed(dist.get_rank())
+    net = build().double()
+    model = wrapper(net)
+    ddp = torch_ddp_of(net, find_unused_parameters=find_unused)
+    train_both(model, ddp, inputs, **options)
 
 
 class Alternating(nn.Module):
@@ -559,7 +569,8 @@ class Alternating(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.branches, self.calls = nn.ModuleList(nn.Linear(6, 6) for _ in range(2)), 0
+        self.branches = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        self.calls = 0
 
     def forward(self, x):
         self.calls += 1
@@ -569,7 +580,8 @@ class Alternating(nn.Module):
 class TiedLanguageModel(nn.Module):
     def __init__(self):
         super().__init__()
-        self.embedding, self.head = nn.Embedding(50, 16), nn.Linear(16, 50, bias=False)
+        self.embedding = nn.Embedding(50, 16)
+        self.head = nn.Linear(16, 50, bias=False)
         self.layer = nn.TransformerEncoderLayer(16, 2, 32, 0.1, batch_first=True, norm_first=True)
         self.head.weight = self.embedding.weight
 
@@ -632,21 +644,74 @@ UNUSUAL_USE_OF_HOOKS = [  # of the two that communicate during backward
     refuses_parameters_frozen_or_replaced_later,
     goes_on_after_an_exception_in_backward,
 ]
-VARIATIONS = [
-    (small_net, None, "eval"),
-    (small_net, None, "clip"),
-    (small_net, None, "keep"),
-    (small_net, None, "autocast"),
-    (small_net, None, "clip keep eval"),
-    (checkpointed, None, ""),
-    (compiled, None, ""),
-    (Alternating, None, "unused"),
-    (TiedLanguageModel, tokens, ""),
-]
-REAL_MODELS = [
-    (resnet18, images, ""),
-    (mobilenet, images, ""),
-    (googlenet, images, ""),
-    (vit, small_images, ""),
-    (lstm, None, ""),
-]
+of_each = pytest.mark.parametrize("wrapper", WRAPPERS, ids=name_of)
+of_hooks = pytest.mark.parametrize("wrapper", OF_HOOKS, ids=name_of)
+on_ranks = pytest.mark.parametrize("world_size", [1, 2, 3])
+
+
+@on_ranks
+@of_each
+@pytest.mark.parametrize("build", [Tied, Frozen, Branches, MixedTypes, ChannelsLast], ids=name_of)
+def test_trains_like_one_process(ranks, world_size, wrapper, build):
+    ranks(world_size).run(trains_like_one_process, wrapper, build)
+
+
+@on_ranks
+@of_each
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_accumulates_gradients(ranks, world_size, wrapper, set_to_none):
+    ranks(world_size).run(trains_like_one_process, wrapper, Branches, 3, set_to_none)
+
+
+@on_ranks
+@of_each
+def test_broadcasts_parameters_and_buffers(ranks, world_size, wrapper):
+    ranks(world_size).run(broadcasts_parameters_and_buffers, wrapper)
+
+
+@of_each
+@pytest.mark.parametrize("promise", UNUSUAL_USE, ids=name_of)
+def test_unusual_use(ranks, wrapper, promise):
+    ranks(2).run(promise, wrapper)
+
+
+@of_hooks
+@pytest.mark.parametrize("promise", UNUSUAL_USE_OF_HOOKS, ids=name_of)
+def test_unusual_use_of_hooks(ranks, wrapper, promise):
+    ranks(2).run(promise, wrapper)
+
+
+@of_hooks
+@pytest.mark.parametrize(
+    "build, options",
+    [
+        (small_net, {"evaluates": True}),
+        (small_net, {"clips": True}),
+        (small_net, {"keeps_zeros": True}),
+        (small_net, {"autocast": True}),
+        (small_net, {"clips": True, "keeps_zeros": True, "evaluates": True}),
+        (checkpointed, {}),
+        (compiled, {}),
+        (Alternating, {"find_unused": True}),
+        (TiedLanguageModel, {"inputs": tokens}),
+    ],
+)
+def test_equals_torch_ddp(ranks, wrapper, build, options):
+    ranks(2).run(partial(equals_torch_ddp, **options), wrapper, build)
+
+
+@pytest.mark.full
+@of_hooks
+@pytest.mark.parametrize(
+    "build, inputs",
+    [
+        (resnet18, images),
+        (mobilenet, images),
+        (googlenet, images),
+        (vit, small_images),
+        (lstm, rows),
+    ],
+    ids=name_of,
+)
+def test_real_models(ranks, wrapper, build, inputs):
+    ranks(2).run(equals_torch_ddp, wrapper, build, inputs, timeout=300)
