@@ -34,7 +34,9 @@ def averages_gradients_of_another_dtype():
         layer.weight.grad = torch.full((2, 2), 1.001 + dist.get_rank()).to(
             layer.weight.grad_dtype or layer.weight.dtype
         )
-    model.finish_gradient_synchronization()
+    with CollectiveCounter() as counter:
+        model.finish_gradient_synchronization()
+    assert counter.count == 2
     assert net[0].weight.grad.dtype == torch.float32 and net[1].weight.grad.dtype == torch.bfloat16
     torch.testing.assert_close(net[0].weight.grad, torch.full((2, 2), 1.501), rtol=0, atol=1e-6)
 
