@@ -31,6 +31,15 @@ def pytest_collection_finish(session):
         ready_processes()  # they import while the first tests run
 
 
+@pytest.fixture(autouse=True)
+def same_environment():
+    """What a script's main() tells torch through the environment ends with the test."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
 @pytest.fixture(scope="session")
 def ranks():
     """ranks(n).run(function, *arguments): call a module-level function on n ranks of gloo."""
