@@ -66,10 +66,11 @@ $(foreach stage,$(STAGES),$(eval .PHONY: $(call SHORT,$(stage)) $(stage)/) \
 # The script of a folder has its name, without the number. torchrun starts it if its docstring says
 # so; otherwise it starts its processes itself, and is told how many if NPROC was given.
 GIVEN_NPROC := $(if $(filter file,$(origin NPROC)),,--nproc $(NPROC))
+SCRIPT_OF = $(1)/$(shell echo $(notdir $(1)) | sed 's/^[0-9]*_//').py
+WITH_TORCHRUN = $(shell grep '^    torchrun --standalone' $(call SCRIPT_OF,$@))
 $(filter-out 07_resnet_ddp,$(LESSONS)): $(RUNTIME)
-	@name=$(notdir $@); script=$@/$${name#0?_}.py; \
-	if grep -q '^    torchrun --standalone' $$script; then exec $(TORCHRUN) $$script $(ARGS); \
-	else exec $(PYTHON) $$script $(GIVEN_NPROC) $(ARGS); fi
+	@$(if $(WITH_TORCHRUN),$(TORCHRUN) $(call SCRIPT_OF,$@),$(PYTHON) $(call SCRIPT_OF,$@) \
+	  $(GIVEN_NPROC)) $(ARGS)
 
 # Every process has the same number of threads, also the single one. The flags are checked for all
 # ranks before it starts.
@@ -103,9 +104,9 @@ read:
 
 ##   make hosts [RATE=1gbit DELAY=0.2ms]     make compare on a network between two hosts, which
 ##                                           Linux plays here (SCRIPT=… runs another script)
+NETWORK = '$(or $(RATE),1gbit)' '$(or $(DELAY),0.2ms)'
 hosts: $(RUNTIME)
-	@exec bash common/launch/hosts.sh $(PYTHON) '$(or $(RATE),1gbit)' '$(or $(DELAY),0.2ms)' \
-	  $(or $(SCRIPT),common/ladder/rungs.py) $(ARGS)
+	@exec bash common/launch/hosts.sh $(PYTHON) $(NETWORK) $(or $(SCRIPT),common/ladder/rungs.py) $(ARGS)
 
 ##   make all                                every stage with its defaults
 all: $(RUNTIME)

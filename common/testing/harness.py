@@ -569,40 +569,6 @@ def check_stopped_rank(
     assert re.search(message, output), output
 
 
-WRONG_INPUT = [
-    ("--size", "huge"),
-    ("--size", ""),
-    ("--batch-size", "0"),
-    ("--batch-size", "-1"),
-    ("--batch-size", "x"),
-    ("--batch-size", ""),
-    ("--batch-size", "99999999999999"),
-    ("--context-length", "0"),
-    ("--context-length", "1.5"),
-    ("--steps", "0"),
-    ("--steps", "-3"),
-    ("--steps", "many"),
-    ("--warmup", "-1"),
-    ("--warmup", ""),
-    ("--seed", "-1"),
-    ("--seed", "x"),
-    ("--dtype", "float16"),
-    ("--device", "tpu"),
-    ("--backend", "mpi"),
-    ("--timeout", "0"),
-    ("--timeout", "soon"),
-    ("--timeout", "nan"),
-    ("--json", ""),
-    ("--json", "/"),
-    ("--json", "/no/such/folder/x.json"),
-    ("--json", "/dev/null/x"),
-    ("--data", "/no/such/folder"),
-    ("--data", ""),
-]
-if not torch.cuda.is_available():
-    WRONG_INPUT += [("--device", "cuda"), ("--backend", "nccl")]
-
-
 def check_wrong_input(main, path: Path, option: str, value: str, monkeypatch, capsys) -> None:
     """One line names option and value; exit status 2. Not under torchrun, but as its only rank."""
     variables = {

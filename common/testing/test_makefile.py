@@ -1,12 +1,18 @@
 """The Makefile, mostly by what `make -n` would run: names, numbers of ranks, stale results."""
 
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 
 from common.testing.harness import ROOT
+
+LESSONS = [
+    str(path.parent.relative_to(ROOT))
+    for path in sorted([*ROOT.glob("0?_*/README.md"), *ROOT.glob("0?_*/*/README.md")])
+]
 
 
 def make(*words, **variables) -> tuple[int, str]:
@@ -37,31 +43,20 @@ def test_a_stage_has_short_names(name):
 
 
 def test_nproc_reaches_the_stages_that_start_their_ranks_themselves():
-    assert "allreduce.py --world-sizes 3" in would_run("01_allreduce", "NPROC=3")
-    assert "--world-sizes" not in would_run("01_allreduce")
-    assert "--trainers 3 --servers 3" in would_run("08_ddp_rpc", "NPROC=3")
-    chosen = would_run("08_ddp_rpc", "ARGS=--trainers 1")
-    assert chosen.count("--trainers") == 1
+    assert "allreduce.py --nproc 3" in would_run("01_allreduce", "NPROC=3")
+    assert "ddp_rpc.py --nproc 3" in would_run("08_ddp_rpc", "NPROC=3")
+    assert "--nproc" not in would_run("01_allreduce") + would_run("08_ddp_rpc")
 
 
-@pytest.mark.parametrize(
-    "target, picture",
-    [
-        ("01_allreduce", "01_allreduce"),
-        ("05_bucketed/bucket_sweep", "bucket_sweep"),
-        ("06_sharded_optimizer/memory", "06_memory"),
-    ],
-)
-def test_a_picture_goes_to_results_unless_one_is_named(target, picture):
-    assert would_run(target).count("--plot") == 1
-    assert f"--plot results/{picture}.png" in would_run(target)
-    assert would_run(target, "ARGS=--plot x.png").count("--plot") == 1
-
-
-@pytest.mark.parametrize("target", ["compare", "timeline", "hosts", "07_resnet_ddp"])
-def test_results_of_earlier_runs_are_removed_first(target):
-    commands = [line for line in would_run(target).splitlines() if "results/" in line]
-    assert commands[0].startswith("rm -f results/"), commands
+@pytest.mark.parametrize("folder", LESSONS)
+def test_a_folder_is_run_as_its_docstring_says(folder):
+    script = f"{folder}/{folder.split('/')[-1].removeprefix(folder[:3])}.py"
+    commands = would_run(folder)
+    docstring = (ROOT / script).read_text().split('"""')[1]
+    if f"torchrun --standalone --nproc-per-node 2 {script}" in docstring:
+        assert re.search(rf"--standalone --nproc-per-node 2 {script}", commands), commands
+    else:
+        assert f"python {script}" in docstring and f" {script}" in commands, commands
 
 
 def test_an_interpreter_without_torch_is_one_line(tmp_path):
@@ -89,7 +84,7 @@ def test_hosts_without_a_rate_takes_the_default():
 
 def test_hosts_run_another_script():
     commands = would_run("hosts", "SCRIPT=my.py", "DELAY=5ms", "ARGS=--steps 3")
-    assert "'1gbit' '5ms' my.py --steps 3" in commands and "results/hosts" not in commands
+    assert "'1gbit' '5ms' my.py --steps 3" in commands
 
 
 def test_help_names_every_target_of_a_stage():
@@ -125,7 +120,7 @@ def test_a_stage_runs(script, stage, options, said):
     [
         ["05_bucketed", f"ARGS={QUICK}"],
         ["06_sharded_optimizer", f"ARGS={QUICK}"],
-        ["06_sharded_optimizer/memory", "ARGS=--plot /tmp/x/memory.png"],
+        ["06_sharded_optimizer/fsdp", f"ARGS={QUICK} --no-memory"],
         ["01_allreduce", "ARGS=--demo"],
         ["08_ddp_rpc", "NPROC=1", "ARGS=--steps 10 --warmup 10 --no-verify"],
     ],
