@@ -5,9 +5,9 @@ together (all-gather) while the layer before it computes, and given up after use
 the same in reverse, and adds up each gradient (reduce-scatter) as soon as it is complete.
 
     make 06_sharded_optimizer/fsdp NPROC=2                                (see also ARGS="--help")
-    torchrun --standalone --nproc-per-node 2 06_sharded_optimizer/fsdp.py            (one host)
+    torchrun --standalone --nproc-per-node 2 06_sharded_optimizer/fsdp/fsdp.py            (one host)
     torchrun --nnodes 2 --node-rank R --nproc-per-node 8 --master-addr HOST0 --master-port 29400 \
-        06_sharded_optimizer/fsdp.py                                (two hosts; R is 0 on HOST0)
+        06_sharded_optimizer/fsdp/fsdp.py                                (two hosts; R is 0 on HOST0)
 
 Source: Rajbhandari et al., "ZeRO", SC 2020, sections 5.2 and 5.3; Zhao et al., "PyTorch FSDP:
 Experiences on Scaling Fully Sharded Data Parallel", VLDB 2023; Stanford CS336, assignment 2 (2026).
@@ -271,7 +271,7 @@ def clip_grad_norm(model: FSDP, max_norm: float) -> torch.Tensor:
 
 
 # ==================================================================================================
-# Below this line: what stages 02 and 03 teach, guards, and main. It measures in fsdp_measure.py.
+# Below this line: what stages 02 and 03 teach, guards, and main. It measures in measure.py.
 
 
 def broadcast_from_rank_0(module: nn.Module, process_group) -> None:
@@ -405,13 +405,13 @@ def check_agreement(schedule: Schedule, step: str) -> None:
 
 def main():
     folder = Path(__file__).resolve().parent
-    sys.path[:0] = [str(folder), str(folder.parent)]
+    sys.path[:0] = [str(folder), str(folder.parent), str(folder.parent.parent)]
     try:
-        import fsdp_measure as measure
+        import measure
 
         from common import setup
     except ModuleNotFoundError as error:
-        needed = "copy the repository's folder common/ and fsdp_*.py beside this script"
+        needed = "copy the repository's folder common/, sharded_optimizer.py and the files beside fsdp.py, too"
         sys.exit(f"error: {error}: {needed}")
 
     parser = setup.Parser(__doc__)

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from fsdp_measure import SIZES, LanguageModel, fully_sharded
+from measure import SIZES, LanguageModel, fully_sharded
 from sharded_optimizer import ShardedOptimizer
 from torch import nn
 from torch.distributed.tensor import DTensor

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from common.testing import harness
 from common.testing.harness import masked, torchrun
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path[:0] = [str(folder) for folder in (Path(__file__).parent, Path(__file__).parent.parent)]
 import fsdp
 from fsdp import FSDP, clip_grad_norm, main
 
@@ -996,7 +996,7 @@ def test_script_alone(forked, tmp_path):
     assert status == 0, output
     result = harness.read_json(tmp_path / "x.json", "06_sharded_optimizer/fsdp")
     assert result["verify"]["passed"] and result["verify"]["max_abs_diff"] <= 1e-10
-    recorded = masked(SCRIPT.with_name("reference_output_fsdp.txt").read_text())
+    recorded = masked(SCRIPT.with_name("reference_output.txt").read_text())
     starts = "#_sharded", "verify", "FSDP,", "MB", "forward and", "in flight", "Percentiles"
     missing = [line for line in recorded if line.startswith(starts) and "no prefetch" not in line]
     missing = [line for line in missing if line not in masked(output)]
@@ -1071,7 +1071,7 @@ def test_stopped_rank(script):
     harness.check_stopped_rank(script, SCRIPT, *words, place="")
 
 
-@pytest.mark.parametrize("option, value", [*harness.WRONG_INPUT, ("--plot", "/"), ("--plot", "")])
+@pytest.mark.parametrize("option, value", [("--steps", "0"), ("--plot", "/"), ("--plot", "")])
 def test_wrong_input(option, value, monkeypatch, capsys):
     harness.check_wrong_input(main, SCRIPT, option, value, monkeypatch, capsys)
 
@@ -1115,5 +1115,5 @@ def test_on_a_gpu(script, world_size):
 
 def test_readme_shows_the_recorded_outputs():
     readme = SCRIPT.with_name("README.md").read_text()
-    recorded = SCRIPT.with_name("reference_output_fsdp.txt").read_text()
+    recorded = SCRIPT.with_name("reference_output.txt").read_text()
     assert recorded in readme

@@ -7,7 +7,7 @@ plain mean of the ranks' gradients is not the gradient any more: rank r's loss n
 N * n_r / B, with B the images of all N ranks. Both are measured here.
 
     make 07_resnet_ddp/balance NPROC=2 ARGS="--slow-rank 1 --slow-factor 1.5"
-    torchrun --standalone --nproc-per-node 2 07_resnet_ddp/balance.py --slow-factor 2
+    torchrun --standalone --nproc-per-node 2 07_resnet_ddp/balance/balance.py --slow-factor 2
 
 Source: Li et al., "PyTorch Distributed", VLDB 2020, section 3.2; the arithmetic is spelled out in
 the README.
@@ -196,7 +196,7 @@ def add_arguments(parser) -> None:
 
 def main():
     folder = Path(__file__).resolve().parent
-    sys.path[:0] = [str(folder.parent)]
+    sys.path[:0] = [str(folder.parent), str(folder.parent.parent)]
     try:
         from common import report, setup
     except ModuleNotFoundError as error:

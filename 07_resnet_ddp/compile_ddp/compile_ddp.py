@@ -8,10 +8,10 @@ What each costs and saves is measured here, side by side; --bare, --ddp or --fsd
 --variants all that --fsdp-wrap, --fsdp-checkpoint and --no-optimize-ddp change.
 
     make 07_resnet_ddp/compile_ddp NPROC=2
-    python 07_resnet_ddp/compile_ddp.py --compile aot_eager                       (one process)
-    torchrun --standalone --nproc-per-node 2 07_resnet_ddp/compile_ddp.py --ddp --compile inductor
+    python 07_resnet_ddp/compile_ddp/compile_ddp.py --compile aot_eager                       (one process)
+    torchrun --standalone --nproc-per-node 2 07_resnet_ddp/compile_ddp/compile_ddp.py --ddp --compile inductor
     torchrun --nnodes 2 --node-rank R --nproc-per-node 8 --master-addr HOST0 --master-port 29400 \
-        07_resnet_ddp/compile_ddp.py --fsdp --fsdp-wrap     (two hosts; R is 0 on HOST0, else 1)
+        07_resnet_ddp/compile_ddp/compile_ddp.py --fsdp --fsdp-wrap     (two hosts; R is 0 on HOST0, else 1)
 
 Source: PyTorch's benchmarks/dynamo/distributed.py, here with today's fully_shard in place of
 FullyShardedDataParallel. The flags are in compile_flags.py, the models in compile_models.py, memory
@@ -365,7 +365,7 @@ def write_trace(path: Path, step, steps: int) -> None:
 
 def main():
     folder = Path(__file__).resolve().parent
-    sys.path[:0] = [str(folder), str(folder.parent)]
+    sys.path[:0] = [str(folder), str(folder.parent), str(folder.parent.parent)]
     try:
         import compile_flags
         import compile_models

@@ -6,10 +6,10 @@ each. Every such subset is a process group of its own; the ranks outside wait. S
 where a rank trains as many examples per second as alone.
 
     make 07_resnet_ddp/sweep NPROC=2                (small, for a CPU; FULL=1: the models below)
-    torchrun --standalone --nproc-per-node 8 07_resnet_ddp/sweep.py --json sweep.json
-    torchrun --standalone --nproc-per-node 8 07_resnet_ddp/sweep.py --model my_model.py:MyBenchmark
+    torchrun --standalone --nproc-per-node 8 07_resnet_ddp/sweep/sweep.py --json sweep.json
+    torchrun --standalone --nproc-per-node 8 07_resnet_ddp/sweep/sweep.py --model my_model.py:MyBenchmark
     torchrun --nnodes 2 --node-rank R --nproc-per-node 8 --master-addr HOST0 --master-port 29400 \
-        07_resnet_ddp/sweep.py --json sweep.json    (two hosts; R is 0 on HOST0, else 1)
+        07_resnet_ddp/sweep/sweep.py --json sweep.json    (two hosts; R is 0 on HOST0, else 1)
 
 Started as upstream's, with --rank, --world-size, --master-addr and --master-port, it needs no
 torchrun. For a model of your own see sweep_models.py; compare two results with sweep_diff.py.
@@ -296,7 +296,7 @@ def add_arguments(parser) -> None:
 
 def main():
     folder = Path(__file__).resolve().parent
-    sys.path[:0] = [str(folder), str(folder.parent)]
+    sys.path[:0] = [str(folder), str(folder.parent), str(folder.parent.parent)]
     try:
         import sweep_models
 

@@ -23,6 +23,7 @@ META = torch.device("meta")
 pytestmark = pytest.mark.skipif(torch.__version__ < "2.12", reason="no collectives on meta here")
 STAGES = ["02_naive_ddp", "03_flat_ddp", "04_overlap_ddp", "05_bucketed"]
 FOLDERS = [*STAGES, "06_sharded_optimizer", "07_resnet_ddp", "08_ddp_rpc"]
+FOLDERS += ["06_sharded_optimizer/fsdp"]
 
 
 def module_of(stage: str, name: str | None = None):
@@ -91,7 +92,7 @@ def test_sharded_optimizer():
 
 @pytest.mark.parametrize("compute_dtype", [None, torch.bfloat16])
 def test_fsdp(compute_dtype):
-    fsdp, measured = module_of("", "fsdp"), module_of("", "fsdp_measure")
+    fsdp, measured = module_of("", "fsdp"), module_of("", "measure")
     model, tokens = language_model(measured)
     model = fsdp.FSDP(model, compute_dtype)
     optimizer = torch.optim.AdamW(model.parameters())
