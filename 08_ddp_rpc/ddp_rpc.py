@@ -102,6 +102,15 @@ class HybridModel(nn.Module):
 
         indices: int64 [n], rows of the tables; offsets: int64 [bags], where in it each bag starts.
         """
+        columns = self.ask_servers(indices, offsets, lookup)
+        # Side by side the columns make rows of the dense net's input, at least one per bag.
+        rows = torch.cat(columns, dim=1).reshape(-1, DENSE_INPUT)
+        return self.dense(rows.to(self.device))
+
+    def ask_servers(
+        self, indices: torch.Tensor, offsets: torch.Tensor, lookup: str
+    ) -> list[torch.Tensor]:
+        """Every server's columns of the same bags, float32 [bags, embedding_dim] each."""
         start = time.perf_counter()
         # No RRef among the arguments: handing one to its owner costs a second message, because
         # its references are counted. look_up finds the table by itself.
@@ -112,8 +121,7 @@ class HybridModel(nn.Module):
         else:  # the naive loop: a round trip, then the next one
             columns = [rpc.rpc_sync(server, look_up, bags) for server in self.servers]
         self.lookup_seconds += time.perf_counter() - start
-        rows = torch.cat(columns, dim=1).reshape(-1, DENSE_INPUT)
-        return self.dense(rows.to(self.device))
+        return columns
 
     def optimizer(self) -> DistributedOptimizer:
         """SGD that updates each parameter where it lives: here and on all servers, all at once."""

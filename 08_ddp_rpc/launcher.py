@@ -47,27 +47,13 @@ def run(args, begin, master) -> None:
     """
     store = listen(args)
     names = names_of_ranks(args.trainers, args.servers)
-    # Signals are only noted: an exception while a process is half started would leave it behind.
-    received = []
-
-    def note(number, frame):
-        received.append(number)
-
-    signal.signal(signal.SIGINT, note)
-    signal.signal(signal.SIGTERM, note)
-    # torch would name every process that it ends.
-    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
+    signals = note_signals()
+    result = begin(args)
+    progress(f"starting {len(names)} processes")
     context = None
     try:
-        resource_tracker.ensure_running()  # multiprocessing's; its start would undo the mask
-        # Ctrl-C reaches every process of the terminal: the children inherit this mask, and leave
-        # it to the launcher.
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        result = begin(args)
-        progress(f"starting {len(names)} processes")
         context = start(run_process, (names, args, result, master), len(names))
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        watch(context, store, received, args)
+        watch(context, store, signals, args)
     except (mp.ProcessExitedException, mp.ProcessRaisedException) as error:
         rank = error.error_index
         failed = f"error: {names[rank]} (rank {rank}) failed; all other processes were ended"
@@ -114,6 +100,21 @@ def listen(args) -> dist.TCPStore:
     )
 
 
+def note_signals() -> list[int]:
+    """From now on Ctrl-C and SIGTERM only put their number into the list that is returned.
+
+    An exception while a process is half started would leave that process behind.
+    """
+    signals = []
+
+    def note(number, frame):
+        signals.append(number)
+
+    signal.signal(signal.SIGINT, note)
+    signal.signal(signal.SIGTERM, note)
+    return signals
+
+
 def start(function, arguments: tuple, processes: int) -> mp.ProcessContext:
     """Start the processes. On Linux they are forked from one that has imported torch.
 
@@ -124,10 +125,18 @@ def start(function, arguments: tuple, processes: int) -> mp.ProcessContext:
     if sys.platform == "linux":
         method = "forkserver"
         mp.get_context(method).set_forkserver_preload(["torch", "torch.distributed.optim", "numpy"])
-    return mp.start_processes(function, arguments, processes, join=False, start_method=method)
+    # torch would name every process that it ends.
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
+    # Ctrl-C reaches every process of the terminal: the new ones inherit this mask, and leave it to
+    # the launcher. multiprocessing's own tracker would undo it when it starts, so it starts before.
+    resource_tracker.ensure_running()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    context = mp.start_processes(function, arguments, processes, join=False, start_method=method)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    return context
 
 
-def watch(context: mp.ProcessContext, store: dist.TCPStore, received: list, args) -> None:
+def watch(context: mp.ProcessContext, store: dist.TCPStore, signals: list, args) -> None:
     """Return when all processes have ended well.
 
     Ends this process after a signal, or when the master's heart no longer beats; raises torch's
@@ -137,9 +146,9 @@ def watch(context: mp.ProcessContext, store: dist.TCPStore, received: list, args
     last_beat = time.monotonic()
     # When one has failed join() ends the others, and kills what does not respond for a second.
     while not context.join(timeout=1, grace_period=1):
-        if signal.SIGINT in received:
+        if signal.SIGINT in signals:
             sys.exit("interrupted")
-        if received:
+        if signals:
             sys.exit(128 + signal.SIGTERM)
         count = store.add("heartbeat", 0)
         if count != beats:
