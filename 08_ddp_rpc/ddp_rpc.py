@@ -353,7 +353,10 @@ def verify_one_trainer(args, servers, embeddings):
 
     Returns the largest difference between their weights.
     """
-    alone = dist.new_group([0], use_local_synchronization=True)
+    from common.setup import without_gloo_greeting
+
+    with without_gloo_greeting():
+        alone = dist.new_group([0], use_local_synchronization=True)
     model, optimizer = new_model(args, servers, args.seed, alone)
     plain = PlainModel(model, call_all(servers, weight_copy))
     plain_optimizer = torch.optim.SGD(plain.parameters(), lr=LEARNING_RATE)

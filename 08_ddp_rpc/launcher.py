@@ -168,9 +168,10 @@ def run_process(rank: int, names: list[str], args, result: dict, master) -> None
     # Off the screen: torch deprecates what its own RPC and DistributedOptimizer are made of.
     logging.captureWarnings(True)
     torch.set_num_threads(result["threads_per_rank"])
-    if rank < args.trainers:
-        join_trainers(rank, args)
-    join_rpc(rank, names, args)
+    with without_gloo_greeting():  # RPC has a group of gloo's, too
+        if rank < args.trainers:
+            join_trainers(rank, args)
+        join_rpc(rank, names, args)
     if names[rank] == "master":
         threading.Thread(target=beat, args=(connect(args),), daemon=True).start()
         try:
@@ -208,10 +209,9 @@ def connect(args) -> dist.TCPStore:
 def join_trainers(rank: int, args) -> None:
     """Join the process group in which DDP averages."""
     store = dist.PrefixStore("trainers", connect(args))
-    with without_gloo_greeting():
-        dist.init_process_group(
-            args.backend, store=store, rank=rank, world_size=args.trainers, timeout=timeout_of(args)
-        )
+    size = args.trainers
+    timeout = timeout_of(args)
+    dist.init_process_group(args.backend, store=store, rank=rank, world_size=size, timeout=timeout)
 
 
 def join_rpc(rank: int, names: list[str], args) -> None:
