@@ -102,22 +102,9 @@ def ring_all_reduce(tensor: torch.Tensor) -> None:
 # Below this line: the demonstration, the benchmark, main.
 
 PROCESS_BYTES = 300 * 2**20  # of memory for a rank with nothing but torch in it
-COLUMNS = {
-    "algorithm": 9,
-    "ranks": 5,
-    "MB": 6,
-    "count": 5,
-    "mean, ms": 8,
-    "p50": 7,
-    "p75": 7,
-    "p90": 7,
-    "p95": 7,
-    "algbw": 5,
-    "busbw": 5,
-    "ratio": 5,
-    "#wrong": 6,
-}
-WIDTHS = list(COLUMNS.values())
+HEADER = ["algorithm", "ranks", "MB", "count", "mean, ms", "p50", "p75", "p90", "p95"]
+HEADER += ["algbw", "busbw", "ratio", "#wrong"]
+WIDTHS = [9, 5, 6, 5, 8, 7, 7, 7, 7, 5, 5, 5, 6]
 LEGEND = (
     "time: of the slowest rank, ms, mean and percentiles of the counted calls; count: calls that "
     "are counted + calls before them\nfor warming up, fewer of both where a call takes long; "
@@ -144,6 +131,23 @@ def demonstrate(device: torch.device, backend: str, all_reduce: Callable = dist.
         if not all(torch.equal(result, sum(before)) for result in after):
             sys.exit("demonstration FAILED: not every rank holds the sum")
         say("demonstration: passed, all ranks hold the sum, bitwise equal\n")
+
+
+def differing_sums(
+    all_reduce: Callable, lengths: list[int], dtypes: list[torch.dtype]
+) -> list[tuple]:
+    """Those (length, dtype) whose sum is not bitwise torch's: of integers, exact in any order."""
+    differing = []
+    for dtype in dtypes:
+        for length in lengths:
+            numbers = torch.Generator().manual_seed(1000 * length + dist.get_rank())
+            tensor = torch.randint(0, 10, (length,), generator=numbers).to(dtype)
+            expected = tensor.clone()
+            all_reduce(tensor)
+            dist.all_reduce(expected)
+            if not torch.equal(tensor, expected):
+                differing.append((length, dtype))
+    return differing
 
 
 def benchmark(
@@ -331,14 +335,8 @@ def run_grid(args, ranks_do: Callable, folder: str, rows_file: Path, skipped: li
             options = (possible, args.steps, args.warmup, args.row_seconds, str(rows_file))
             run_ranks(world_size, folder, ranks_do, backend, *options)
         for reason, sizes in sizes_of_reason.items():
-            skipped.append(
-                {
-                    "algorithm": backend,
-                    "world_size": world_size,
-                    "sizes_bytes": sizes,
-                    "reason": reason,
-                }
-            )
+            row = {"algorithm": backend, "world_size": world_size}
+            skipped.append({**row, "sizes_bytes": sizes, "reason": reason})
             names = ",".join(f"{size / 2**20:g}" for size in sizes)
             cells = [backend, str(world_size), names, f"not run: {reason}"]
             print_row(cells, [*WIDTHS[:3], 0])
@@ -404,20 +402,16 @@ def begin(stage: str, args) -> dict:
     """
     from common import report
 
-    devices = []
-    names = []
-    for backend in args.backends:
-        devices.append("cuda" if backend == "nccl" else "cpu")
-        if backend == "gloo":
-            names.append(report.processor_name())
-        else:
-            names.append(torch.cuda.get_device_name() if torch.cuda.is_available() else None)
+    devices = ["cuda" if backend == "nccl" else "cpu" for backend in args.backends]
+    names = {"cpu": report.processor_name(), "cuda": None}
+    if torch.cuda.is_available():
+        names["cuda"] = torch.cuda.get_device_name()
     return {
         "stage": stage,
         "torch": torch.__version__,
         "backend": args.backends,
         "device": devices,
-        "device_name": names,
+        "device_name": [names[device] for device in devices],
         "world_size": args.world_sizes,
         "threads_per_rank": None,
         "options": dict(vars(args)),
@@ -455,7 +449,7 @@ def run(args, stage: str, ranks_show: Callable, ranks_measure: Callable) -> None
             cores = setup.threads_per_rank(1)
             setup.say(f"{stage}: torch {torch.__version__}, {backends} with {world_sizes} ranks")
             setup.say(f"{cores} cores shared by the ranks, memory copy {copy / 1e9:.2f} GB/s")
-            report.print_row(list(COLUMNS), WIDTHS)
+            report.print_row(HEADER, WIDTHS)
             run_grid(args, ranks_measure, temporary, rows_file, result["skipped"])
         except KeyboardInterrupt:
             setup.say("interrupted: what is measured so far follows")

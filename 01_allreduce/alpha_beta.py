@@ -1,20 +1,13 @@
 """01: what the measured times say: the α–β model fitted to them, and the picture.
 
-allreduce.py ends with this table and this picture. Here it makes one run of several: the medians of
-what their --json wrote.
-
-    python 01_allreduce/alpha_beta.py FILE.json FILE.json FILE.json --plot results/01_allreduce.png
-
-The model: t(S) = α + 2(n-1)/n · S/β. A call costs α seconds whatever its size, and each of the
-2(n-1)/n · S bytes that leave a rank costs 1/β seconds.
+allreduce.py ends with this table and this picture. The model: t(S) = α + 2(n-1)/n · S/β. A call
+costs α seconds whatever its size, and each of the 2(n-1)/n · S bytes that leave a rank costs 1/β
+seconds.
 
 Source: Hockney, "The communication challenge for MPP", Parallel Computing 1994.
 """
 
-import json
 import math
-import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -78,7 +71,7 @@ def call_seconds(
 
 
 # ==================================================================================================
-# Below this line: the table, the medians of several runs, the picture.
+# Below this line: the table and the picture.
 
 
 def lines_of(rows: list[dict]) -> dict:
@@ -105,15 +98,8 @@ def fit_all(rows: list[dict]) -> list[dict]:
         except ValueError as reason:
             table.append([name, str(world_size), "-", "-", f"no fit: {reason}", *measured])
             continue
-        fits.append(
-            {
-                "algorithm": name,
-                "world_size": world_size,
-                "alpha": alpha,
-                "beta": beta,
-                "error": error,
-            }
-        )
+        row = {"algorithm": name, "world_size": world_size}
+        fits.append({**row, "alpha": alpha, "beta": beta, "error": error})
         fitted = [f"{1e6 * alpha:.0f}", f"{beta / 1e9:.2f}", f"{100 * error:.1f} %"]
         table.append([name, str(world_size), *fitted, *measured])
     say("\nmodel: t(S) = α + 2(n-1)/n · S/β, fitted to the p50s")
@@ -121,59 +107,6 @@ def fit_all(rows: list[dict]) -> list[dict]:
     print_table(["algorithm", "ranks", *header], table)
     say("awake, asleep: a call of 1 KB, right after another one and after a pause of 10 ms")
     return fits
-
-
-def medians_of(results: list[dict]) -> list[dict]:
-    """The rows of several runs as one: the medians of p50, of ratio, and of the cost of a call.
-
-    "ratios" of a row are the bandwidths in the runs, each divided by gloo's in the same run. Rows
-    that not all runs have are left out.
-    """
-    runs = []
-    for result in results:
-        rows = {}
-        for row in result["rows"]:
-            rows[row["algorithm"], row["world_size"], row["size_bytes"]] = row
-        runs.append(rows)
-    medians = []
-    for key in runs[0]:
-        if not all(key in run for run in runs):
-            continue
-        algorithm, world_size, size_bytes = key
-        row = {"algorithm": algorithm, "world_size": world_size, "size_bytes": size_bytes}
-        for name in ("p50", "awake", "asleep"):
-            row[name] = statistics.median(run[key][name] for run in runs)
-        gloo = ("gloo", world_size, size_bytes)
-        row["ratios"] = [run[gloo]["p50"] / run[key]["p50"] for run in runs if gloo in run]
-        row["wrong"] = sum(run[key]["wrong"] for run in runs)
-        medians.append(row)
-    if not medians:
-        raise ValueError("no row is in all of them")
-    return medians
-
-
-def busbw_of(row: dict) -> float:
-    """Gigabytes per second that leave a rank."""
-    world_size = row["world_size"]
-    return 2 * (world_size - 1) / world_size * row["size_bytes"] / row["p50"] / 1e9
-
-
-def print_medians(rows: list[dict]) -> None:
-    """The table of several runs: what `medians_of` returns."""
-    from common.report import print_table
-    from common.setup import say
-
-    table = []
-    for row in rows:
-        cells = [row["algorithm"], str(row["world_size"]), f"{row['size_bytes'] / 2**20:g}"]
-        cells += [f"{1000 * row['p50']:.2f}", f"{busbw_of(row):.2f}"]
-        cells.append(" ".join(f"{ratio:.2f}" for ratio in row["ratios"]))
-        cells.append(f"{statistics.median(row['ratios']):.2f}" if row["ratios"] else "-")
-        cells.append(str(row["wrong"]))
-        table.append(cells)
-    header = ["algorithm", "ranks", "MB", "p50, ms", "busbw", "× gloo", "median", "#wrong"]
-    print_table(header, table)
-    say("medians of the runs; × gloo: busbw to gloo's own, in each run; #wrong: of all runs")
 
 
 COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00"]  # of the world sizes
@@ -217,13 +150,13 @@ def draw(path: Path, rows: list[dict], fits: list[dict], copy: float) -> None:
         style = {"color": color, "marker": marker, "markerfacecolor": inside}
         label = f"{name}, {world_size} ranks"
         megabytes = [row["size_bytes"] / 2**20 for row in line]
-        busbw = [busbw_of(row) for row in line]
+        share = 2 * (world_size - 1) / world_size  # of its bytes, that leave a rank
+        busbw = [share * row["size_bytes"] / row["p50"] / 1e9 for row in line]
         bandwidth.plot(megabytes, busbw, linestyle=linestyle, label=label, **style)
         time.plot(megabytes, [1000 * row["p50"] for row in line], linestyle="none", **style)
         if found := fit_of.get((name, world_size)):
             x = torch.logspace(math.log10(min(megabytes)), math.log10(max(megabytes)), 50)
-            sent = 2 * (world_size - 1) / world_size * x * 2**20
-            model = found["alpha"] + sent / found["beta"]
+            model = found["alpha"] + share * x * 2**20 / found["beta"]
             time.plot(x, 1000 * model, linestyle=linestyle, color=color, linewidth=1)
     bandwidth.axhline(copy / 1e9, color="black", linestyle=":", label="memory copy, one process")
     bandwidth.set(title="Bus bandwidth", ylabel="busbw, GB/s")
@@ -242,35 +175,3 @@ def draw(path: Path, rows: list[dict], fits: list[dict], copy: float) -> None:
     figure.suptitle("All-reduce of float32 tensors on one machine, p50")
     figure.savefig(path, dpi=150, format="png")
     say(f"written: {path}")
-
-
-def main():
-    folder = Path(__file__).resolve().parent
-    sys.path[:0] = [str(folder), str(folder.parent)]
-    try:
-        from common import setup
-    except ModuleNotFoundError as error:
-        sys.exit(f"error: {error}: copy the repository's folder common/ beside this script")
-
-    parser = setup.Parser(__doc__)
-    files = {"nargs": "+", "metavar": "FILE.json", "help": "written by --json of allreduce.py"}
-    parser.add_argument("files", **files)
-    parser.add_argument("--plot", type=setup.output_file, metavar="FILE", help="the picture, a PNG")
-    args = parser.parse_args()
-    try:
-        results = [json.loads(Path(file).read_text()) for file in args.files]
-        stage = results[0]["stage"]
-        copy = statistics.median(result["copy_bytes_per_second"] for result in results)
-        rows = medians_of(results)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        which = ", ".join(args.files)
-        setup.fail(f"{which}: is not a result of allreduce.py --json ({error})")
-    setup.say(f"{stage}: {len(results)} runs, memory copy {copy / 1e9:.2f} GB/s")
-    print_medians(rows)
-    fits = fit_all(rows)
-    if args.plot:
-        draw(args.plot, rows, fits, copy)
-
-
-if __name__ == "__main__":
-    main()

@@ -18,7 +18,7 @@ import pytest
 import spawn
 import torch
 import torch.distributed as dist
-from allreduce import IN_FLIGHT, PIECE_BYTES, main, measure, ring_all_reduce
+from allreduce import IN_FLIGHT, PIECE_BYTES, differing_sums, main, measure, ring_all_reduce
 from alpha_beta import fit
 from matplotlib.figure import Figure
 
@@ -40,26 +40,12 @@ def rows_in(folder):
 # The ring
 
 
-def differing_sums(lengths, dtype):
-    """The lengths of which the ring's sum is not bitwise the backend's."""
-    differing = []
-    for length in lengths:
-        numbers = torch.Generator().manual_seed(1000 * length + dist.get_rank())
-        tensor = torch.randint(-9, 10, (length,), generator=numbers)
-        tensor = tensor.to(dtype)  # sums stay exact, in bfloat16 too
-        expected = tensor.clone()
-        ring_all_reduce(tensor)
-        dist.all_reduce(expected)
-        if not torch.equal(tensor, expected):
-            differing.append(length)
-    return differing
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, pytest.param(5, marks=pytest.mark.full)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64, torch.bfloat16])
 def test_ring_equals_all_reduce(ranks, world_size, dtype):
     lengths = [0, 1, world_size - 1, world_size, world_size + 1, 9973, 10**6]
-    assert ranks(world_size).run(differing_sums, lengths, dtype) == [[]] * world_size
+    results = ranks(world_size).run(differing_sums, ring_all_reduce, lengths, [dtype])
+    assert results == [[]] * world_size
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -67,7 +53,17 @@ def test_more_pieces_than_in_flight(ranks, world_size):
     """Every buffer is used more than once; chunks differ in length and in number of pieces."""
     length = world_size * (IN_FLIGHT + 1) * PIECE_BYTES // 8
     lengths = [length - 1, length, length + 1]
-    assert ranks(world_size).run(differing_sums, lengths, torch.float64) == [[]] * world_size
+    results = ranks(world_size).run(differing_sums, ring_all_reduce, lengths, [torch.float64])
+    assert results == [[]] * world_size
+
+
+def leave_all_as_it_is(tensor):
+    pass
+
+
+def test_a_wrong_sum_is_noticed(ranks):
+    results = ranks(2).run(differing_sums, leave_all_as_it_is, [0, 100], [torch.float32])
+    assert results == [[(100, torch.float32)]] * 2
 
 
 def sums_of_random_numbers(length):
@@ -205,44 +201,6 @@ def test_no_fit_is_a_row_of_the_table(capsys):
     assert alpha_beta.fit_all([row | {"awake": 1e-4, "asleep": 2e-4}]) == []
     lines = masked(capsys.readouterr().out)
     assert "ring # - - no fit: needs two ranks and two sizes # #" in lines
-
-
-def run_alpha_beta(monkeypatch, *words):
-    monkeypatch.setattr(sys, "argv", ["alpha_beta.py", *map(str, words)])
-    alpha_beta.main()
-
-
-def test_medians_of_three_runs(tmp_path, monkeypatch, capsys):
-    """The ratio is the median of the runs' ratios, which is not the ratio of the medians."""
-    files = []
-    for run, (gloo, shared) in enumerate([(4e-3, 1e-3), (6e-3, 3e-3), (5e-3, 2.5e-3)]):
-        row = {"world_size": 2, "size_bytes": 2**20, "wrong": run}
-        row |= {"awake": 1e-4, "asleep": 2e-4 + run}
-        row_of_gloo = {"algorithm": "gloo", "p50": gloo, **row}
-        row_of_shared = {"algorithm": "shared", "p50": shared, **row}
-        not_in_all = row_of_gloo | {"size_bytes": 2**21 if run else 2**22}
-        result = {"stage": "x", "rows": [row_of_gloo, row_of_shared, not_in_all]}
-        files.append(tmp_path / f"{run}.json")
-        files[-1].write_text(json.dumps(result | {"copy_bytes_per_second": 1e9 * (run + 1)}))
-    run_alpha_beta(monkeypatch, *files, "--plot", tmp_path / "a.png")
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "x: 3 runs, memory copy 2.00 GB/s"
-    assert lines[2].split() == "gloo 2 1 5.00 0.21 1.00 1.00 1.00 1.00 3".split()
-    assert lines[3].split() == "shared 2 1 2.50 0.42 4.00 2.00 2.00 2.00 3".split()
-    assert lines[-3].split()[-2:] == ["100", "1000200"]
-    assert (tmp_path / "a.png").read_bytes().startswith(PNG)
-
-
-@pytest.mark.parametrize(
-    "content", ["", "[]", "{}", '{"stage": "x", "rows": [], "copy_bytes_per_second": 1.0}']
-)
-def test_a_file_that_is_no_result_is_one_line(content, tmp_path, monkeypatch, capsys):
-    (tmp_path / "a.json").write_text(content)
-    with pytest.raises(SystemExit) as end:
-        run_alpha_beta(monkeypatch, tmp_path / "a.json")
-    output, error = capsys.readouterr()
-    assert end.value.code == 2 and output == ""
-    assert "is not a result of allreduce.py --json" in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -384,9 +342,8 @@ def test_bad_input_is_one_line(words, monkeypatch, capsys):
     assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize("name", ["allreduce.py", "alpha_beta.py"])
-def test_file_alone(name, tmp_path):
-    check_script_alone(SCRIPT.with_name(name), tmp_path)
+def test_file_alone(tmp_path):
+    check_script_alone(SCRIPT, tmp_path)
 
 
 @pytest.mark.full

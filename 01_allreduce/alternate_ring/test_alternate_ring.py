@@ -6,6 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from allreduce import differing_sums
 from alternate_ring import alternate_ring_all_reduce, largest_size, main
 
 from common.testing.harness import check_script_alone, masked
@@ -13,24 +17,10 @@ from common.testing.harness import check_script_alone, masked
 SCRIPT = Path(__file__).with_name("alternate_ring.py")
 
 
-def differing_sums(lengths, dtype):
-    """The lengths of which the sum is not bitwise the backend's."""
-    differing = []
-    for length in lengths:
-        numbers = torch.Generator().manual_seed(1000 * length + dist.get_rank())
-        tensor = torch.randint(-9, 10, (length,), generator=numbers).to(dtype)
-        expected = tensor.clone()
-        alternate_ring_all_reduce(tensor)
-        dist.all_reduce(expected)
-        if not torch.equal(tensor, expected):
-            differing.append(length)
-    return differing
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
-def test_sum_equals_all_reduce(ranks, world_size, dtype):
-    assert ranks(world_size).run(differing_sums, [0, 1, 9973], dtype) == [[]] * world_size
+def test_sum_equals_all_reduce(ranks, world_size):
+    options = (alternate_ring_all_reduce, [0, 1, 9973], [torch.float32, torch.int64])
+    assert ranks(world_size).run(differing_sums, *options) == [[]] * world_size
 
 
 def refused_then_summed():

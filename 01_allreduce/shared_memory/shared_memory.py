@@ -237,36 +237,21 @@ FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 DTYPES = [*FLOATS, torch.int64, torch.int32, torch.uint8, torch.complex64]
 
 
-def differing_sums(lengths: list[int], dtypes: list[torch.dtype], piece_bytes: int) -> list[tuple]:
-    """Those (length, dtype) whose sum is not bitwise torch's: of integers, exact in any order."""
-    all_reduce = SharedMemoryAllReduce(piece_bytes=piece_bytes)
-    differing = []
-    for dtype in dtypes:
-        for length in lengths:
-            numbers = torch.Generator().manual_seed(1000 * length + dist.get_rank())
-            tensor = torch.randint(0, 10, (length,), generator=numbers).to(dtype)
-            expected = tensor.clone()
-            all_reduce(tensor)
-            dist.all_reduce(expected)
-            if not torch.equal(tensor, expected):
-                differing.append((length, dtype))
-    return differing
-
-
 def verify(device: torch.device, backend: str) -> None:
     """Compare sums with torch's: empty parts, one piece and many, pieces one element off."""
-    from allreduce import demonstrate
+    from allreduce import demonstrate, differing_sums
 
     from common.setup import say
 
     world_size = dist.get_world_size()
     floats = SMALL_PIECE // 4
     lengths = [0, 1, world_size - 1, world_size + 1, floats - 1, floats, floats + 1, 9973]
-    differing = differing_sums(lengths, DTYPES, SMALL_PIECE)
+    all_reduce = SharedMemoryAllReduce(piece_bytes=SMALL_PIECE)
+    differing = differing_sums(all_reduce, lengths, DTYPES)
     if differing:
         sys.exit(f"verify: FAILED, other sums than {backend}'s of (length, dtype) {differing}")
     say(f"verify: passed, {len(lengths)} lengths of {len(DTYPES)} dtypes, bitwise {backend}'s sums")
-    demonstrate(device, backend, SharedMemoryAllReduce())
+    demonstrate(device, backend, all_reduce)
 
 
 def measure_shared(device: torch.device, backend: str, *options) -> None:
