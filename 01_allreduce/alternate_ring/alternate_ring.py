@@ -12,8 +12,8 @@ the same and it takes half the steps; with more only for small tensors, and for 
 n/2 times as long. A flaw of its own: every rank adds in another order, so that floats differ
 between ranks in their last bits, and replicas that should stay equal drift apart.
 
-    python 01_allreduce/alternate_ring.py                  (both, measured in turn; a minute)
-    python 01_allreduce/alternate_ring.py --sizes-mb 1 --world-sizes 2,4
+    make 01_allreduce/alternate_ring                       (both, measured in turn; a minute)
+    python 01_allreduce/alternate_ring/alternate_ring.py --sizes-mb 1 --world-sizes 2,4
 
 Source: Stanford CS336, assignment 2 (2026), "alternate ring all-reduce".
 """
@@ -36,7 +36,8 @@ def alternate_ring_all_reduce(tensor: torch.Tensor) -> None:
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         needs = "alternate_ring_all_reduce needs a contiguous CPU tensor"
         raise RuntimeError(f"{needs}; .contiguous() makes one")
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
     left = (rank - 1) % world_size
     right = (rank + 1) % world_size
     total = tensor.detach()
@@ -64,56 +65,53 @@ def largest_size(alpha: float, beta: float, world_size: int) -> float:
 # ==================================================================================================
 # Below this line: the measurement beside the ring.
 
+HEADER = ["ranks", "MB", "ring, ms", "alternate, ms", "alt./ring", "n/2", "#wrong"]
+WIDTHS = [5, 6, 8, 13, 9, 5, 6]
+
 
 def compare(device, backend: str, sizes_bytes: list[int], steps: int, warmup: int) -> None:
     """Measure both for every size and print a row each."""
     from allreduce import measure, ring_all_reduce
 
-    from common.report import percentiles
-    from common.setup import say
+    from common.report import percentiles, print_row
 
     algorithms = {"ring": ring_all_reduce, "alternate": alternate_ring_all_reduce}
     world_size = dist.get_world_size()
     for size_bytes in sizes_bytes:
         tensor = torch.empty(size_bytes // 4)
         samples, _, wrong = measure(algorithms, tensor, steps, warmup, row_seconds=3.0)
-        ring, alternate = (percentiles(samples[name])[0] for name in algorithms)
-        cells = [world_size, f"{size_bytes / 2**20:g}", f"{1000 * ring:.2f}"]
-        cells += [f"{1000 * alternate:.2f}", f"{alternate / ring:.2f}", f"{world_size / 2:.2f}"]
-        say(ROW.format(*cells, sum(wrong.values())))
-
-
-ROW = "{:>5} {:>7} {:>9} {:>14} {:>10} {:>6} {:>7}"
-HEADER = ROW.format("ranks", "MB", "ring, ms", "alternate, ms", "alt./ring", "n/2", "#wrong")
+        ring = percentiles(samples["ring"])[0]
+        alternate = percentiles(samples["alternate"])[0]
+        cells = [str(world_size), f"{size_bytes / 2**20:g}"]
+        cells += [f"{1000 * ring:.2f}", f"{1000 * alternate:.2f}", f"{alternate / ring:.2f}"]
+        cells += [f"{world_size / 2:.2f}", str(sum(wrong.values()))]
+        print_row(cells, WIDTHS)
 
 
 def main():
     folder = Path(__file__).resolve().parent
-    sys.path[:0] = [str(folder), str(folder.parent)]
+    stage = folder.parent
+    sys.path[:0] = [str(folder), str(stage), str(stage.parent)]
     try:
-        from allreduce import list_of, sizes_in_bytes
+        from allreduce import add_grid_arguments, sizes_in_bytes
         from spawn import run_ranks
 
-        from common import setup
+        from common import report, setup
     except ModuleNotFoundError as error:
-        beside = "copy the repository's folder common/ and the scripts of 01_allreduce beside this"
-        sys.exit(f"error: {error}: {beside}")
+        files = "the repository's folder common/, and allreduce.py and spawn.py of 01_allreduce"
+        sys.exit(f"error: {error}: copy {files} beside this script")
 
     parser = setup.Parser(__doc__)
-    add, one = parser.add_argument, setup.whole_number(1)
-    add("--sizes-mb", type=list_of(setup.positive_number), default="0.0625,1,10,100")
-    add("--world-sizes", type=list_of(one), default="2,4,6", help="numbers of ranks")
-    add("--steps", type=one, default=20, help="measured calls")
-    add("--warmup", type=setup.whole_number(0), default=5, help="calls before them, not measured")
+    add_grid_arguments(parser, "0.0625,1,10,100")
     args = parser.parse_args()
-    sizes = sizes_in_bytes(args.sizes_mb, setup)
-    setup.say(f"01_allreduce/alternate_ring: torch {torch.__version__}, gloo")
-    setup.say(HEADER)
+    sizes = sizes_in_bytes(args.sizes_mb)
+    setup.say(f"{stage.name}/{folder.name}: torch {torch.__version__}, gloo")
+    report.print_row(HEADER, WIDTHS)
     with tempfile.TemporaryDirectory() as temporary:
         try:
             for world_size in args.world_sizes:
-                arguments = (sizes, args.steps, args.warmup)
-                run_ranks(world_size, temporary, compare, "gloo", *arguments)
+                options = (sizes, args.steps, args.warmup)
+                run_ranks(world_size, temporary, compare, "gloo", *options)
         except KeyboardInterrupt:
             sys.exit(130)
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:

@@ -16,7 +16,10 @@ written once. There are two sets of slots, so that a rank brings the next piece 
     all_reduce = SharedMemoryAllReduce()      # on every rank, after init_process_group
     all_reduce(tensor)                        # the sum over all ranks, in place
 
-allreduce.py measures it as `shared`, beside gloo and the ring.
+The script verifies it, and measures it as `shared` in the grid of allreduce.py, whose flags it has:
+
+    make 01_allreduce/shared_memory                                   (about four minutes)
+    python 01_allreduce/shared_memory/shared_memory.py --sizes-mb 1,10 --nproc 2       (seconds)
 
 Source: the shared-memory collectives of MPI libraries; Graham and Shipman, "MPI support for
 multi-core architectures: optimized shared memory collectives", EuroPVM/MPI 2008.
@@ -27,10 +30,13 @@ import mmap
 import os
 import platform
 import socket
+import sys
 import tempfile
 import time
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -92,19 +98,21 @@ class SharedMemoryAllReduce:
         pieces = flat.split(slots.shape[2])
         brought = self.bring(pieces[0], slots[self.pieces % 2])
         for number, piece in enumerate(pieces, start=1):
-            these, others = slots[self.pieces % 2], slots[(self.pieces + 1) % 2]
+            slots_of_piece = slots[self.pieces % 2]
+            slots_of_next = slots[(self.pieces + 1) % 2]
+            sums = slots_of_piece[-1]
             start, end = self.part(len(piece))
-            mine, sums = piece[start:end], these[-1]
+            my_part = piece[start:end]
 
             self.wait(brought)
             for rank in range(self.world_size):
                 if rank != self.rank:
-                    mine.add_(these[rank, start:end])
-            sums[start:end].copy_(mine)
-            summed = self.say()
+                    my_part.add_(slots_of_piece[rank, start:end])
+            sums[start:end].copy_(my_part)
+            summed = self.announce()
 
             if number < len(pieces):  # while the others still add
-                brought = self.bring(pieces[number], others)
+                brought = self.bring(pieces[number], slots_of_next)
 
             self.wait(summed)
             piece[:start].copy_(sums[:start])
@@ -113,7 +121,9 @@ class SharedMemoryAllReduce:
 
     def part(self, length: int) -> tuple[int, int]:
         """Where this rank's part of a piece begins and ends; it may be empty."""
-        return (self.rank * length // self.world_size, (self.rank + 1) * length // self.world_size)
+        start = self.rank * length // self.world_size
+        end = (self.rank + 1) * length // self.world_size
+        return start, end
 
     def bring(self, piece: torch.Tensor, slots: torch.Tensor) -> int:
         """Copy into this rank's slot what the others add. Returns the count that says so.
@@ -125,9 +135,9 @@ class SharedMemoryAllReduce:
         slot = slots[self.rank]
         slot[:start].copy_(piece[:start])
         slot[end : len(piece)].copy_(piece[end:])
-        return self.say()
+        return self.announce()
 
-    def say(self) -> int:
+    def announce(self) -> int:
         """Tell the others that one thing more is there. Returns the count that says so."""
         self.fence()
         self.count += 1
@@ -178,20 +188,22 @@ def open_shared_memory(size: int, process_group=None) -> tuple:
     if is_first and nameless:
         file = os.fdopen(os.memfd_create("all-reduce"), "r+b")
         path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
-    told = [None] * dist.get_world_size(process_group)
-    dist.all_gather_object(told, (path, socket.gethostname(), size), process_group)
-    path = told[0][0]
+    proposals = [None] * dist.get_world_size(process_group)
+    dist.all_gather_object(proposals, (path, socket.gethostname(), size), process_group)
+    path = proposals[0][0]
+    hosts = {host for _, host, _ in proposals}
+    sizes = {size for _, _, size in proposals}
 
     def create():
-        if len({(host, size) for _, host, size in told}) > 1:
+        if len(hosts) > 1 or len(sizes) > 1:
             raise OSError("not all ranks are on one host, or want the same size")
         if is_first:
             with open(path, "r+b" if nameless else "xb") as new:
                 new.write(bytes(size))  # has the memory now, or fails now, and not in a later call
 
     def join():
-        joined = file or open(path, "r+b")
-        return joined, mmap.mmap(joined.fileno(), size)
+        opened = file or open(path, "r+b")
+        return opened, mmap.mmap(opened.fileno(), size)
 
     try:
         together(create, process_group)
@@ -202,9 +214,10 @@ def open_shared_memory(size: int, process_group=None) -> tuple:
                 os.unlink(path)
 
 
-def together(function, process_group=None):
+def together(function: Callable, process_group=None):
     """What function() returns, called on every rank; RuntimeError on all if one has an OSError."""
-    problem = result = None
+    problem = None
+    result = None
     try:
         result = function()
     except OSError as error:
@@ -214,3 +227,60 @@ def together(function, process_group=None):
     if any(problems):
         raise RuntimeError(f"no shared memory: {'; '.join(filter(None, problems))}")
     return result
+
+
+# ==================================================================================================
+# Below this line: verify, the measurement beside gloo and the ring, main.
+
+SMALL_PIECE = 4096  # bytes, so that a small tensor has many of them
+FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+DTYPES = [*FLOATS, torch.int64, torch.int32, torch.uint8, torch.complex64]
+
+
+def verify(device: torch.device, backend: str) -> None:
+    """Compare sums with torch's: empty parts, one piece and many, pieces one element off."""
+    from allreduce import demonstrate, differing_sums
+
+    from common.setup import say
+
+    world_size = dist.get_world_size()
+    floats = SMALL_PIECE // 4
+    lengths = [0, 1, world_size - 1, world_size + 1, floats - 1, floats, floats + 1, 9973]
+    all_reduce = SharedMemoryAllReduce(piece_bytes=SMALL_PIECE)
+    differing = differing_sums(all_reduce, lengths, DTYPES)
+    if differing:
+        sys.exit(f"verify: FAILED, other sums than {backend}'s of (length, dtype) {differing}")
+    say(f"verify: passed, {len(lengths)} lengths of {len(DTYPES)} dtypes, bitwise {backend}'s sums")
+    demonstrate(device, backend, all_reduce)
+
+
+def measure_shared(device: torch.device, backend: str, *options) -> None:
+    """The stage's benchmark with one algorithm more, where tensors are on the CPU."""
+    from allreduce import benchmark
+
+    more_algorithms = {}
+    if backend == "gloo":
+        more_algorithms["shared"] = SharedMemoryAllReduce()
+    benchmark(device, backend, *options, more_algorithms)
+
+
+def main():
+    folder = Path(__file__).resolve().parent
+    stage = folder.parent
+    sys.path[:0] = [str(folder), str(stage), str(stage.parent)]
+    try:
+        import alpha_beta  # noqa: F401
+        import spawn  # noqa: F401
+        from allreduce import read_arguments, run
+
+        import common.setup  # noqa: F401
+    except ModuleNotFoundError as error:
+        files = "the repository's folder common/, and the scripts of 01_allreduce"
+        sys.exit(f"error: {error}: copy {files} beside this script")
+
+    args = read_arguments(__doc__, "shared_memory.png")
+    run(args, f"{stage.name}/{folder.name}", verify, measure_shared)
+
+
+if __name__ == "__main__":
+    main()
