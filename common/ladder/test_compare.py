@@ -40,7 +40,6 @@ def result(stage="05_bucketed", name="BucketedDDP", step=0.8, **changes):
 @pytest.fixture
 def compare(tmp_path, monkeypatch, capsys):
     """compare(result, …): what the command line does with these: exit status, output, errors."""
-    monkeypatch.setenv("RANK", "0")  # which main sets, and monkeypatch puts back
 
     def run(*results, words=(), labels=()):
         arguments = []

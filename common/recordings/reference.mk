@@ -1,5 +1,4 @@
 # How every reference_output*.txt and picture is recorded; the Makefile includes this file.
-
 ONE_RUN := $(filter-out 05_bucketed/predict/%,$(LESSONS:%=%/reference_output.txt)) \
 	07_resnet_ddp/compile_ddp/reference_output_variants.txt \
 	07_resnet_ddp/sweep/reference_output_full.txt
