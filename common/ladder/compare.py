@@ -1,9 +1,14 @@
-"""One table and one picture for JSON files of stages 02 to 06, such as before and after a change.
+"""One table and one picture of several --json files.
+
+Of stages 02 to 06, such as before and after a change:
 
     python -m common.ladder.compare results/before.json results/after.json --plot results/change.png
     python -m common.ladder.compare results/run.json --per-rank        (is one of the ranks slower?)
 
-To compare the rungs with each other, `make compare` (rungs.py) measures them in one run.
+Of `make compare` and `make hosts`, such as the rungs on several networks, each with its label:
+
+    python -m common.ladder.compare loopback=results/compare.json "1 Gbit/s"=results/hosts.json \\
+        --plot results/networks.png
 """
 
 import json
@@ -12,11 +17,10 @@ import sys
 from pathlib import Path
 from statistics import fmean
 
-from common.report import percentiles, print_table
+from common.ladder import draw_rungs
+from common.report import milliseconds, percentiles, print_table, ratio
 from common.setup import Parser, fail, output_file, say
 
-# Where these differ, step times say nothing about the stages.
-SAME = ("world_size", "device", "backend", "model")
 # Where these differ, the reader must know; of the options all but those that name files.
 NOTED = ("torch", "device_name", "threads_per_rank")
 FILES = ("json", "plot", "trace", "save")
@@ -25,37 +29,68 @@ BASELINES = ("no sync", "torch DDP")
 NOT_THE_STAGE = (*BASELINES, "AdamW", "torch ZeRO", "torch ZeRO view")
 
 
-def read(paths: list[str]) -> list[dict]:
-    """The results, in order.
+def read(arguments: list[str]) -> dict[str, dict]:
+    """The results by label, in order.
 
     Ends with one line if a file is no result or was measured on something else than the first.
     """
-    results = []
-    for path in paths:
+    files = [split_label(argument) for argument in arguments]
+    labels = [label for label, _ in files]
+    if len(set(labels)) < len(labels):
+        labels = [path for _, path in files]
+    results = {}
+    for label, (_, path) in zip(labels, files, strict=True):
         result = read_one(path)
-        for key in SAME:
-            first = result[key]
-            if results:
-                first = results[0][key]
-            if result[key] != first:
-                differ = f"their {key} differ: {result[key]} and {first}"
-                fail(f"{path}: cannot be compared with {paths[0]}, {differ}")
-        results.append(result)
+        first = next(iter(results.values()), result)
+        for key, expected in conditions(first).items():
+            found = conditions(result).get(key)
+            if found != expected:
+                differ = f"their {key} differ: {found} and {expected}"
+                fail(f"{label}: cannot be compared with {labels[0]}, {differ}")
+        results[label] = result
     return results
+
+
+def split_label(argument: str) -> tuple[str, str]:
+    """LABEL=FILE in two; without a label it is the file's name."""
+    label, _, path = argument.rpartition("=")
+    if not label or Path(argument).exists():
+        return Path(argument).name, argument
+    return label, path
 
 
 def read_one(path: str) -> dict:
     """The result in this file; ends with one line if there is none."""
     try:
         result = json.loads(Path(path).read_text())
-        missing = [key for key in ("stage", "candidates", *SAME) if key not in result]
     except (OSError, ValueError) as error:
         fail(f"{path}: cannot be read ({error})")
+    try:
+        if is_of_rungs(result):
+            for measured in result["models"].values():
+                draw_rungs.medians(measured)
+        else:
+            result["candidates"]
+        conditions(result)
+    except KeyError as error:
+        fail(f"{path}: is not a result of --json, it has no {error}")
     except TypeError:  # JSON, but nothing that has keys
-        missing = ["stage"]
-    if missing:
-        fail(f"{path}: is not a result of --json, it has no {missing[0]!r}")
+        fail(f"{path}: is not a result of --json, it has no 'stage'")
     return result
+
+
+def is_of_rungs(result: dict) -> bool:
+    return result["stage"] == "rungs"
+
+
+def conditions(result: dict) -> dict:
+    """Where these differ, step times say nothing about the stages."""
+    found = {key: result[key] for key in ("world_size", "device", "backend")}
+    if is_of_rungs(result):
+        found["models"] = {size: of["model"] for size, of in result["models"].items()}
+    else:
+        found["model"] = result["model"]
+    return found
 
 
 def differences(results: dict[str, dict]) -> list[str]:
@@ -76,12 +111,6 @@ def differences(results: dict[str, dict]) -> list[str]:
     return lines
 
 
-def labels(paths: list[str]) -> list[str]:
-    """The files' names, or their whole paths where two have one name."""
-    names = [Path(path).name for path in paths]
-    return names if len(set(names)) == len(names) else paths
-
-
 def median(candidate: dict, key: str) -> float:
     """In ms; 0 where the candidate has no such times."""
     if key not in candidate:
@@ -91,19 +120,28 @@ def median(candidate: dict, key: str) -> float:
 
 def summarize(label: str, result: dict) -> dict:
     """The stage's own candidate in one run: medians in ms, ratios to the others of the same run."""
-    own = next(one for one in result["candidates"] if one["name"] not in NOT_THE_STAGE)
+    by_name = {candidate["name"]: candidate for candidate in result["candidates"]}
+    name = next(name for name in by_name if name not in NOT_THE_STAGE)
+    own = by_name[name]
     step = median(own, "step_seconds")
     exposed = median(own, "exposed_comm_seconds")
     optimizer = median(own, "optimizer_seconds")
-    row = {"label": label, "name": own["name"]}
-    row |= {"step": step, "exposed": exposed, "optimizer": optimizer}
-    row |= {"compute": step - exposed - optimizer, "collectives": own.get("collectives_per_step")}
-    row |= dict.fromkeys((*BASELINES, "floor"))
-    for one in result["candidates"]:
-        if one["name"] in BASELINES:
-            row[one["name"]] = step / median(one, "step_seconds")
-        if one["name"] == "no sync":
-            row["floor"] = median(one, "step_seconds")
+    row = {
+        "label": label,
+        "name": name,
+        "step": step,
+        "compute": step - exposed - optimizer,
+        "exposed": exposed,
+        "optimizer": optimizer,
+        "collectives": own.get("collectives_per_step"),
+        "floor": None,
+    }
+    for baseline in BASELINES:
+        row[baseline] = None
+        if baseline in by_name:
+            row[baseline] = step / median(by_name[baseline], "step_seconds")
+    if "no sync" in by_name:
+        row["floor"] = median(by_name["no sync"], "step_seconds")
     return row
 
 
@@ -130,6 +168,30 @@ def print_rows(rows: list[dict]) -> None:
     say("another mood: compare the ratios. The broadcasts of 06 count as the optimizer's time.")
 
 
+def print_rungs(results: dict[str, dict]) -> None:
+    """A row for each model, run and rung."""
+    rows = []
+    for size in next(iter(results.values()))["models"]:
+        for label, result in results.items():
+            measured = result["models"][size]
+            medians = draw_rungs.medians(measured)
+            by_name = {candidate["name"]: candidate for candidate in measured["candidates"]}
+            for name, candidate in by_name.items():
+                bar = by_name["torch DDP"]["step_seconds"]
+                row = [f"{size}, {label}", name, f"{medians[name]['step']:.3f}"]
+                row.append(milliseconds(candidate["exposed_comm_seconds"])[0])
+                row.append(ratio(candidate["step_seconds"], bar))
+                rows.append([*row, str(candidate["collectives_per_step"])])
+    header = ["model, network", "rung", "/no sync", "exposed, ms", "/torch DDP", "all-reduces"]
+    print_table(header, rows)
+    say("p50 over all steps of all ranks; ratios to no sync and torch DDP of the same run.")
+
+
+def spread(seconds: list[float]) -> list[str]:
+    """Mean, min and max, in ms."""
+    return [f"{1000 * value:.1f}" for value in (fmean(seconds), min(seconds), max(seconds))]
+
+
 def print_per_rank(label: str, result: dict) -> None:
     """A row for every candidate and rank: mean, min and max of its steps."""
     rows = []
@@ -138,11 +200,11 @@ def print_per_rank(label: str, result: dict) -> None:
         if not isinstance(by_rank[0], list):
             fail(f"argument --per-rank: {label} holds no samples by rank")
         for rank, steps in enumerate(by_rank):
-            row = [candidate["name"], str(rank)]
-            exposed = candidate.get("exposed_comm_seconds")
-            for seconds in (steps, exposed and exposed[rank]):
-                times = [fmean(seconds), min(seconds), max(seconds)] if seconds else []
-                row += [f"{1000 * time:.1f}" for time in times] or ["-"] * 3
+            row = [candidate["name"], str(rank), *spread(steps)]
+            if "exposed_comm_seconds" in candidate:
+                row += spread(candidate["exposed_comm_seconds"][rank])
+            else:
+                row += ["-"] * 3
             rows.append(row)
     say(f"\n{label}, by rank, in ms")
     print_table(["", "rank", "step", "min", "max", "exposed", "min", "max"], rows)
@@ -190,23 +252,28 @@ def draw(rows: list[dict], result: dict, path: Path) -> None:
 def main() -> None:
     os.environ["RANK"] = "0"  # whatever the shell's is: this is the only process
     parser = Parser(__doc__)
-    written_by = "written by --json of stages 02 to 06"
-    parser.add_argument("files", nargs="+", metavar="FILE.json", help=written_by)
+    written_by = "written by --json, of one stage or of one `make compare` each"
+    parser.add_argument("files", nargs="+", metavar="[LABEL=]FILE.json", help=written_by)
     parser.add_argument("--plot", type=output_file, metavar="FILE", help="the picture, a PNG")
     per_rank = "also mean, min and max of every rank"
     parser.add_argument("--per-rank", action="store_true", help=per_rank)
     args = parser.parse_args()
     results = read(args.files)
-    by_label = dict(zip(labels(args.files), results, strict=True))
-    for line in differences(by_label):
+    first = next(iter(results.values()))
+    if is_of_rungs(first):
+        print_rungs(results)
+        if args.plot:
+            draw_rungs.draw_networks(results, args.plot)
+        return
+    for line in differences(results):
         say(line)
-    rows = [summarize(label, result) for label, result in by_label.items()]
+    rows = [summarize(label, result) for label, result in results.items()]
     print_rows(rows)
     if args.per_rank:
-        for label, result in by_label.items():
+        for label, result in results.items():
             print_per_rank(label, result)
     if args.plot:
-        draw(rows, results[0], args.plot)
+        draw(rows, first, args.plot)
         say(f"written: {args.plot}")
 
 

@@ -96,6 +96,13 @@ within() {
   echo "two hosts of one rank each, $rate, $delay from one to the other"
   echo "network: $network"
 
+  # The rungs: fewer steps, because they are slow here, and files of their own.
+  if [ "$1" = common/ladder/rungs.py ]; then
+    shift
+    set -- common/ladder/rungs.py --steps 8 --warmup 2 --network "$rate, $delay" \
+      --plot results/hosts.png --json results/hosts.json "$@"
+  fi
+
   half=$(($(nproc) > 1 ? $(nproc) / 2 : 1))
   cores=("0-$((half - 1))" "$(($(nproc) > 1 ? half : 0))-$(($(nproc) - 1))")
   torchrun_on_host 1 "$@" > /run/output 2>&1 &

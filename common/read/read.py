@@ -91,8 +91,11 @@ def words(line: str) -> list[str]:
 
 def likeness(old: Counter, new: Counter) -> float:
     """The share of characters in words that two lines have in common, from 0 to 1."""
-    shared = sum(len(word) * count for word, count in (old & new).items())
-    return 2 * shared / max(1, sum(len(word) * c for word, c in (*old.items(), *new.items())))
+    return 2 * characters(old & new) / max(1, characters(old) + characters(new))
+
+
+def characters(bag: Counter) -> int:
+    return sum(len(word) * count for word, count in bag.items())
 
 
 def align(old: list[str], new: list[str]) -> list[Row]:
@@ -101,44 +104,59 @@ def align(old: list[str], new: list[str]) -> list[Row]:
     As many equal lines as there can be share a row (so that `diff` counts the same), and of the
     ways to do so the one in which the changed lines beside each other are most alike.
     """
-    bags = [[Counter(re.findall(r"\w+|\S", line)) for line in text] for text in (old, new)]
+    old_bags = [Counter(re.findall(r"\w+|\S", line)) for line in old]
+    new_bags = [Counter(re.findall(r"\w+|\S", line)) for line in new]
     score = [[0.0] * (len(new) + 1) for _ in range(len(old) + 1)]  # of the texts from here on
 
     def together(i: int, j: int) -> float:
         if old[i] == new[j]:
             return score[i + 1][j + 1] + 1000
-        alike = likeness(bags[0][i], bags[1][j])
+        alike = likeness(old_bags[i], new_bags[j])
         return score[i + 1][j + 1] + alike if alike >= ALIKE else -1.0
 
     for i in reversed(range(len(old))):
         for j in reversed(range(len(new))):
             score[i][j] = max(together(i, j), score[i + 1][j], score[i][j + 1])
     rows = []
-    i = j = left = right = 0  # up to left and right all lines have their row
+    i = 0
+    j = 0
+    lone_left = []  # lines that have no row yet
+    lone_right = []
     while i < len(old) or j < len(new):
         at_end = i == len(old) or j == len(new)
         if not at_end and score[i][j] == together(i, j):
-            lone = itertools.zip_longest(range(left, i), range(right, j))
-            rows += [Row("lone", *place) for place in lone]
+            rows += lone_rows(lone_left, lone_right)
+            lone_left = []
+            lone_right = []
             rows.append(Row("same" if old[i] == new[j] else "edit", i, j))
-            i, j = left, right = i + 1, j + 1
+            i += 1
+            j += 1
         elif j == len(new) or (not at_end and score[i][j] == score[i + 1][j]):
+            lone_left.append(i)
             i += 1
         else:
+            lone_right.append(j)
             j += 1
-    return rows + [Row("lone", *p) for p in itertools.zip_longest(range(left, i), range(right, j))]
+    return rows + lone_rows(lone_left, lone_right)
+
+
+def lone_rows(left: list[int], right: list[int]) -> list[Row]:
+    """Lines without a partner: beside each other as far as both sides have some."""
+    return [Row("lone", *lines) for lines in itertools.zip_longest(left, right)]
 
 
 def changed_words(old: str, new: str) -> tuple[Spans, Spans]:
     """Where the words stand that differ: in the old line and in the new one."""
-    one, other = words(old), words(new)
-    plain = [[word.strip() or " " for word in text] for text in (one, other)]  # blanks are alike
-    matcher = difflib.SequenceMatcher(None, *plain, autojunk=False)
+    old_words = words(old)
+    new_words = words(new)
+    old_plain = [word.strip() or " " for word in old_words]  # blanks are alike
+    new_plain = [word.strip() or " " for word in new_words]
+    matcher = difflib.SequenceMatcher(None, old_plain, new_plain, autojunk=False)
     changes = []
     joined = False  # to the change before: only punctuation is between them
     for tag, *place in matcher.get_opcodes():
         if tag == "equal":
-            joined = bool(changes) and not re.search(r"\w", "".join(one[place[0] : place[1]]))
+            joined = bool(changes) and not re.search(r"\w", "".join(old_words[place[0] : place[1]]))
         elif joined:
             changes[-1] = [changes[-1][0], place[1], changes[-1][2], place[3]]
         else:
@@ -148,17 +166,17 @@ def changed_words(old: str, new: str) -> tuple[Spans, Spans]:
         return len("".join(parts[:start])), len("".join(parts[:end]))
 
     return (
-        [span(one, start, end) for start, end, _, _ in changes if start < end],
-        [span(other, start, end) for _, _, start, end in changes if start < end],
+        [span(old_words, start, end) for start, end, _, _ in changes if start < end],
+        [span(new_words, start, end) for _, _, start, end in changes if start < end],
     )
 
 
 def sides(old: list[str], new: list[str], row: Row) -> list[tuple]:
     """Left and right: the text, which line of it, the changed words, the terminal's colour."""
-    marks = [], []
+    old_spans, new_spans = [], []
     if row.kind == "edit":
-        marks = changed_words(old[row.left], new[row.right])
-    return [(old, row.left, marks[0], "31"), (new, row.right, marks[1], "32")]
+        old_spans, new_spans = changed_words(old[row.left], new[row.right])
+    return [(old, row.left, old_spans, "31"), (new, row.right, new_spans, "32")]
 
 
 def moved_lines(old: list[str], new: list[str], rows: list[Row]) -> tuple[dict, dict]:
@@ -177,9 +195,9 @@ def moved_lines(old: list[str], new: list[str], rows: list[Row]) -> tuple[dict, 
 def stretches(rows: list[Row]) -> list[tuple[bool, list[Row]]]:
     """The rows in parts: (folded, its rows). Long unchanged stretches fold, except their ends."""
     parts = []
-    groups = [
-        (same, [*group]) for same, group in itertools.groupby(rows, lambda row: row.kind == "same")
-    ]
+    groups = []
+    for same, group in itertools.groupby(rows, lambda row: row.kind == "same"):
+        groups.append((same, list(group)))
     for number, (same, group) in enumerate(groups):
         start = CONTEXT if number > 0 else 0
         end = len(group) - (CONTEXT if number < len(groups) - 1 else 0)
@@ -200,7 +218,9 @@ def fold_label(lines: list[str], rows: list[Row]) -> str:
 def count_changes(rows: list[Row]) -> tuple[int, int]:
     """Lines that differ on the left and on the right; their sum is what `diff` counts."""
     changed = [row for row in rows if row.kind != "same"]
-    return sum(row.left is not None for row in changed), sum(r.right is not None for r in changed)
+    on_the_left = sum(row.left is not None for row in changed)
+    on_the_right = sum(row.right is not None for row in changed)
+    return on_the_left, on_the_right
 
 
 def describe_count(old: Lesson, new: Lesson, rows: list[Row]) -> str:
@@ -241,12 +261,15 @@ def syntax(lines: list[str]) -> list[list[str]]:
         elif keyword.iskeyword(token.string):
             kind = "k"
         before = token.string
-        (first, start), (last, end) = token.start, token.end
-        for row in range(first, last + 1) if kind else ():
+        if not kind:
+            continue
+        first, start = token.start  # line and column
+        last, end = token.end
+        for row in range(first, last + 1):
             line = classes[row - 1]
-            here = start if row == first else 0
-            there = end if row == last else len(line)
-            line[here:there] = [kind] * (there - here)
+            begin = start if row == first else 0
+            stop = end if row == last else len(line)
+            line[begin:stop] = [kind] * (stop - begin)
     return classes
 
 
@@ -364,7 +387,8 @@ def wrap(number: int, line: str, spans: Spans, colour: str, width: int) -> list[
         stop = start + width - 5 - hang
         if stop < len(line):
             blank = line.rfind(" ", start, stop)
-            stop = blank + 1 if blank > start and line[start:blank].strip() else stop
+            if blank > start and line[start:blank].strip():
+                stop = blank + 1
         stop = min(stop, len(line))
         head = (f"{number:4} " if start == 0 else " " * 5) + " " * hang
         blanks = " " * (width - len(head) - (stop - start))
@@ -379,10 +403,16 @@ def side_by_side(old: list[str], new: list[str], row: Row, width: int, colour: b
     width = (width - 3) // 2
     columns = []
     for text, i, spans, code in sides(old, new, row):
-        code = "" if row.kind == "same" or not colour else code
+        if row.kind == "same" or not colour:
+            code = ""
         columns.append([] if i is None else wrap(i + 1, text[i], spans, code, width))
-    sign = "<" if row.right is None else ">" if row.left is None else "|"
-    sign = " " if row.kind == "same" else sign
+    sign = "|"
+    if row.kind == "same":
+        sign = " "
+    elif row.right is None:
+        sign = "<"
+    elif row.left is None:
+        sign = ">"
     cells = itertools.zip_longest(*columns, fillvalue=" " * width)
     return [f"{left} {sign} {right}".rstrip() for left, right in cells]
 
@@ -436,7 +466,10 @@ def find_stage(variable: str, name: str) -> str:
 
 def find_pair(old: str, new: str) -> tuple[str, str]:
     """The two stages to compare; where one name is empty, its neighbour on the ladder."""
-    old, new = (find_stage(*item) if item[1] else "" for item in (("FROM", old), ("TO", new)))
+    if old:
+        old = find_stage("FROM", old)
+    if new:
+        new = find_stage("TO", new)
     if old and new:
         if old == new:
             fail(f"FROM={old} and TO={new} are the same: name two stages")
@@ -465,8 +498,11 @@ def main() -> None:
             colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
             print(comparison(*pair, shutil.get_terminal_size().columns, colour), flush=True)
             return
-        path = args.output or ROOT / "results" / "ladder.html"
+        path = args.output
         try:
+            if path is None:
+                path = ROOT / "results" / "ladder.html"
+                path.parent.mkdir(exist_ok=True)
             path.write_text(page(), encoding="utf-8")
         except OSError as error:
             fail(f"{path}: cannot be written ({error.strerror})")
