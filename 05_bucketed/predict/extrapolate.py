@@ -25,7 +25,6 @@ a flat ring (NCCL takes trees for small tensors on many ranks); attention scores
 Source: Stanford CS336, assignment 2 (2026), "data parallel calculations"; simulate.py's.
 """
 
-import math
 import re
 import sys
 import time
@@ -225,10 +224,8 @@ def run(args) -> dict:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     say(f"05_bucketed/extrapolate: {args.size} model, {parameters / 1e6:.0f} million parameters")
     this_core = f"{core.operations_per_second / 1e9:.0f} GFLOP/s (this core)"
-    speed = f"{machine.operations_per_second / 1e12:.1f} TFLOP/s"
-    say(
-        f"global batch {args.global_batch:g} tokens; a rank: {args.compute:g} × {this_core} = {speed}"
-    )
+    speed = f"{args.compute:g} × {this_core} = {machine.operations_per_second / 1e12:.1f} TFLOP/s"
+    say(f"global batch {args.global_batch:g} tokens; a rank: {speed}")
     networks = []
     for bandwidth in args.bandwidth:
         entry = simulate_network(args, model, machine, bandwidth)
