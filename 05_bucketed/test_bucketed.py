@@ -4,7 +4,6 @@ import copy
 import pickle
 from pathlib import Path
 
-import bucket_sweep
 import pytest
 import torch
 import torch.distributed as dist
@@ -240,70 +239,3 @@ def test_not_started_by_torchrun(monkeypatch, capsys):
 @pytest.mark.full
 def test_wrong_input_under_torchrun(script):
     harness.check_wrong_input_under_torchrun(script, SCRIPT)
-
-
-@pytest.mark.parametrize(
-    "option, value",
-    [
-        *(
-            ("--bucket-sizes-mb", value)
-            for value in ("0", "-1", "x", "", "nan", "inf", "1e30", "1,inf")
-        ),
-        *((option, value) for option, value in harness.WRONG_INPUT if option != "--data"),
-        ("--plot", "/no/such/folder/x.png"),
-        ("--plot", "/"),
-    ],
-)
-def test_wrong_input_of_the_sweep(option, value, monkeypatch, capsys):
-    harness.check_wrong_input(
-        bucket_sweep.main, SCRIPT.with_name("bucket_sweep.py"), option, value, monkeypatch, capsys
-    )
-
-
-def test_a_sweep_needs_two_ranks(forked):
-    status, output = forked(1, SCRIPT.with_name("bucket_sweep.py"))
-    assert (
-        status != 0
-        and output.count("error: ") == 1
-        and "'1' rank sends nothing; allowed are 2 and more" in output
-    ), output
-
-
-def test_best_number_of_buckets_is_the_minimum_of_the_overhead():
-    for size, bandwidth, call in [(1e8, 1e9, 5e-4), (4e9, 1e11, 2e-5), (1e6, 1e9, 1e-3)]:
-        constants = size, bandwidth, call
-        best = bucket_sweep.best_number_of_buckets(*constants)
-        grid = [best * 1.001**step for step in range(-3000, 3001)]
-        numeric = min(grid, key=lambda buckets: bucket_sweep.overhead(buckets, *constants))
-        assert abs(numeric / best - 1) < 2e-3
-        assert bucket_sweep.overhead(best, *constants) == pytest.approx(
-            2 * (size * call / bandwidth) ** 0.5
-        )
-        assert size / best == pytest.approx((size * bandwidth * call) ** 0.5)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
-def test_run_of_the_sweep(forked, tmp_path, device):
-    files = {name: tmp_path / f"sweep.{name}" for name in ("json", "plot")}
-    words = [
-        "--steps",
-        "1",
-        "--warmup",
-        "1",
-        "--bucket-sizes-mb",
-        "25",
-        "--device",
-        device,
-        *(word for name in files for word in (f"--{name}", files[name])),
-    ]
-    status, output = forked(2, SCRIPT.with_name("bucket_sweep.py"), *words, cwd=tmp_path)
-    assert status == 0, output
-    result = harness.read_json(files["json"], "05_bucketed/bucket_sweep")
-    rows = [(row["kind"], row["bucket_size_mb"]) for row in result["rows"]]
-    assert rows[:2] == [("NaiveDDP", None), ("OverlapDDP", None)]
-    assert rows[2:] == [("BucketedDDP", None), ("BucketedDDP", 25.0), ("torch DDP", 25.0)]
-    assert [row["buckets"] for row in result["rows"][:3]] == [195, 195, 1]
-    for row in result["rows"]:
-        assert [len(of_rank) for of_rank in row["step_seconds"]] == [1, 1]
-    assert files["plot"].read_bytes().startswith(b"\x89PNG")
