@@ -8,15 +8,8 @@ less to compute each, and as much to send.
     python 05_bucketed/predict/extrapolate.py                                   (see also --help)
     python 05_bucketed/predict/extrapolate.py --size xl --compute 5000 --bandwidth 100gbit,400gbit
 
-The closed form beside it: a token costs 4 operations per parameter in backward, so with B tokens, P
-parameters and N ranks of C operations a second, backward takes 4·B·P / (N·C) seconds. A ring sends
-2(N-1)/N · S bytes per rank at W bytes a second. All of it can hide under backward while
-
-    2(N-1)/N · S/W  ≤  4·B·P / (N·C),   or   N ≤ 1 + 2·B·P·W / (C·S)
-
-With S = 4·P bytes this is N ≤ 1 + B·W / (2·C): the size of the model does not matter. If parameters
-are sharded as well (FSDP), forward hides an all-gather of (N-1)/N · S/W under 2·B·P / (N·C), and
-backward hides an all-gather and a reduce-scatter under twice that: the limit is the same.
+A closed form stands beside it: up to how many ranks can all communication hide under backward? The
+README derives it, for FSDP as well.
 
 What is assumed, beyond simulate.py's list, and was never checked on hardware: a network of its own
 card, so that neither side slows the other; no Python, no copies; one call at a time, as NCCL does;
