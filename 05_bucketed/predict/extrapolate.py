@@ -98,7 +98,6 @@ def most_ranks(is_enough) -> int:
 # ==================================================================================================
 # Below this line: the speed of this core, the table, the picture.
 
-
 COLORS = {"02": "#CC79A7", "03": "#E69F00", "04": "#009E73", "05": "#0072B2"}
 MARKERS = "Dv^osP*X"
 UNITS = {"gbit": 1e9 / 8, "mbit": 1e6 / 8, "us": 1e-6, "ms": 1e-3}  # in bytes/s or seconds
@@ -232,7 +231,7 @@ def draw_panel(panel, entry: dict, ranks: list[int]) -> None:
     """Efficiency over the number of ranks on one network; marks at those that the table has."""
     for number, (name, by_ranks) in enumerate(entry["efficiency"].items()):
         look = {"color": COLORS[name[:2]], "marker": MARKERS[number % len(MARKERS)], "label": name}
-        if number > 3:
+        if number > 3:  # another bucket size of 05
             look |= {"linestyle": "--", "markerfacecolor": "none"}
         marked = [list(by_ranks).index(number_of_ranks) for number_of_ranks in ranks]
         percent = [100 * value for value in by_ranks.values()]
