@@ -4,25 +4,23 @@ Small buckets start early and leave little to wait for after backward, but each 
 ones are the other way round. This script measures BucketedDDP and torch DDP with buckets of several
 sizes, and stages 02 and 04 that have none, all in turn in one run, and compares what they cost with
 the course's model: overhead(n) = s / (n·w) + n·o for n buckets, s bytes of gradients, an all-reduce
-bandwidth w (bytes per second) and a fixed cost o (seconds) of a call, both calibrated first.
+bandwidth w (bytes per second) and a fixed cost o (seconds) of a call, both measured in that run.
 
     make 05_bucketed/bucket_sweep NPROC=2                                  (see also ARGS="--help")
-    torchrun --standalone --nproc-per-node 2 05_bucketed/bucket_sweep.py   (one host)
+    torchrun --standalone --nproc-per-node 2 05_bucketed/bucket_sweep/bucket_sweep.py   (one host)
 
 Source: Stanford CS336, assignment 2, "DDP bucketed benchmarking".
 """
 
-import argparse
 import math
 import os
 import sys
-import time
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -39,35 +37,10 @@ def best_number_of_buckets(size: float, bandwidth: float, call: float) -> float:
     return math.sqrt(size / (bandwidth * call))
 
 
-def calibrate(device: torch.device) -> tuple[float, float]:
-    """(w, o) of this process group: a call takes o + bytes / w seconds.
-
-    o is stage 01's cost of a small call among others, when the waiting threads are awake.
-    """
-    from alpha_beta import call_seconds
-
-    from common.setup import progress
-
-    progress("calibrating")
-    call = call_seconds(dist.all_reduce, device)
-    large = 25 * 2**20
-    return large / (median_seconds(large, device) - call), call
-
-
-def median_seconds(size: int, device: torch.device, calls: int = 100) -> float:
-    """The median time of an all-reduce of so many bytes: the slowest rank's, the same on all."""
-    tensor = torch.zeros(size // 4, device=device)
-    seconds = []
-    for _ in range(calls):
-        dist.barrier()
-        start = time.perf_counter()
-        dist.all_reduce(tensor)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
-    median = torch.tensor(sorted(seconds)[calls // 2], device=device)
-    dist.all_reduce(median, dist.ReduceOp.MAX)
-    return median.item()
+def constants(network) -> tuple[float, float]:
+    """(w, o) of what calibrate.py has measured: a call by itself takes o + bytes / w seconds."""
+    sent = 2 * (network.ranks - 1) / network.ranks  # bytes that leave a rank, for each of a call
+    return network.bandwidth / sent, network.call_alone()
 
 
 # ==================================================================================================
@@ -83,144 +56,99 @@ STYLES = {  # of the picture: mark, colour
 }
 
 
+def kinds_and_sizes(args) -> list[tuple[str, float | None]]:
+    """What is measured: (kind, bucket size in MB), None where there are no buckets."""
+    pairs = []
+    if not args.no_baseline:
+        pairs += [("NaiveDDP", None), ("OverlapDDP", None)]
+    pairs.append(("BucketedDDP", NO_LIMIT))
+    for megabytes in sorted(set(args.bucket_sizes_mb), reverse=True):
+        pairs.append(("BucketedDDP", megabytes))
+        if not args.no_baseline:
+            pairs.append(("torch DDP", megabytes))
+    return pairs
+
+
 def label(kind: str, megabytes: float | None) -> str:
     """How a candidate is called."""
     return kind if megabytes is None else f"{kind} {megabytes:g} MB"
 
 
-def wrap(model, kind: str, megabytes: float | None, args, stages: dict, device: torch.device):
-    """The model, wrapped as the candidate (kind, bucket size in MB) wants it."""
-    if kind == "no sync":
-        return model
+def wrap(training, kind: str, megabytes: float | None, gradient_as_bucket_view: bool):
+    """The model, wrapped as (kind, bucket size in MB) wants it."""
+    from bucketed import BucketedDDP
+    from naive_ddp import NaiveDDP
+    from overlap_ddp import OverlapDDP
+
+    if kind == "NaiveDDP":
+        return NaiveDDP(training.model)
+    if kind == "OverlapDDP":
+        return OverlapDDP(training.model)
     if kind == "BucketedDDP":
-        return stages[kind](model, megabytes)
-    if kind in stages:
-        return stages[kind](model)
-    devices = [device] if device.type == "cuda" else None
-    view = args.gradient_as_bucket_view
+        return BucketedDDP(training.model, megabytes)
+
+    def mark_last_gradient(_):
+        training.watch.mark("last gradient")
+
+    # torch DDP waits within backward. What it exposes begins with the first layer's gradient.
+    training.model.token_embedding.weight.register_post_accumulate_grad_hook(mark_last_gradient)
     return DistributedDataParallel(
-        model, devices, bucket_cap_mb=megabytes, gradient_as_bucket_view=view
+        training.model, bucket_cap_mb=megabytes, gradient_as_bucket_view=gradient_as_bucket_view
     )
 
 
-def candidate(kind: str, megabytes: float | None, args, batch_shape, stages, device):
-    """The function that trains a replica of its own for one step and returns the step's times."""
-    import bucketed
-
-    from common.timing import Stopwatch
-
-    shape = bucketed.SIZES[args.size][:5]
-    torch.manual_seed(args.seed + dist.get_rank())
-    tokens, targets = torch.randint(shape[-1], (2, *batch_shape), device=device)
-    torch.manual_seed(args.seed)
-    with device:
-        model = bucketed.LanguageModel(*shape).to(getattr(torch, args.dtype))
-        model = wrap(model, kind, megabytes, args, stages, device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    watch = Stopwatch(device)
-    waits_in_backward = isinstance(model, DistributedDataParallel)
-    if waits_in_backward:  # the last gradient is the first layer's, and comes within backward
-        weight = model.module.token_embedding.weight
-        weight.register_post_accumulate_grad_hook(lambda _: watch.mark("gradients are there"))
-
-    def step():
-        watch.mark("start")
-        loss = F.cross_entropy(model(tokens).flatten(0, 1).float(), targets.flatten())
-        loss.backward()
-        if not waits_in_backward:
-            watch.mark("gradients are there")
-        if hasattr(model, "finish_gradient_synchronization"):
-            model.finish_gradient_synchronization()
-        watch.mark("gradients are synchronized")
-        optimizer.step()
-        optimizer.zero_grad()
-        watch.mark("end")
-        exposed = watch.seconds("gradients are there", "gradients are synchronized")
-        return {"step_seconds": watch.seconds("start", "end"), "exposed_comm_seconds": exposed}
-
-    return step
-
-
-def available_bytes(device: torch.device) -> float:
-    """Memory that is free now on the GPU, or on this host where the system tells."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    system = Path("/proc/meminfo")
-    if system.exists():
-        for line in system.read_text().splitlines():
-            if line.startswith("MemAvailable"):
-                return 1024 * int(line.split()[1])
-    return math.inf
-
-
-def all_fit(candidates: int, gradient_bytes: int, device: torch.device) -> bool:
+def all_fit(replicas: int, gradient_bytes: int, device: torch.device) -> bool:
     """Is there memory on every host for so many replicas at once?"""
+    from common.setup import available_memory
+
     # Weights, gradients, two moments and a bucket buffer per replica, and a fifth more.
-    needed = 1.2 * 5 * gradient_bytes * candidates
-    if device.type == "cpu":
+    needed = 1.2 * 5 * gradient_bytes * replicas
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+    else:
+        free = available_memory()
         needed *= int(os.environ["LOCAL_WORLD_SIZE"])
-    fits = torch.tensor(available_bytes(device) > needed, dtype=torch.int32, device=device)
+    fits = torch.tensor(free > needed, dtype=torch.int32, device=device)
     dist.all_reduce(fits, dist.ReduceOp.MIN)
     return bool(fits)
 
 
-def gradient_sizes(args) -> list[int]:
-    """Bytes of the gradients, from the last parameter to the first."""
-    import bucketed
+def measure(pairs: list, args, batch_shape: tuple[int, int], alone, device) -> dict:
+    """Measure (kind, bucket size) pairs in turn with `no sync` and the experiments of calibrate.py.
 
-    with torch.device("meta"):
-        model = bucketed.LanguageModel(*bucketed.SIZES[args.size][:5])
-    return [p.nbytes for p in reversed(list(model.to(getattr(torch, args.dtype)).parameters()))]
-
-
-def measure_all(names: list, at_once: bool, result: dict, args, make, device) -> float:
-    """Append a row for every (kind, bucket size) to result["rows"]; returns no sync's median step.
-
-    All are measured in turn, or else one after another, each in turn with the same `no sync`, and
-    with the experiments of calibrate.py. `make` makes a candidate: make(kind, bucket size).
+    `alone`: the calibrate.Training of those two; each pair has one of its own. Returns "rows",
+    "no_sync", and what simulate.py has to know: "step" and "network".
     """
     import calibrate
+    from simulate import simulate
 
     from common import report, timing
 
-    groups = [[name] for name in names]
-    if at_once:
-        groups = [names]
-    constants = (result["gradient_bytes"], result["bandwidth"], result["call_seconds"])
-    no_sync = make("no sync", None)
-    model = result["model"]
-    alone = calibrate.build(args, (model["batch_size"], model["context_length"]), device)
-    for group in groups:
-        candidates = {"no sync": no_sync}
-        for kind, megabytes in group:
-            candidates[label(kind, megabytes)] = make(kind, megabytes)
-        everything = calibrate.with_experiments(candidates, *alone, device, every=3)
-        samples = timing.measure(everything, args.steps, args.warmup)
-        known = calibrate.step_and_network(samples, result["gradients"], result["world_size"])
-        result["simulated"].append([asdict(one) for one in known])
-        result["no_sync"].append(samples["no sync"])  # one for each group
-        floor = report.percentiles(samples["no sync"]["step_seconds"])[0]
-        for kind, megabytes in group:
-            name = label(kind, megabytes)
-            row = {"kind": kind, "bucket_size_mb": megabytes, **samples[name]}
-            row["buckets"] = timing.count_collectives(candidates[name])
-            p50 = report.percentiles(row["step_seconds"])[0]
-            row |= {"ratio_to_no_sync": p50 / floor, "overhead_seconds": p50 - floor}
-            row["predicted_seconds"] = overhead(row["buckets"], *constants)
-            row["simulated_seconds"] = simulated_overhead(kind, megabytes, *known)
-            result["rows"].append(row)
-        del candidates  # their memory is needed for the next group
-    return floor
-
-
-def simulated_overhead(kind: str, megabytes: float | None, step, network) -> float | None:
-    """What simulate.py says that a step takes longer than without communication; not of torch's."""
-    from simulate import simulate
-
-    if kind not in RUNGS:
-        return None
-    seconds = simulate(step, network, RUNGS[kind], megabytes or 25.0).step_seconds
-    return seconds - (step.forward + step.backward + step.optimizer)
+    candidates = {"no sync": partial(alone.step, alone.model)}
+    for kind, megabytes in pairs:
+        training = calibrate.Training(args, batch_shape, device)
+        model = wrap(training, kind, megabytes, args.gradient_as_bucket_view)
+        candidates[label(kind, megabytes)] = partial(training.step, model)
+    everything = calibrate.with_experiments(candidates, alone, every=3)
+    samples = timing.measure(everything, args.steps, args.warmup)
+    gradient_bytes = [parameter.nbytes for parameter in alone.parameters]
+    step, network = calibrate.step_and_network(samples, gradient_bytes, dist.get_world_size())
+    step_alone = step.forward + step.backward + step.optimizer
+    no_sync = report.percentiles(samples["no sync"]["step_seconds"])[0]
+    rows = []
+    for kind, megabytes in pairs:
+        name = label(kind, megabytes)
+        row = {"kind": kind, "bucket_size_mb": megabytes, **samples[name]}
+        row["buckets"] = timing.count_collectives(candidates[name])
+        p50 = report.percentiles(row["step_seconds"])[0]
+        row["ratio_to_no_sync"] = p50 / no_sync
+        row["overhead_seconds"] = p50 - no_sync
+        row["simulated_seconds"] = None  # torch DDP is not one of those that simulate.py knows
+        if kind in RUNGS:
+            simulated = simulate(step, network, RUNGS[kind], megabytes or 25.0)
+            row["simulated_seconds"] = simulated.step_seconds - step_alone
+        rows.append(row)
+    return {"rows": rows, "no_sync": samples["no sync"], "step": step, "network": network}
 
 
 def print_rows(rows: list[dict]) -> None:
@@ -249,9 +177,10 @@ def print_rows(rows: list[dict]) -> None:
     say("bucket for everything (inf MB).")
 
 
-def sweep(args, stages: dict, device: torch.device) -> None:
-    """Calibrate, measure all candidates, print the table, write the files."""
+def sweep(args, device: torch.device) -> None:
+    """Measure all candidates, print the table, write the files."""
     import bucketed
+    import calibrate
 
     from common import report
     from common.setup import say
@@ -259,56 +188,63 @@ def sweep(args, stages: dict, device: torch.device) -> None:
     result = report.begin("05_bucketed/bucket_sweep", args, device)
     model = report.describe(bucketed.LanguageModel, bucketed.SIZES, args, replicas=2)
     gradient_bytes = model["parameters"] * getattr(torch, args.dtype).itemsize
-    bandwidth, call = calibrate(device)
-    best = gradient_bytes / best_number_of_buckets(gradient_bytes, bandwidth, call) / 2**20
-    result |= {"model": model, "gradient_bytes": gradient_bytes, "bandwidth": bandwidth}
-    result |= {"call_seconds": call, "predicted_best_mb": best, "rows": []}
-    result |= {"no_sync": [], "simulated": [], "gradients": gradient_sizes(args)}
-    constants = f"w = {bandwidth / 1e9:.2f} GB/s, o = {1e6 * call:.0f} µs"
-    megabytes = f"s = {gradient_bytes / 2**20:.1f} MB of gradients"
-    say(f"calibrated: {constants}; with {megabytes} the formula's best bucket has {best:.1f} MB")
-
-    kinds = ["BucketedDDP"]
-    names = []
-    if not args.no_baseline:
-        names = [("NaiveDDP", None), ("OverlapDDP", None)]
-        kinds.append("torch DDP")
-    names.append(("BucketedDDP", NO_LIMIT))
-    names += [(kind, size) for size in reversed(args.bucket_sizes_mb) for kind in kinds]
-    names = list(dict.fromkeys(names))
     batch_shape = model["batch_size"], model["context_length"]
+    pairs = kinds_and_sizes(args)
+    at_once = all_fit(len(pairs) + 1, gradient_bytes, device)
+    alone = calibrate.Training(args, batch_shape, device)
+    if at_once:
+        groups = [measure(pairs, args, batch_shape, alone, device)]
+    else:  # the memory of each is free again before the next
+        groups = [measure([pair], args, batch_shape, alone, device) for pair in pairs]
 
-    def make(kind, megabytes):
-        return candidate(kind, megabytes, args, batch_shape, stages, device)
-
-    at_once = all_fit(len(names) + 2, gradient_bytes, device)
-    floor = measure_all(names, at_once, result, args, make, device)
+    rows = [row for group in groups for row in group["rows"]]
+    bandwidth, call = constants(groups[0]["network"])
+    for row in rows:
+        row["predicted_seconds"] = overhead(row["buckets"], gradient_bytes, bandwidth, call)
+    best = gradient_bytes / best_number_of_buckets(gradient_bytes, bandwidth, call) / 2**20
+    result |= {
+        "model": model,
+        "gradient_bytes": gradient_bytes,
+        "bandwidth": bandwidth,
+        "call_seconds": call,
+        "predicted_best_mb": best,
+        "rows": rows,
+        "no_sync": [group["no_sync"] for group in groups],
+        "simulated": [[asdict(group["step"]), asdict(group["network"])] for group in groups],
+    }
+    found = f"w = {bandwidth / 1e9:.2f} GB/s, o = {1e6 * call:.0f} µs"
+    megabytes = f"s = {gradient_bytes / 2**20:.1f} MB of gradients"
+    say(f"calibrated: {found}; with {megabytes} the formula's best bucket has {best:.1f} MB")
     order = "interleaved" if at_once else "one at a time against the same no sync"
-    say(f"{len(names)} candidates and no sync, {order}; no sync: {1000 * floor:.1f} ms")
-    print_rows(result["rows"])
-    say_the_best(result, best)
+    floor = report.milliseconds(groups[0]["no_sync"]["step_seconds"])[0]
+    say(f"{len(pairs)} candidates and no sync, {order}; no sync: {floor} ms")
+    print_rows(rows)
+    say_the_best(result)
     if args.plot and dist.get_rank() == 0:
         draw(result, args.plot)
         say(f"written: {args.plot}")
     report.write_json(args.json, result)
 
 
-def say_the_best(result: dict, predicted: float) -> None:
+def say_the_best(result: dict) -> None:
     """The last line: the best bucket, and how it compares with torch DDP's best."""
     from common.setup import say
 
-    # By the ratio to the no sync beside it, so that rows of different measurements compare, too.
-    ranking = sorted(result["rows"], key=lambda row: row["ratio_to_no_sync"])
-    ours = next(row for row in ranking if row["kind"] == "BucketedDDP")
-    result["measured_best_mb"] = ours["bucket_size_mb"]
-    simulated = [row for row in ranking if row["kind"] == "BucketedDDP"]
-    by_model = min(simulated, key=lambda row: row["simulated_seconds"])["bucket_size_mb"]
-    line = f"best BucketedDDP: {ours['bucket_size_mb']:g} MB, by the formula {predicted:.1f} MB"
-    line += f", by the model {by_model:g} MB"
-    torchs = [row for row in ranking if row["kind"] == "torch DDP"]
-    if torchs:
-        ratio = ours["ratio_to_no_sync"] / torchs[0]["ratio_to_no_sync"]
-        line += f"; {ratio:.3f} × the best torch DDP ({torchs[0]['bucket_size_mb']:g} MB)"
+    def ratio(row):  # to the no sync beside it, so that rows of different groups compare, too
+        return row["ratio_to_no_sync"]
+
+    bucketed = [row for row in result["rows"] if row["kind"] == "BucketedDDP"]
+    best = min(bucketed, key=ratio)
+    by_model = min(bucketed, key=lambda row: row["simulated_seconds"])
+    result["measured_best_mb"] = best["bucket_size_mb"]
+    line = f"best BucketedDDP: {best['bucket_size_mb']:g} MB, "
+    line += f"by the formula {result['predicted_best_mb']:.1f} MB, "
+    line += f"by the model {by_model['bucket_size_mb']:g} MB"
+    of_torch = [row for row in result["rows"] if row["kind"] == "torch DDP"]
+    if of_torch:
+        bar = min(of_torch, key=ratio)
+        line += f"; {ratio(best) / ratio(bar):.3f} × the best torch DDP"
+        line += f" ({bar['bucket_size_mb']:g} MB)"
     say(line)
 
 
@@ -318,31 +254,33 @@ def points_of(rows: list[dict], kind: str, key: str) -> tuple[list, list]:
     for row in rows:
         if row["kind"] == kind and row[key] is not None:
             points.setdefault(row["buckets"], 1000 * row[key])
-    x = sorted(points)
-    return x, [points[buckets] for buckets in x]
+    numbers = sorted(points)
+    return numbers, [points[buckets] for buckets in numbers]
 
 
 def draw(result: dict, path: Path) -> None:
-    """Overhead over the number of buckets: measured points and the formula's curve."""
+    """Overhead over the number of buckets: measured points, simulated ones, the formula's curve."""
     import numpy
     from matplotlib.figure import Figure
 
-    constants = (result["gradient_bytes"], result["bandwidth"], result["call_seconds"])
+    rows = result["rows"]
     figure = Figure(figsize=(9, 5.5), dpi=120, layout="constrained")
     axes = figure.subplots()
     for kind, (marker, color) in STYLES.items():
-        x, y = points_of(result["rows"], kind, "overhead_seconds")
         look = {"marker": marker, "color": color, "markersize": 8}
-        if x:
-            axes.plot(x, y, linestyle=":", label=f"{kind}, measured", **look)
-        x, y = points_of(result["rows"], kind, "simulated_seconds")
-        if x:
-            label = f"{kind}, simulated"
-            axes.plot(x, y, markerfacecolor="none", label=label, **look)
-    most = max(row["buckets"] for row in result["rows"])
+        measured = points_of(rows, kind, "overhead_seconds")
+        if measured[0]:
+            axes.plot(*measured, linestyle=":", label=f"{kind}, measured", **look)
+        simulated = points_of(rows, kind, "simulated_seconds")
+        if simulated[0]:
+            axes.plot(*simulated, markerfacecolor="none", label=f"{kind}, simulated", **look)
+    most = max(row["buckets"] for row in rows)
     buckets = numpy.geomspace(1, max(most, 2), 200)
-    formula = 1000 * overhead(buckets, *constants)
-    axes.plot(buckets, formula, color="black", label="the course's formula: s/(n·w) + n·o")
+    seconds = overhead(
+        buckets, result["gradient_bytes"], result["bandwidth"], result["call_seconds"]
+    )
+    label = "the course's formula: s/(n·w) + n·o"
+    axes.plot(buckets, 1000 * seconds, color="black", label=label)
     where = "{world_size} ranks, {backend} on {device}".format(**result)
     megabytes = result["gradient_bytes"] / 2**20
     title = f"What synchronization costs: {result['model']['size']} model, {megabytes:.0f} MB"
@@ -358,42 +296,40 @@ def draw(result: dict, path: Path) -> None:
 
 def main():
     folder = Path(__file__).resolve().parent
-    others = ("01_allreduce", "02_naive_ddp", "04_overlap_ddp")
-    neighbours = [folder.parent / name for name in others]
-    sys.path[:0] = [str(path) for path in (folder, folder.parent, *neighbours)]
+    stage = folder.parent
+    root = stage.parent
+    others = [stage / "predict", root / "02_naive_ddp", root / "04_overlap_ddp"]
+    sys.path[:0] = [str(path) for path in (folder, stage, root, *others)]
     try:
-        import alpha_beta  # noqa: F401
-        from bucketed import SIZES, BucketedDDP
-        from naive_ddp import NaiveDDP
-        from overlap_ddp import OverlapDDP
+        import bucketed
+        import calibrate  # noqa: F401
+        import naive_ddp  # noqa: F401
+        import overlap_ddp  # noqa: F401
+        import simulate  # noqa: F401
 
         from common import setup
     except ModuleNotFoundError as error:
-        needed = "the repository's folder common/ and the scripts of 01 to 05"
+        needed = (
+            "the repository's folder common/, the scripts of 02, 04, 05 and 05_bucketed/predict"
+        )
         sys.exit(f"error: {error}: copy {needed} beside this script")
 
-    def sizes(text):
-        numbers = [setup.positive_number(word) for word in text.split(",")]
-        if max(numbers) > 1e6:
-            limit = "has a size above 1000000 MB; one bucket for all is measured anyway"
-            raise argparse.ArgumentTypeError(f"{text!r} {limit}")
-        return sorted(set(numbers))
-
+    allowed = "a number above 0, at most 1000000; one bucket for all is measured anyway"
+    size = setup.checked(float, lambda number: 0 < number <= 1e6, allowed)
     parser = setup.Parser(__doc__)
     add = parser.add_argument
-    add("--bucket-sizes-mb", type=sizes, default="0.25,1,5,25", metavar="MB,MB,…")
-    setup.add_training_arguments(parser, SIZES, steps=10)
+    add("--bucket-sizes-mb", type=setup.list_of(size), default="0.25,1,5,25", metavar="MB,MB,…")
+    setup.add_training_arguments(parser, bucketed.SIZES, steps=10)
     parser.set_defaults(size="deep")
     add("--gradient-as-bucket-view", action="store_true", help="torch DDP's option of that name")
-    add("--plot", type=setup.output_file, metavar="FILE", help="the picture, PNG")
+    setup.add_plot_arguments(parser, "bucket_sweep.png")
     args = parser.parse_args()
 
     with setup.process_group(args) as device:
         if dist.get_world_size() == 1:
             nproc = "torchrun's argument --nproc-per-node (NPROC of make)"
             setup.fail(f"{nproc}: '1' rank sends nothing; allowed are 2 and more")
-        stages = {"NaiveDDP": NaiveDDP, "OverlapDDP": OverlapDDP, "BucketedDDP": BucketedDDP}
-        sweep(args, stages, device)
+        sweep(args, device)
 
 
 if __name__ == "__main__":

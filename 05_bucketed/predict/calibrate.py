@@ -26,81 +26,104 @@ LARGE_CALL = 25 * MB
 BESIDE = {"small": 64 * 1024, "large": 4 * MB}  # bytes of a call beside compute
 
 
-def build(args, batch_shape: tuple[int, int], device: torch.device):
-    """The model of bucketed.py, its optimizer, and compute(watch, model): forward and backward.
+class Training:
+    """The model of bucketed.py, its optimizer and this rank's batch."""
 
-    `compute` marks "start", "forward" and "backward" at the end of each.
-    """
-    import bucketed
+    def __init__(self, args, batch_shape: tuple[int, int], device: torch.device):
+        import bucketed
 
-    shape = bucketed.SIZES[args.size][:5]
-    torch.manual_seed(args.seed + dist.get_rank())
-    tokens, targets = torch.randint(shape[-1], (2, *batch_shape), device=device)
-    torch.manual_seed(args.seed)
-    with device:
-        model = bucketed.LanguageModel(*shape).to(getattr(torch, args.dtype))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        from common.timing import Stopwatch
 
-    def compute(watch, wrapped=model):
-        watch.mark("start")
-        loss = F.cross_entropy(wrapped(tokens).flatten(0, 1).float(), targets.flatten())
-        watch.mark("forward")
+        shape = bucketed.SIZES[args.size][:5]
+        torch.manual_seed(args.seed + dist.get_rank())
+        self.tokens, self.targets = torch.randint(shape[-1], (2, *batch_shape), device=device)
+        torch.manual_seed(args.seed)
+        with device:
+            self.model = bucketed.LanguageModel(*shape).to(getattr(torch, args.dtype))
+        self.parameters = list(reversed(list(self.model.parameters())))  # as they become ready
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        self.device = device
+        self.watch = Stopwatch(device)
+
+    def compute(self) -> None:
+        """Forward and backward; marks "start", and the end of each as "forward", "backward"."""
+        self.watch.mark("start")
+        logits = self.model(self.tokens)
+        loss = F.cross_entropy(logits.flatten(0, 1), self.targets.flatten())
+        self.watch.mark("forward")
         loss.backward()
-        watch.mark("backward")
+        self.watch.mark("backward")
 
-    return model, optimizer, compute
+    def step(self, wrapped) -> dict:
+        """A step as stages 02 to 05 measure it, of the model within a wrapper; returns its times.
 
+        Several wrappers may share a model: only the one whose forward runs acts.
+        """
+        from bucketed import train_step
 
-def step_alone(parameters, optimizer, compute, watch) -> Callable[[], dict]:
-    def alone():
-        compute_with_hooks(parameters, watch.mark, compute, watch)
-        optimizer.step()
-        optimizer.zero_grad()
-        times = {"forward": watch.seconds("start", "forward")}
-        times["backward"] = watch.seconds("forward", "backward")
-        times["ready"] = [watch.seconds("forward", parameter) for parameter in parameters]
+        _, times = train_step(wrapped, self.optimizer, self.watch, self.tokens, self.targets)
         return times
+
+    def compute_with_hooks(self, hook: Callable) -> None:
+        """The same, with a hook that each parameter calls once its gradient is ready."""
+        handles = [p.register_post_accumulate_grad_hook(hook) for p in self.parameters]
+        self.compute()
+        for handle in handles:
+            handle.remove()
+
+
+def step_alone(training: Training) -> Callable[[], dict]:
+    watch = training.watch
+
+    def alone():
+        training.compute_with_hooks(watch.mark)
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+        return {
+            "forward": watch.seconds("start", "forward"),
+            "backward": watch.seconds("forward", "backward"),
+            "ready": [watch.seconds("forward", parameter) for parameter in training.parameters],
+        }
 
     return alone
 
 
-def compute_with_hooks(parameters, hook, compute, watch) -> None:
-    handles = [parameter.register_post_accumulate_grad_hook(hook) for parameter in parameters]
-    compute(watch)
-    for handle in handles:
-        handle.remove()
-
-
-def python_of_hooks(parameters, optimizer, compute, watch) -> Callable[[], dict]:
+def python_of_hooks(training: Training) -> Callable[[], dict]:
     """What a hook of 04 and 05 does, with all-reduces of a single rank, which send nothing."""
-    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    from common.setup import without_gloo_greeting
+
+    world_size = dist.get_world_size()
+    with without_gloo_greeting():
+        groups = [dist.new_group([rank]) for rank in range(world_size)]
     group = groups[dist.get_rank()]
 
     def hooks():
-        times = {"scale": 0.0, "launch": 0.0}
+        seconds = {"scale": 0.0, "launch": 0.0}
         works = []
 
         def launch(parameter):
             start = time.perf_counter()
-            parameter.grad.view(-1)[:1].mul_(1 / len(groups))
+            parameter.grad.view(-1)[:1].mul_(1 / world_size)
             scaled = time.perf_counter()
             works.append(dist.all_reduce(parameter.grad, group=group, async_op=True))
-            times["scale"] += scaled - start
-            times["launch"] += time.perf_counter() - scaled
+            launched = time.perf_counter()
+            seconds["scale"] += scaled - start
+            seconds["launch"] += launched - scaled
 
-        compute_with_hooks(parameters, launch, compute, watch)
+        training.compute_with_hooks(launch)
         start = time.perf_counter()
         wait(works)
-        times["launch"] += time.perf_counter() - start
-        optimizer.zero_grad()
-        return {name: seconds / len(parameters) for name, seconds in times.items()}
+        seconds["launch"] += time.perf_counter() - start
+        training.optimizer.zero_grad()
+        return {name: total / len(training.parameters) for name, total in seconds.items()}
 
     return hooks
 
 
-def calls(sizes: list[int], at_once: bool, watch, device) -> Callable[[], dict]:
+def calls(sizes: list[int], at_once: bool, training: Training) -> Callable[[], dict]:
     """All-reduces of these sizes in bytes, beside no compute."""
-    tensors = [torch.zeros(size // 4, device=device) for size in sizes]
+    watch = training.watch
+    tensors = [torch.zeros(size // 4, device=training.device) for size in sizes]
 
     def run():
         watch.mark("start")
@@ -113,9 +136,10 @@ def calls(sizes: list[int], at_once: bool, watch, device) -> Callable[[], dict]:
     return run
 
 
-def beside(size: int, parameters, optimizer, compute, watch, device) -> Callable[[], dict]:
+def beside(size: int, training: Training) -> Callable[[], dict]:
     """Forward and backward beside a queue of all-reduces that lasts until their end."""
-    buffers = [torch.zeros(size // 4, device=device) for _ in range(8)]
+    watch = training.watch
+    buffers = [torch.zeros(size // 4, device=training.device) for _ in range(8)]
     queue = 100
 
     def run():
@@ -123,22 +147,26 @@ def beside(size: int, parameters, optimizer, compute, watch, device) -> Callable
         works = []
         for number in range(queue):
             works.append(dist.all_reduce(buffers[number % len(buffers)], async_op=True))
-        before = sum(work.is_completed() for work in works)
-        compute(watch)
-        if device.type == "cuda":
+        done_before = sum(work.is_completed() for work in works)
+        training.compute()
+        if training.device.type == "cuda":
             torch.cuda.synchronize()
-        done = sum(work.is_completed() for work in works) - before
+        done = sum(work.is_completed() for work in works) - done_before
         wait(works)
         watch.mark("waited")
-        optimizer.step()
+        training.optimizer.step()
         watch.mark("over")
-        copies = three_passes([parameter.grad for parameter in parameters], watch)
-        optimizer.zero_grad()
-        next_queue = torch.tensor(1.5 * done + 8, device=device)
+        copies = three_passes([parameter.grad for parameter in training.parameters], watch)
+        training.optimizer.zero_grad()
+        next_queue = torch.tensor(1.5 * done + 8, device=training.device)
         dist.all_reduce(next_queue, dist.ReduceOp.MAX)  # the same on every rank
         queue = int(next_queue)
-        times = {"seconds": watch.seconds("start", "backward"), "calls": done, "copies": copies}
-        return times | {"optimizer": watch.seconds("waited", "over")}
+        return {
+            "seconds": watch.seconds("start", "backward"),
+            "calls": done,
+            "copies": copies,
+            "optimizer": watch.seconds("waited", "over"),
+        }
 
     return run
 
@@ -160,26 +188,19 @@ def wait(works: list) -> None:
         work.wait()
 
 
-def with_experiments(
-    rungs: dict, model, optimizer, compute, device, every: int = 1
-) -> dict[str, Callable]:
+def with_experiments(rungs: dict, training: Training, every: int = 1) -> dict[str, Callable]:
     """Candidates for timing.measure: the experiments, and `rungs` (name -> step) among them.
 
     The small calls come again after every so many rungs.
     """
-    from common.timing import Stopwatch
-
-    watch = Stopwatch(device)
-    parameters = [p for p in reversed(list(model.parameters())) if p.requires_grad]
-    step = parameters, optimizer, compute, watch
-    candidates = {"alone": step_alone(*step), "hooks": python_of_hooks(*step)}
-    candidates["large"] = calls([LARGE_CALL], False, watch, device)
+    candidates = {"alone": step_alone(training), "hooks": python_of_hooks(training)}
+    candidates["large"] = calls([LARGE_CALL], False, training)
     for name, size in BESIDE.items():
-        candidates[f"beside {name}"] = beside(size, *step, device)
-    blocking = calls(SMALL_CALLS, False, watch, device)
-    in_flight = calls(SMALL_CALLS, True, watch, device)
+        candidates[f"beside {name}"] = beside(size, training)
+    blocking = calls(SMALL_CALLS, False, training)
+    in_flight = calls(SMALL_CALLS, True, training)
     for number, (name, rung) in enumerate(rungs.items()):
-        candidates |= {name: rung}
+        candidates[name] = rung
         if number % every == 0:  # often, because their latency scatters by a factor of three
             candidates[f"blocking, after {name}"] = blocking
             candidates[f"in flight, after {name}"] = in_flight
@@ -188,6 +209,8 @@ def with_experiments(
 
 # ==================================================================================================
 # Below this line: from the times to the arguments of simulate.
+
+SMALLEST = 1e-9  # seconds: no cost comes out below it, whatever the noise
 
 
 def middle(samples) -> float:
@@ -235,28 +258,17 @@ def step_of(samples: dict, gradient_bytes: list[int]):
 def network_of(samples: dict, compute_seconds: float, ranks: int):
     from simulate import Network
 
-    tiny = 1e-9  # seconds: no cost comes out below it, whatever the noise
-    number, total = len(SMALL_CALLS), sum(SMALL_CALLS)
-    # A call takes alpha + per_byte · bytes; of several at once each takes `call` instead of alpha.
-    one = typical(samples, "blocking") / number
-    per_byte = max(typical(samples, "large") - one, tiny) / (LARGE_CALL - total / number)
-    alpha = max(one - per_byte * total / number, tiny)
-    call = (typical(samples, "in flight") - alpha - per_byte * total) / (number - 1)
-    call = min(max(call, tiny), alpha)
-    # The same beside compute, and the speed of compute: a call of a size spends a part of its time
-    # on its fixed cost, the rest on its bytes, and so does what is lost by compute.
-    seconds, speeds = {}, {}
-    for name in BESIDE:
-        of_name = samples[f"beside {name}"]
-        per_call = numpy.array(of_name["seconds"]) / numpy.maximum(of_name["calls"], 1)
-        seconds[name] = middle(per_call)
-        speeds[name] = compute_seconds / typical(samples, f"beside {name}")
-    between = BESIDE["large"] - BESIDE["small"]
-    per_byte_beside = max(seconds["large"] - seconds["small"], tiny) / between
-    call_beside = max(seconds["small"] - per_byte_beside * BESIDE["small"], tiny)
-    on_calls = [call_beside / (call_beside + per_byte_beside * size) for size in BESIDE.values()]
-    matrix = [[part, 1 - part] for part in on_calls]
-    beside_call, beside_bytes = numpy.linalg.solve(matrix, list(speeds.values())).clip(0.05, 1)
+    alpha, per_byte, call = costs_alone(samples)
+    call_beside, per_byte_beside = costs_beside_compute(samples)
+    # A call of a size spends a part of its time on its fixed cost and the rest on its bytes, and
+    # compute beside it is slowed by the one and by the other. Two sizes give two equations.
+    parts = []
+    speeds = []
+    for name, size in BESIDE.items():
+        on_call = call_beside / (call_beside + per_byte_beside * size)
+        parts.append([on_call, 1 - on_call])
+        speeds.append(compute_seconds / typical(samples, f"beside {name}"))
+    beside_call, beside_bytes = numpy.linalg.solve(parts, speeds).clip(0.05, 1)
     return Network(
         ranks=ranks,
         hop=(alpha - call) / (2 * (ranks - 1)),
@@ -267,3 +279,30 @@ def network_of(samples: dict, compute_seconds: float, ranks: int):
         transfer_speed=per_byte / per_byte_beside,
         call_speeds=(float(beside_call), call / call_beside),
     )
+
+
+def costs_alone(samples: dict) -> tuple[float, float, float]:
+    """Seconds beside no compute: of a call by itself, of a byte, of one more call in flight.
+
+    A call takes alpha + per_byte · bytes; of several at once each takes `call` instead of alpha.
+    """
+    number = len(SMALL_CALLS)
+    total = sum(SMALL_CALLS)
+    small = typical(samples, "blocking") / number
+    per_byte = max(typical(samples, "large") - small, SMALLEST) / (LARGE_CALL - total / number)
+    alpha = max(small - per_byte * total / number, SMALLEST)
+    call = (typical(samples, "in flight") - alpha - per_byte * total) / (number - 1)
+    return alpha, per_byte, min(max(call, SMALLEST), alpha)
+
+
+def costs_beside_compute(samples: dict) -> tuple[float, float]:
+    """Seconds beside compute: of one more call in flight, of a byte."""
+    seconds = {}  # of a call of each size
+    for name in BESIDE:
+        experiment = samples[f"beside {name}"]
+        of_steps = numpy.array(experiment["seconds"]) / numpy.maximum(experiment["calls"], 1)
+        seconds[name] = middle(of_steps)
+    more_bytes = BESIDE["large"] - BESIDE["small"]
+    per_byte = max(seconds["large"] - seconds["small"], SMALLEST) / more_bytes
+    call = max(seconds["small"] - per_byte * BESIDE["small"], SMALLEST)
+    return call, per_byte
