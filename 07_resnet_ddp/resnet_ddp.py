@@ -6,8 +6,8 @@ plain python it trains on a single device. As soon as the results of both are in
 --checkpoint does is in checkpoints.py.
 
     make 07_resnet_ddp NPROC=2                          (single, then DDP, then the pictures)
-    python 07_resnet_ddp/resnet_ddp.py --threads 1      (single)
-    torchrun --standalone --nproc-per-node 2 07_resnet_ddp/resnet_ddp.py       (DDP)
+    python 07_resnet_ddp/resnet_ddp.py --threads 1                                    (single)
+    torchrun --standalone --nproc-per-node 2 07_resnet_ddp/resnet_ddp.py --threads 1  (DDP)
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 \
         07_resnet_ddp/resnet_ddp.py --checkpoint FILE        (DDP; restarts, see the README)
     torchrun --nnodes 2 --node-rank R --nproc-per-node 8 --master-addr HOST0 \
