@@ -6,7 +6,7 @@ Balanced shares, n_r images in proportion to a rank's speed, make the t_r equal 
 plain mean of the ranks' gradients is not the gradient any more: rank r's loss needs the weight
 N * n_r / B, with B the images of all N ranks. Both are measured here.
 
-    make 07_resnet_ddp/balance NPROC=2 ARGS="--slow-rank 1 --slow-factor 1.5"
+    make 07_resnet_ddp/balance NPROC=2
     torchrun --standalone --nproc-per-node 2 07_resnet_ddp/balance/balance.py --slow-factor 2
 
 Source: Li et al., "PyTorch Distributed", VLDB 2020, section 3.2; the arithmetic is spelled out in
@@ -15,7 +15,9 @@ the README.
 
 import sys
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,7 +34,7 @@ def even_shares(images: int, ranks: int) -> list[int]:
 def balanced_shares(images: int, speeds: list[float]) -> list[int]:
     """Images for each rank in proportion to its speed, together `images`."""
     exact = [images * speed / sum(speeds) for speed in speeds]
-    shares = [int(one) for one in exact]
+    shares = [int(share) for share in exact]
     # Those that lost most by rounding down get what is missing.
     by_loss = sorted(range(len(speeds)), key=lambda rank: shares[rank] - exact[rank])
     for rank in by_loss[: images - sum(shares)]:
@@ -54,10 +56,12 @@ def step(model: nn.Module, images, labels, share: int, total: int, synchronize: 
 
     The others are how a rank plays a slower one: it computes them, and their weight is zero.
     """
-    with nullcontext() if synchronize else model.no_sync():
+    communication = nullcontext() if synchronize else model.no_sync()
+    with communication:
         logits = model(images)
         loss = weighted_loss(logits[:share], labels[:share], total)
-        (loss + 0 * logits[share:].sum()).backward()
+        idle = 0 * logits[share:].sum()
+        (loss + idle).backward()
     model.zero_grad()
 
 
@@ -100,57 +104,64 @@ def verify(shares: list[int]) -> tuple[float, float]:
     return tuple(deviations)
 
 
-def build_candidates(args, device) -> dict:
-    """{name: (shares, [images that each rank computes])} of what is measured."""
+class Candidate(NamedTuple):
+    """What is measured: by rank, the images that count and those that it computes."""
+
+    name: str
+    shares: list[int]
+    computed: list[int]
+
+
+def build_candidates(args) -> list[Candidate]:
     ranks = dist.get_world_size()
     slowness = [1.0] * ranks
     slowness[args.slow_rank] = args.slow_factor
     even = even_shares(args.global_batch, ranks)
     balanced = balanced_shares(sum(even), [1 / factor for factor in slowness])
-    slowed = [
-        [round(n * f) for n, f in zip(n_r, slowness, strict=True)] for n_r in (even, balanced)
+
+    def slowed(shares: list[int]) -> list[int]:
+        return [round(share * factor) for share, factor in zip(shares, slowness, strict=True)]
+
+    return [
+        Candidate("even, nobody is slow", even, even),
+        Candidate("even", even, slowed(even)),
+        Candidate("balanced", balanced, slowed(balanced)),
     ]
-    return {
-        "even, nobody is slow": (even, even),
-        "even": (even, slowed[0]),
-        "balanced": (balanced, slowed[1]),
-    }
 
 
-def measure(args, device) -> dict:
+def measure(args, device) -> list[dict]:
     """The times of each candidate, with its all-reduce and without, all in turn."""
     from torchvision.models import resnet18
 
-    from common.timing import Stopwatch
-    from common.timing import measure as measure_in_turn
+    from common import timing
 
     torch.manual_seed(args.seed)
-    model = DistributedDataParallel(
-        resnet18(num_classes=10).to(device), [device] if device.type == "cuda" else None
-    )
+    network = resnet18(num_classes=10).to(device)
+    model = DistributedDataParallel(network, [device] if device.type == "cuda" else None)
     rank = dist.get_rank()
+
+    def timed_step(images, labels, shares: list[int], synchronize: bool) -> dict:
+        watch = timing.Stopwatch(device)
+        watch.mark("start")
+        step(model, images, labels, shares[rank], sum(shares), synchronize)
+        watch.mark("end")
+        return {"seconds": watch.seconds("start", "end")}
+
+    candidates = build_candidates(args)
     steps = {}
-    candidates = build_candidates(args, device)
-    for name, (shares, computed) in candidates.items():
+    for name, shares, computed in candidates:
         images = torch.rand(computed[rank], 3, args.image_size, args.image_size, device=device)
         labels = torch.randint(10, (computed[rank],), device=device)
-        for synchronize in (False, True):
-
-            def timed(images=images, labels=labels, shares=shares, synchronize=synchronize):
-                watch = Stopwatch(device)
-                watch.mark("start")
-                step(model, images, labels, shares[rank], sum(shares), synchronize)
-                watch.mark("end")
-                return {"seconds": watch.seconds("start", "end")}
-
-            steps[f"{name}, {'DDP' if synchronize else 'alone'}"] = timed
-    samples = measure_in_turn(steps, args.steps, args.warmup)
+        steps[f"{name}, alone"] = partial(timed_step, images, labels, shares, False)
+        steps[f"{name}, DDP"] = partial(timed_step, images, labels, shares, True)
+    samples = timing.measure(steps, args.steps, args.warmup)
     found = []
-    for name, (shares, computed) in candidates.items():
-        one = {"name": name, "shares": shares, "computed": computed}
-        one["alone_seconds"] = samples[f"{name}, alone"]["seconds"]
-        one["step_seconds"] = samples[f"{name}, DDP"]["seconds"]
-        found.append(one)
+    for candidate in candidates:
+        times = {
+            "alone_seconds": samples[f"{candidate.name}, alone"]["seconds"],
+            "step_seconds": samples[f"{candidate.name}, DDP"]["seconds"],
+        }
+        found.append({**candidate._asdict(), **times})
     return found
 
 
@@ -160,28 +171,29 @@ def print_results(found: list[dict]) -> None:
 
     ranks = range(len(found[0]["shares"]))
     rows = []
-    for one in found:
-        alone = [1000 * percentiles(one["alone_seconds"][rank])[0] for rank in ranks]
-        together = 1000 * percentiles(one["step_seconds"])[0]
-        one["predicted"] = max(alone) / 1000
-        row = [one["name"], " + ".join(map(str, one["shares"]))]
+    for candidate in found:
+        alone = [1000 * percentiles(candidate["alone_seconds"][rank])[0] for rank in ranks]
+        slowest = max(alone)
+        together = 1000 * percentiles(candidate["step_seconds"])[0]
+        images_per_second = 1000 * sum(candidate["shares"]) / together
+        row = [candidate["name"], " + ".join(map(str, candidate["shares"]))]
         row += [f"{ms:.0f}" for ms in alone]
-        rest = together - max(alone)
-        row += [f"{max(alone):.0f}", f"{together:.0f}", f"{rest:.0f}"]
-        rows.append([*row, f"{sum(one['shares']) / together * 1000:.1f}"])
+        row += [f"{slowest:.0f}", f"{together:.0f}", f"{together - slowest:.0f}"]
+        row += [f"{images_per_second:.1f}"]
+        rows.append(row)
     header = ["forward + backward, ms", "images", *[f"t of rank {rank}" for rank in ranks]]
     header += ["max", "DDP", "DDP - max", "images/s"]
     print_table(header, rows)
-    say(
-        "medians. t: a rank alone, without all-reduce; max: the slowest of them; DDP: all together;"
-    )
+    alone = "t: a rank alone, without all-reduce; max: the slowest of them"
+    say(f"medians. {alone}; DDP: all together;")
     say("DDP - max: what is left of the all-reduce. A slow rank computes more images than count.")
 
 
 def add_arguments(parser) -> None:
     from common import setup
 
-    add, whole = parser.add_argument, setup.whole_number
+    add = parser.add_argument
+    whole = setup.whole_number
     add("--slow-rank", type=whole(0), default=1, metavar="RANK", help="the one that is slow")
     factor = setup.checked(float, lambda number: 1 <= number <= 100, "a number from 1 to 100")
     add("--slow-factor", type=factor, default=1.5, help="how many times as long it takes")
@@ -196,11 +208,11 @@ def add_arguments(parser) -> None:
 
 def main():
     folder = Path(__file__).resolve().parent
-    sys.path[:0] = [str(folder.parent), str(folder.parent.parent)]
+    sys.path[:0] = [str(folder), str(folder.parent), str(folder.parent.parent)]
     try:
         from common import report, setup
     except ModuleNotFoundError as error:
-        sys.exit(f"error: {error}: copy the repository's folder common/ beside {folder} or into it")
+        sys.exit(f"error: {error}: copy the repository's folder common/ into {folder}")
 
     parser = setup.Parser(__doc__)
     add_arguments(parser)
@@ -209,7 +221,7 @@ def main():
         ranks = dist.get_world_size()
         if args.slow_rank >= ranks:
             setup.fail(f"argument --slow-rank: '{args.slow_rank}' is not below {ranks}, the ranks")
-        least = min(build_candidates(args, device)["balanced"][0] + [args.global_batch // ranks])
+        least = min(min(candidate.shares) for candidate in build_candidates(args))
         if least < 2:
             problem = f"leaves a rank {least} images, and BatchNorm needs at least two"
             setup.fail(f"argument --global-batch: '{args.global_batch}' {problem}")
@@ -221,9 +233,8 @@ def main():
         shares = [2 + 3 * rank for rank in range(ranks)]
         weighted, plain = verify(shares)
         if not weighted <= 1e-10:
-            sys.exit(
-                f"verify FAILED: gradients of uneven shares {weighted:.1e} away from one device"
-            )
+            problem = f"gradients of uneven shares {weighted:.1e} away from one device"
+            sys.exit(f"verify FAILED: {problem}")
         text = " + ".join(map(str, shares))
         setup.say(
             f"verify: passed, gradients of {text} images within {weighted:.1e} of one device's; "

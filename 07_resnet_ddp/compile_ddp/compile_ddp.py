@@ -8,14 +8,13 @@ What each costs and saves is measured here, side by side; --bare, --ddp or --fsd
 --variants all that --fsdp-wrap, --fsdp-checkpoint and --no-optimize-ddp change.
 
     make 07_resnet_ddp/compile_ddp NPROC=2
-    python 07_resnet_ddp/compile_ddp/compile_ddp.py --compile aot_eager                       (one process)
-    torchrun --standalone --nproc-per-node 2 07_resnet_ddp/compile_ddp/compile_ddp.py --ddp --compile inductor
+    python 07_resnet_ddp/compile_ddp/compile_ddp.py --compile aot_eager            (one process)
+    torchrun --standalone --nproc-per-node 2 07_resnet_ddp/compile_ddp/compile_ddp.py --ddp
     torchrun --nnodes 2 --node-rank R --nproc-per-node 8 --master-addr HOST0 --master-port 29400 \
-        07_resnet_ddp/compile_ddp/compile_ddp.py --fsdp --fsdp-wrap     (two hosts; R is 0 on HOST0, else 1)
+        07_resnet_ddp/compile_ddp/compile_ddp.py --fsdp    (two hosts; R is 0 on HOST0, else 1)
 
 Source: PyTorch's benchmarks/dynamo/distributed.py, here with today's fully_shard in place of
-FullyShardedDataParallel. The flags are in compile_flags.py, the models in compile_models.py, memory
-is in peak_memory.py.
+FullyShardedDataParallel. The flags are in compile_flags.py, the models in compile_models.py.
 """
 
 import logging
@@ -28,17 +27,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._inductor.utils import fresh_cache
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import profile, record_function
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
-
-try:
-    from torch._inductor.utils import fresh_cache
-except ImportError:
-    from torch._inductor.utils import fresh_inductor_cache as fresh_cache  # its older name
 
 
 def blocks_of(module: nn.Module) -> list[nn.Module]:
@@ -98,12 +93,8 @@ def shard(model: nn.Module, compiled, wrap_blocks: bool, checkpoint_blocks: bool
 
     FSDP gathers, uses and frees one unit after the other: with `wrap_blocks` a unit is one block
     and compiled by itself, otherwise the model. `checkpoint_blocks` keeps no activations inside a
-    block and computes them again in backward. ValueError if there are no such blocks, RuntimeError
-    if this torch has no FSDP for CPUs.
+    block and computes them again in backward. ValueError if there are no such blocks.
     """
-    device = next(model.parameters()).device
-    if device.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
-        raise RuntimeError("fully_shard on a CPU needs torch 2.7 or newer")
     # A CUDA graph replays its addresses, and FSDP gathers the parameters at others each time.
     torch._inductor.config.triton.cudagraphs = False
     blocks = blocks_of(model)
@@ -169,15 +160,15 @@ def reference(args, device) -> tuple[list, list, list]:
     from compile_models import create_model, move
 
     model, inputs = create_model(args, device)
-    everyones = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, move(inputs, "cpu"))
+    inputs_of_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(inputs_of_ranks, move(inputs, "cpu"))
     mean_gradients = [torch.zeros_like(parameter) for parameter in model.parameters()]
-    for rank, inputs in enumerate(everyones):
+    for rank, inputs_of_rank in enumerate(inputs_of_ranks):
         model.zero_grad()
-        outputs = forward_backward(model, move(inputs, device))
+        outputs = forward_backward(model, move(inputs_of_rank, device))
         gradients = gradients_of(model)
         for mean, gradient in zip(mean_gradients, gradients, strict=True):
-            mean += gradient / len(everyones)
+            mean += gradient / len(inputs_of_ranks)
         if rank == dist.get_rank():
             my_outputs = [tensor.detach() for tensor in floats(outputs)]
             my_gradients = gradients
@@ -198,14 +189,35 @@ def difference(tensors: list, expected: list) -> float:
     return torch.stack(deviations).max().item()  # unlike Python's max it keeps a nan
 
 
+def bytes_that_stay(model: nn.Module, inputs: tuple, how: str) -> int:
+    """What this rank holds from step to step, apart from the gradients: also the buckets of DDP."""
+    from common.memory import held_bytes
+
+    inputs_of_step = [leaf for leaf in tree_leaves(inputs) if torch.is_tensor(leaf)]
+    held = held_bytes([*model.parameters(), *model.buffers(), *inputs_of_step])
+    if how == "ddp":  # its buckets have a place for each gradient
+        held += held_bytes([p for p in model.parameters() if p.requires_grad])
+    return held
+
+
+def count_parameters(model: nn.Module) -> int:
+    """The numbers that this rank holds: of what FSDP has split its shard."""
+    count = 0
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor):
+            parameter = parameter.to_local()
+        count += parameter.numel()
+    return count
+
+
 def prepare(args, device, cell, expected: tuple) -> dict:
     """Build a compile_flags.Cell, time its first call, check it, take its memory.
 
     It is checked against `expected`, which is what `reference` returns.
     """
     from compile_models import create_model
-    from peak_memory import bytes_held, held_here, peak_memory
 
+    from common.memory import peak_bytes
     from common.timing import Stopwatch
 
     model, inputs = create_model(args, device)
@@ -224,13 +236,11 @@ def prepare(args, device, cell, expected: tuple) -> dict:
         return {"forward_backward_seconds": step()[1]}
 
     expected_outputs, my_gradients, mean_gradients = expected
-    expected_gradients = mean_gradients
-    if cell.how == "bare":
-        expected_gradients = my_gradients
+    expected_gradients = my_gradients if cell.how == "bare" else mean_gradients
     outputs, first = step()
     found = {
         "first_call_seconds": first,
-        "output_difference": difference([t.detach() for t in floats(outputs)], expected_outputs),
+        "output_difference": difference(floats(outputs), expected_outputs),
         "gradient_difference": difference(gradients_of(model), expected_gradients),
     }
     del outputs
@@ -238,10 +248,10 @@ def prepare(args, device, cell, expected: tuple) -> dict:
     peaks = []
     for _ in range(3):
         model.zero_grad()
-        peaks.append(peak_memory(step, device))
+        peaks.append(peak_bytes(step, device))
     # The least is right: the profiler may miss what gloo's thread releases, and then counts more.
-    found["peak_bytes"] = bytes_held(model, inputs, cell.how) + min(peaks)
-    found["parameters"] = sum(held_here(parameter).numel() for parameter in model.parameters())
+    found["peak_bytes"] = bytes_that_stay(model, inputs, cell.how) + min(peaks)
+    found["parameters"] = count_parameters(model)
     found["graphs"] = len(graphs)
     return {"step": measured_step, "model": model, "inputs": inputs, "found": found}
 
@@ -251,7 +261,8 @@ def attempt(function) -> tuple:
 
     Every rank is told the same reason.
     """
-    result, reason = None, None
+    result = None
+    reason = None
     try:
         result = function()
     except Exception as error:  # compilers and models have many kinds
@@ -260,34 +271,50 @@ def attempt(function) -> tuple:
         reason = lines[0] if lines else type(cause).__name__
     reasons = [None] * dist.get_world_size()
     dist.all_gather_object(reasons, reason)
-    for rank, reason in enumerate(reasons):
-        if reason is not None:
-            return None, f"{reason} (rank {rank})"
+    for rank, reason_of_rank in enumerate(reasons):
+        if reason_of_rank is not None:
+            return None, f"{reason_of_rank} (rank {rank})"
     return result, None
+
+
+def try_compiler(backend: str | None, device) -> None:
+    """Compile something tiny: without g++, Triton or what else the backend needs it fails here.
+
+    Here no rank waits for another in a collective.
+    """
+    if backend not in (None, "print"):
+        torch.compile(torch.sin, backend=backend)(torch.ones(8, device=device))
+
+
+def check_differences(name: str, outputs: float, gradients: float, tolerance: float) -> None:
+    """Say how far a cell is from eager mode on a single device; end the run if it is too far."""
+    from common.setup import say
+
+    if not (outputs <= tolerance and gradients <= tolerance):  # so that nan is caught, too
+        found = f"outputs {outputs:.1e}, gradients {gradients:.1e} away"
+        allowed = f"from eager single-device; allowed: {tolerance:.0e}"
+        sys.exit(f"{name}, rank {dist.get_rank()}: {found} {allowed}")
+    found = f"outputs within {outputs:.1e}, gradients within {gradients:.1e}"
+    say(f"{name}: {found} of eager single-device (allowed: {tolerance:.0e})")
 
 
 def prepare_all(args, device, plan: list) -> tuple[dict, dict]:
     """Prepare all cells: those that can be measured by name, and by name why the others cannot."""
     from compile_flags import name_of
 
-    from common.setup import progress, say
+    from common.setup import progress
 
     tolerance = 1e-2 if device.type == "cuda" else 1e-3  # there convolutions may use TF32, 10 bits
-    rank = dist.get_rank()
     progress("eager on a single device")
     expected = reference(args, device)
-    cells, left_out = {}, {}
+    cells = {}
+    left_out = {}
     for wanted in plan:
         name = name_of(wanted)
         place = f"{name}, {len(cells) + len(left_out) + 1} of {len(plan)}"
         progress(f"{place}: {'compiling' if wanted.backend else 'checking'}")
         with fresh_cache():  # else the first call would find the kernels of another cell
-            # First something tiny: without g++, Triton or what else the backend needs it fails
-            # here, where no rank waits for another in a collective.
-            tiny = torch.sin
-            if wanted.backend not in (None, "print"):
-                tiny = torch.compile(torch.sin, backend=wanted.backend)
-            _, problem = attempt(partial(tiny, torch.ones(8, device=device)))
+            _, problem = attempt(partial(try_compiler, wanted.backend, device))
             if not problem:
                 cell, problem = attempt(partial(prepare, args, device, wanted, expected))
         if problem:
@@ -295,12 +322,7 @@ def prepare_all(args, device, plan: list) -> tuple[dict, dict]:
             continue
         outputs = cell["found"]["output_difference"]
         gradients = cell["found"]["gradient_difference"]
-        if not (outputs <= tolerance and gradients <= tolerance):  # so that nan is caught, too
-            found = f"outputs {outputs:.1e}, gradients {gradients:.1e} away"
-            allowed = f"from eager single-device; allowed: {tolerance:.0e}"
-            sys.exit(f"{name}, rank {rank}: {found} {allowed}")
-        found = f"outputs within {outputs:.1e}, gradients within {gradients:.1e}"
-        say(f"{name}: {found} of eager single-device (allowed: {tolerance:.0e})")
+        check_differences(name, outputs, gradients, tolerance)
         cells[name] = cell
     return cells, left_out
 
@@ -309,15 +331,24 @@ def print_results(cells: list[dict], left_out: dict) -> None:
     """The table: a row per cell of the JSON."""
     from common import report, setup
 
-    seconds = {cell["name"]: cell["forward_backward_seconds"] for cell in cells}
+    bare_eager = None
+    for cell in cells:
+        if cell["name"] == "bare eager" and len(cells) > 1:
+            bare_eager = cell["forward_backward_seconds"]
     rows = []
     for cell in cells:
-        samples = seconds[cell["name"]]
+        samples = cell["forward_backward_seconds"]
         mean = torch.tensor(samples, dtype=torch.float64).mean().item()
-        row = [cell["name"], f"{1000 * mean:.1f}", *report.milliseconds(samples)]
-        row += [report.ratio(samples, seconds.get("bare eager") if len(cells) > 1 else None)]
-        row += [f"{cell['first_call_seconds']:.1f}", str(cell["graphs"])]
-        row += [f"{cell['peak_bytes'] / 2**20:.1f}", f"{cell['parameters'] / 1e6:.2f}"]
+        row = [
+            cell["name"],
+            f"{1000 * mean:.1f}",
+            *report.milliseconds(samples),
+            report.ratio(samples, bare_eager),
+            f"{cell['first_call_seconds']:.1f}",
+            str(cell["graphs"]),
+            f"{cell['peak_bytes'] / 2**20:.1f}",
+            f"{cell['parameters'] / 1e6:.2f}",
+        ]
         rows.append(row)
     header = ["forward + backward, ms", "mean", "p50", "p75", "p90", "p95", "/bare eager"]
     header += ["first call, s", "graphs", "peak memory, MB", "parameters, M"]
@@ -369,12 +400,10 @@ def main():
     try:
         import compile_flags
         import compile_models
-        import peak_memory  # noqa: F401 (prepare needs it; what is missing is said here)
 
         from common import report, setup, timing
     except ModuleNotFoundError as error:
-        needed = "the repository's folder common/, compile_flags.py, compile_models.py and "
-        needed += "peak_memory.py"
+        needed = "the repository's folder common/, compile_flags.py and compile_models.py"
         sys.exit(f"error: {error}: copy {needed} into {folder}")
 
     parser = setup.Parser(__doc__)
@@ -389,9 +418,10 @@ def main():
         os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     # With --fsdp-wrap every kind of block is a version of one forward.
     torch._dynamo.config.cache_size_limit = 64
-    verbose = args.verbose and os.environ["RANK"] == "0"
-    debugging = {"dynamo": logging.DEBUG, "graph_breaks": True, "recompiles": True}
-    torch._logging.set_logs(all=logging.ERROR, **(debugging if verbose else {}))
+    debugging = {}
+    if args.verbose and os.environ["RANK"] == "0":
+        debugging = {"dynamo": logging.DEBUG, "graph_breaks": True, "recompiles": True}
+    torch._logging.set_logs(all=logging.ERROR, **debugging)
 
     with setup.process_group(args) as device:
         result = report.begin("07_resnet_ddp/compile_ddp", args, device)

@@ -25,7 +25,13 @@ class Cell(NamedTuple):
 
 def name_of(cell: Cell) -> str:
     """How the output calls a cell."""
-    words = [cell.how, "dynamo only" if cell.backend == "eager" else cell.backend or "eager"]
+    words = [cell.how]
+    if cell.backend is None:
+        words.append("eager")
+    elif cell.backend == "eager":  # torch.compile's backend that leaves the graphs as they are
+        words.append("dynamo only")
+    else:
+        words.append(cell.backend)
     if cell.wrap:
         words.append("wrap")
     if cell.checkpoint:
@@ -46,9 +52,11 @@ def cells_of(args) -> list[Cell]:
             cells.append(Cell("fsdp", None, wrap, checkpoint))
         return [*cells, Cell("ddp", backend), Cell("ddp", backend, split=False)]
     if args.matrix:
-        options = {"bare": {}, "ddp": ddp, "fsdp": fsdp}
-        backends = (None, args.compile or "inductor")
-        return [Cell(how, backend, **options[how]) for how in options for backend in backends]
+        cells = []
+        for how, options in (("bare", {}), ("ddp", ddp), ("fsdp", fsdp)):
+            for backend in (None, args.compile or "inductor"):
+                cells.append(Cell(how, backend, **options))
+        return cells
     if args.ddp:
         return [Cell("ddp", args.compile, **ddp)]
     if args.fsdp:
@@ -79,7 +87,8 @@ def add_arguments(parser) -> None:
     """The flags, apart from those of the models and the process group."""
     from common.setup import output_file, whole_number
 
-    add, file = parser.add_argument, {"type": output_file, "metavar": "FILE"}
+    add = parser.add_argument
+    file = {"type": output_file, "metavar": "FILE"}
     one_of = parser.add_mutually_exclusive_group()
     matrix = "bare, ddp and fsdp, each eager and compiled, side by side (the default)"
     one_of.add_argument("--matrix", action="store_true", help=matrix)
@@ -118,16 +127,18 @@ def check(args) -> None:
     from common.setup import can_be_written, fail
 
     args.matrix = not (args.variants or args.bare or args.ddp or args.fsdp)
-    for asked, flag, file in (
-        (args.profile, "trace", "profile.json"),
-        (args.torchviz, "graph", "torchviz.dot"),
-    ):
-        if asked and getattr(args, flag) is None:
-            setattr(args, flag, Path(file))
-            if not can_be_written(Path(file)):
-                fail(f"argument --{flag}: '{file}' cannot be written here; name another file")
-    of_one = {"--trace": args.trace, "--graph": args.graph}
-    of_one["--compile print"] = args.compile == "print"
+    if args.profile and args.trace is None:
+        args.trace = Path("profile.json")
+    if args.torchviz and args.graph is None:
+        args.graph = Path("torchviz.dot")
+    for flag, file in (("--trace", args.trace), ("--graph", args.graph)):
+        if file is not None and not can_be_written(file):
+            fail(f"argument {flag}: '{file}' cannot be written here; name another file")
+    of_one = {
+        "--trace": args.trace,
+        "--graph": args.graph,
+        "--compile print": args.compile == "print",
+    }
     for flag, given in of_one.items():
         if (args.matrix or args.variants) and given:
             fail(f"argument {flag}: is for one cell of the matrix: add --bare, --ddp or --fsdp")

@@ -43,12 +43,19 @@ class LanguageModel(nn.Module):
 
     def __init__(self, d_model: int, layers: int = 4, vocabulary: int = 10_000):
         super().__init__()
-        heads, d_ff = d_model // 64, 4 * d_model
-        options = {"batch_first": True, "norm_first": True, "bias": False}
         self.token_embedding = nn.Embedding(vocabulary, d_model)
         self.layers = nn.ModuleList()
         for _ in range(layers):
-            layer = nn.TransformerEncoderLayer(d_model, heads, d_ff, 0.0, "gelu", **options)
+            layer = nn.TransformerEncoderLayer(
+                d_model,
+                nhead=d_model // 64,
+                dim_feedforward=4 * d_model,
+                dropout=0.0,
+                activation="gelu",
+                batch_first=True,
+                norm_first=True,
+                bias=False,
+            )
             self.layers.append(layer)
         self.norm = nn.LayerNorm(d_model, bias=False)
         self.head = nn.Linear(d_model, vocabulary, bias=False)
@@ -96,7 +103,11 @@ def create_model(args, device: torch.device) -> tuple[nn.Module, tuple]:
 
 def move(inputs: tuple, device: torch.device | str) -> tuple:
     """The inputs with all their tensors on this device."""
-    return tree_map(lambda leaf: leaf.to(device) if torch.is_tensor(leaf) else leaf, inputs)
+
+    def moved(leaf):
+        return leaf.to(device) if torch.is_tensor(leaf) else leaf
+
+    return tree_map(moved, inputs)
 
 
 def add_arguments(parser) -> None:

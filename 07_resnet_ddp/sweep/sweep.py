@@ -5,23 +5,23 @@ on all ranks of 1, 2, 3, … machines. `2M/8G` is two machines with eight GPUs (
 each. Every such subset is a process group of its own; the ranks outside wait. Scaling is perfect
 where a rank trains as many examples per second as alone.
 
-    make 07_resnet_ddp/sweep NPROC=2                (small, for a CPU; FULL=1: the models below)
-    torchrun --standalone --nproc-per-node 8 07_resnet_ddp/sweep/sweep.py --json sweep.json
-    torchrun --standalone --nproc-per-node 8 07_resnet_ddp/sweep/sweep.py --model my_model.py:MyBenchmark
+    make 07_resnet_ddp/sweep NPROC=2
+    torchrun --standalone --nproc-per-node 8 07_resnet_ddp/sweep/sweep.py --full --json sweep.json
+    torchrun --standalone --nproc-per-node 8 07_resnet_ddp/sweep/sweep.py \
+        --model my_model.py:MyBenchmark
     torchrun --nnodes 2 --node-rank R --nproc-per-node 8 --master-addr HOST0 --master-port 29400 \
-        07_resnet_ddp/sweep/sweep.py --json sweep.json    (two hosts; R is 0 on HOST0, else 1)
+        07_resnet_ddp/sweep/sweep.py --full         (two hosts; R is 0 on HOST0, else 1)
 
-Started as upstream's, with --rank, --world-size, --master-addr and --master-port, it needs no
-torchrun. For a model of your own see sweep_models.py; compare two results with sweep_diff.py.
-Source: PyTorch's benchmarks/distributed/ddp, whose models, sizes, optimizer and JSON layout these
-are.
+The defaults are small, for a CPU; --full takes upstream's models, images and batches. Started as
+upstream's, with --rank, --world-size, --master-addr and --master-port, it needs no torchrun. For a
+model of your own see sweep_models.py; compare two results with sweep_diff.py.
+
+Source: PyTorch's benchmarks/distributed/ddp, whose optimizer and JSON layout these are.
 """
 
 import argparse
 import os
-import shutil
 import socket
-import subprocess
 import sys
 import warnings
 from datetime import timedelta
@@ -34,7 +34,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-MODELS = ["resnet50", "resnet101", "resnext50_32x4d", "resnext101_32x8d"]
+SMALL = {"model": ["resnet18"], "batch_size": 8, "image_size": 64}
+FULL = {
+    "model": ["resnet50", "resnet101", "resnext50_32x4d", "resnext101_32x8d"],
+    "batch_size": 32,
+    "image_size": 224,
+}
 
 
 def plan(ranks: int, local_size: int) -> list[tuple[str, list[int], bool]]:
@@ -109,9 +114,9 @@ def measure_subset(
         seconds = train_model(model)
         del model  # DDP's reducer uses the group until it is gone
         dist.destroy_process_group(group)
-    everyones = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, seconds)  # who does not train waits here
-    return [second for one in everyones for second in one]
+    of_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, seconds)  # who does not train waits here
+    return [second for seconds_of_rank in of_ranks for second in seconds_of_rank]
 
 
 # ==================================================================================================
@@ -125,7 +130,7 @@ def sweep(name: str, args, device) -> list[dict]:
     """
     import sweep_models
 
-    from common.report import percentiles
+    from common.report import percentiles, print_row
     from common.setup import progress, say
     from common.timing import Stopwatch
 
@@ -137,11 +142,13 @@ def sweep(name: str, args, device) -> list[dict]:
 
         return train(model, benchmark, args.steps, args.warmup, Stopwatch(device), show)
 
-    header = f"{'ranks':15}"
+    say(f"\nBenchmark: {name} with batch size {args.batch_size}\n")
+    header = ["ranks"]
+    widths = [15]
     for percentile in (50, 75, 90, 95):
-        title = f"p{percentile} sec/iter"
-        header += f"{title:>16}{'ex/sec':>10}"
-    say(f"\nBenchmark: {name} with batch size {args.batch_size}\n\n{header}")
+        header += [f"p{percentile} sec/iter", "ex/sec"]
+        widths += [14, 8]
+    print_row(header, widths)
     # First each rank for itself, uncounted: libraries are loaded, memory is taken, kernels are
     # chosen.
     torch.manual_seed(dist.get_rank())
@@ -154,31 +161,11 @@ def sweep(name: str, args, device) -> list[dict]:
             benchmark.create_model, ranks, use_ddp, train_here, args, device
         )
         result.append({"ranks": ranks, "measurements": measurements})
-        line = f"{len(ranks):>5}  {label:8}"
+        row = [f"{len(ranks):5}  {label}"]
         for seconds in percentiles(measurements):
-            line += f"{seconds:>15.4f}s{benchmark.batch_size / seconds:>8.1f}/s"
-        say(line)
+            row += [f"{seconds:.4f}s", f"{benchmark.batch_size / seconds:.1f}/s"]
+        print_row(row, widths)
     return result
-
-
-def topology() -> str:
-    """How this machine is built.
-
-    What `nvidia-smi topo -m` says, and without it the cores, the processor and the NUMA nodes.
-    """
-    from common.report import processor_name
-
-    if shutil.which("nvidia-smi"):
-        answer = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True)
-        if answer.returncode == 0:
-            return answer.stdout.strip("\n")
-    cores = {}  # by the number of the NUMA node
-    for path in Path("/sys/devices/system/node").glob("node[0-9]*/cpulist"):
-        number = int(path.parent.name.removeprefix("node"))
-        cores[number] = path.read_text().strip()
-    nodes = [f"node {number}: cores {cores[number]}" for number in sorted(cores)]
-    numa = ", ".join(nodes) or "nodes unknown"
-    return f"{os.cpu_count()} cores, {processor_name()}; NUMA {numa}"
 
 
 def check_hosts(args) -> str:
@@ -186,19 +173,23 @@ def check_hosts(args) -> str:
 
     They differ in topology (--allow-mixed: that is no reason to end) or in number of ranks.
     """
+    from common.report import topology
     from common.setup import fail, say
 
-    host = f"{socket.gethostname()} (machine {os.environ.get('GROUP_RANK', 0)})"
-    mine = host, topology(), int(os.environ["LOCAL_WORLD_SIZE"])
-    everyones = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, mine)
-    topologies = {host: topology for host, topology, _ in everyones}
-    sizes = {host: size for host, _, size in everyones}
-    if len({size for _, _, size in everyones}) > 1:
+    here = {
+        "host": f"{socket.gethostname()} (machine {os.environ.get('GROUP_RANK', 0)})",
+        "topology": topology().strip("\n"),
+        "ranks": int(os.environ["LOCAL_WORLD_SIZE"]),
+    }
+    of_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, here)
+    topologies = {there["host"]: there["topology"] for there in of_ranks}
+    sizes = {there["host"]: there["ranks"] for there in of_ranks}
+    if len(set(sizes.values())) > 1:
         found = ", ".join(f"{size} on {host}" for host, size in sizes.items())
         fail(f"every machine must have the same number of ranks, and there are {found}")
     if len(set(topologies.values())) == 1:
-        return topologies[host]
+        return here["topology"]
     report = "The machines differ:"
     for name, text in topologies.items():
         report += f"\n{name}:\n{text}"
@@ -245,6 +236,14 @@ def take_upstreams_place(args) -> None:
     os.environ.setdefault("GROUP_RANK", str(int(os.environ["RANK"]) // local_size))
 
 
+def choose_sizes(args) -> None:
+    """Fill in what the flags don't say of the models, the batches and the images."""
+    for name, default in (FULL if args.full else SMALL).items():
+        if getattr(args, name) is None:
+            setattr(args, name, default)
+    args.model = list(dict.fromkeys(args.model))  # each once
+
+
 def choose_backend(args) -> None:
     """Replace "auto" in args.backend, which only the subsets use."""
     from common.setup import fail
@@ -263,21 +262,30 @@ def add_arguments(parser) -> None:
     from common.setup import output_file, positive_number, whole_number
 
     add = parser.add_argument
-    models = "a classification model of torchvision, or FILE.py:CLASS of your own; repeatable "
-    models += f"(default: {', '.join(MODELS)})"
-    add("--model", action="append", metavar="NAME", help=models)
-    add("--batch-size", type=whole_number(1), default=32, help="images per rank")
-    add("--image-size", type=whole_number(1, 10_000), default=224, help="pixels a side")
-    size = {"type": whole_number(1), "default": 25, "old_names": ["--bucket-size"]}
-    add("--bucket-size-mb", **size, help="of DDP's buckets")
-    counted = {"type": whole_number(1), "default": 10, "old_names": ["--iterations"]}
-    add("--steps", **counted, help="measured")
+    models = "a classification model of torchvision, or FILE.py:CLASS of your own; repeatable"
+    add("--model", action="append", metavar="NAME", help=f"{models} (default: resnet18)")
+    add("--batch-size", type=whole_number(1), help="images per rank (default: 8)")
+    add("--image-size", type=whole_number(1, 10_000), help="pixels a side (default: 64)")
+    upstreams = f"other defaults, upstream's: {', '.join(FULL['model'])}; 32 images; 224 pixels"
+    add("--full", action="store_true", help=upstreams)
+    add(
+        "--bucket-size-mb",
+        type=whole_number(1),
+        default=25,
+        old_names=["--bucket-size"],
+        help="of DDP's buckets",
+    )
+    add("--steps", type=whole_number(1), default=10, old_names=["--iterations"], help="measured")
     add("--warmup", type=whole_number(0), default=5, help="steps before them, not measured")
     devices = ["auto", "cpu", "cuda"]
     add("--device", choices=devices, default="auto", help="auto: CUDA if there is one")
-    backends = {"choices": ["auto", "gloo", "nccl"], "default": "auto"}
-    backends["old_names"] = ["--distributed-backend"]
-    add("--backend", **backends, help="of the subsets; auto: nccl if a GPU per rank")
+    add(
+        "--backend",
+        choices=["auto", "gloo", "nccl"],
+        default="auto",
+        old_names=["--distributed-backend"],
+        help="of the subsets; auto: nccl if a GPU per rank",
+    )
     waiting = "how long a rank waits for the others of its subset"
     add("--timeout", type=positive_number, default=300.0, metavar="SECONDS", help=waiting)
     mixed = "measure although the machines' topologies differ"
@@ -311,7 +319,7 @@ def main():
     # The published setting has broadcast_buffers=False; that torch has a newer name for it is not
     # this script's subject.
     warnings.filterwarnings("ignore", ".*broadcast_buffers", FutureWarning)
-    args.model = list(dict.fromkeys(args.model or MODELS))  # each once
+    choose_sizes(args)
     take_upstreams_place(args)
     choose_backend(args)
     sweep_models.check(args)

@@ -1,21 +1,19 @@
 """07: compare two results of sweep.py: is TEST faster than BASELINE?
 
-    python 07_resnet_ddp/sweep_diff.py baseline.json test.json
+    python 07_resnet_ddp/sweep/sweep_diff.py baseline.json test.json
 
-Takes results of PyTorch's benchmarks/distributed/ddp, too. Needs numpy alone, no torch. Source: the
-diff.py beside PyTorch's benchmark; unlike it, results are matched by model, batch size and number
-of ranks, not by their place in the file, and what has no counterpart is named.
+Takes results of PyTorch's benchmarks/distributed/ddp, too. Source: the diff.py beside PyTorch's
+benchmark; unlike it, results are matched by model, batch size and number of ranks, not by their
+place in the file, and what has no counterpart is named.
 """
 
-import argparse
 import json
-import os
 import sys
+from pathlib import Path
 
 import numpy
 
 PERCENTILES = (75, 95)
-
 
 # Of a result of sweep.py: what says nothing about why two results differ, or says it twice.
 LEFT_OUT = ["stage", "torch", "backend", "started", "seconds", "benchmark_results"]
@@ -27,6 +25,8 @@ def load(path: str) -> tuple[dict, dict]:
 
     The times are {"MODEL with batch size N": {"no ddp" or "N ranks": [p75, p95]}}, in seconds.
     """
+    from common.setup import fail
+
     try:
         with open(path) as file:
             result = json.load(file)
@@ -53,67 +53,67 @@ def load(path: str) -> tuple[dict, dict]:
     return header, benchmarks
 
 
-def fail(message: str):
-    """Say in one line what is wrong and exit with status 2."""
-    print(f"sweep_diff.py: error: {' '.join(message.split())}", file=sys.stderr)
-    sys.exit(2)
-
-
 def print_unmatched(baseline: dict, test: dict, before: str = "") -> None:
     """A line for every key that only one of the two has; each begins with `before`."""
+    from common.setup import say
+
     for name in baseline:
         if name not in test:
-            print(f"{before}only in the baseline: {name}")
+            say(f"{before}only in the baseline: {name}")
     for name in test:
         if name not in baseline:
-            print(f"{before}only in the test: {name}")
+            say(f"{before}only in the test: {name}")
 
 
 def print_benchmark(name: str, baseline: dict, test: dict) -> None:
     """The table of one model: {"no ddp" or "N ranks": [p75, p95]} of both, a line for each size."""
-    header = f"{'':10}"
+    from common.report import print_table
+    from common.setup import say
+
+    header = [""]
     for percentile in PERCENTILES:
-        title = f"p{percentile} sec/iter"
-        header += f"{title:>16}{'ex/sec':>10}{'change':>10}"
-    print(f"\nBenchmark: {name}\n\n{header}")
+        header += [f"p{percentile} sec/iter", "ex/sec", "change"]
     batch_size = int(name.split()[-1])
+    rows = []
     for size in baseline:
         if size in test:
-            line = f"{size:10}"
+            row = [size]
             for before, after in zip(baseline[size], test[size], strict=True):
                 change = 100 * (before - after) / before
-                line += f"{after:>15.4f}s{batch_size / after:>8.1f}/s{change:>+9.1f}%"
-            print(line)
+                row += [f"{after:.4f}s", f"{batch_size / after:.1f}/s", f"{change:+.1f}%"]
+            rows.append(row)
+    say(f"\nBenchmark: {name}\n")
+    print_table(header, rows)
     print_unmatched(baseline, test)
 
 
 def main():
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
-    parser.add_argument("baseline")
-    parser.add_argument("test")
-    parser.error = fail
+    folder = Path(__file__).resolve().parent
+    sys.path[:0] = [str(folder), str(folder.parent), str(folder.parent.parent)]
+    try:
+        from common import report, setup
+    except ModuleNotFoundError as error:
+        sys.exit(f"error: {error}: copy the repository's folder common/ into {folder}")
+
+    parser = setup.Parser(__doc__)
+    parser.add_argument("baseline", metavar="BASELINE", help="what sweep.py --json wrote")
+    parser.add_argument("test", metavar="TEST", help="the same, later or elsewhere")
     args = parser.parse_args()
     baseline_header, baseline = load(args.baseline)
     test_header, test = load(args.test)
 
-    rows = [("", "baseline", "test")]
+    rows = []
     for name in dict.fromkeys([*baseline_header, *test_header]):
-        rows.append((name, str(baseline_header.get(name, "-")), str(test_header.get(name, "-"))))
-    widths = [2 + max(20, *map(len, column)) for column in zip(*rows, strict=True)]
-    for name, before, after in rows:
-        print(f"{name:{widths[0]}}{before:>{widths[1]}}{after:>{widths[2]}}")
+        rows.append([name, str(baseline_header.get(name, "-")), str(test_header.get(name, "-"))])
+    report.print_table(["", "baseline", "test"], rows)
     print_unmatched(baseline, test, before="\n")
     for name in baseline:
         if name in test:
             print_benchmark(name, baseline[name], test[name])
-    print("\nthe figures are the test's; change: of the time, + the test is faster, - it is slower")
+    setup.say(
+        "\nthe figures are TEST's; change: of the time, + is faster than BASELINE, - is slower"
+    )
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="replace")  # ? for what the output's encoding has not
-    try:
-        main()
-        sys.stdout.flush()
-    except BrokenPipeError:  # | head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    main()

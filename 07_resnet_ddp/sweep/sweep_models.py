@@ -1,8 +1,9 @@
-"""07: what sweep.py measures: the classification models of torchvision, or a model of your own.
+r"""07: what sweep.py measures: the classification models of torchvision, or a model of your own.
 
 Write a class with these three methods into a file, and name both:
 
-    python 07_resnet_ddp/sweep.py --model my_model.py:MyBenchmark
+    torchrun --standalone --nproc-per-node 2 07_resnet_ddp/sweep/sweep.py \
+        --model my_model.py:MyBenchmark
 
     from sweep_models import Benchmark          # only to have less to write
 

@@ -6,13 +6,10 @@ The plan, real sweeps on one and on two "hosts", the JSON, the diff, bad input.
 import json
 import os
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import sweep
-import sweep_models
 import torch
 
 from common import setup
@@ -20,6 +17,11 @@ from common.testing.harness import masked, read_json, torchrun
 from common.timing import Stopwatch
 
 FOLDER = Path(__file__).resolve().parent
+sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
+import sweep  # noqa: E402
+import sweep_diff  # noqa: E402
+import sweep_models  # noqa: E402
+
 TINY = ["--model", "squeezenet1_1", "--batch-size", 2, "--image-size", 32]
 TINY += ["--warmup", 1, "--steps", 3, "--device", "cpu"]
 
@@ -54,7 +56,7 @@ def measured(output):
     return [words[1] for words in lines if words[0].isdigit()]
 
 
-def test_one_host(forked, tmp_path):
+def test_one_host(forked, tmp_path, diff):
     words = [*TINY, "--json", tmp_path / "a.json"]
     status, output = forked(2, FOLDER / "sweep.py", *words)
     assert status == 0, output
@@ -76,7 +78,7 @@ def test_one_host(forked, tmp_path):
         assert all(0 < seconds < 60 for seconds in entry["measurements"])
     assert measured(output) == ["no", "1M/1G", "1M/2G"], output
     assert f"written: {tmp_path / 'a.json'}\n" in output
-    recorded = masked((FOLDER / "reference_output_sweep.txt").read_text())
+    recorded = masked((FOLDER / "reference_output.txt").read_text())
     starts = ("#_resnet", "subsets", "ranks", "# no", "# #M", "percentiles")
     for line in masked(output):  # what the recorded output shows is what the script prints today
         assert line in recorded or not line.startswith(starts)
@@ -84,7 +86,7 @@ def test_one_host(forked, tmp_path):
     older = {name: report[name] for name in upstreams.split()}
     (tmp_path / "older.json").write_text(json.dumps(older))
     for baseline in ("a.json", "older.json"):
-        compared = diff(tmp_path / baseline, tmp_path / "a.json").stdout
+        _, compared, _ = diff(tmp_path / baseline, tmp_path / "a.json")
         assert compared.count("+0.0%") == 6
         rows = [line.split() for line in compared.splitlines()]
         assert ["--steps", "3" if baseline == "a.json" else "-", "3"] in rows
@@ -99,6 +101,23 @@ def test_older_names_of_flags_are_understood_and_not_shown(capsys):
     assert (args.steps, args.bucket_size_mb, args.backend) == (7, 9, "gloo")
     shown = parser.format_help()
     assert not any(name in shown for name in ("--iterations", "--bucket-size ", "--distributed"))
+
+
+def test_small_is_the_default_and_full_is_upstreams():
+    def sizes(*words):
+        parser = setup.Parser("")
+        sweep.add_arguments(parser)
+        args = parser.parse_args(words)
+        sweep.choose_sizes(args)
+        return args.model, args.batch_size, args.image_size
+
+    four = ["resnet50", "resnet101", "resnext50_32x4d", "resnext101_32x8d"]
+    assert sizes() == (["resnet18"], 8, 64)
+    assert sizes("--full") == (four, 32, 224)
+    own = ["--model", "vgg11", "--model", "vgg13", "--model", "vgg11"]
+    assert sizes("--full", *own) == (["vgg11", "vgg13"], 32, 224)
+    assert sizes("--full", "--image-size", "96", "--batch-size", "2") == (four, 2, 96)
+    assert sizes("--image-size", "96") == (["resnet18"], 8, 96)
 
 
 def test_progress_within_a_subset_is_shown():
@@ -218,28 +237,13 @@ NCCL_ON_CPU = ["--backend", "nccl", "--device", "cpu"]
     "words, named",
     [
         (["--model", "resnet1"], "--model"),
-        (["--model", ""], "--model"),
-        (["--model"], "--model"),
         (["--batch-size", "0"], "--batch-size"),
-        (["--batch-size", "x"], "--batch-size"),
-        (["--batch-size", "9" * 30], "--batch-size"),
-        (["--image-size", "-1"], "--image-size"),
         (["--model", "alexnet", "--image-size", "8"], "--image-size"),
         (["--model", "vit_b_16", "--image-size", "64"], "--image-size"),
-        (["--bucket-size-mb", "0"], "--bucket-size-mb"),
         (["--bucket-size", "2.5"], "--bucket-size-mb"),
-        (["--warmup", "-1"], "--warmup"),
-        (["--steps", "0"], "--steps"),
         (["--iterations", "0"], "--steps"),
-        (["--device", "tpu"], "--device"),
         (["--distributed-backend", "mpi"], "--backend"),
         (["--model", "alexnet", *NCCL_ON_CPU], "--backend"),
-        (["--timeout", "0"], "--timeout"),
-        (["--timeout", "nan"], "--timeout"),
-        (["--json", "."], "--json"),
-        (["--json", "/nowhere/a.json"], "--json"),
-        (["--json", ""], "--json"),
-        (["--modle", "resnet18"], "--modle"),
         (["--model", "alexnet"], "torchrun"),
         (["--model", "no_such.py:Mine"], "'no_such.py'"),
         (["--model", "my_model.py:Yours"], "no class or function 'Yours'"),
@@ -275,9 +279,20 @@ def test_what_contradicts_torchrun_is_one_line(monkeypatch, capsys):
     assert line == "sweep.py: error: argument --world-size: '4', but torchrun's WORLD_SIZE is '2'"
 
 
-def diff(*files):
-    command = [sys.executable, FOLDER / "sweep_diff.py", *files]
-    return subprocess.run(command, capture_output=True, text=True)
+@pytest.fixture
+def diff(monkeypatch, capsys):
+    """diff(baseline, test): exit status, output and errors of sweep_diff.py."""
+
+    def run(*files):
+        monkeypatch.setattr(sys, "argv", ["sweep_diff.py", *map(str, files)])
+        try:
+            sweep_diff.main()
+            status = 0
+        except SystemExit as end:
+            status = end.code
+        return status, *capsys.readouterr()
+
+    return run
 
 
 def write(path, results, **header):
@@ -293,25 +308,26 @@ def write(path, results, **header):
     return path
 
 
-def test_diff_of_equal_and_slower(tmp_path):
+def test_diff_of_equal_and_slower(tmp_path, diff):
     baseline = write(tmp_path / "a", {("resnet18", 8): [(1, 0.10), (1, 0.10), (2, 0.20)]})
     times = {("resnet18", 8): [(1, 0.10), (1, 0.05), (2, 0.25)]}
     test = write(tmp_path / "b", times, pytorch_version="2.7.0", extra="x")
-    lines = [line.split() for line in diff(baseline, test).stdout.splitlines()]
+    _, output, _ = diff(baseline, test)
+    lines = [line.split() for line in output.splitlines()]
     assert ["pytorch_version", "2.6.0", "2.7.0"] in lines and ["extra", "-", "x"] in lines
     assert ["no", "ddp", "0.1000s", "80.0/s", "+0.0%", "0.1000s", "80.0/s", "+0.0%"] in lines
     assert ["1", "ranks", "0.0500s", "160.0/s", "+50.0%", "0.0500s", "160.0/s", "+50.0%"] in lines
     assert ["2", "ranks", "0.2500s", "32.0/s", "-25.0%", "0.2500s", "32.0/s", "-25.0%"] in lines
 
 
-def test_diff_names_what_does_not_match(tmp_path):
+def test_diff_names_what_does_not_match(tmp_path, diff):
     one, two, four = (1, 1.0), (2, 1.0), (4, 1.0)
     times = {("alexnet", 8): [one], ("resnet18", 8): [one, one, two], ("vgg11", 8): [one]}
     baseline = write(tmp_path / "a", times)
     times = {("vgg11", 16): [one], ("resnet18", 8): [one, one, four]}
     test = write(tmp_path / "b", times)
-    done = diff(baseline, test)
-    assert done.returncode == 0
+    status, output, _ = diff(baseline, test)
+    assert status == 0
     for line in (
         "only in the baseline: alexnet with batch size 8",
         "only in the baseline: vgg11 with batch size 8",
@@ -320,11 +336,11 @@ def test_diff_names_what_does_not_match(tmp_path):
         "only in the test: 4 ranks",
         "Benchmark: resnet18 with batch size 8",
     ):
-        assert line in done.stdout.splitlines()
-    assert "Benchmark: vgg11" not in done.stdout
+        assert line in output.splitlines()
+    assert "Benchmark: vgg11" not in output
 
 
-def test_diff_of_bad_files(tmp_path):
+def test_diff_of_bad_files(tmp_path, diff):
     good = write(tmp_path / "good", {("resnet18", 8): [(1, 1.0)]})
     (tmp_path / "text").write_text("no JSON\n")
     (tmp_path / "list").write_text("[1, 2]")
@@ -334,10 +350,10 @@ def test_diff_of_bad_files(tmp_path):
     entry = '"result": [{"ranks": [0], "measurements": []}]'
     empty.write_text(empty.read_text().replace('"result": []', entry))
     for bad in ("text", "list", "other", "bytes", "empty", "missing", "."):
-        done = diff(good, tmp_path / bad)
-        assert done.returncode == 2 and done.stderr.count("\n") == 1, (bad, done.stderr)
-        assert done.stderr.startswith("sweep_diff.py: error: ")
-        assert str(tmp_path / bad) in done.stderr
-    for words in ([], [good], [good, good, good]):
-        done = diff(*words)
-        assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+        status, _, errors = diff(good, tmp_path / bad)
+        assert status == 2 and errors.count("\n") == 1, (bad, errors)
+        assert errors.startswith("sweep_diff.py: error: ")
+        assert str(tmp_path / bad) in errors
+    for files in ([], [good], [good, good, good]):
+        status, _, errors = diff(*files)
+        assert status == 2 and errors.count("\n") == 1, errors
