@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import math
 import random
 import re
 import sys
@@ -142,13 +143,27 @@ def test_best_bucket_is_named_with_its_noise(capsys):
     assert "measured 10 MB" in last and ("the noise" in last) == ("predicted 10 MB" not in last)
 
 
-def test_where_it_goes_adds_up(capsys):
+FREE = {"compute_speed": 1.0, "transfer_speed": 1.0, "call_speeds": None}
+
+
+@pytest.mark.parametrize(
+    "cause, of, changes",
+    [
+        ("each slows the other", "network", FREE),
+        ("Python", "step", {"hook": 0.0, "launch": 0.0}),
+        ("copies", "step", {"copy_bandwidth": math.inf}),
+    ],
+)
+def test_where_it_goes(cause, of, changes, capsys):
+    """The shares add up, and a cause that is not there has none."""
     entry = entry_with([0.3] * len(predict.ROWS))
     predict.predict(entry, 2)
+    entry[of] |= changes
     predict.say_where_it_goes(entry, "05", 25.0)
     said = capsys.readouterr().out.partition(": ")[2]
     above, *shares = map(float, re.findall(r"-?\d+\.\d", said))
     assert len(shares) == 4 and sum(shares) == pytest.approx(above, abs=0.3)
+    assert f"{cause} 0.0" in said and shares.count(0.0) == 1
 
 
 @pytest.mark.full
@@ -188,6 +203,10 @@ def test_floating_point_operations_are_those_that_torch_counts():
     assert step.optimizer == 2 * sum(parameter.numel() for parameter in model.parameters())
     assert len(step.gradients) == 195
     assert step.gradients[-1][1] == step.backward
+
+
+def test_a_faster_rank_computes_and_updates_faster():
+    assert extrapolate.Machine(10.0, 2.0).times(4.0) == extrapolate.Machine(40.0, 0.5)
 
 
 def test_closed_form_is_where_the_ring_is_as_long_as_backward():
