@@ -186,11 +186,6 @@ def test_evaluation_counts_each_image_once_and_is_the_same_everywhere(ranks, cou
 # The whole script; `forked` starts it without torchrun, and without importing torch again
 
 
-def start(script, world_size, *words, before=(), **options):
-    command = [sys.executable] if world_size is None else torchrun(world_size, *before)
-    return script([*command, SCRIPT, *words], **options)
-
-
 def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
@@ -321,34 +316,23 @@ def test_weak_scaling_keeps_the_batch_per_rank_and_warms_the_learning_rate_up(fo
     assert learning_rate == pytest.approx(0.015, rel=1e-12)
 
 
-def worker(process, rank):
-    """The process id of a rank; torchrun gives each one its RANK."""
-    for pid in process.processes():
-        if f"RANK={rank}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-            return pid
-    raise AssertionError(f"no process of rank {rank}")
-
-
 @pytest.mark.full
-@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds the worker in /proc")
-def test_a_killed_worker_costs_at_most_its_epoch_and_no_bit_of_the_result(script, tmp_path):
+@harness.needs_proc
+def test_a_killed_worker_costs_at_most_its_epoch_and_no_bit_of_the_result(
+    script, launched, tmp_path
+):
     # Three ranks: of two numbers the sum is the same in every order, of three it is not.
     words = [*TINY, "--global-batch", 12, "--epochs", 3, "--results", tmp_path]
-    status, output = start(script, 3, *words, "--checkpoint", tmp_path / "whole").wait()
+    status, output = launched(3, SCRIPT, *words, "--checkpoint", tmp_path / "whole")
     assert status == 0, output
 
-    restarts = ["--max-restarts", 3]
     new_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # see the README
     words += ["--checkpoint", tmp_path / "killed"]
-    killed = start(script, 3, *words, before=restarts, env=new_store)
-    lines = []
-    for line in killed.process.stdout:
-        lines.append(line)
-        if line.startswith("epoch 2 step"):
-            os.kill(worker(killed, 1), signal.SIGKILL)
-            break
+    killed = script(torchrun(3, "--max-restarts", 3, SCRIPT, *words), env=new_store)
+    harness.wait_for_line(killed, "epoch 2 step")
+    os.kill(harness.rank_1(killed), signal.SIGKILL)
     status, output = killed.wait()
-    assert status == 0, "".join(lines) + output
+    assert status == 0, output
     assert "after epoch 1" in output and "epoch 1 step" not in output, output
 
     whole = torch.load(tmp_path / "whole", weights_only=True)
@@ -380,18 +364,6 @@ def test_stopped_rank(script, tmp_path):
     words = [*TINY, "--epochs", 1000, "--results", tmp_path]
     place = "main > fit > "
     harness.check_stopped_rank(script, SCRIPT, *words, moment="epoch 1 step", place=place)
-
-
-@pytest.mark.full
-@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds the worker in /proc")
-def test_when_one_rank_dies_all_end(script, tmp_path):
-    process = start(script, 2, *TINY, "--epochs", 1000, "--results", tmp_path)
-    for line in process.process.stdout:
-        if line.startswith("epoch 1 step"):
-            os.kill(worker(process, 0), signal.SIGKILL)
-            break
-    status, output = process.wait(timeout=30)  # and none is left, says wait()
-    assert status != 0
 
 
 # CIFAR-10
@@ -671,13 +643,14 @@ def test_another_runs_checkpoint_is_refused(forked, tmp_path):
 
 
 @pytest.mark.cuda
-def test_on_a_gpu(script, tmp_path):
+def test_on_a_gpu(script, launched, tmp_path):
     words = [*TINY, "--device", "cuda", "--epochs", 2, "--amp", "--channels-last"]
     words += ["--workers", 1, "--results", tmp_path]
-    for world_size in (None, 2):
-        checkpoint = ["--checkpoint", tmp_path / f"c{world_size}"]
-        status, output = start(script, world_size, *words, *checkpoint).wait()
-        assert status == 0, output
+    single = script([sys.executable, SCRIPT, *words, "--checkpoint", tmp_path / "single"])
+    status, output = single.wait()
+    assert status == 0, output
+    status, output = launched(2, SCRIPT, *words, "--checkpoint", tmp_path / "ddp")
+    assert status == 0, output
     for name in ("07_single.json", "07_ddp_2.json"):
         result = json.loads((tmp_path / name).read_text())
         for seconds in result["data_seconds"] + result["compute_sync_seconds"]:

@@ -93,9 +93,12 @@ def measure_subset(
 
     Returns the samples of all these ranks.
     """
+    from common.setup import without_gloo_greeting
+
     # Every rank has to create every group, also those that it is not in.
     timeout = timedelta(seconds=min(args.timeout, 1e6))
-    group = dist.new_group(ranks, timeout=timeout, backend=args.backend)
+    with without_gloo_greeting():
+        group = dist.new_group(ranks, timeout=timeout, backend=args.backend)
     seconds = []
     if dist.get_rank() in ranks:
         torch.manual_seed(dist.get_rank())
