@@ -433,13 +433,8 @@ def verify(args, trainers, servers):
         f"verify: passed, dense weights of {len(trainers)} trainers bitwise equal; of {embeddings} "
         f"rows per server exactly the {len(rows)} that were looked up have moved\n"
     )
-    return {
-        "max_abs_diff": difference,
-        "tolerance": tolerance,
-        "passed": True,
-        "rows": embeddings,
-        "rows_moved": len(rows),
-    }
+    moved_rows = {"rows": embeddings, "rows_moved": len(rows)}
+    return {"max_abs_diff": difference, "tolerance": tolerance, "passed": True, **moved_rows}
 
 
 def train(args, servers):
@@ -518,58 +513,69 @@ def print_samples(name, samples, epochs):
 
 
 def run_master(args, names, result):
-    """Have the tables made, the trainers train, and print what they measured as they finish.
+    """What the master does: verify, have the trainers train, print and write what they measured.
 
     names: of all ranks, for RPC. result: the head of the JSON.
     """
     from common import report
-    from common.setup import say
 
     trainers = names[: args.trainers]
     servers = names[args.trainers : -1]
     result["verify"] = None if args.no_verify else verify(args, trainers, servers)
     create_tables(args, servers, args.embeddings)
+    result["trainers"] = train_all(args, trainers, servers)
+    result |= summarize(args, result["trainers"])
+    report.write_json(args.json, result)
+
+
+def train_all(args, trainers, servers):
+    """Have the trainers train; print the rows of each when it has finished. Returns all results."""
+    from common.setup import say
+
     finished = queue.Queue()
     for name in trainers:
         answer = rpc.rpc_async(name, train, (args, servers), timeout=0)
         answer.add_done_callback(finished.put)
-
-    epochs = args.steps // EPOCH
-    measured = []
+    results = []
     for _ in trainers:
-        trained = finished.get().wait()
-        if not measured:
+        result = finished.get().wait()
+        if not results:
             say()
             print_header()
-        measured.append(trained)
-        for lookup, samples in trained["lookups"].items():
-            print_samples(f"{trained['name']} {lookup}", samples, epochs)
-    measured.sort(key=lambda trained: trainers.index(trained["name"]))
-    pooled = {lookup: pool(measured, lookup) for lookup in lookups(args)}
+        results.append(result)
+        for lookup, samples in result["lookups"].items():
+            print_samples(f"{result['name']} {lookup}", samples, args.steps // EPOCH)
+    return sorted(results, key=lambda result: trainers.index(result["name"]))
+
+
+def summarize(args, results):
+    """Print what all trainers measured together; returns it for the JSON."""
+    from common.setup import say
+
     rates = {}
-    for lookup, samples in pooled.items():
-        print_samples(f"all {lookup}", samples, epochs)
-        rates[lookup] = args.trainers * sum(samples["examples"]) / sum(samples["seconds"])
+    waits = {}
+    for lookup in lookups(args):
+        samples = pool(results, lookup)
+        print_samples(f"all {lookup}", samples, args.steps // EPOCH)
+        seconds = sum(samples["seconds"]) / args.trainers  # they train at the same time
+        rates[lookup] = sum(samples["examples"]) / seconds
+        waits[lookup] = sum(samples["lookup_seconds"])
     say("seconds per epoch at each percentile, and examples (bags) per second at that pace;")
     say("lookups: their share of the time; all: samples pooled, examples summed")
     if args.lookup == "both":
         faster = rates["parallel"] / rates["sequential"]
-        waits = {lookup: sum(samples["lookup_seconds"]) for lookup, samples in pooled.items()}
         longer = waits["sequential"] / waits["parallel"]
         say(
             f"parallel / sequential: {faster:.3f} × the examples per second, all epochs; "
             f"sequential / parallel: {longer:.2f} × the time in lookups"
         )
-    first = sum(trained["loss"][0] for trained in measured) / args.trainers
-    last = sum(trained["loss"][-1] for trained in measured) / args.trainers
+    first = sum(result["loss"][0] for result in results) / args.trainers
+    last = sum(result["loss"][-1] for result in results) / args.trainers
     say(
         f"loss: {first:.3f} in the first epoch, {last:.3f} in the last; the targets are random, so "
         f"that ln {CLASSES} = {math.log(CLASSES):.3f} is all there is to learn"
     )
-    result["examples_per_second"] = rates
-    result["loss"] = [first, last]
-    result["trainers"] = measured
-    report.write_json(args.json, result)
+    return {"examples_per_second": rates, "loss": [first, last]}
 
 
 def main():
