@@ -106,7 +106,7 @@ def test_times_are_tc_s(text, time):
 
 
 def hosts(*words, rate="1gbit", delay="0.2ms") -> list:
-    words = [f"RATE={rate}", f"DELAY={delay}", "ARGS=", *words]
+    words = [f"RATE={rate}", f"DELAY={delay}", "ARGS=", *words]  # the last of a name counts
     return ["make", "-C", ROOT, "hosts", f"PYTHON={sys.executable}", *words]
 
 
@@ -163,6 +163,18 @@ def test_without_the_rights_of_root(script, tmp_path):
     """As root: without capabilities, but for the one that mapping root into a namespace takes."""
     prefix = ["setpriv", "--bounding-set", "-all,+setfcap"] if os.getuid() == 0 else []
     check_network(script, tmp_path, "400mbit", "2ms", prefix)
+
+
+@needs_hosts
+@pytest.mark.full
+def test_the_rungs_know_the_network_and_write_files_of_their_own(script, tmp_path):
+    picture, raw = tmp_path / "x.png", tmp_path / "x.json"
+    flags = f"--sizes nano --steps 1 --warmup 0 --plot {picture} --json {raw}"
+    status, output = script(hosts(f"ARGS={flags}", delay="0.3ms"), env=NO_MAKE).wait(300)
+    assert status == 0 and picture.exists(), output
+    result = json.loads(raw.read_text())
+    assert result["network"] == "1gbit, 0.3ms"
+    assert result["world_size"] == 2 and result["options"]["steps"] == 1
 
 
 def process_of(run, program: str, *words) -> int:
