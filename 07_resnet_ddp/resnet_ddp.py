@@ -238,6 +238,7 @@ def measure_epoch(outcomes, args, progress: dict, epoch: int, steps: int, device
     dist.barrier()  # rank 0 may still be saving, and nobody's first batch should count that
     began = time.perf_counter()
     line_began = began
+    ended = began
     for step, outcome in enumerate(outcomes, 1):
         place = f"epoch {epoch} step {step:3}/{steps}"
         setup.progress(place)
@@ -246,8 +247,8 @@ def measure_epoch(outcomes, args, progress: dict, epoch: int, steps: int, device
             continue
         for watch, loss, accuracy in unread:
             samples.append(read(watch, loss, accuracy))
-        now = time.perf_counter()
-        rate = global_batch * len(unread) / (now - line_began)
+        ended = time.perf_counter()
+        rate = global_batch * len(unread) / (ended - line_began)
         training_began = began - progress["train_seconds"]  # as if all epochs had come in a row
         left = setup.time_left(training_began, progress["step"] + step, args.epochs * steps)
         print_step(place, samples[-1], rate, left, device)
@@ -259,7 +260,7 @@ def measure_epoch(outcomes, args, progress: dict, epoch: int, steps: int, device
         for name in MEASURED:
             progress[name][rank] += [sample[name] for sample in samples_of_rank]
     progress["step"] += steps
-    progress["train_seconds"] += now - began
+    progress["train_seconds"] += ended - began
 
 
 def read(watch, loss: torch.Tensor, accuracy: torch.Tensor) -> dict:
