@@ -197,6 +197,9 @@ def test_when_the_launcher_is_ended_all_end(forked):
             os.kill(run.processes[0].pid, number)
     expected = {signal.SIGTERM: 143, signal.SIGINT: 1, signal.SIGKILL: -9}
     for number, run in runs.items():
+        deadline = time.monotonic() + 30  # after SIGKILL the others notice it one after another
+        while run.left() and time.monotonic() < deadline:
+            time.sleep(0.1)
         status, output = run.wait(30)  # fails if a process is left
         assert status == expected[number] and "Traceback" not in output, output
 
