@@ -146,3 +146,15 @@ def test_time_left(monkeypatch):
     monkeypatch.setattr(setup.time, "perf_counter", lambda: 10.0)
     assert setup.time_left(began=4.0, done=0, total=5) == ""
     assert setup.time_left(began=4.0, done=2, total=5) == ", 9 s left"
+
+
+def test_topology(tmp_path, monkeypatch):
+    said = report.topology()
+    assert f"{os.cpu_count()} cores, " in said or "GPU" in said
+    nvidia_smi = tmp_path / "nvidia-smi"
+    nvidia_smi.write_text("#!/bin/sh\necho GPU0 beside GPU1 $*\n")
+    nvidia_smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert report.topology() == "\nGPU0 beside GPU1 topo -m"
+    nvidia_smi.write_text("#!/bin/sh\nexit 9\n")  # no driver
+    assert "NUMA " in report.topology()
