@@ -3,7 +3,6 @@
 import ast
 import copy
 import gc
-import inspect
 import sys
 import time
 import warnings
@@ -287,7 +286,7 @@ def test_course(ranks, dtype, tolerance, kind):
 def sums_in_float32():
     """1 and 2^-12 have no sum in bfloat16, and a shard's gradient has a larger dtype."""
     (unit,) = FSDP(nn.Linear(3, 3, bias=False), torch.bfloat16).units.values()
-    unit.reduce(torch.full((3, 3), [1.0, 2**-12][dist.get_rank()], dtype=torch.bfloat16))()
+    unit.reduce(torch.full((3, 3), [1.0, 2**-12][dist.get_rank()], dtype=torch.bfloat16)).wait()
     length = [5, 4][dist.get_rank()]  # and the rest is padding
     assert unit.shard.grad[:length].eq((1 + 2**-12) / 2).all()
 
@@ -324,23 +323,27 @@ class Spy:
     """What a model launches, in order, and how many whole weights there are at most."""
 
     def __init__(self, model, allowed):
-        self.log, self.rooms, self.most, self.allowed = [], [], 0, allowed
-        self.reducing, self.most_reducing = model.schedule.reducing, 0
+        self.log = []
+        self.rooms = []  # of the whole weights
+        self.most = 0
+        self.allowed = allowed
+        self.schedule = model.schedule
+        self.most_reducing = 0
         for unit in model.units.values():
             unit.gather = partial(self.gather, unit, unit.gather)
             unit.reduce = partial(self.reduce, unit, unit.reduce)
 
     def gather(self, unit, gather, dtype):
-        end = gather(dtype)
+        gathering = gather(dtype)
         self.log.append(f"gather {unit.name}")
-        room = inspect.getclosurevars(end).nonlocals["room"]  # which nobody has, has no storage
-        self.rooms.append(StorageWeakRef(room.untyped_storage()))
+        self.rooms.append(StorageWeakRef(gathering.room.untyped_storage()))
         self.most = max(self.most, self.alive(max(self.most, self.allowed)))
-        return end
+        return gathering
 
     def reduce(self, unit, reduce, gradient):
         self.log.append(f"reduce {unit.name}")
-        self.most_reducing = max(self.most_reducing, len(self.reducing) + 1)
+        in_flight = 1 if self.schedule.reduction is None else 2
+        self.most_reducing = max(self.most_reducing, in_flight)
         return reduce(gradient)
 
     def alive(self, allowed=0):
