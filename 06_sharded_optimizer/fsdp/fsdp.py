@@ -521,6 +521,8 @@ def main():
     args = parser.parse_args()
     if args.save and args.no_verify:
         parser.error("argument --save: not with --no-verify, which trains no classifier")
+    if args.no_memory and args.plot and args.plot != parser.get_default("plot"):
+        parser.error("argument --plot: not with --no-memory, which leaves nothing to draw")
 
     wrap = partial(FSDP, prefetch=not args.no_prefetch)
     with setup.process_group(args) as device:
