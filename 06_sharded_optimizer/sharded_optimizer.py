@@ -380,29 +380,31 @@ def account(args, device, batch_shape):
 
     Returns {optimizer: {moment: [rank][bytes of parameters, gradients, optimizer state]}}.
     """
-    from common.memory import held_bytes
-
     optimizers = {"ShardedOptimizer": partial(ShardedOptimizer, optimizer_cls=torch.optim.AdamW)}
     if not args.no_baseline:
         optimizers = {"AdamW": torch.optim.AdamW} | optimizers
     memory = {}
     for name, make_optimizer in optimizers.items():
         model, optimizer, compute_gradients = training(args, device, batch_shape, make_optimizer)
-
-        def held(model=model, optimizer=optimizer):
-            parameters = list(model.parameters())
-            gradients = [p.grad for p in parameters if p.grad is not None]
-            parts = parameters, gradients, own_state(optimizer)
-            return of_all_ranks([held_bytes(tensors) for tensors in parts])
-
-        moments = memory[name] = {"model built": held()}
+        moments = {"model built": held_parts(model, optimizer)}
         compute_gradients()
         optimizer.step()
         compute_gradients()
-        moments["before the step"] = held()
+        moments["before the step"] = held_parts(model, optimizer)
         optimizer.step()
-        moments["after the step"] = held()
+        moments["after the step"] = held_parts(model, optimizer)
+        memory[name] = moments
     return memory
+
+
+def held_parts(model, optimizer) -> list:
+    """[rank][bytes of parameters, gradients, optimizer state] at this moment."""
+    from common.memory import held_bytes
+
+    parameters = list(model.parameters())
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    parts = parameters, gradients, own_state(optimizer)
+    return of_all_ranks([held_bytes(tensors) for tensors in parts])
 
 
 def print_memory(memory):
