@@ -78,8 +78,9 @@ def fully_sharded(model: nn.Module) -> nn.Module:
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
-    for part in [p for p in model.modules() if isinstance(p, nn.Linear | nn.Embedding)]:
-        fully_shard(part, mesh=mesh)
+    layers = [part for part in model.modules() if isinstance(part, nn.Linear | nn.Embedding)]
+    for layer in layers:
+        fully_shard(layer, mesh=mesh)
     return fully_shard(model, mesh=mesh)
 
 
@@ -107,7 +108,7 @@ def verify(args, device, wrap):
         """Batches of 64 images for each rank, and what they are together."""
         for batch in torch.randperm(len(images), generator=generator).split(64 * world_size):
             if len(batch) == 64 * world_size:  # the last may not be full
-                yield [batch[one::world_size] for one in range(world_size)], batch
+                yield [batch[start::world_size] for start in range(world_size)], batch
 
     twin = classifier(args.seed)
     model = wrap(classifier(args.seed + rank))  # rank 0's weights must win
@@ -144,7 +145,8 @@ def verify(args, device, wrap):
         mine = of_ranks[rank]
         F.cross_entropy(model(images[mine].float()).float(), labels[mine]).backward()
         model.finish_gradient_synchronization()
-        rounded_by_hand(weights, [(images[one].float(), labels[one]) for one in of_ranks])
+        batches = [(images[shard].float(), labels[shard]) for shard in of_ranks]
+        rounded_by_hand(weights, batches)
         optimizer.step()
     by_hand = {f"{2 * number}.weight": weight for number, weight in enumerate(weights)}
     mixed = difference(model.gather_full_params(), by_hand)
@@ -173,8 +175,9 @@ def rounded_by_hand(weights, batches):
 
 def difference(full: dict, expected: dict) -> float:
     """The largest deviation of any weight, on any rank."""
-    worst = torch.stack([(full[name] - one).abs().max() for name, one in expected.items()]).max()
-    dist.all_reduce(worst := worst.detach(), op=dist.ReduceOp.MAX)
+    of_weights = [(full[name] - weight).abs().max() for name, weight in expected.items()]
+    worst = torch.stack(of_weights).max().detach()
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     return worst.item()
 
 
@@ -183,7 +186,9 @@ def sent_bytes() -> int | None:
     counters = Path("/proc/self/io")
     if not counters.exists():
         return None
-    return int(dict(line.split(": ") for line in counters.read_text().splitlines())["wchar"])
+    for line in counters.read_text().splitlines():
+        if line.startswith("wchar: "):
+            return int(line.removeprefix("wchar: "))
 
 
 def bytes_of_a_step(step) -> int | None:
@@ -192,7 +197,9 @@ def bytes_of_a_step(step) -> int | None:
     before = sent_bytes()
     step()
     dist.barrier()
-    return sent_bytes() - before if before is not None else None
+    if before is None:
+        return None
+    return sent_bytes() - before
 
 
 def benchmark(args, device, batch_shape, wrap):
@@ -290,43 +297,3 @@ def print_steps(samples):
         "exposed: forward and backward beyond those of no sync; sent: by rank 0 to its sockets in a"
     )
     say("step; /fully_shard: ratio of the p50s, below 1 is faster.")
-
-
-def add_arguments(parser):
-    """The flags of fsdp.py."""
-    from common import setup
-
-    setup.add_training_arguments(parser, SIZES, steps=6)
-    setup.add_verify_arguments(parser)
-    parser.set_defaults(warmup=3)  # five candidates, and all within a minute
-    add = parser.add_argument
-    add("--no-prefetch", action="store_true", help="gather a weight when it is needed, not before")
-    add("--compute-dtype", choices=["float16", "bfloat16"], help="in which FSDP's layers compute")
-    add("--no-memory", action="store_true", help="do not account for the memory")
-    add("--plot", type=setup.output_file, metavar="FILE", help="picture of the memory, PNG")
-
-
-def run(parser, wrapper):
-    """All of fsdp.py: verify, account for the memory, measure."""
-    import fsdp_memory as memory
-
-    from common import report, setup
-
-    args = parser.parse_args()
-    if args.save and args.no_verify:
-        parser.error("argument --save: not with --no-verify, which trains no classifier")
-    if args.plot and args.no_memory:
-        parser.error("argument --plot: not with --no-memory, which leaves nothing to draw")
-    wrap = partial(wrapper, prefetch=not args.no_prefetch)
-    with setup.process_group(args) as device:
-        result = report.begin("06_sharded_optimizer/fsdp", args, device)
-        replicas = 1 if args.no_baseline else 4
-        model = report.describe(LanguageModel, SIZES, args, replicas)
-        result["model"] = model
-        result["verify"] = None if args.no_verify else verify(args, device, wrap)
-        if not args.no_memory:
-            result["memory_bytes"] = memory.account(args, device, wrap)
-            memory.show(result, args.plot)
-        batch_shape = model["batch_size"], model["context_length"]
-        result["candidates"] = benchmark(args, device, batch_shape, wrap)
-        report.write_json(args.json, result)

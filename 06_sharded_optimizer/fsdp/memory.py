@@ -7,17 +7,12 @@ memory come and go. The batch is one short sequence, so that activations hardly 
 fsdp.py uses it; it has no command line of its own.
 """
 
-import json
-import tempfile
-from pathlib import Path
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from measure import SIZES, LanguageModel, fully_sharded
 from sharded_optimizer import ShardedOptimizer
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 PARTS = {  # and their colours
     "parameters": "#56B4E9",
@@ -28,50 +23,16 @@ PARTS = {  # and their colours
 }
 
 
-def held_bytes(tensors) -> int:
-    """What this rank holds of them: of DTensors, the shard."""
-    local = [one.to_local() if isinstance(one, DTensor) else one for one in tensors]
-    return sum(one.nbytes for one in local)
-
-
-def allocations(function) -> list[dict]:
-    """Call a function: what torch's allocator for CPUs did meanwhile, in order.
-
-    Every entry has "Addr" and "Bytes"; bytes below 0 are given back.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        trace = Path(folder, "trace.json")
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        options = {"activities": activities, "profile_memory": True, "acc_events": True}
-        with torch.profiler.profile(**options) as profiler:
-            function()
-            dist.barrier()  # gloo's threads have given back what they worked on
-        profiler.export_chrome_trace(str(trace))
-        events = json.loads(trace.read_text())["traceEvents"]
-    events = [event for event in events if event.get("name") == "[memory]"]
-    return [event["args"] for event in sorted(events, key=lambda event: event["ts"])]
-
-
 def most_bytes(function, device, whole_sizes: set) -> tuple[int, int]:
     """Call a function: the most bytes that there were beyond those before, and how many of them
     in blocks as large as a whole weight (on CUDA unknown: 0).
     """
+    from common.memory import blocks_at_peak, peak_bytes
+
     if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        function()
-        return torch.cuda.max_memory_allocated(device) - before, 0
-    blocks = {}  # address -> bytes
-    most = 0, 0
-    for event in allocations(function):
-        if event["Bytes"] < 0:
-            blocks.pop(event["Addr"], None)
-            continue
-        blocks[event["Addr"]] = event["Bytes"]
-        total = sum(blocks.values())
-        if total > most[0]:
-            most = total, sum(size for size in blocks.values() if size in whole_sizes)
-    return most
+        return peak_bytes(function, device), 0
+    blocks = blocks_at_peak(function)
+    return sum(blocks), sum(size for size in blocks if size in whole_sizes)
 
 
 def account(args, device, wrap) -> dict:
@@ -102,6 +63,8 @@ def account(args, device, wrap) -> dict:
 
 def account_for(args, device, wrap, make_optimizer) -> dict:
     """{moment: [rank][bytes of each of PARTS]} of one candidate."""
+    from common.memory import held_bytes
+
     shape = SIZES[args.size][:5]
     torch.manual_seed(args.seed)
     with device:
@@ -116,7 +79,7 @@ def account_for(args, device, wrap, make_optimizer) -> dict:
         parameters = list(model.parameters())
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         local = getattr(optimizer, "local", optimizer)  # where ShardedOptimizer keeps its part
-        state = [value for of_one in local.state.values() for value in of_one.values()]
+        state = [value for values in local.state.values() for value in values.values()]
         parts = [held_bytes(parameters), held_bytes(gradients), held_bytes(state), in_flight, rest]
         moments[moment] = [None] * dist.get_world_size()
         dist.all_gather_object(moments[moment], parts)
@@ -138,9 +101,10 @@ def account_for(args, device, wrap, make_optimizer) -> dict:
         measured.append(most_bytes(compute_gradients, device, whole_sizes))
     # The least is right: the profiler may miss what a thread of gloo gives back.
     total, in_flight = min(measured)
-    made = 0
+    made = 0  # of the gradients, in the call that was measured
     if not isinstance(model, nn.parallel.DistributedDataParallel):  # there they stay, in buckets
-        made = held_bytes([p.grad for p in model.parameters() if p.grad is not None])
+        gradients = [parameter.grad for parameter in model.parameters()]
+        made = held_bytes(gradient for gradient in gradients if gradient is not None)
     if device.type == "cuda":
         in_flight = total - made
     note("forward and backward", in_flight, total - in_flight - made)
@@ -156,7 +120,9 @@ def theory(result) -> dict:
     with torch.device("meta"):
         weights = LanguageModel(*SIZES[result["model"]["size"]][:5]).parameters()
     sizes = sorted((itemsize * weight.numel() for weight in weights), reverse=True)
-    everything, ranks, two_layers = sum(sizes), result["world_size"], sum(sizes[:2])
+    everything = sum(sizes)
+    two_layers = sum(sizes[:2])
+    ranks = result["world_size"]
     return {
         "unsharded": 4 * everything,
         "ShardedOptimizer": 2 * everything + 2 * everything / ranks,
