@@ -122,11 +122,11 @@ def write_json(path: Path | None, result: dict) -> None:
     result["seconds"] = (datetime.now(timezone.utc) - result["started"]).total_seconds()
     finite = json.loads(json.dumps(result, default=str), parse_constant=lambda _: None)
     text = json.dumps(finite, indent=1) + "\n"
-    path = path.resolve()  # a link stays one
-    if path.exists() and not path.is_file():  # /dev/null, a pipe
-        path.write_text(text)
+    target = path.resolve()  # a link stays one
+    if target.exists() and not target.is_file():  # /dev/null, a pipe
+        target.write_text(text)
     else:
-        beside = path.with_name(f".{path.name}.{os.getpid()}")
+        beside = target.with_name(f".{target.name}.{os.getpid()}")
         beside.write_text(text)
-        beside.replace(path)
+        beside.replace(target)
     say(f"written: {path}")

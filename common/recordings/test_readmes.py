@@ -113,8 +113,9 @@ def test_a_page_shows_the_recorded_output(stage):
 def would_record(*targets: str) -> str:
     """What make would run for these."""
     environment = {key: value for key, value in os.environ.items() if "MAKE" not in key}
-    words = ["-n", "-C", ROOT, *targets, "ARGS=", f"PYTHON={sys.executable}"]
-    run = subprocess.run(["make", *words], env=environment, capture_output=True, text=True)
+    words = ["-n", *targets, "ARGS=", f"PYTHON={sys.executable}"]
+    options = {"cwd": ROOT, "env": environment, "capture_output": True, "text": True}
+    run = subprocess.run(["make", *words], **options)
     assert run.returncode == 0, run.stderr
     return run.stdout
 
