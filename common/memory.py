@@ -50,6 +50,7 @@ def blocks_at_peak(function: Callable[[], object]) -> list[int]:
     """Call a function on a CPU: the sizes of the new blocks that there were at the peak."""
     blocks = {}  # that the function has taken and not given back: address -> bytes
     total = 0
+    peak = 0
     at_peak = []
     for event in allocations(function):
         address = event["Addr"]
@@ -59,7 +60,8 @@ def blocks_at_peak(function: Callable[[], object]) -> list[int]:
         if event["Bytes"] > 0:
             blocks[address] = event["Bytes"]
             total += event["Bytes"]
-            if total > sum(at_peak):
+            if total > peak:
+                peak = total
                 at_peak = list(blocks.values())
     return at_peak
 
