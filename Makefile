@@ -5,8 +5,7 @@ ARGS ?=
 N ?= 20
 LADDER := 02_naive_ddp 03_flat_ddp 04_overlap_ddp 05_bucketed
 STAGES := 01_allreduce $(LADDER) 06_sharded_optimizer 07_resnet_ddp 08_ddp_rpc
-TOOLS := 05_bucketed/bucket_sweep 05_bucketed/predict 06_sharded_optimizer/memory \
-	06_sharded_optimizer/fsdp 07_resnet_ddp/sweep 07_resnet_ddp/compile_ddp 07_resnet_ddp/balance
+LESSONS := $(patsubst %/README.md,%,$(wildcard 0?_*/README.md 0?_*/*/README.md))
 
 ifeq ($(shell expr "x$(NPROC)" : 'x[1-9][0-9]*$$'),0)
 $(error NPROC='$(NPROC)' is not a whole number of at least 1)
@@ -35,18 +34,11 @@ endif
 else
 HOSTS = --standalone
 endif
-CORES := $(shell getconf _NPROCESSORS_ONLN)
-THREADS := $(shell echo $$(( $(CORES) > $(NPROC) ? $(CORES) / $(NPROC) : 1 )))
-TORCHRUN = $(PYTHON) -m common.torchrun $(HOSTS) \
-	--nproc-per-node $(NPROC)
-
-HELP := $(filter -h --help,$(ARGS))
+TORCHRUN = $(PYTHON) -m common.launch.torchrun $(HOSTS) --nproc-per-node $(NPROC)
 
 .NOTPARALLEL:
-.PHONY: help setup test test-full test-torch clean-torch soak hosts lint format all reference clean compare growth timeline \
-	read check-python $(STAGES) $(TOOLS) 05_bucketed/simulate 05_bucketed/extrapolate \
-	07_resnet_ddp/compare_runs 07_resnet_ddp/make_cifar 07_resnet_ddp/loading \
-	01_allreduce/alternate_ring 01_allreduce/ring_profile
+.PHONY: help setup test test-full test-torch clean-torch soak hosts lint format all reference clean \
+	compare timeline read check-python $(LESSONS)
 help:
 	@sed -n 's/^## \{0,1\}//p' Makefile
 
@@ -56,127 +48,65 @@ $(foreach stage,$(STAGES),$(eval .PHONY: $(call SHORT,$(stage)) $(stage)/) \
 	$(eval $(call SHORT,$(stage)) $(stage)/: $(stage)))
 
 ##   make 01_allreduce                       all-reduce, measured and opened up
-GIVEN := $(filter command environment,$(firstword $(origin NPROC)))
-DRAW = $(if $(filter --demo --plot --plot=% -h --help,$(ARGS)),,--plot results/$(1).png)
-01_allreduce: $(RUNTIME) | $(if $(call DRAW),results)
-	@$(PYTHON) 01_allreduce/allreduce.py $(if $(GIVEN),--world-sizes $(NPROC)) \
-	  $(call DRAW,01_allreduce) $(ARGS)
-
+##   make 01_allreduce/shared_memory         all-reduce through memory that the ranks share
 ##   make 01_allreduce/alternate_ring        a simpler ring, beside the ring
-##   make 01_allreduce/ring_profile          where the ring's time goes
 ##   make 02_naive_ddp                       one all-reduce per parameter, after backward
 ##   make 03_flat_ddp                        one all-reduce of one flat tensor, after backward
 ##   make 04_overlap_ddp                     one all-reduce per parameter, during backward
 ##   make 05_bucketed                        one all-reduce per bucket, during backward
-SCRIPT_OF_02_naive_ddp := 02_naive_ddp/naive_ddp.py
-SCRIPT_OF_03_flat_ddp := 03_flat_ddp/flat_ddp.py
-SCRIPT_OF_04_overlap_ddp := 04_overlap_ddp/overlap_ddp.py
-SCRIPT_OF_05_bucketed := 05_bucketed/bucketed.py
 ##   make 05_bucketed/bucket_sweep           which bucket size is best, measured and predicted
-##   make 05_bucketed/simulate               a step of 02 to 05 by a model, without running one
-##   make 05_bucketed/predict                what that model predicts here, and what is measured
-##   make 05_bucketed/extrapolate            the model for 2 to 1024 ranks
+##   make 05_bucketed/predict                what a model of the step predicts, and what is measured
 ##   make 06_sharded_optimizer               optimizer state split over the ranks (ZeRO stage 1)
-##   make 06_sharded_optimizer/memory        what that saves, part by part
 ##   make 06_sharded_optimizer/fsdp          gradients and parameters split too (ZeRO stage 3)
-SCRIPT_OF_06_sharded_optimizer := 06_sharded_optimizer/sharded_optimizer.py
-$(LADDER) 06_sharded_optimizer: $(RUNTIME)
-	@$(TORCHRUN) $(SCRIPT_OF_$@) $(ARGS)
-
 ##   make 07_resnet_ddp                      ResNet-18 on one device against torch DDP on NPROC
-##   make 07_resnet_ddp/compare_runs         its table and pictures again
-##   make 07_resnet_ddp/sweep [FULL=1]       iteration time over models and numbers of ranks
+##   make 07_resnet_ddp/sweep                iteration time over models and numbers of ranks
 ##   make 07_resnet_ddp/compile_ddp          DDP and FSDP, eager and compiled
 ##   make 07_resnet_ddp/balance              the slowest rank sets the pace
-##   make 07_resnet_ddp/make_cifar           a synthetic CIFAR-10 of full size: results/cifar
-##   make 07_resnet_ddp/loading              what loading it costs, with and without workers
+##   make 08_ddp_rpc                         DDP for the dense part, RPC servers for the embeddings
+# The script of a folder has its name, without the number. torchrun starts it if its docstring says
+# so; otherwise it starts its processes itself, and is told how many if NPROC was given.
+GIVEN_NPROC := $(if $(filter file,$(origin NPROC)),,--nproc $(NPROC))
+SCRIPT_OF = $(1)/$(shell echo $(notdir $(1)) | sed 's/^[0-9]*_//').py
+WITH_TORCHRUN = $(shell grep '^    torchrun --standalone' $(call SCRIPT_OF,$@))
+$(filter-out 07_resnet_ddp,$(LESSONS)): $(RUNTIME)
+	@$(if $(WITH_TORCHRUN),$(TORCHRUN) $(call SCRIPT_OF,$@),$(PYTHON) $(call SCRIPT_OF,$@) \
+	  $(GIVEN_NPROC)) $(ARGS)
+
 # Every process has the same number of threads, also the single one. The flags are checked for all
 # ranks before it starts.
+THREADS = $(shell cores=$$(getconf _NPROCESSORS_ONLN); \
+	echo $$(( cores > $(NPROC) ? cores / $(NPROC) : 1 )))
 RESNET_DDP = 07_resnet_ddp/resnet_ddp.py --threads $(THREADS) --results results $(ARGS)
 RANKS = $$(( $(NPROC) * $(or $(NNODES),1) ))
 AS_RANK_0 = RANK=0 LOCAL_RANK=0 WORLD_SIZE=$(RANKS) LOCAL_WORLD_SIZE=$(NPROC)
-07_resnet_ddp: $(RUNTIME) | results
+07_resnet_ddp: $(RUNTIME)
 	@$(AS_RANK_0) $(PYTHON) $(RESNET_DDP) --check
-ifeq ($(HELP),)
+ifeq ($(filter -h --help,$(ARGS)),)
 	@rm -f results/07_single.json results/07_ddp_*.json results/speedup.png results/breakdown.png
 	@echo "1 of 2: a single device"; began=$$(date +%s); $(PYTHON) $(RESNET_DDP) || exit; \
 	  echo; echo "2 of 2: DDP × $(RANKS) (1 took $$(( $$(date +%s) - began )) s)"; \
 	  $(TORCHRUN) $(RESNET_DDP)
 endif
-01_allreduce/alternate_ring 01_allreduce/ring_profile 05_bucketed/simulate: $(RUNTIME)
-	@$(PYTHON) $@.py $(ARGS)
-05_bucketed/extrapolate: $(RUNTIME) | $(if $(call DRAW),results)
-	@$(PYTHON) $@.py $(call DRAW,extrapolate) $(ARGS)
-07_resnet_ddp/compare_runs: $(RUNTIME)
-	@$(PYTHON) $@.py $(or $(ARGS),results)
-07_resnet_ddp/make_cifar: $(RUNTIME) | results
-	@$(PYTHON) $@.py $(or $(ARGS),results/cifar)
-07_resnet_ddp/loading: $(RUNTIME)
-	@$(PYTHON) $@.py $(ARGS)
-
-# The second scripts of the folders, which torchrun starts as well.
-05_bucketed/bucket_sweep: FLAGS = $(call DRAW,bucket_sweep)
-05_bucketed/predict: FLAGS = $(call DRAW,predict)
-06_sharded_optimizer/memory: FLAGS = $(call DRAW,06_memory)
-06_sharded_optimizer/fsdp: FLAGS = $(if $(filter --no-memory,$(ARGS)),,$(call DRAW,06_fsdp))
-05_bucketed/bucket_sweep 05_bucketed/predict 06_sharded_optimizer/memory \
-06_sharded_optimizer/fsdp: | $(if $(call DRAW),results)
-07_resnet_ddp/sweep: FLAGS = $(if $(FULL),,--model resnet18 --batch-size 8 --image-size 64)
-$(TOOLS): $(RUNTIME)
-	@$(TORCHRUN) $@.py $(FLAGS) $(ARGS)
-
-##   make 08_ddp_rpc                         DDP for the dense part, RPC servers for the embeddings
-LAYOUT = --trainers $(NPROC) --servers $(NPROC)
-LAYOUT_FLAGS := --trainers --servers --number-trainers --number-ps
-LAYOUT_CHOSEN = $(foreach flag,$(LAYOUT_FLAGS),$(findstring $(flag),$(ARGS)))
-08_ddp_rpc: $(RUNTIME)
-	@$(PYTHON) 08_ddp_rpc/ddp_rpc.py $(if $(strip $(LAYOUT_CHOSEN)),,$(LAYOUT)) $(ARGS)
 
 ##
 ##   make compare                            02 to 05 in turn, two models: results/compare.png
-compare: $(RUNTIME) | results
-	@$(if $(HELP),,rm -f results/compare.json results/compare.png)
-	@$(TORCHRUN) common/rungs.py --plot results/compare.png --json results/compare.json $(ARGS)
-
 ##   make timeline                           a step of 02 to 05 on one axis: results/timeline.png
-SCRIPT_OF_no_sync := common/no_sync.py
-TRACES = $(foreach rung,no_sync $(LADDER),results/timeline_$(rung).json)
-timeline: $(RUNTIME) | results
-ifneq ($(HELP),)
-	@$(TORCHRUN) $(SCRIPT_OF_05_bucketed) --help
-else
-	@rm -f results/timeline*
-	@number=0; took=; \
-	for rung in $(foreach rung,no_sync $(LADDER),$(rung):$(SCRIPT_OF_$(rung))); do \
-	  number=$$((number + 1)); start=$$(date +%s); name=results/timeline_$${rung%:*}; \
-	  echo "$$number of 5: $${rung#*:}$$took"; \
-	  $(TORCHRUN) $${rung#*:} --no-verify --no-baseline --steps 1 --trace $$name.json $(ARGS) \
-	    > $$name.txt || exit; \
-	  took=" (the one before took $$(($$(date +%s) - start)) s)"; \
-	done
-	@$(PYTHON) -m common.timeline $(TRACES) --plot results/timeline.png
-endif
+compare: $(RUNTIME)
+	@$(TORCHRUN) common/ladder/rungs.py $(ARGS)
+timeline: $(RUNTIME)
+	@$(TORCHRUN) common/ladder/timeline.py $(ARGS)
 
 ##   make read [FROM=02 TO=05]               two rungs side by side: results/ladder.html, or in the
 ##                                           terminal; needs Python alone
-read: | $(if $(FROM)$(TO),,results)
+read:
 	@$(READER) -c '$(NEW_ENOUGH)' || exit 2
-	@$(READER) -m common.read $(if $(FROM),--from='$(FROM)') $(if $(TO),--to='$(TO)') $(ARGS)
-
-##   make growth                             05 with models that grow: tiny, small, medium (minutes)
-growth: $(RUNTIME)
-	@$(TORCHRUN) common/growth.py $(ARGS)
+	@$(READER) -m common.read.read $(if $(FROM),--from='$(FROM)') $(if $(TO),--to='$(TO)') $(ARGS)
 
 ##   make hosts [RATE=1gbit DELAY=0.2ms]     make compare on a network between two hosts, which
 ##                                           Linux plays here (SCRIPT=… runs another script)
-LINK_RATE = $(or $(RATE),1gbit)
-LINK_DELAY = $(or $(DELAY),0.2ms)
-LINK = '$(LINK_RATE)' '$(LINK_DELAY)'
-HOSTS_RUNGS = common/rungs.py --steps 8 --warmup 2 --network '$(LINK_RATE), $(LINK_DELAY)' \
-	--plot results/hosts.png --json results/hosts.json
-hosts: $(RUNTIME) | results
-	@$(if $(SCRIPT)$(HELP),,rm -f results/hosts.json results/hosts.png)
-	@exec bash common/hosts.sh $(PYTHON) $(LINK) $(or $(SCRIPT),$(HOSTS_RUNGS)) $(ARGS)
+NETWORK = '$(or $(RATE),1gbit)' '$(or $(DELAY),0.2ms)'
+hosts: $(RUNTIME)
+	@exec bash common/launch/hosts.sh $(PYTHON) $(NETWORK) $(or $(SCRIPT),common/ladder/rungs.py) $(ARGS)
 
 ##   make all                                every stage with its defaults
 all: $(RUNTIME)
@@ -210,7 +140,7 @@ setup: $(RUNTIME)
 ##                                           the environments (one each, 5.5 GB, kept)
 ##   make soak [N=20]                        the tests with several processes, N times
 # In parallel where PYTHON has pytest-xdist; ARGS="-n 0" one by one, as --pdb and -s need it.
-WORKERS := $(shell echo $$(( $(CORES) < 4 ? $(CORES) : 4 )))
+WORKERS = $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$(( cores < 4 ? cores : 4 )))
 HAS_XDIST = $(shell $(PYTHON) -c "import xdist; print(1)" 2> /dev/null)
 test: $(RUNTIME) $(DEVELOPMENT)
 	$(PYTHON) -m pytest $(if $(HAS_XDIST),-n $(WORKERS) --dist worksteal) -m "not full" $(ARGS)
@@ -218,9 +148,9 @@ test-full: $(RUNTIME) $(DEVELOPMENT)
 	$(PYTHON) -m pytest $(ARGS)
 test-torch:
 	@python3 -c '$(NEW_ENOUGH)' || exit 2
-	@python3 common/torch_versions.py '$(ARGS)' $(TORCH)
+	@python3 common/testing/torch_versions.py '$(ARGS)' $(TORCH)
 clean-torch:
-	@python3 common/torch_versions.py --remove
+	@python3 common/testing/torch_versions.py --remove
 soak: $(RUNTIME) $(DEVELOPMENT)
 	@for round in $$(seq $(N)); do echo "round $$round of $(N)"; \
 	  $(PYTHON) -m pytest -q -m "distributed and not full" $(ARGS) || exit; done
@@ -233,11 +163,9 @@ format: $(RUNTIME) $(DEVELOPMENT)
 	$(PYTHON) -m ruff format .
 
 ##   make reference                          record every reference_output*.txt and picture again
-include common/reference.mk
+include common/recordings/reference.mk
 
 ##   make clean                              remove results/ and caches
-results:
-	@mkdir -p results 2> /dev/null || true
 clean:
 	rm -rf results .pytest_cache .ruff_cache
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

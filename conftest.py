@@ -1,11 +1,11 @@
-"""The fixtures of all tests; what else they share is in common/testing.py and wrapper_checks.py."""
+"""The fixtures of all tests; what else they share is in common/testing/."""
 
 import os
 import signal
 
 import pytest
 
-pytest.register_assert_rewrite("common.testing", "common.wrapper_checks")
+pytest.register_assert_rewrite("common.testing.harness")
 # Nothing here imports torch at once: it takes seconds, and one of pytest's processes runs no test.
 
 # Several tests share the cores: no thread should wait for another one by spinning.
@@ -26,7 +26,7 @@ def pytest_collection_modifyitems(items):
 
 def pytest_collection_finish(session):
     if any({"ranks", "forked"} & set(item.fixturenames) for item in session.items):
-        from common.testing import ready_processes
+        from common.testing.harness import ready_processes
 
         ready_processes()  # they import while the first tests run
 
@@ -43,7 +43,7 @@ def same_environment():
 @pytest.fixture(scope="session")
 def ranks():
     """ranks(n).run(function, *arguments): call a module-level function on n ranks of gloo."""
-    from common.testing import Ranks
+    from common.testing.harness import Ranks
 
     started = {}
 
@@ -60,7 +60,7 @@ def ranks():
 @pytest.fixture
 def script():
     """script(command, …) starts a command as a Script and ends it with the test."""
-    from common.testing import Script
+    from common.testing.harness import Script
 
     started = []
 
@@ -76,7 +76,7 @@ def script():
 @pytest.fixture
 def launched(script):
     """launched(world_size, path, *words) is torchrun's run of a script: (exit status, output)."""
-    from common.testing import torchrun
+    from common.testing.harness import torchrun
 
     def run(world_size: int, *words, timeout: float = 120, **options) -> tuple[int, str]:
         return script(torchrun(world_size, *words), **options).wait(timeout)
@@ -87,7 +87,7 @@ def launched(script):
 @pytest.fixture
 def forked(tmp_path_factory):
     """The same in 0.1 s instead of seconds, in processes that have torch: see Forked."""
-    from common.testing import Forked
+    from common.testing.harness import Forked
 
     runs = Forked(tmp_path_factory.mktemp("forked"))
     yield runs

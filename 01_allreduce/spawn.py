@@ -7,7 +7,6 @@ a global variable never gets there), and a fixed port lets two runs on one machi
 
 import os
 import signal
-import sys
 import tempfile
 from pathlib import Path
 
@@ -34,8 +33,8 @@ def run_ranks(world_size: int, folder: str, function, backend: str, *arguments) 
         signal.signal(number, note)
     # Blocking is inherited, so that no rank that starts greets Ctrl-C with a traceback.
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    everything = (world_size, store, function, backend, *arguments)
-    ranks = mp.spawn(start_rank, everything, nprocs=world_size, join=False)
+    of_start_rank = (world_size, store, function, backend, *arguments)
+    ranks = mp.spawn(start_rank, of_start_rank, nprocs=world_size, join=False)
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
         for number in signals:
@@ -57,7 +56,6 @@ def start_rank(rank: int, world_size: int, store: str, function, backend: str, *
     from common.setup import threads_per_rank, without_gloo_greeting
 
     os.environ["RANK"] = str(rank)  # common's say() and progress() go by it, as under torchrun
-    sys.stdout.reconfigure(errors="replace")  # ? where the output's encoding lacks a character
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
     torch.set_num_threads(threads_per_rank(world_size))
@@ -68,9 +66,14 @@ def start_rank(rank: int, world_size: int, store: str, function, backend: str, *
         torch.cuda.set_device(device)
     if backend == "nccl":
         device_id = device
-    meeting = {"store": dist.FileStore(store, world_size), "rank": rank, "world_size": world_size}
     with without_gloo_greeting():
-        dist.init_process_group(backend.removesuffix("-cuda"), device_id=device_id, **meeting)
+        dist.init_process_group(
+            backend.removesuffix("-cuda"),
+            store=dist.FileStore(store, world_size),
+            rank=rank,
+            world_size=world_size,
+            device_id=device_id,
+        )
     try:
         function(device, backend, *arguments)
     finally:

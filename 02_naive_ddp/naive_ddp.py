@@ -36,7 +36,7 @@ def broadcast_from_rank_0(module: nn.Module, process_group: dist.ProcessGroup | 
 def fill_if_unused(parameter: nn.Parameter) -> None:
     """Zeros for a parameter that this rank did not use; RuntimeError for what has no mean."""
     if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter, dtype=getattr(parameter, "grad_dtype", None))
+        parameter.grad = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
     if parameter.grad.is_sparse:
         raise RuntimeError("a sparse gradient cannot be averaged: use nn.Embedding(sparse=False)")
     if parameter.grad.requires_grad:
@@ -75,11 +75,10 @@ class NaiveDDP(nn.Module):
         """Average all gradients. Call it after backward(), before optimizer.step()."""
         if not self.synchronizing:
             return
-        for parameter in self.module.parameters():
-            if parameter.requires_grad:
-                fill_if_unused(parameter)
-                parameter.grad.mul_(1 / self.world_size)  # before the sum, which could overflow
-                dist.all_reduce(parameter.grad, group=self.process_group)
+        for parameter in trainable_parameters(self.module):
+            fill_if_unused(parameter)
+            parameter.grad.mul_(1 / self.world_size)  # before the sum, which could overflow
+            dist.all_reduce(parameter.grad, group=self.process_group)
 
 
 WRAPPER, WRAPPER_OPTIONS = NaiveDDP, {}
@@ -99,10 +98,10 @@ def check_module(module: nn.Module, process_group: dist.ProcessGroup | None) -> 
     for name, tensor in tensors.items():
         layout = f"{tuple(tensor.shape)} {tensor.dtype} strides={tensor.stride()}"
         mine.append(f"{name} {layout} requires_grad={tensor.requires_grad}")
-    everyones = [None] * dist.get_world_size(process_group)
-    dist.all_gather_object(everyones, mine, group=process_group)
-    for rank, theirs in enumerate(everyones):
-        for expected, found in zip_longest(everyones[0], theirs, fillvalue="nothing"):
+    of_ranks = [None] * dist.get_world_size(process_group)
+    dist.all_gather_object(of_ranks, mine, group=process_group)
+    for rank, theirs in enumerate(of_ranks):
+        for expected, found in zip_longest(of_ranks[0], theirs, fillvalue="nothing"):
             if expected != found:
                 raise ValueError(f"models differ: rank 0 has {expected}, rank {rank} has {found}")
     # From here on the ranks have the same module, so that all of them raise or none does.
@@ -112,14 +111,66 @@ def check_module(module: nn.Module, process_group: dist.ProcessGroup | None) -> 
         raise ValueError("no parameter requires a gradient, so there is nothing to synchronize")
 
 
+def trainable_parameters(module: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+
+def gradient_dtype(parameter: nn.Parameter) -> torch.dtype:
+    """The parameter's own; newer versions of torch let one choose another."""
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype
+
+
+# Guards and helpers of stages 04 and 05, which communicate during backward; 02 and 03 need none.
+
+
+def in_place_writes(parameters: list[nn.Parameter]) -> int:
+    """How often they were written to in place: every optimizer step counts."""
+    return sum(parameter._version for parameter in parameters)
+
+
 def check_forward(wrapper: nn.Module) -> None:
-    """Stages 04 and 05: RuntimeError before a forward whose gradients could not be averaged."""
-    if {p for p in wrapper.module.parameters() if p.requires_grad} != set(wrapper.order):
+    """RuntimeError before a forward whose gradients could not be averaged."""
+    if set(trainable_parameters(wrapper.module)) != set(wrapper.order):
         raise RuntimeError("parameters were frozen, thawed or replaced: wrap the module again")
-    versions = sum(p._version for p in wrapper.order)  # counts in-place writes: optimizer steps
-    if wrapper.ready and (wrapper.waiting or versions != wrapper.versions):
+    optimizer_has_stepped = in_place_writes(wrapper.order) != wrapper.writes
+    if wrapper.ready and (wrapper.waiting or optimizer_has_stepped):
         raise RuntimeError("call finish_gradient_synchronization() after every backward()")
-    wrapper.versions = versions
+
+
+def check_first_backward(parameter: nn.Parameter, ready: set[nn.Parameter]) -> None:
+    if parameter in ready:
+        raise RuntimeError("backward() ran twice: finish in between, or use no_sync()")
+
+
+def check_unchanged(in_flight: list[tuple]) -> None:
+    """RuntimeError if a tensor was written to while it was reduced; on a GPU nobody can tell."""
+    for _, tensor, version in in_flight:
+        if tensor.is_cpu and tensor._version != version:
+            raise RuntimeError("gradients changed on their way: clip or zero them afterwards")
+
+
+def bucket_limit(bucket_size_mb: float | None) -> float:
+    """In bytes; ValueError for what is no size."""
+    if bucket_size_mb is None:
+        return torch.inf
+    if not bucket_size_mb > 0:
+        raise ValueError(f"bucket_size_mb={bucket_size_mb} is not above 0; None means no limit")
+    return bucket_size_mb * 2**20
+
+
+def view_in_layout_of(parameter: nn.Parameter, flat: torch.Tensor) -> torch.Tensor:
+    """Flat memory, seen in a parameter's shape and strides: fused optimizers need the same."""
+    strides = torch.empty_like(parameter, device="meta").stride()  # meta: nothing is allocated
+    return flat.as_strided(parameter.shape, strides)
+
+
+def memory_layout(parameters: list[nn.Parameter]) -> list[tuple]:
+    return [(id(p), p.dtype, p.device, p.stride()) for p in parameters]
+
+
+def check_layout(parameters: list[nn.Parameter], expected: list[tuple]) -> None:
+    if memory_layout(parameters) != expected:
+        raise RuntimeError("parameters were copied, moved or cast: wrap the module again")
 
 
 TOLERANCE = 1e-10  # of float64 weights after hundreds of steps; rounding alone stays far below
@@ -193,17 +244,21 @@ def verify(args, options, device):
 
     twin = classifier(args.seed)
     model = WRAPPER(classifier(args.seed + rank), **options)  # rank 0's weights must win
-    optimizer = torch.optim.Adam([*twin.parameters(), *model.parameters()], lr=1e-3)
+    twin_optimizer = torch.optim.Adam(twin.parameters(), lr=1e-3)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     watch = Stopwatch(device)
     shuffle = torch.Generator().manual_seed(args.seed)
     for epoch in (1, 2):
         batches = torch.randperm(len(images), generator=shuffle).split(64 * world_size)
         for step, batch in enumerate(batches[: len(images) // (64 * world_size)], 1):  # full ones
             shard = batch[rank::world_size]
+            twin_optimizer.zero_grad()
             F.cross_entropy(twin(images[batch]), labels[batch]).backward()
+            twin_optimizer.step()
             loss, times = train_step(model, optimizer, watch, images[shard], labels[shard])
             if args.log_every and step % args.log_every == 0:
-                ms, exposed, _ = (f"{1000 * seconds:.2f} ms" for seconds in times.values())
+                ms = f"{1000 * times['step_seconds']:.2f} ms"
+                exposed = f"{1000 * times['exposed_comm_seconds']:.2f} ms"
                 say(f"verify: epoch {epoch}, step {step}: loss {loss:.4f}, {ms}, exposed {exposed}")
         with torch.no_grad():
             logits = model(test_images)

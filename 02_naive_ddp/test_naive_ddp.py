@@ -1,89 +1,22 @@
-"""Stage 02: NaiveDDP against single-process training, and the script from outside."""
+"""What stage 02 alone does. What 02 to 05 promise together: common/testing/test_wrappers.py."""
 
-from pathlib import Path
+import torch
+from naive_ddp import NaiveDDP
+from torch import nn
 
-import pytest
-from naive_ddp import NaiveDDP, main
-
-from common import testing, wrapper_checks
-
-SCRIPT = Path(__file__).with_name("naive_ddp.py")
+from common.timing import CollectiveCounter
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize(
-    "model",
-    [
-        wrapper_checks.Tied,
-        wrapper_checks.Frozen,
-        wrapper_checks.Branches,
-        wrapper_checks.MixedTypes,
-        wrapper_checks.ChannelsLast,
-    ],
-)
-def test_trains_like_one_process(ranks, world_size, model):
-    ranks(world_size).run(wrapper_checks.trains_like_one_process, NaiveDDP, model)
+def all_reduces_of_a_finish():
+    """Of five parameters one is frozen."""
+    model = NaiveDDP(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 1, bias=False)))
+    model.module[0].bias.requires_grad_(False)  # also after wrapping: this stage looks each time
+    with CollectiveCounter() as in_backward:
+        model(torch.ones(2, 3)).sum().backward()
+    with CollectiveCounter() as in_finish:
+        model.finish_gradient_synchronization()
+    return in_backward.count, in_finish.count
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_accumulates_gradients(ranks, world_size, set_to_none):
-    ranks(world_size).run(
-        wrapper_checks.trains_like_one_process, NaiveDDP, wrapper_checks.Branches, 3, set_to_none
-    )
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_broadcasts_parameters_and_buffers(ranks, world_size):
-    ranks(world_size).run(wrapper_checks.broadcasts_parameters_and_buffers, NaiveDDP)
-
-
-@pytest.mark.parametrize("check", wrapper_checks.UNUSUAL_USE)
-def test_unusual_use(ranks, check):
-    ranks(2).run(check, NaiveDDP)
-
-
-def test_file_alone(tmp_path):
-    testing.check_script_alone(SCRIPT, tmp_path)
-
-
-@pytest.mark.full  # in the fast part common/test_rungs.py runs it
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_run(launched, tmp_path, world_size):
-    testing.check_run(launched, SCRIPT, tmp_path, world_size)
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize(
-    "world_size", [1, 2]
-)  # with one GPU: nccl, then gloo with two ranks that share it
-def test_on_a_gpu(launched, tmp_path, world_size):
-    testing.check_run(launched, SCRIPT, tmp_path, world_size, "cuda")
-
-
-@pytest.mark.full
-@testing.needs_proc
-@pytest.mark.parametrize("fault", testing.FAULTS)
-@pytest.mark.parametrize("moment", testing.LADDER_MOMENTS)
-def test_faults(script, moment, fault, tmp_path):
-    testing.check_fault(script, testing.torchrun(2, SCRIPT, *testing.LONG), moment, fault, tmp_path)
-
-
-@pytest.mark.full
-@testing.needs_proc
-def test_stopped_rank(script):
-    testing.check_stopped_rank(script, SCRIPT, "--no-verify", *testing.LONG)
-
-
-@pytest.mark.parametrize("option, value", testing.WRONG_INPUT)
-def test_wrong_input(option, value, monkeypatch, capsys):
-    testing.check_wrong_input(main, SCRIPT, option, value, monkeypatch, capsys)
-
-
-def test_not_started_by_torchrun(monkeypatch, capsys):
-    testing.check_not_started_by_torchrun(main, SCRIPT, monkeypatch, capsys)
-
-
-@pytest.mark.full
-def test_wrong_input_under_torchrun(script):
-    testing.check_wrong_input_under_torchrun(script, SCRIPT)
+def test_one_all_reduce_per_parameter_after_backward(ranks):
+    assert ranks(2).run(all_reduces_of_a_finish) == [(0, 4)] * 2

@@ -1,89 +1,46 @@
-"""Stage 03: FlatDDP against single-process training, and the script from outside."""
-
-from pathlib import Path
+"""What stage 03 alone does. What 02 to 05 promise together: common/testing/test_wrappers.py."""
 
 import pytest
-from flat_ddp import FlatDDP, main
+import torch
+import torch.distributed as dist
+from flat_ddp import FlatDDP
+from torch import nn
 
-from common import testing, wrapper_checks
-
-SCRIPT = Path(__file__).with_name("flat_ddp.py")
+from common.timing import CollectiveCounter
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+def all_reduces_of_a_finish(dtypes):
+    model = FlatDDP(nn.ModuleList(nn.Linear(3, 3, dtype=dtype) for dtype in dtypes))
+    loss = sum(layer(torch.ones(2, 3, dtype=layer.weight.dtype)).sum() for layer in model.module)
+    loss.backward()
+    with CollectiveCounter() as counter:
+        model.finish_gradient_synchronization()
+    return counter.count
+
+
 @pytest.mark.parametrize(
-    "model",
-    [
-        wrapper_checks.Tied,
-        wrapper_checks.Frozen,
-        wrapper_checks.Branches,
-        wrapper_checks.MixedTypes,
-        wrapper_checks.ChannelsLast,
-    ],
+    "dtypes, calls", [([torch.float32] * 4, 1), ([torch.float32, torch.float64] * 2, 2)]
 )
-def test_trains_like_one_process(ranks, world_size, model):
-    ranks(world_size).run(wrapper_checks.trains_like_one_process, FlatDDP, model)
+def test_one_all_reduce_per_dtype(ranks, dtypes, calls):
+    assert ranks(2).run(all_reduces_of_a_finish, dtypes) == [calls] * 2
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_accumulates_gradients(ranks, world_size, set_to_none):
-    ranks(world_size).run(
-        wrapper_checks.trains_like_one_process, FlatDDP, wrapper_checks.Branches, 3, set_to_none
-    )
+def averages_gradients_of_another_dtype():
+    """Weights of one dtype, gradients of two: each flat tensor takes its own."""
+    net = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)).bfloat16()
+    net[0].weight.grad_dtype = torch.float32
+    model = FlatDDP(net)
+    for layer in net:  # 1.001 has no place in bfloat16
+        layer.weight.grad = torch.full((2, 2), 1.001 + dist.get_rank()).to(
+            layer.weight.grad_dtype or layer.weight.dtype
+        )
+    with CollectiveCounter() as counter:
+        model.finish_gradient_synchronization()
+    assert counter.count == 2
+    assert net[0].weight.grad.dtype == torch.float32 and net[1].weight.grad.dtype == torch.bfloat16
+    torch.testing.assert_close(net[0].weight.grad, torch.full((2, 2), 1.501), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_broadcasts_parameters_and_buffers(ranks, world_size):
-    ranks(world_size).run(wrapper_checks.broadcasts_parameters_and_buffers, FlatDDP)
-
-
-@pytest.mark.parametrize("check", wrapper_checks.UNUSUAL_USE)
-def test_unusual_use(ranks, check):
-    ranks(2).run(check, FlatDDP)
-
-
-def test_file_alone(tmp_path):
-    testing.check_script_alone(SCRIPT, tmp_path)
-
-
-@pytest.mark.full  # in the fast part common/test_rungs.py runs it
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_run(launched, tmp_path, world_size):
-    testing.check_run(launched, SCRIPT, tmp_path, world_size)
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize(
-    "world_size", [1, 2]
-)  # with one GPU: nccl, then gloo with two ranks that share it
-def test_on_a_gpu(launched, tmp_path, world_size):
-    testing.check_run(launched, SCRIPT, tmp_path, world_size, "cuda")
-
-
-@pytest.mark.full
-@testing.needs_proc
-@pytest.mark.parametrize("fault", testing.FAULTS)
-@pytest.mark.parametrize("moment", testing.LADDER_MOMENTS)
-def test_faults(script, moment, fault, tmp_path):
-    testing.check_fault(script, testing.torchrun(2, SCRIPT, *testing.LONG), moment, fault, tmp_path)
-
-
-@pytest.mark.full
-@testing.needs_proc
-def test_stopped_rank(script):
-    testing.check_stopped_rank(script, SCRIPT, "--no-verify", *testing.LONG)
-
-
-@pytest.mark.parametrize("option, value", testing.WRONG_INPUT)
-def test_wrong_input(option, value, monkeypatch, capsys):
-    testing.check_wrong_input(main, SCRIPT, option, value, monkeypatch, capsys)
-
-
-def test_not_started_by_torchrun(monkeypatch, capsys):
-    testing.check_not_started_by_torchrun(main, SCRIPT, monkeypatch, capsys)
-
-
-@pytest.mark.full
-def test_wrong_input_under_torchrun(script):
-    testing.check_wrong_input_under_torchrun(script, SCRIPT)
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="needs a newer torch")
+def test_averages_gradients_of_another_dtype(ranks):
+    ranks(2).run(averages_gradients_of_another_dtype)

@@ -1,100 +1,43 @@
-"""Stage 04: OverlapDDP against single-process training, and the script from outside."""
+"""What stage 04 alone does. What 02 to 05 promise together: common/testing/test_wrappers.py."""
 
-from pathlib import Path
+import torch
+import torch.distributed as dist
+from overlap_ddp import OverlapDDP
+from torch import nn
 
-import pytest
-from overlap_ddp import OverlapDDP, main
-
-from common import testing, wrapper_checks
-
-SCRIPT = Path(__file__).with_name("overlap_ddp.py")
+from common.timing import CollectiveCounter
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize(
-    "model",
-    [
-        wrapper_checks.Tied,
-        wrapper_checks.Frozen,
-        wrapper_checks.Branches,
-        wrapper_checks.MixedTypes,
-        wrapper_checks.ChannelsLast,
-    ],
-)
-def test_trains_like_one_process(ranks, world_size, model):
-    ranks(world_size).run(wrapper_checks.trains_like_one_process, OverlapDDP, model)
+def launched_in_backward():
+    """How many all-reduces backward launches, and how many the finish has left to do."""
+    model = OverlapDDP(nn.Sequential(*(nn.Linear(3, 3) for _ in range(3))))
+    with CollectiveCounter() as in_backward:
+        model(torch.ones(2, 3)).sum().backward()
+    with CollectiveCounter() as in_finish:
+        model.finish_gradient_synchronization()
+    return in_backward.count, in_finish.count
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_accumulates_gradients(ranks, world_size, set_to_none):
-    ranks(world_size).run(
-        wrapper_checks.trains_like_one_process, OverlapDDP, wrapper_checks.Branches, 3, set_to_none
-    )
+def test_every_all_reduce_starts_in_backward(ranks):
+    assert ranks(2).run(launched_in_backward) == [(6, 0)] * 2
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_broadcasts_parameters_and_buffers(ranks, world_size):
-    ranks(world_size).run(wrapper_checks.broadcasts_parameters_and_buffers, OverlapDDP)
+def lengths_in_order_of_launching():
+    """Even ranks use the layers in the other order: their gradients arrive in the other order."""
+    layers = nn.ModuleList(nn.Linear(3, 3, bias=False) for _ in range(2))
+    layers.insert(1, nn.Linear(4, 4, bias=False))  # used by nobody
+    model = OverlapDDP(layers)
+    first, last = (0, 2) if dist.get_rank() == 0 else (2, 0)
+    layers.forward = lambda x: layers[last](layers[first](x))
+    model(torch.ones(2, 3)).sum().backward()
+    launched = len(model.in_flight)
+    while model.waiting:
+        model._launch_next()
+    order = [tensor.numel() for _, tensor, _ in model.in_flight]
+    model.finish_gradient_synchronization()
+    return launched, order
 
 
-@pytest.mark.parametrize("check", wrapper_checks.UNUSUAL_USE + wrapper_checks.UNUSUAL_USE_OF_HOOKS)
-def test_unusual_use(ranks, check):
-    ranks(2).run(check, OverlapDDP)
-
-
-@pytest.mark.parametrize("model, inputs, variation", wrapper_checks.VARIATIONS)
-def test_equals_torch_ddp(ranks, model, inputs, variation):
-    ranks(2).run(wrapper_checks.equals_torch_ddp, OverlapDDP, model, inputs, variation)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("model, inputs, variation", wrapper_checks.REAL_MODELS)
-def test_real_models(ranks, model, inputs, variation):
-    ranks(2).run(wrapper_checks.equals_torch_ddp, OverlapDDP, model, inputs, variation, timeout=300)
-
-
-def test_file_alone(tmp_path):
-    testing.check_script_alone(SCRIPT, tmp_path)
-
-
-@pytest.mark.full  # in the fast part common/test_rungs.py runs it
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_run(launched, tmp_path, world_size):
-    testing.check_run(launched, SCRIPT, tmp_path, world_size)
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize(
-    "world_size", [1, 2]
-)  # with one GPU: nccl, then gloo with two ranks that share it
-def test_on_a_gpu(launched, tmp_path, world_size):
-    testing.check_run(launched, SCRIPT, tmp_path, world_size, "cuda")
-
-
-@pytest.mark.full
-@testing.needs_proc
-@pytest.mark.parametrize("fault", testing.FAULTS)
-@pytest.mark.parametrize("moment", testing.LADDER_MOMENTS)
-def test_faults(script, moment, fault, tmp_path):
-    testing.check_fault(script, testing.torchrun(2, SCRIPT, *testing.LONG), moment, fault, tmp_path)
-
-
-@pytest.mark.full
-@testing.needs_proc
-def test_stopped_rank(script):
-    testing.check_stopped_rank(script, SCRIPT, "--no-verify", *testing.LONG)
-
-
-@pytest.mark.parametrize("option, value", testing.WRONG_INPUT)
-def test_wrong_input(option, value, monkeypatch, capsys):
-    testing.check_wrong_input(main, SCRIPT, option, value, monkeypatch, capsys)
-
-
-def test_not_started_by_torchrun(monkeypatch, capsys):
-    testing.check_not_started_by_torchrun(main, SCRIPT, monkeypatch, capsys)
-
-
-@pytest.mark.full
-def test_wrong_input_under_torchrun(script):
-    testing.check_wrong_input_under_torchrun(script, SCRIPT)
+def test_launches_in_the_order_of_the_parameters_and_not_of_arrival(ranks):
+    """Backward launches the last layer; what waits for the unused one is left to the finish."""
+    assert ranks(2).run(lengths_in_order_of_launching) == [(1, [9, 16, 9])] * 2

@@ -15,7 +15,6 @@ Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parall
 
 import sys
 import weakref
-from collections import deque
 from contextlib import contextmanager
 from itertools import zip_longest
 from pathlib import Path
@@ -37,25 +36,29 @@ def broadcast_from_rank_0(module: nn.Module, process_group: dist.ProcessGroup | 
 def fill_if_unused(parameter: nn.Parameter) -> None:
     """Zeros for a parameter that this rank did not use; RuntimeError for what has no mean."""
     if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter, dtype=getattr(parameter, "grad_dtype", None))
+        parameter.grad = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
     if parameter.grad.is_sparse:
         raise RuntimeError("a sparse gradient cannot be averaged: use nn.Embedding(sparse=False)")
     if parameter.grad.requires_grad:
         raise RuntimeError("backward(create_graph=True) is not supported: use torch.autograd.grad")
 
 
+FIRST_BUCKET = 1 / 25  # of the limit: torch DDP's ratio, 1 MB of 25
+
+
 def fill_buckets(parameters: list[nn.Parameter], bucket_size_mb: float | None) -> list[list]:
-    """Cut parameters, in this order, into lists of limited size and of one dtype and device."""
-    limit = torch.inf if bucket_size_mb is None else bucket_size_mb * 2**20
-    if not limit > 0:
-        raise ValueError(f"bucket_size_mb={bucket_size_mb} is not above 0; None means no limit")
+    """Cut parameters, in this order, into lists of limited size and of one dtype and device.
+
+    The first bucket is small, so that communication starts early.
+    """
+    limit = bucket_limit(bucket_size_mb)
     buckets = []
     last_bucket = {}  # (dtype, device) -> the last bucket of that kind
     room = {}  # (dtype, device) -> bytes for which it has room
     for parameter in parameters:
-        kind = getattr(parameter, "grad_dtype", parameter.dtype), parameter.device
+        kind = gradient_dtype(parameter), parameter.device
         if kind not in room or parameter.nbytes > room[kind]:
-            room[kind] = limit if buckets else limit / 25  # a small first bucket starts early
+            room[kind] = limit if buckets else limit * FIRST_BUCKET
             last_bucket[kind] = []
             buckets.append(last_bucket[kind])
         room[kind] -= parameter.nbytes
@@ -80,35 +83,38 @@ class BucketedDDP(nn.Module):
         check_module(module, process_group)
         broadcast_from_rank_0(module, process_group)
 
-        # All ranks launch in this order. If each launched on arrival, ranks whose gradients arrive
-        # in another order would add up gradients of different parameters.
-        self.order = [p for p in reversed(list(module.parameters())) if p.requires_grad]
-        self.layout = self._layout()
+        # All ranks launch in this order: on arrival they might add up different parameters.
+        self.order = trainable_parameters(module)[::-1]
+        self.layout = memory_layout(self.order)
         self.buckets = fill_buckets(self.order, bucket_size_mb)
         self.flats = {}  # first parameter of a bucket -> the flat buffer of its gradients
         self.views = {}  # parameter -> the place of its gradient in that buffer
-        for bucket in [b for b in self.buckets if len(b) > 1]:  # alone: reduced where it is
+        for bucket in self.buckets:
+            if len(bucket) == 1:
+                continue  # a gradient alone is reduced where it is
             sizes = [parameter.numel() for parameter in bucket]
-            flat = bucket[0].new_zeros(sum(sizes), dtype=getattr(bucket[0], "grad_dtype", None))
+            flat = bucket[0].new_zeros(sum(sizes), dtype=gradient_dtype(bucket[0]))
             self.flats[bucket[0]] = flat
             for parameter, piece in zip(bucket, flat.split(sizes), strict=True):
-                # In the parameter's memory layout, because fused optimizers need the same.
-                strides = torch.empty_like(parameter, device="meta").stride()
-                self.views[parameter] = piece.as_strided(parameter.shape, strides)
+                self.views[parameter] = view_in_layout_of(parameter, piece)
         self._start_over()
-        hook = weakref.WeakMethod(self._gradient_is_ready)  # weak: keeps no wrapper alive
+        wrapper = weakref.ref(self)  # weak: the hooks keep no wrapper alive
+
+        def gradient_is_accumulated(parameter: nn.Parameter):
+            wrapper()._gradient_is_ready(parameter)
+
         for parameter in self.order:
-            handle = parameter.register_post_accumulate_grad_hook(lambda p: hook()(p))
+            handle = parameter.register_post_accumulate_grad_hook(gradient_is_accumulated)
             weakref.finalize(self, handle.remove)  # the hooks end with the wrapper
 
     def forward(self, *inputs, **kwargs):
-        if torch.is_grad_enabled() and any(p.requires_grad for p in self.module.parameters()):
+        if torch.is_grad_enabled() and trainable_parameters(self.module):
             check_forward(self)
-            if self._layout() != self.layout:
-                raise RuntimeError("parameters were copied, moved or cast: wrap the module again")
+            check_layout(self.order, self.layout)
             if self.ready:  # by a backward that trained another module, as in a GAN
                 self.finish_gradient_synchronization()
             self.armed = self.synchronizing
+            self.writes = in_place_writes(self.order)
         return self.module(*inputs, **kwargs)
 
     @contextmanager
@@ -121,20 +127,17 @@ class BucketedDDP(nn.Module):
         finally:
             self.synchronizing = before
 
-    def _layout(self):
-        return [(id(p), p.dtype, p.device, p.stride()) for p in self.order]
-
     def _start_over(self):
         self.armed = False  # hooks act only from a forward of this wrapper to the finish
+        self.writes = 0  # in place, to the parameters, as of that forward
         self.ready = set()  # parameters whose gradient is complete
-        self.waiting = deque(self.buckets)  # what is not launched yet
+        self.waiting = list(self.buckets)  # what is not launched yet
         self.in_flight = []  # (all-reduce, its tensor, the tensor's version at the launch)
 
     def _gradient_is_ready(self, parameter: nn.Parameter):
         if not self.armed or not self.synchronizing:
             return
-        if parameter in self.ready:
-            raise RuntimeError("backward() ran twice: finish in between, or use no_sync()")
+        check_first_backward(parameter, self.ready)
         self._pack(parameter)
         self.ready.add(parameter)
         # The gradient that comes last is looked at first: one look is mostly enough.
@@ -145,12 +148,14 @@ class BucketedDDP(nn.Module):
         fill_if_unused(parameter)
         place = self.views.get(parameter, parameter.grad)  # alone in its bucket: it stays
         # Copied and, before the sum that could overflow, scaled: in one pass over memory.
-        parameter.grad = torch.mul(parameter.grad, 1 / self.world_size, out=place)
+        torch.mul(parameter.grad, 1 / self.world_size, out=place)
+        parameter.grad = place
 
     def _launch_next(self):
-        bucket = self.waiting.popleft()
-        for parameter in [p for p in bucket if p not in self.ready or p.grad is None]:
-            self._pack(parameter)
+        bucket = self.waiting.pop(0)
+        for parameter in bucket:
+            if parameter not in self.ready or parameter.grad is None:  # unused, or zeroed meanwhile
+                self._pack(parameter)
         flat = self.flats.get(bucket[0], bucket[0].grad)
         work = dist.all_reduce(flat, group=self.process_group, async_op=True)
         self.in_flight.append((work, flat, flat._version))
@@ -164,8 +169,7 @@ class BucketedDDP(nn.Module):
                 self._launch_next()
             for work, _, _ in self.in_flight:
                 work.wait()
-            if any(t.is_cpu and t._version != version for _, t, version in self.in_flight):
-                raise RuntimeError("gradients changed on their way: clip or zero them afterwards")
+            check_unchanged(self.in_flight)
         finally:
             self._start_over()
 
@@ -187,10 +191,10 @@ def check_module(module: nn.Module, process_group: dist.ProcessGroup | None) -> 
     for name, tensor in tensors.items():
         layout = f"{tuple(tensor.shape)} {tensor.dtype} strides={tensor.stride()}"
         mine.append(f"{name} {layout} requires_grad={tensor.requires_grad}")
-    everyones = [None] * dist.get_world_size(process_group)
-    dist.all_gather_object(everyones, mine, group=process_group)
-    for rank, theirs in enumerate(everyones):
-        for expected, found in zip_longest(everyones[0], theirs, fillvalue="nothing"):
+    of_ranks = [None] * dist.get_world_size(process_group)
+    dist.all_gather_object(of_ranks, mine, group=process_group)
+    for rank, theirs in enumerate(of_ranks):
+        for expected, found in zip_longest(of_ranks[0], theirs, fillvalue="nothing"):
             if expected != found:
                 raise ValueError(f"models differ: rank 0 has {expected}, rank {rank} has {found}")
     # From here on the ranks have the same module, so that all of them raise or none does.
@@ -200,14 +204,66 @@ def check_module(module: nn.Module, process_group: dist.ProcessGroup | None) -> 
         raise ValueError("no parameter requires a gradient, so there is nothing to synchronize")
 
 
+def trainable_parameters(module: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+
+def gradient_dtype(parameter: nn.Parameter) -> torch.dtype:
+    """The parameter's own; newer versions of torch let one choose another."""
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype
+
+
+# Guards and helpers of stages 04 and 05, which communicate during backward; 02 and 03 need none.
+
+
+def in_place_writes(parameters: list[nn.Parameter]) -> int:
+    """How often they were written to in place: every optimizer step counts."""
+    return sum(parameter._version for parameter in parameters)
+
+
 def check_forward(wrapper: nn.Module) -> None:
-    """Stages 04 and 05: RuntimeError before a forward whose gradients could not be averaged."""
-    if {p for p in wrapper.module.parameters() if p.requires_grad} != set(wrapper.order):
+    """RuntimeError before a forward whose gradients could not be averaged."""
+    if set(trainable_parameters(wrapper.module)) != set(wrapper.order):
         raise RuntimeError("parameters were frozen, thawed or replaced: wrap the module again")
-    versions = sum(p._version for p in wrapper.order)  # counts in-place writes: optimizer steps
-    if wrapper.ready and (wrapper.waiting or versions != wrapper.versions):
+    optimizer_has_stepped = in_place_writes(wrapper.order) != wrapper.writes
+    if wrapper.ready and (wrapper.waiting or optimizer_has_stepped):
         raise RuntimeError("call finish_gradient_synchronization() after every backward()")
-    wrapper.versions = versions
+
+
+def check_first_backward(parameter: nn.Parameter, ready: set[nn.Parameter]) -> None:
+    if parameter in ready:
+        raise RuntimeError("backward() ran twice: finish in between, or use no_sync()")
+
+
+def check_unchanged(in_flight: list[tuple]) -> None:
+    """RuntimeError if a tensor was written to while it was reduced; on a GPU nobody can tell."""
+    for _, tensor, version in in_flight:
+        if tensor.is_cpu and tensor._version != version:
+            raise RuntimeError("gradients changed on their way: clip or zero them afterwards")
+
+
+def bucket_limit(bucket_size_mb: float | None) -> float:
+    """In bytes; ValueError for what is no size."""
+    if bucket_size_mb is None:
+        return torch.inf
+    if not bucket_size_mb > 0:
+        raise ValueError(f"bucket_size_mb={bucket_size_mb} is not above 0; None means no limit")
+    return bucket_size_mb * 2**20
+
+
+def view_in_layout_of(parameter: nn.Parameter, flat: torch.Tensor) -> torch.Tensor:
+    """Flat memory, seen in a parameter's shape and strides: fused optimizers need the same."""
+    strides = torch.empty_like(parameter, device="meta").stride()  # meta: nothing is allocated
+    return flat.as_strided(parameter.shape, strides)
+
+
+def memory_layout(parameters: list[nn.Parameter]) -> list[tuple]:
+    return [(id(p), p.dtype, p.device, p.stride()) for p in parameters]
+
+
+def check_layout(parameters: list[nn.Parameter], expected: list[tuple]) -> None:
+    if memory_layout(parameters) != expected:
+        raise RuntimeError("parameters were copied, moved or cast: wrap the module again")
 
 
 TOLERANCE = 1e-10  # of float64 weights after hundreds of steps; rounding alone stays far below
@@ -281,17 +337,21 @@ def verify(args, options, device):
 
     twin = classifier(args.seed)
     model = WRAPPER(classifier(args.seed + rank), **options)  # rank 0's weights must win
-    optimizer = torch.optim.Adam([*twin.parameters(), *model.parameters()], lr=1e-3)
+    twin_optimizer = torch.optim.Adam(twin.parameters(), lr=1e-3)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     watch = Stopwatch(device)
     shuffle = torch.Generator().manual_seed(args.seed)
     for epoch in (1, 2):
         batches = torch.randperm(len(images), generator=shuffle).split(64 * world_size)
         for step, batch in enumerate(batches[: len(images) // (64 * world_size)], 1):  # full ones
             shard = batch[rank::world_size]
+            twin_optimizer.zero_grad()
             F.cross_entropy(twin(images[batch]), labels[batch]).backward()
+            twin_optimizer.step()
             loss, times = train_step(model, optimizer, watch, images[shard], labels[shard])
             if args.log_every and step % args.log_every == 0:
-                ms, exposed, _ = (f"{1000 * seconds:.2f} ms" for seconds in times.values())
+                ms = f"{1000 * times['step_seconds']:.2f} ms"
+                exposed = f"{1000 * times['exposed_comm_seconds']:.2f} ms"
                 say(f"verify: epoch {epoch}, step {step}: loss {loss:.4f}, {ms}, exposed {exposed}")
         with torch.no_grad():
             logits = model(test_images)

@@ -1,92 +1,33 @@
-"""Stage 05: BucketedDDP against single-process training, and the script from outside."""
+"""What stage 05 alone does. What 02 to 05 promise together: common/testing/test_wrappers.py."""
 
 import copy
 import pickle
-from pathlib import Path
+from functools import partial
 
-import bucket_sweep
 import pytest
 import torch
 import torch.distributed as dist
-from bucketed import BucketedDDP, main
+from bucketed import BucketedDDP
 from torch import nn
 
-from common import testing, wrapper_checks
-
-SCRIPT = Path(__file__).with_name("bucketed.py")
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize(
-    "model",
-    [
-        wrapper_checks.Tied,
-        wrapper_checks.Frozen,
-        wrapper_checks.Branches,
-        wrapper_checks.MixedTypes,
-        wrapper_checks.ChannelsLast,
-    ],
-)
-def test_trains_like_one_process(ranks, world_size, model):
-    ranks(world_size).run(wrapper_checks.trains_like_one_process, BucketedDDP, model)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_accumulates_gradients(ranks, world_size, set_to_none):
-    ranks(world_size).run(
-        wrapper_checks.trains_like_one_process, BucketedDDP, wrapper_checks.Branches, 3, set_to_none
-    )
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_broadcasts_parameters_and_buffers(ranks, world_size):
-    ranks(world_size).run(wrapper_checks.broadcasts_parameters_and_buffers, BucketedDDP)
-
-
-@pytest.mark.parametrize("check", wrapper_checks.UNUSUAL_USE + wrapper_checks.UNUSUAL_USE_OF_HOOKS)
-def test_unusual_use(ranks, check):
-    ranks(2).run(check, BucketedDDP)
-
-
-@pytest.mark.parametrize("model, inputs, variation", wrapper_checks.VARIATIONS)
-def test_equals_torch_ddp(ranks, model, inputs, variation):
-    ranks(2).run(wrapper_checks.equals_torch_ddp, BucketedDDP, model, inputs, variation)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("model, inputs, variation", wrapper_checks.REAL_MODELS)
-def test_real_models(ranks, model, inputs, variation):
-    ranks(2).run(
-        wrapper_checks.equals_torch_ddp, BucketedDDP, model, inputs, variation, timeout=300
-    )
+from common.testing import test_wrappers
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("bucket_size_mb", [0.0001, 0.001, 1.0, float("inf")])
-@pytest.mark.parametrize("model", [wrapper_checks.Branches, wrapper_checks.MixedTypes])
+@pytest.mark.parametrize("model", [test_wrappers.Branches, test_wrappers.MixedTypes])
 def test_bucket_sizes(ranks, world_size, model, bucket_size_mb):
-    ranks(world_size).run(
-        wrapper_checks.trains_like_one_process,
-        BucketedDDP,
-        model,
-        1,
-        True,
-        {"bucket_size_mb": bucket_size_mb},
-    )
+    wrapper = partial(BucketedDDP, bucket_size_mb=bucket_size_mb)
+    ranks(world_size).run(test_wrappers.trains_like_one_process, wrapper, model)
 
 
 def buckets_of_layers(bucket_size_mb):
     layers = [nn.Linear(4, 4, bias=False, dtype=torch.float64) for _ in range(7)]
-    layers[2], layers[4] = (
-        nn.Linear(40, 40, bias=False, dtype=torch.float64),
-        nn.Linear(4, 4, bias=False),
-    )
+    layers[2] = nn.Linear(40, 40, bias=False, dtype=torch.float64)
+    layers[4] = nn.Linear(4, 4, bias=False)
     model = BucketedDDP(nn.Sequential(*layers), bucket_size_mb)
-    number = {
-        parameter: int(name.split(".")[0]) for name, parameter in model.module.named_parameters()
-    }
-    return [[number[parameter] for parameter in bucket] for bucket in model.buckets]
+    numbers = {layer.weight: number for number, layer in enumerate(model.module)}
+    return [[numbers[parameter] for parameter in bucket] for bucket in model.buckets]
 
 
 @pytest.mark.parametrize(
@@ -178,132 +119,3 @@ def averages_gradients_of_another_dtype():
 @pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="needs a newer torch")
 def test_averages_gradients_of_another_dtype(ranks):
     ranks(2).run(averages_gradients_of_another_dtype)
-
-
-def test_file_alone(tmp_path):
-    testing.check_script_alone(SCRIPT, tmp_path)
-
-
-@pytest.mark.parametrize(
-    "world_size",
-    [pytest.param(1, marks=pytest.mark.full), 2, pytest.param(3, marks=pytest.mark.full)],
-)
-def test_run(forked, tmp_path, world_size):
-    testing.check_run(forked, SCRIPT, tmp_path, world_size)
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize(
-    "world_size", [1, 2]
-)  # with one GPU: nccl, then gloo with two ranks that share it
-def test_on_a_gpu(launched, tmp_path, world_size):
-    testing.check_run(launched, SCRIPT, tmp_path, world_size, "cuda")
-
-
-@testing.needs_proc
-def test_killed_rank(script, tmp_path):
-    command = testing.torchrun(2, SCRIPT, "--no-verify", "--no-baseline", *testing.LONG)
-    testing.check_fault(script, command, "tiny model: ", "SIGKILL of a rank", tmp_path)
-
-
-@pytest.mark.full
-@testing.needs_proc
-@pytest.mark.parametrize("fault", testing.FAULTS)
-@pytest.mark.parametrize("moment", testing.LADDER_MOMENTS)
-def test_faults(script, moment, fault, tmp_path):
-    testing.check_fault(script, testing.torchrun(2, SCRIPT, *testing.LONG), moment, fault, tmp_path)
-
-
-@pytest.mark.full
-@testing.needs_proc
-def test_stopped_rank(script):
-    testing.check_stopped_rank(script, SCRIPT, "--no-verify", *testing.LONG)
-
-
-@pytest.mark.parametrize(
-    "option, value",
-    [
-        *testing.WRONG_INPUT,
-        *(("--bucket-size-mb", value) for value in ("0", "-1", "x", "", "nan")),
-        ("--trace", "/no/such/folder/x.json"),
-        ("--save", "/"),
-    ],
-)
-def test_wrong_input(option, value, monkeypatch, capsys):
-    testing.check_wrong_input(main, SCRIPT, option, value, monkeypatch, capsys)
-
-
-def test_not_started_by_torchrun(monkeypatch, capsys):
-    testing.check_not_started_by_torchrun(main, SCRIPT, monkeypatch, capsys)
-
-
-@pytest.mark.full
-def test_wrong_input_under_torchrun(script):
-    testing.check_wrong_input_under_torchrun(script, SCRIPT)
-
-
-@pytest.mark.parametrize(
-    "option, value",
-    [
-        *(
-            ("--bucket-sizes-mb", value)
-            for value in ("0", "-1", "x", "", "nan", "inf", "1e30", "1,inf")
-        ),
-        *((option, value) for option, value in testing.WRONG_INPUT if option != "--data"),
-        ("--plot", "/no/such/folder/x.png"),
-        ("--plot", "/"),
-    ],
-)
-def test_wrong_input_of_the_sweep(option, value, monkeypatch, capsys):
-    testing.check_wrong_input(
-        bucket_sweep.main, SCRIPT.with_name("bucket_sweep.py"), option, value, monkeypatch, capsys
-    )
-
-
-def test_a_sweep_needs_two_ranks(forked):
-    status, output = forked(1, SCRIPT.with_name("bucket_sweep.py"))
-    assert (
-        status != 0
-        and output.count("error: ") == 1
-        and "'1' rank sends nothing; allowed are 2 and more" in output
-    ), output
-
-
-def test_best_number_of_buckets_is_the_minimum_of_the_overhead():
-    for size, bandwidth, call in [(1e8, 1e9, 5e-4), (4e9, 1e11, 2e-5), (1e6, 1e9, 1e-3)]:
-        constants = size, bandwidth, call
-        best = bucket_sweep.best_number_of_buckets(*constants)
-        grid = [best * 1.001**step for step in range(-3000, 3001)]
-        numeric = min(grid, key=lambda buckets: bucket_sweep.overhead(buckets, *constants))
-        assert abs(numeric / best - 1) < 2e-3
-        assert bucket_sweep.overhead(best, *constants) == pytest.approx(
-            2 * (size * call / bandwidth) ** 0.5
-        )
-        assert size / best == pytest.approx((size * bandwidth * call) ** 0.5)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
-def test_run_of_the_sweep(forked, tmp_path, device):
-    files = {name: tmp_path / f"sweep.{name}" for name in ("json", "plot")}
-    words = [
-        "--steps",
-        "1",
-        "--warmup",
-        "1",
-        "--bucket-sizes-mb",
-        "25",
-        "--device",
-        device,
-        *(word for name in files for word in (f"--{name}", files[name])),
-    ]
-    status, output = forked(2, SCRIPT.with_name("bucket_sweep.py"), *words, cwd=tmp_path)
-    assert status == 0, output
-    result = testing.read_json(files["json"], "05_bucketed/bucket_sweep")
-    rows = [(row["kind"], row["bucket_size_mb"]) for row in result["rows"]]
-    assert rows[:2] == [("NaiveDDP", None), ("OverlapDDP", None)]
-    assert rows[2:] == [("BucketedDDP", None), ("BucketedDDP", 25.0), ("torch DDP", 25.0)]
-    assert [row["buckets"] for row in result["rows"][:3]] == [195, 195, 1]
-    for row in result["rows"]:
-        assert [len(of_rank) for of_rank in row["step_seconds"]] == [1, 1]
-    assert files["plot"].read_bytes().startswith(b"\x89PNG")

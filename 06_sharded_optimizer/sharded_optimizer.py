@@ -53,33 +53,33 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.loads = [0] * self.world_size  # bytes of parameters that each rank owns
         self.flats = []  # (owner, one flat buffer with the values of parameters that it owns)
         self.views = {}  # parameter -> its part of a flat buffer
-        self.param_groups = []
-        self.constructed = False
-        self._register(super().__init__, params, self.local.defaults)
-        self.constructed = True
+        # The base class would register group by group, and ranks may have more groups than others.
+        # So it gets an empty one, and then all groups are registered at once.
+        super().__init__([{"params": []}], self.local.defaults)
+        self.param_groups.clear()
+        self._register(params)
         self.state = self.local.state
 
     def add_param_group(self, param_group: dict) -> None:
         """Add a group, also in mid-training; what is there keeps its owner and its state."""
-        if self.constructed:
-            self._register(super().add_param_group, param_group)
-        else:
-            super().add_param_group(param_group)  # the base class's constructor, once per group
+        self._register([param_group])
 
-    def _register(self, register, *arguments) -> None:
+    def _register(self, params) -> None:
         """Let the base class check and append groups; distribute them if all ranks agree."""
         before = len(self.param_groups)
         del self.local.param_groups[before:]  # groups that the user has taken out
         failure = None
         lines = []
         try:
-            register(*arguments)
+            groups = torch.optim.Optimizer(params, self.defaults).param_groups  # whatever form
+            for group in groups:
+                super().add_param_group(group)
             for number, group in enumerate(self.param_groups):
-                for one in group["params"]:
-                    self.make_optimizer([{**group, "params": [one]}])  # if one refuses, all refuse
-                    lines.append(
-                        f"{layout(one)}, requires_grad={one.requires_grad}, group {number}"
-                    )
+                for parameter in group["params"]:
+                    # If the class refuses it on one rank, all refuse.
+                    self.make_optimizer([{**group, "params": [parameter]}])
+                    kind = f"{layout(parameter)}, requires_grad={parameter.requires_grad}"
+                    lines.append(f"{kind}, group {number}")
         except Exception as error:  # the other ranks must hear of it, or they would wait for us
             failure = error
             lines = [f"{type(error).__name__}: {error}"]
@@ -96,7 +96,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         unique = dict.fromkeys(chain.from_iterable(group["params"] for group in groups))
         parameters = [parameter for parameter in unique if parameter not in self.owners]
         # Largest first to the rank that has least; frozen ones last: they have no state to share.
-        parameters.sort(key=lambda one: (one.requires_grad, one.nbytes), reverse=True)
+        parameters.sort(key=lambda p: (p.requires_grad, p.nbytes), reverse=True)
         buckets = {}  # (owner, dtype, device) -> parameters; a flat buffer has one of each
         for parameter in parameters:
             owner = self.loads.index(min(self.loads))
@@ -184,17 +184,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         if state_dict is None or "state_is_on_rank" in state_dict:
             state_dict = {"state": {}, "param_groups": None}
-        everyones = self._gather(state_dict["param_groups"])
-        givers = [rank for rank, groups in enumerate(everyones) if groups]
+        of_ranks = self._gather(state_dict["param_groups"])
+        givers = [rank for rank, groups in enumerate(of_ranks) if groups]
         if not givers:
             raise ValueError("no whole state was given: pass what state_dict() returns on rank 0")
+        giver = givers[0]
+        packed_groups = of_ranks[giver]
         state = {}
-        for _, index, parameter in self._numbered(everyones[givers[0]]):
+        for _, index, parameter in self._numbered(packed_groups):
             owner = self.owners[parameter]
-            piece = self._move(state_dict["state"].get(index, {}), givers[0], owner)
+            piece = self._move(state_dict["state"].get(index, {}), giver, owner)
             if piece and self.rank == owner:
                 state[index] = piece
-        super().load_state_dict({"state": state, "param_groups": everyones[givers[0]]})
+        super().load_state_dict({"state": state, "param_groups": packed_groups})
         # The class itself adds what old files lack.
         self.local.__setstate__({"state": self.state, "param_groups": self.param_groups})
         self.local.param_groups = [self._own(group) for group in self.param_groups]
@@ -207,16 +209,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _gather(self, mine) -> list:
         """What all ranks have, by rank."""
-        everyones = [None] * self.world_size
-        dist.all_gather_object(everyones, mine, group=self.process_group)
-        return everyones
+        of_ranks = [None] * self.world_size
+        dist.all_gather_object(of_ranks, mine, group=self.process_group)
+        return of_ranks
 
     def _move(self, values: dict, source: int, target: int) -> dict:
         """On rank `target` a copy, on CPU, of rank `source`'s values; elsewhere of the own."""
-        box = [dict(values)]
+        copies = dict(values)
         for key, value in values.items():
             if torch.is_tensor(value):
-                box[0][key] = value.detach().to("cpu", copy=True)
+                copies[key] = value.detach().to("cpu", copy=True)
+        box = [copies]
         if self.rank == source != target:
             dist.send_object_list(box, group=self.process_group, group_dst=target)
         elif self.rank == target != source:
@@ -233,10 +236,10 @@ def layout(tensor: torch.Tensor) -> str:
     return f"{shape} {tensor.dtype} strides={tensor.stride()} {tensor.device.type}"
 
 
-def first_difference(everyones: list[list[str]]) -> str | None:
+def first_difference(of_ranks: list[list[str]]) -> str | None:
     """The first line in which a rank differs from rank 0, said in words."""
-    for rank, theirs in enumerate(everyones):
-        pairs = zip_longest(everyones[0], theirs, fillvalue="nothing")
+    for rank, theirs in enumerate(of_ranks):
+        pairs = zip_longest(of_ranks[0], theirs, fillvalue="nothing")
         for number, (expected, found) in enumerate(pairs):
             if expected != found:
                 return f"as number {number} rank 0 has {expected}, rank {rank} has {found}"
@@ -354,15 +357,92 @@ def verify(args, device):
     return {**result, "accuracy": accuracy}
 
 
-def state_bytes(optimizer):
-    """Bytes of optimizer state on each rank."""
+def own_state(optimizer) -> list:
+    """This rank's tensors of optimizer state."""
     local = getattr(optimizer, "optim", optimizer)  # where ZeroRedundancyOptimizer keeps its shard
-    mine = 0
-    for state in local.state.values():
-        mine += sum(value.nbytes for value in state.values() if torch.is_tensor(value))
-    everyones = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, mine)
-    return everyones
+    values = [value for state in local.state.values() for value in state.values()]
+    return [value for value in values if torch.is_tensor(value)]
+
+
+def of_all_ranks(value) -> list:
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def state_bytes(optimizer) -> list[int]:
+    """Bytes of optimizer state on each rank."""
+    return of_all_ranks(sum(value.nbytes for value in own_state(optimizer)))
+
+
+def account(args, device, batch_shape):
+    """What each rank holds around the second optimizer step (the first one makes the state).
+
+    Returns {optimizer: {moment: [rank][bytes of parameters, gradients, optimizer state]}}.
+    """
+    optimizers = {"ShardedOptimizer": partial(ShardedOptimizer, optimizer_cls=torch.optim.AdamW)}
+    if not args.no_baseline:
+        optimizers = {"AdamW": torch.optim.AdamW} | optimizers
+    memory = {}
+    for name, make_optimizer in optimizers.items():
+        model, optimizer, compute_gradients = training(args, device, batch_shape, make_optimizer)
+        moments = {"model built": held_parts(model, optimizer)}
+        compute_gradients()
+        optimizer.step()
+        compute_gradients()
+        moments["before the step"] = held_parts(model, optimizer)
+        optimizer.step()
+        moments["after the step"] = held_parts(model, optimizer)
+        memory[name] = moments
+    return memory
+
+
+def held_parts(model, optimizer) -> list:
+    """[rank][bytes of parameters, gradients, optimizer state] at this moment."""
+    from common.memory import held_bytes
+
+    parameters = list(model.parameters())
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    parts = parameters, gradients, own_state(optimizer)
+    return of_all_ranks([held_bytes(tensors) for tensors in parts])
+
+
+def print_memory(memory):
+    """The table: a row for each optimizer and moment, with the state of every rank."""
+    from common import report
+    from common.setup import say
+
+    rows = []
+    for name, moments in memory.items():
+        for moment, of_ranks in moments.items():
+            parameters, gradients, _ = of_ranks[0]  # all ranks have the same
+            held = [parameters, gradients, *[state for _, _, state in of_ranks]]
+            rows.append([f"{name}, {moment}", *[f"{part / 2**20:.1f}" for part in held]])
+    ranks = [f"state, rank {rank}" for rank in range(dist.get_world_size())]
+    report.print_table(["MB", "parameters", "gradients", *ranks], rows)
+    say(
+        "MB: 2^20 bytes, held by a rank: whole parameters and gradients, its own optimizer state.\n"
+    )
+
+
+def training(args, device, batch_shape, make_optimizer):
+    """A model, its optimizer, and the function that computes averaged gradients anew."""
+    shape = SIZES[args.size][:5]
+    torch.manual_seed(args.seed + dist.get_rank())
+    tokens, targets = torch.randint(shape[-1], (2, *batch_shape), device=device)
+    torch.manual_seed(args.seed)
+    with device:
+        model = LanguageModel(*shape).to(getattr(torch, args.dtype))
+    optimizer = make_optimizer(model.parameters(), lr=1e-4, fused=True)
+
+    def compute_gradients(mark=lambda name: None):
+        optimizer.zero_grad()
+        F.cross_entropy(model(tokens).flatten(0, 1).float(), targets.flatten()).backward()
+        mark("gradients are there")
+        average_gradients(model)
+        mark("gradients are averaged")
+
+    return model, optimizer, compute_gradients
 
 
 def benchmark(args, device, batch_shape):
@@ -370,25 +450,15 @@ def benchmark(args, device, batch_shape):
     from common import report, timing
     from common.setup import say
 
-    shape = SIZES[args.size][:5]
-    torch.manual_seed(args.seed + dist.get_rank())
-    tokens, targets = torch.randint(shape[-1], (2, *batch_shape), device=device)
     watch = timing.Stopwatch(device)
 
-    def candidate(make_optimizer, **options):
+    def candidate(make_optimizer):
         """An optimizer with a model of its own, and two functions to time: a step, the update."""
-        torch.manual_seed(args.seed)
-        with device:
-            model = LanguageModel(*shape).to(getattr(torch, args.dtype))
-        optimizer = make_optimizer(model.parameters(), lr=1e-4, fused=True, **options)
+        _, optimizer, compute_gradients = training(args, device, batch_shape, make_optimizer)
 
         def training_step():
             watch.mark("start")
-            optimizer.zero_grad()
-            F.cross_entropy(model(tokens).flatten(0, 1).float(), targets.flatten()).backward()
-            watch.mark("gradients are there")
-            average_gradients(model)
-            watch.mark("gradients are averaged")
+            compute_gradients(watch.mark)
             optimizer.step()
             watch.mark("end")
             exposed = watch.seconds("gradients are there", "gradients are averaged")
@@ -406,10 +476,11 @@ def benchmark(args, device, batch_shape):
     candidates = {}
     if not args.no_baseline:
         candidates["AdamW"] = candidate(torch.optim.AdamW)
-    candidates["ShardedOptimizer"] = candidate(ShardedOptimizer, optimizer_cls=torch.optim.AdamW)
+    sharded = partial(ShardedOptimizer, optimizer_cls=torch.optim.AdamW)
+    candidates["ShardedOptimizer"] = candidate(sharded)
     if not args.no_baseline:
         candidates["torch ZeRO"] = candidate(zero)
-        candidates["torch ZeRO view"] = candidate(zero, parameters_as_bucket_view=True)
+        candidates["torch ZeRO view"] = candidate(partial(zero, parameters_as_bucket_view=True))
     training_steps = {name: step for name, (_, step, _) in candidates.items()}
     updates = {name: update for name, (_, _, update) in candidates.items()}
     samples = timing.measure(training_steps, args.steps, args.warmup)
@@ -453,6 +524,7 @@ def main():
     parser = setup.Parser(__doc__)
     setup.add_training_arguments(parser, SIZES, steps=12)
     setup.add_verify_arguments(parser)
+    parser.add_argument("--no-memory", action="store_true", help="no table of the memory")
     args = parser.parse_args()
     if args.save and args.no_verify:
         parser.error("argument --save: not with --no-verify, which trains no classifier")
@@ -463,6 +535,9 @@ def main():
         model = result["model"] = report.describe(LanguageModel, SIZES, args, replicas)
         result["verify"] = None if args.no_verify else verify(args, device)
         batch_shape = model["batch_size"], model["context_length"]
+        if not args.no_memory:
+            result["memory_bytes"] = account(args, device, batch_shape)
+            print_memory(result["memory_bytes"])
         result["candidates"] = benchmark(args, device, batch_shape)
         report.write_json(args.json, result)
 

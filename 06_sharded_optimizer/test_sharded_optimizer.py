@@ -14,15 +14,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from common import testing
-from common.testing import masked, torchrun
+from common.testing import harness
+from common.testing.harness import masked, torchrun
 
 sys.path.insert(0, str(Path(__file__).parent))
-import memory
 from sharded_optimizer import LanguageModel, ShardedOptimizer, main, state_bytes
 
 SCRIPT = Path(__file__).with_name("sharded_optimizer.py")
-MEMORY = Path(__file__).with_name("memory.py")
 ADAM, ADAMW, SGD, ADAGRAD = (
     torch.optim.Adam,
     torch.optim.AdamW,
@@ -287,44 +285,65 @@ def test_state_is_shared_out_evenly(ranks, world_size):
     ranks(world_size).run(balances)
 
 
-def differs(case):
-    rank, last = dist.get_rank(), dist.get_rank() == dist.get_world_size() - 1
-    shapes = [(4, 3), (2,)]
-    given = parameters(*shapes)
-    if last and case == "shape":
-        given = parameters((3, 4), (2,))
-    if last and case == "count":
-        given = parameters(*shapes, (5,))
-    if last and case == "dtype":
-        given[1] = nn.Parameter(given[1].detach().float())
-    if last and case == "strides":
-        given[0] = nn.Parameter(torch.randn(3, 4).double().t())
-    if last and case == "frozen":
-        given[0].requires_grad_(False)
-    if last and case == "groups":
-        given = [{"params": given[:1]}, {"params": given[1:]}]
-    if last and case == "nothing":
-        given = []
-    if last and case == "not a leaf":
-        given = [given[0] * 2, given[1]]
+def other_shape(given):
+    given[0] = parameters((3, 4))[0]
+
+
+def one_more(given):
+    given += parameters((5,))
+
+
+def other_dtype(given):
+    given[1] = nn.Parameter(given[1].detach().float())
+
+
+def other_strides(given):
+    given[0] = nn.Parameter(torch.randn(3, 4).double().t())
+
+
+def one_frozen(given):
+    given[0].requires_grad_(False)
+
+
+def two_groups(given):
+    given[:] = [{"params": given[:1]}, {"params": given[1:]}]
+
+
+def nothing(given):
+    given.clear()
+
+
+def not_a_leaf(given):
+    given[0] = given[0] * 2
+
+
+def gets_an_error(change):
+    """The last rank's parameters are changed: all ranks raise, and can go on."""
+    given = parameters((4, 3), (2,))
+    if dist.get_rank() == dist.get_world_size() - 1:
+        change(given)
     start = time.monotonic()
     with pytest.raises(ValueError, match="ranks' parameters differ"):
-        if case == "added":
-            ShardedOptimizer(given, ADAM).add_param_group(
-                {"params": parameters((3,) if last else (4,))}
-            )
-        else:
-            ShardedOptimizer(given, ADAM)
-    assert time.monotonic() - start < 10, rank
+        ShardedOptimizer(given, ADAM)
+    assert time.monotonic() - start < 10
     dist.barrier()  # the process group is still in order
 
 
 @pytest.mark.parametrize(
-    "case",
-    ["shape", "count", "dtype", "strides", "frozen", "groups", "nothing", "not a leaf", "added"],
+    "change",
+    [
+        other_shape,
+        one_more,
+        other_dtype,
+        other_strides,
+        one_frozen,
+        two_groups,
+        nothing,
+        not_a_leaf,
+    ],
 )
-def test_ranks_that_differ_get_an_error(ranks, case):
-    ranks(3).run(differs, case)
+def test_ranks_that_differ_get_an_error(ranks, change):
+    ranks(3).run(gets_an_error, change)
 
 
 def refuses_what_is_wrong():
@@ -690,19 +709,27 @@ def test_one_rank_that_has_the_state_is_enough(ranks, world_size):
     ranks(world_size).run(loads_from_one_rank)
 
 
-def forgets_a_refused_group(case):
+def differs_in_shape(mine):
     last = dist.get_rank() == dist.get_world_size() - 1
+    return parameters((3,) if last else (4,))
+
+
+def has_no_leaf(mine):
+    last = dist.get_rank() == dist.get_world_size() - 1
+    (parameter,) = parameters((4,))
+    return [parameter * 2] if last else [parameter]
+
+
+def is_in_another_group(mine):
+    return [*parameters((4,)), mine[0]]
+
+
+def forgets_a_refused_group(make):
     mine, plain = parameters(*SHAPES), parameters(*SHAPES)
     sharded, unsharded = ShardedOptimizer(mine[:3], ADAM), ADAM(plain[:3])
     train(sharded, mine[:3], range(2))
     train(unsharded, plain[:3], range(2))
-    refused = {"params": parameters((4,))}
-    if last and case == "shape":
-        refused = {"params": parameters((3,))}
-    if last and case == "not a leaf":
-        refused = {"params": [refused["params"][0] * 2]}
-    if case == "in another group":
-        refused = {"params": [parameters((4,))[0], mine[0]]}
+    refused = {"params": make(mine)}
     with pytest.raises(ValueError):
         sharded.add_param_group(refused)
     assert len(sharded.param_groups) == len(sharded.local.param_groups) == 1
@@ -717,9 +744,9 @@ def forgets_a_refused_group(case):
         assert_same_state(state, unsharded.state_dict())
 
 
-@pytest.mark.parametrize("case", ["shape", "not a leaf", "in another group"])
-def test_a_refused_group_leaves_nothing(ranks, case):
-    ranks(3).run(forgets_a_refused_group, case)
+@pytest.mark.parametrize("make", [differs_in_shape, has_no_leaf, is_in_another_group])
+def test_a_refused_group_leaves_nothing(ranks, make):
+    ranks(3).run(forgets_a_refused_group, make)
 
 
 def takes_parameters_back():
@@ -807,17 +834,7 @@ def test_on_a_gpu(script, world_size):
     assert "verify: passed" in output
 
 
-@pytest.mark.cuda
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_memory_on_a_gpu(script, tmp_path, world_size):
-    command = torchrun(world_size, MEMORY, "--device", "cuda", "--plot", tmp_path / "m.png")
-    status, output = script(command).wait(300)
-    assert status == 0, output
-    assert "of CUDA's allocator" in output
-
-
-SMALL = "--size", "nano", "--device", "cpu", "--batch-size", 1, "--context-length", 8
-QUICK = *SMALL, "--steps", 1, "--warmup", 0
+QUICK = "--size nano --device cpu --batch-size 1 --context-length 8 --steps 1 --warmup 0".split()
 
 
 def assert_prints(output, recorded, starts):
@@ -834,15 +851,17 @@ def test_script(forked, tmp_path, small):
     files = {"--json": "x.json", "--save": "save", "--trace": "trace"}
     words = [word for flag, name in files.items() for word in (flag, tmp_path / name)]
     if small:
-        testing.write_mnist(tmp_path / "data", 700, 10)  # the last batch is not full
+        harness.write_mnist(tmp_path / "data", 700, 10)  # the last batch is not full
         words += ["--data", tmp_path / "data"]
     status, output = forked(2, SCRIPT, *QUICK, *words)
     assert status == 0, output
     recorded = SCRIPT.with_name("reference_output.txt")
     assert_prints(
-        output, recorded, ("verify", "ms", "Percentiles", "training step;", "of the rank")
+        output,
+        recorded,
+        ("verify", "MB", "Sharded", "ms", "Percentiles", "training step;", "of the rank"),
     )
-    result = testing.read_json(tmp_path / "x.json", "06_sharded_optimizer")
+    result = harness.read_json(tmp_path / "x.json", "06_sharded_optimizer")
     assert result["world_size"] == 2 and result["verify"]["max_abs_diff"] == 0
     names = [one["name"] for one in result["candidates"]]
     assert names == ["AdamW", "ShardedOptimizer", "torch ZeRO", "torch ZeRO view"]
@@ -850,37 +869,22 @@ def test_script(forked, tmp_path, small):
     unsharded, sharded, *torchs = most
     assert unsharded >= 2 * 4 * result["model"]["parameters"]
     assert sharded <= 1.05 * unsharded / 2 and all(sharded <= one for one in torchs)
+    model_bytes = 4 * result["model"]["parameters"]
+    for name, moments in result["memory_bytes"].items():
+        assert list(moments) == ["model built", "before the step", "after the step"]
+        state = [of_rank[2] for of_rank in moments["after the step"]]
+        if name == "AdamW":
+            assert all(2 * model_bytes <= held < 2.001 * model_bytes for held in state)
+        else:
+            assert 2 * model_bytes <= sum(state) and max(state) <= 1.05 * model_bytes
+        assert moments["model built"] == 2 * [[model_bytes, 0, 0]]
+        for of_rank in moments["before the step"]:
+            assert of_rank[:2] == [model_bytes, model_bytes]
     for one in result["candidates"]:
         for times in ("step_seconds", "optimizer_seconds"):
             assert [len(of_rank) for of_rank in one[times]] == [1, 1]
     assert len(torch.load(tmp_path / "save", weights_only=True)) == 6
     assert "traceEvents" in (tmp_path / "trace").read_text()
-
-
-def test_memory(forked, tmp_path):
-    files = "--json", tmp_path / "x.json", "--plot", tmp_path / "x.png"
-    status, output = forked(2, MEMORY, *SMALL, *files)
-    assert status == 0, output
-    assert_prints(
-        output,
-        MEMORY.with_name("reference_output_memory.txt"),
-        ("#_sharded_optimizer/memory", "nano model", "MB", "rest", "sharded", "unsharded"),
-    )
-    result = testing.read_json(tmp_path / "x.json", "06_sharded_optimizer/memory")
-    model_bytes = 4 * result["model"]["parameters"]
-    states = {}
-    for name, moments in result["memory_bytes"].items():
-        last = list(moments.values())[-1]
-        assert last[0][0] == last[0][1] == model_bytes
-        states[name] = [one[2] for one in last]
-    assert all(2 * model_bytes <= state < 2.001 * model_bytes for state in states["unsharded"])
-    assert max(states["sharded"]) <= 1.05 * states["unsharded"][0] / 2
-    assert (tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG"
-
-
-def test_readme_shows_the_recorded_memory():
-    recorded = MEMORY.with_name("reference_output_memory.txt").read_text()
-    assert recorded in MEMORY.with_name("README.md").read_text()
 
 
 @pytest.fixture
@@ -893,48 +897,27 @@ def temporary(tmp_path, monkeypatch):
 
 
 @pytest.mark.full
-@testing.needs_proc
-@pytest.mark.parametrize("fault", testing.FAULTS)
-@pytest.mark.parametrize("moment", testing.LADDER_MOMENTS)
+@harness.needs_proc
+@pytest.mark.parametrize("fault", harness.FAULTS)
+@pytest.mark.parametrize("moment", harness.LADDER_MOMENTS)
 def test_faults(script, moment, fault, temporary):
-    command = torchrun(2, SCRIPT, *testing.LONG)
-    testing.check_fault(script, command, moment, fault, temporary)
+    command = torchrun(2, SCRIPT, *harness.LONG)
+    harness.check_fault(script, command, moment, fault, temporary)
 
 
 @pytest.mark.full
-@testing.needs_proc
-@pytest.mark.parametrize("fault", testing.FAULTS)
-@pytest.mark.parametrize("moment", ["", "tiny model: "])
-def test_faults_of_memory(script, moment, fault, temporary, tmp_path):
-    command = torchrun(2, MEMORY, "--plot", tmp_path / "x.png")
-    testing.check_fault(script, command, moment, fault, temporary)
-
-
-@pytest.mark.full
-@testing.needs_proc
+@harness.needs_proc
 def test_stopped_rank(script):
-    testing.check_stopped_rank(script, SCRIPT, "--no-verify", *testing.LONG)
+    harness.check_stopped_rank(script, SCRIPT, "--no-verify", *harness.LONG)
 
 
-@pytest.mark.parametrize("option, value", testing.WRONG_INPUT)
-def test_wrong_input(option, value, monkeypatch, capsys):
-    testing.check_wrong_input(main, SCRIPT, option, value, monkeypatch, capsys)
+def test_wrong_input(monkeypatch, capsys):
+    harness.check_wrong_input(main, SCRIPT, "--steps", "0", monkeypatch, capsys)
 
 
-NOT_OF_MEMORY = "--steps", "--warmup", "--data"
-WRONG_INPUT_OF_MEMORY = [one for one in testing.WRONG_INPUT if one[0] not in NOT_OF_MEMORY]
+def test_not_started_by_torchrun(monkeypatch, capsys):
+    harness.check_not_started_by_torchrun(main, SCRIPT, monkeypatch, capsys)
 
 
-@pytest.mark.parametrize("option, value", [*WRONG_INPUT_OF_MEMORY, ("--plot", "/"), ("--plot", "")])
-def test_wrong_input_of_memory(option, value, monkeypatch, capsys):
-    testing.check_wrong_input(memory.main, MEMORY, option, value, monkeypatch, capsys)
-
-
-@pytest.mark.parametrize("script_main, path", [(main, SCRIPT), (memory.main, MEMORY)])
-def test_not_started_by_torchrun(script_main, path, monkeypatch, capsys):
-    testing.check_not_started_by_torchrun(script_main, path, monkeypatch, capsys)
-
-
-@pytest.mark.parametrize("path", [SCRIPT, MEMORY])
-def test_file_alone(path, tmp_path):
-    testing.check_script_alone(path, tmp_path)
+def test_file_alone(tmp_path):
+    harness.check_script_alone(SCRIPT, tmp_path)

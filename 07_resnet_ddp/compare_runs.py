@@ -1,14 +1,10 @@
 """07: compare the results of resnet_ddp.py, one device against N: a table and two pictures.
 
-    python 07_resnet_ddp/compare_runs.py RESULTS      (the folder of resnet_ddp.py --results)
-
-RESULTS holds 07_single.json and at least one 07_ddp_N.json. speedup.png and breakdown.png are drawn
-beside them. resnet_ddp.py does the same by itself as soon as it has written the second file.
+resnet_ddp.py imports this file once 07_single.json or 07_ddp_N.json is written; when both are
+there, speedup.png and breakdown.png are drawn beside them.
 """
 
 import json
-import os
-import sys
 from pathlib import Path
 
 import numpy
@@ -19,8 +15,19 @@ ORANGE = "#E69F00"
 
 # What runs must have in common to be compared, of the result's head and of its options.
 HEAD = ["device", "threads_per_rank", "data"]
-OPTIONS = """epochs image_size global_batch steps_per_epoch lr momentum warmup_epochs
-    amp channels_last workers seed""".split()
+OPTIONS = [
+    "epochs",
+    "image_size",
+    "global_batch",
+    "steps_per_epoch",
+    "lr",
+    "momentum",
+    "warmup_epochs",
+    "amp",
+    "channels_last",
+    "workers",
+    "seed",
+]
 
 
 def times(result: dict, part: str) -> list[list[float]]:
@@ -32,12 +39,14 @@ def times(result: dict, part: str) -> list[list[float]]:
 def summarize(result: dict) -> dict:
     """What the table and the pictures show of a run; times of a batch are in ms."""
     options = result["options"]
-    settings = {name: result[name] for name in HEAD} | {name: options[name] for name in OPTIONS}
-    caption = "ResNet-18, {data}, {image_size} px, --global-batch {global_batch}, {device}, "
-    caption += "threads per rank: {threads_per_rank}"
+    settings = {name: result[name] for name in HEAD}
+    settings |= {name: options[name] for name in OPTIONS}
+    caption = f"ResNet-18, {result['data']}, {options['image_size']} px, "
+    caption += f"--global-batch {options['global_batch']}, {result['device']}, "
+    caption += f"threads per rank: {result['threads_per_rank']}, {options['scaling']} scaling"
     summary = {
         "name": result["name"],
-        "caption": f"{caption.format(**settings)}, {options['scaling']} scaling",
+        "caption": caption,
         "settings": settings,
         "world_size": result["world_size"],
         "total": result["train_seconds"],
@@ -92,10 +101,17 @@ def print_comparison(runs: list[dict]) -> None:
 
     rows = []
     for run in runs:
-        row = [run["name"], f"{run['total']:.1f}", f"{run['batch']:.1f}"]
-        row += [f"{run['data share']:.1%}", f"{run['throughput']:.1f}", f"{run['speedup']:.2f}"]
-        row += [f"{run['time speedup']:.2f}"]
-        row += [f"{run['speedup'] / run['world_size']:.1%}", f"{run['accuracy']:.2%}"]
+        row = [
+            run["name"],
+            f"{run['total']:.1f}",
+            f"{run['batch']:.1f}",
+            f"{run['data share']:.1%}",
+            f"{run['throughput']:.1f}",
+            f"{run['speedup']:.2f}",
+            f"{run['time speedup']:.2f}",
+            f"{run['speedup'] / run['world_size']:.1%}",
+            f"{run['accuracy']:.2%}",
+        ]
         rows.append(row)
     header = ["", "total s", "batch ms", "data", "images/s", "speed-up", "in time"]
     header += ["efficiency", "accuracy"]
@@ -162,7 +178,7 @@ def draw_breakdown(runs: list[dict], path: Path) -> None:
             text = f"{three_digits(mean)} ms, {mean / run['batch']:.1%}"
             above = {"xytext": (0, 8), "textcoords": "offset points", "ha": "center"}
             axes.annotate(text, (mean, place), **above)
-    axes.set_yticks(*zip(*places, strict=True))
+    axes.set_yticks([place for place, _ in places], [label for _, label in places])
     axes.margins(x=0.12, y=0.2)
     axes.invert_yaxis()
     axes.xaxis.set_major_formatter("{x:g}")
@@ -184,29 +200,3 @@ def compare(folder: Path) -> bool:
         draw(runs, folder / name)
         say(f"written: {folder / name}")
     return True
-
-
-def main():
-    folder = Path(__file__).resolve().parent
-    sys.path[:0] = [str(folder), str(folder.parent)]
-    try:
-        from common import setup
-    except ModuleNotFoundError as error:
-        sys.exit(f"error: {error}: copy the repository's folder common/ beside {folder} or into it")
-
-    parser = setup.Parser(__doc__)
-    where = "a folder with 07_single.json and 07_ddp_N.json; the pictures go there, too"
-    parser.add_argument("results", metavar="RESULTS", help=where)
-    args = parser.parse_args()
-    results = Path(args.results)
-    if not args.results or not results.is_dir():
-        setup.fail(f"argument RESULTS: {args.results!r} is not a folder")
-    if not os.access(results, os.W_OK):
-        setup.fail(f"argument RESULTS: {args.results!r} is not writable, for the pictures")
-    if not compare(results):
-        needed = "a 07_single.json and a 07_ddp_N.json of the same settings"
-        setup.fail(f"argument RESULTS: {args.results!r} does not hold {needed}")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,10 +1,9 @@
-"""07: the images of resnet_ddp.py: the digits that lie in common/, or CIFAR-10, at any size.
+"""07: the images of resnet_ddp.py, at any size: the digits that lie in common/, CIFAR-10, or noise.
 
 resnet_ddp.py imports this file when it runs. Every rank loads both sets whole; which images it
 takes from them is sharded_loaders' business.
 """
 
-import json
 import os
 from pathlib import Path
 
@@ -13,6 +12,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils.data import Dataset
+
+SYNTHETIC = "synthetic"  # --data synthetic
 
 
 class Images(Dataset):
@@ -45,11 +46,17 @@ class Images(Dataset):
 
 
 def load_images(data: str | None, download: bool, image_size: int) -> tuple[Images, Images]:
-    """Training and held-out images: the digits (1,500 and 297), or CIFAR-10 from `data`."""
+    """Training and held-out images.
+
+    The digits (1,500 and 297), CIFAR-10 from the folder `data` (50,000 and 10,000), or for
+    "synthetic" noise of CIFAR-10's shapes.
+    """
     from common.setup import fail
 
     if data is None:
         return load_digits(image_size)
+    if data == SYNTHETIC:
+        return make_noise(image_size)
     try:
         return load_cifar10(data, download, image_size)
     except Exception as error:  # torchvision has many kinds: files missing, cut short, not CIFAR-10
@@ -76,42 +83,41 @@ def name_of(data: str | None) -> str:
     """How the output calls the images of --data."""
     if data is None:
         return "digits"
-    return "synthetic CIFAR-10" if own_sums(data) else "CIFAR-10"
+    if data == SYNTHETIC:
+        return "synthetic CIFAR-10"
+    return "CIFAR-10"
 
 
-def own_sums(folder: str) -> dict | None:
-    """The checksums that make_cifar.py wrote beside its files; None: they are CIFAR-10's own."""
-    path = Path(folder) / "cifar-10-batches-py" / "synthetic.json"
-    return json.loads(path.read_text()) if path.exists() else None
+def make_noise(image_size: int) -> tuple[Images, Images]:
+    """Noise in CIFAR-10's shapes, always the same: it costs what CIFAR-10 costs to load and train.
 
-
-def loader_class(folder: str) -> type:
-    """torchvision's CIFAR10, which knows the real files by their checksums, or one of others."""
-    from torchvision.datasets import CIFAR10
-
-    sums = own_sums(folder)
-    if sums is None:
-        return CIFAR10
-
-    class Synthetic(CIFAR10):
-        train_list = [[name, sums[name]] for name, _ in CIFAR10.train_list]
-        test_list = [[name, sums[name]] for name, _ in CIFAR10.test_list]
-        meta = CIFAR10.meta | {"md5": sums["batches.meta"]}
-
-    return Synthetic
+    Accuracies say nothing.
+    """
+    random = numpy.random.default_rng(0)
+    mean = [127.5] * 3
+    std = [73.9] * 3
+    sets = []
+    for count in (50_000, 10_000):
+        images = random.integers(0, 256, (count, 3, 32, 32), dtype=numpy.uint8)
+        labels = random.integers(0, 10, count)
+        sets.append(
+            Images(torch.from_numpy(images), torch.from_numpy(labels), mean, std, image_size)
+        )
+    return tuple(sets)
 
 
 def load_cifar10(folder: str, download: bool, image_size: int) -> tuple[Images, Images]:
     """CIFAR-10 through torchvision; `download`: one rank of each host fetches it first."""
-    loader = loader_class(folder)
+    from torchvision.datasets import CIFAR10
+
     if download:
         if int(os.environ["LOCAL_RANK"]) == 0:
-            loader(folder, download=True)
+            CIFAR10(folder, download=True)
         dist.barrier()
     mean = [125.3, 123.0, 113.9]
     std = [63.0, 62.1, 66.7]
     sets = []
-    for split in (loader(folder, train=True), loader(folder, train=False)):
+    for split in (CIFAR10(folder, train=True), CIFAR10(folder, train=False)):
         images = torch.from_numpy(split.data).permute(0, 3, 1, 2)
         labels = torch.tensor(split.targets)
         sets.append(Images(images, labels, mean, std, image_size))

@@ -1,13 +1,13 @@
 r"""07: ResNet-18 on one device against torch's DDP on N, and where the time goes.
 
 The same script does both: started by torchrun it trains with DDP on that many ranks, started by
-plain python it trains on a single device. As soon as the results of both are in the folder that
---results names, compare_runs.py compares and draws them. The images come from images.py; what
+plain python it trains on a single device. As soon as the results of both are in results/ (or where
+--results says), compare_runs.py compares and draws them. The images come from images.py; what
 --checkpoint does is in checkpoints.py.
 
     make 07_resnet_ddp NPROC=2                          (single, then DDP, then the pictures)
-    python 07_resnet_ddp/resnet_ddp.py --threads 1      (single)
-    torchrun --standalone --nproc-per-node 2 07_resnet_ddp/resnet_ddp.py       (DDP)
+    python 07_resnet_ddp/resnet_ddp.py --threads 1                                    (single)
+    torchrun --standalone --nproc-per-node 2 07_resnet_ddp/resnet_ddp.py --threads 1  (DDP)
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 \
         07_resnet_ddp/resnet_ddp.py --checkpoint FILE        (DDP; restarts, see the README)
     torchrun --nnodes 2 --node-rank R --nproc-per-node 8 --master-addr HOST0 \
@@ -45,7 +45,8 @@ def sharded_loaders(
     image of it from the r-th on. So the ranks' k-th batches together are the k-th batch of one
     device with a batch of world_size * batch_size.
     """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
     sampler = DistributedSampler(train_set, world_size, rank, seed=seed, drop_last=True)
     train_batches = DataLoader(train_set, batch_size, sampler=sampler, drop_last=True, **options)
     # For evaluation a DistributedSampler would repeat images until the shares are equal, and those
@@ -98,7 +99,7 @@ def evaluate(model: nn.Module, batches, device: torch.device, amp: bool = False)
     # Since the last forward each rank's running statistics went their own way.
     for buffer in model.buffers():
         dist.broadcast(buffer, 0)
-    sums = torch.zeros(3, dtype=torch.float64, device=device)
+    sums = torch.zeros(3, dtype=torch.float64, device=device)  # of losses, right ones, images
     for images, labels in batches:
         images = images.to(device, non_blocking=True)
         labels = labels.to(device, non_blocking=True)
@@ -195,21 +196,32 @@ def fit(args, distributed: bool, device: torch.device, settings: dict, sets: tup
     torch.manual_seed(args.seed + dist.get_rank())
     parts = {"model": network, "optimizer": optimizer, "scheduler": scheduler}
     start = {"epoch": 0, "step": 0, "train_seconds": 0.0, "evaluations": []}
-    start |= {name: [[] for _ in range(dist.get_world_size())] for name in MEASURED}
+    for name in MEASURED:
+        start[name] = [[] for _ in range(dist.get_world_size())]
     progress = checkpoints.resume(args.checkpoint, start, settings, parts, device)
 
     for epoch in range(progress["epoch"] + 1, args.epochs + 1):
         train_batches.sampler.set_epoch(epoch)  # else every epoch has the same order
         batches = islice(train_batches, steps)
-        sync = not args.no_sync
-        outcomes = train(model, batches, optimizer, scheduler, device, Stopwatch, args.amp, sync)
+        outcomes = train(
+            model,
+            batches,
+            optimizer,
+            scheduler,
+            device,
+            Stopwatch,
+            amp=args.amp,
+            synchronize=not args.no_sync,
+        )
         measure_epoch(outcomes, args, progress, epoch, steps, device)
         setup.progress(f"epoch {epoch}: images held out")
         held_out = evaluate(network, test_batches, device, args.amp)
         progress["evaluations"].append(held_out)
         progress["epoch"] = epoch
-        line = "held out: loss {loss:.4f}, accuracy {accuracy:.2%} of {images} images"
-        setup.say(f"epoch {epoch} of {args.epochs} done, {line.format(**held_out)}")
+        found = f"loss {held_out['loss']:.4f}, accuracy {held_out['accuracy']:.2%}"
+        setup.say(
+            f"epoch {epoch} of {args.epochs} done, held out: {found} of {held_out['images']} images"
+        )
         if args.checkpoint:
             checkpoints.save(args.checkpoint, settings, progress, parts, device)
     return progress
@@ -224,29 +236,31 @@ def measure_epoch(outcomes, args, progress: dict, epoch: int, steps: int, device
     samples = []
     unread = []
     dist.barrier()  # rank 0 may still be saving, and nobody's first batch should count that
-    began = line_began = time.perf_counter()
+    began = time.perf_counter()
+    line_began = began
+    ended = began
     for step, outcome in enumerate(outcomes, 1):
         place = f"epoch {epoch} step {step:3}/{steps}"
         setup.progress(place)
         unread.append(outcome)
         if len(unread) < args.log_every and step < steps:
             continue
-        samples += [read(*one) for one in unread]
-        now = time.perf_counter()
-        rate = global_batch * len(unread) / (now - line_began)
-        done = progress["step"] + step
-        seconds_per_step = (progress["train_seconds"] + now - began) / done
-        seconds_left = seconds_per_step * (args.epochs * steps - done)
-        print_step(place, samples[-1], rate, seconds_left, device)
+        for watch, loss, accuracy in unread:
+            samples.append(read(watch, loss, accuracy))
+        ended = time.perf_counter()
+        rate = global_batch * len(unread) / (ended - line_began)
+        training_began = began - progress["train_seconds"]  # as if all epochs had come in a row
+        left = setup.time_left(training_began, progress["step"] + step, args.epochs * steps)
+        print_step(place, samples[-1], rate, left, device)
         unread = []
         line_began = time.perf_counter()
-    everyones = [None] * world_size
-    dist.all_gather_object(everyones, samples)
-    for rank, of_rank in enumerate(everyones):
+    of_ranks = [None] * world_size
+    dist.all_gather_object(of_ranks, samples)
+    for rank, samples_of_rank in enumerate(of_ranks):
         for name in MEASURED:
-            progress[name][rank] += [sample[name] for sample in of_rank]
+            progress[name][rank] += [sample[name] for sample in samples_of_rank]
     progress["step"] += steps
-    progress["train_seconds"] += now - began
+    progress["train_seconds"] += ended - began
 
 
 def read(watch, loss: torch.Tensor, accuracy: torch.Tensor) -> dict:
@@ -259,7 +273,7 @@ def read(watch, loss: torch.Tensor, accuracy: torch.Tensor) -> dict:
     }
 
 
-def print_step(place: str, sample: dict, rate: float, seconds_left: float, device) -> None:
+def print_step(place: str, sample: dict, rate: float, left: str, device) -> None:
     """Rank 0's times of a step; loss and accuracy over all ranks, so all have to call this."""
     from common.setup import say
 
@@ -270,7 +284,7 @@ def print_step(place: str, sample: dict, rate: float, seconds_left: float, devic
     compute = 1000 * sample["compute_sync_seconds"]
     say(
         f"{place}  data {data:.1f} ms  compute+sync {compute:.1f} ms  {rate:.1f} images/s  "
-        f"loss {loss:.4f}  accuracy {accuracy:.1%}  ETA {seconds_left:.0f} s"
+        f"loss {loss:.4f}  accuracy {accuracy:.1%}{left}"
     )
 
 
@@ -278,17 +292,23 @@ def print_report(result: dict, images: int) -> None:
     """Where the time of a batch went, over all steps of all ranks, and what came out."""
     from common import report, setup
 
-    data, compute = (torch.tensor(result[name], dtype=torch.float64) for name in MEASURED[:2])
+    data = torch.tensor(result["data_seconds"], dtype=torch.float64)
+    compute = torch.tensor(result["compute_sync_seconds"], dtype=torch.float64)
+    batch = data + compute
     rows = []
-    for name, seconds in (("data", data), ("compute+sync", compute), ("batch", data + compute)):
+    for name, seconds in (("data", data), ("compute+sync", compute), ("batch", batch)):
         total = seconds.sum() / result["world_size"]
-        share = seconds.sum() / (data + compute).sum()
+        share = seconds.sum() / batch.sum()
         row = [name, f"{total:.1f}", f"{share:.1%}", f"{1000 * seconds.mean():.1f}"]
-        rows.append([*row, *report.milliseconds(seconds.tolist())])
+        row += report.milliseconds(seconds.tolist())
+        rows.append(row)
     report.print_table(["", "total s", "share", "mean ms", "p50", "p75", "p90", "p95"], rows)
+    rate = f"{result['images_per_second']:.1f} images/s over all ranks"
     accuracy = result["evaluations"][-1]["accuracy"]
-    speed = "{train_seconds:.2f} s: {images_per_second:.1f} images/s over all ranks; held-out"
-    setup.say(f"{images} images in {speed.format(**result)} accuracy {accuracy:.2%}")
+    setup.say(
+        f"{images} images in {result['train_seconds']:.2f} s: {rate}; "
+        f"held-out accuracy {accuracy:.2%}"
+    )
 
 
 def output_folder(text: str) -> Path:
@@ -302,11 +322,22 @@ def output_folder(text: str) -> Path:
     return Path(text)
 
 
-def add_arguments(parser) -> None:
-    from common.setup import add_process_group_arguments, output_file, positive_number, whole_number
+def default_results() -> Path | None:
+    """results/ of the repository; None where that cannot be written."""
+    from common.setup import ROOT
 
-    add, file = parser.add_argument, {"type": output_file, "metavar": "FILE"}
-    whole = whole_number
+    try:
+        return output_folder(str(ROOT / "results"))
+    except argparse.ArgumentTypeError:
+        return None
+
+
+def add_arguments(parser) -> None:
+    from common.setup import add_process_group_arguments, output_file, positive_number
+    from common.setup import whole_number as whole
+
+    add = parser.add_argument
+    file = {"type": output_file, "metavar": "FILE"}
     add("--image-size", type=whole(8, 1024), help="pixels (default: 64 on CPU, 224 on CUDA)")
     add("--global-batch", type=whole(1), help="images per step (default: 64 on CPU, 512 on CUDA)")
     scaling = "strong: the ranks share --global-batch; "
@@ -327,13 +358,14 @@ def add_arguments(parser) -> None:
     add("--threads", type=whole(1, 1024), help="per process (default: cores / ranks of this host)")
     add("--log-every", type=whole(1), default=5, metavar="STEPS", help="between lines")
     add("--no-sync", action="store_true", help="DDP without its all-reduces, to see their cost")
-    images = "CIFAR-10, or make_cifar.py's, from this folder instead of the digits"
-    add("--data", metavar="DIR", help=images)
+    images = "CIFAR-10 from this folder instead of the digits; synthetic: noise of its shapes"
+    add("--data", metavar="DIR|synthetic", help=images)
     add("--download", action="store_true", help="fetch CIFAR-10 into --data first")
     add("--checkpoint", **file, help="saved after each epoch, resumed from if there")
     add("--json", **file, help="everything measured, raw")
-    where = "the same as 07_single.json or 07_ddp_N.json, for the comparison"
-    add("--results", type=output_folder, metavar="DIR", help=where)
+    where = "the same as 07_single.json or 07_ddp_N.json; the comparison's pictures go there, too"
+    results = {"type": output_folder, "default": default_results(), "metavar": "DIR"}
+    add("--results", **results, help=where)
     add("--check", action="store_true", help="only check the flags, for both runs that make starts")
     add_process_group_arguments(parser)
 
@@ -383,15 +415,27 @@ def complete(args, parser, distributed: bool, world_size: int) -> None:
     if args.json and args.check:
         problem = "both runs would write it; make leaves results/07_single.json and 07_ddp_N.json"
         parser.error(f"argument --json: {problem}")
-    if args.download and not args.data:
+    if args.download and args.data in (None, "synthetic"):
         parser.error("argument --download: needs --data DIR, the folder for CIFAR-10")
     if not importlib.util.find_spec("torchvision"):
         parser.error("ResNet-18 is torchvision's, which is not installed: pip install torchvision")
 
 
 # What a run needs in common with the checkpoint it resumes from.
-SETTINGS = """epochs image_size global_batch steps_per_epoch lr momentum warmup_epochs
-    amp channels_last workers seed scaling""".split()
+SETTINGS = [
+    "epochs",
+    "image_size",
+    "global_batch",
+    "steps_per_epoch",
+    "lr",
+    "momentum",
+    "warmup_epochs",
+    "amp",
+    "channels_last",
+    "workers",
+    "seed",
+    "scaling",
+]
 
 
 def main():
@@ -425,9 +469,8 @@ def main():
     with setup.process_group(args) as device:
         torch.set_num_threads(args.threads or torch.get_num_threads())
         result = report.begin(folder.name, args, device)
-        what, file = "single", "07_single.json"
-        if distributed:
-            what, file = f"DDP × {world_size}", f"07_ddp_{world_size}.json"
+        name = f"DDP × {world_size}" if distributed else "single"
+        file = f"07_ddp_{world_size}.json" if distributed else "07_single.json"
         batch = batch_per_rank(args, world_size)
         data = name_of(args.data)
         result |= describe_libraries()
@@ -435,21 +478,21 @@ def main():
         rate = f"learning rate {args.lr:g}"
         if args.scaling == "weak":
             rate += f" to {args.lr * world_size:g} in {args.warmup_epochs} epochs"
-        setup.say(f"{what}: {args.scaling} scaling, {size}, {data}, {rate}")
+        setup.say(f"{name}: {args.scaling} scaling, {size}, {data}, {rate}")
 
-        settings = {name: getattr(args, name) for name in SETTINGS} | {"data": data}
-        settings |= {name: result[name] for name in ("world_size", "device", "threads_per_rank")}
+        settings = {option: getattr(args, option) for option in SETTINGS} | {"data": data}
+        settings |= {key: result[key] for key in ("world_size", "device", "threads_per_rank")}
         sets = load_images(args.data, args.download, args.image_size)
         progress = fit(args, distributed, device, settings, sets)
         if dist.get_rank() != 0:
             return
         images = progress["step"] * batch * world_size
-        result |= {"name": what, "data": data, "batch_per_rank": batch}
+        result |= {"name": name, "data": data, "batch_per_rank": batch}
         result |= {"images_per_second": images / progress["train_seconds"], **progress}
         print_report(result, images)
         report.write_json(args.json, result)
         if args.results is None or args.no_sync:
-            needed = "single and DDP, both with --results DIR and without --no-sync"
+            needed = "single and DDP, both without --no-sync and with a --results that is writable"
             setup.say(f"no comparison: it needs a run of {needed}")
             return
         report.write_json(args.results / file, result)

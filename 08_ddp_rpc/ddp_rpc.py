@@ -5,20 +5,22 @@ trainers ask for the rows they need by remote procedure call. The dense net is s
 has a replica, and DDP keeps them equal. One distributed backward pass serves both. All servers are
 asked at once, and their answers are awaited together.
 
-    make 08_ddp_rpc                                             (2 trainers and 2 servers)
-    make 08_ddp_rpc ARGS="--trainers 8 --servers 8"             (the full layout)
-    python 08_ddp_rpc/ddp_rpc.py --trainers 8 --servers 8 --lookup both
-                                                (both kinds of lookup, epoch by epoch in turn)
+    make 08_ddp_rpc                                     (2 trainers and 2 servers)
+    make 08_ddp_rpc NPROC=8                             (8 and 8, as upstream)
+    python 08_ddp_rpc/ddp_rpc.py --nproc 8 --lookup both
+                                        (both kinds of lookup, epoch by epoch in turn)
 
-launcher.py has the options and starts all processes, on this host. Source: PyTorch,
+launcher.py starts all processes, on this host. Source: PyTorch,
 torch/distributed/benchmarks/benchmark_ddp_rpc.py; Li et al., "Scaling Distributed Machine Learning
 with the Parameter Server", OSDI 2014.
 """
 
+import argparse
 import math
 import queue
 import sys
 import time
+from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
@@ -34,6 +36,7 @@ CLASSES = 8
 DENSE_INPUT = 512
 LEARNING_RATE = 0.05
 EPOCH = 10  # steps, as upstream: it is timed as a whole
+LOOKUPS = ["parallel", "sequential"]
 
 # Four functions that run on a parameter server when somebody calls them from afar.
 table = None  # this server's nn.EmbeddingBag
@@ -99,6 +102,15 @@ class HybridModel(nn.Module):
 
         indices: int64 [n], rows of the tables; offsets: int64 [bags], where in it each bag starts.
         """
+        columns = self.ask_servers(indices, offsets, lookup)
+        # Side by side the columns make rows of the dense net's input, at least one per bag.
+        rows = torch.cat(columns, dim=1).reshape(-1, DENSE_INPUT)
+        return self.dense(rows.to(self.device))
+
+    def ask_servers(
+        self, indices: torch.Tensor, offsets: torch.Tensor, lookup: str
+    ) -> list[torch.Tensor]:
+        """Every server's columns of the same bags, float32 [bags, embedding_dim] each."""
         start = time.perf_counter()
         # No RRef among the arguments: handing one to its owner costs a second message, because
         # its references are counted. look_up finds the table by itself.
@@ -109,8 +121,7 @@ class HybridModel(nn.Module):
         else:  # the naive loop: a round trip, then the next one
             columns = [rpc.rpc_sync(server, look_up, bags) for server in self.servers]
         self.lookup_seconds += time.perf_counter() - start
-        rows = torch.cat(columns, dim=1).reshape(-1, DENSE_INPUT)
-        return self.dense(rows.to(self.device))
+        return columns
 
     def optimizer(self) -> DistributedOptimizer:
         """SGD that updates each parameter where it lives: here and on all servers, all at once."""
@@ -136,7 +147,132 @@ def training_step(
 
 
 # ==================================================================================================
-# Below this line: what the trainers do, and what the master tells them.
+# Below this line: the command line, what verify and training do, and the master, who prints it all.
+
+
+def read_arguments():
+    """The command line, checked and completed; upstream's names of flags are understood, too."""
+    from common import setup
+    from common.setup import whole_number
+
+    parser = setup.Parser(__doc__)
+    add = parser.add_argument
+    count = whole_number(1, 64)
+    add("--nproc", type=count, default=2, help="so many trainers, and as many servers")
+    add("--trainers", type=count, old_names=["--number-trainers"], help="(default: --nproc)")
+    add("--servers", type=count, old_names=["--number-ps"], help="(default: --nproc)")
+    rows = {"default": 300, "help": "rows of each server's table"}
+    add("--embeddings", type=whole_number(1), old_names=["--number-embeddings"], **rows)
+    columns = f"its columns; servers × columns must be a multiple of {DENSE_INPUT}"
+    smallest = "(default: the smallest that is: 256 with 2 servers, 64 with 8)"
+    add("--embedding-dim", type=whole_number(1), help=f"{columns} {smallest}")
+    steps = f"measured; a multiple of {EPOCH}"
+    add("--steps", type=whole_epochs(EPOCH), default=1000, help=steps)
+    warmup = f"steps before them, not measured; a multiple of {EPOCH}"
+    add("--warmup", type=whole_epochs(0), default=50, help=warmup)
+    # Upstream's flag, which counts epochs.
+    hidden = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+    cycles = whole_number(0)
+    add("--warmup-cycles", dest="warmup", type=lambda text: EPOCH * cycles(text), **hidden)
+    in_turn = "ask all servers at once, or one after another; both: epoch by epoch in turn"
+    add("--lookup", choices=[*LOOKUPS, "both"], default="parallel", help=in_turn)
+    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="of the dense net")
+    add("--master-addr", default="127.0.0.1", help="the address to listen on")
+    add("--master-port", type=whole_number(0, 65535), default=0, help="0: one that is free")
+    waiting = "seconds to wait for the others"
+    add("--timeout", type=setup.positive_number, default=300.0, help=waiting)
+    add("--seed", type=whole_number(0), default=0)
+    add("--no-verify", action="store_true", help="only measure")
+    add("--json", type=setup.output_file, metavar="FILE", help="everything measured, raw")
+    args = parser.parse_args()
+    args.trainers = args.trainers or args.nproc
+    args.servers = args.servers or args.nproc
+    check_sizes(args)
+    choose_device(args)
+    return args
+
+
+def whole_epochs(minimum: int):
+    """A type for argparse: a number of steps that makes whole epochs."""
+    from common.setup import checked
+
+    def is_allowed(steps: int) -> bool:
+        return steps >= minimum and steps % EPOCH == 0
+
+    return checked(int, is_allowed, f"a multiple of {EPOCH} that is at least {minimum}")
+
+
+def check_sizes(args):
+    """Complete args.embedding_dim; refuse what doesn't fit together, or into this host's memory."""
+    from common.setup import available_memory, fail
+
+    multiple = DENSE_INPUT // math.gcd(DENSE_INPUT, args.servers)
+    args.embedding_dim = args.embedding_dim or multiple
+    if args.embedding_dim % multiple:
+        fail(
+            f"argument --embedding-dim: '{args.embedding_dim}' is not a multiple of {multiple}: "
+            f"the columns of {args.servers} servers have to make rows of {DENSE_INPUT}"
+        )
+    table_bytes = 4 * args.embeddings * args.embedding_dim
+    needed = args.servers * table_bytes * (1 + args.trainers)
+    available = available_memory()
+    if needed > available:
+        fail(
+            f"argument --embeddings: '{args.embeddings}' rows of {args.embedding_dim} columns on "
+            f"{args.servers} servers, with a gradient per trainer, take {needed / 1e9:.0f} GB, and "
+            f"this host has {available / 1e9:.0f} left: use fewer"
+        )
+
+
+def choose_device(args):
+    """Replace "auto" in args.device; set args.backend, that of the trainers' process group."""
+    from common.setup import fail
+
+    gpus = torch.cuda.device_count()
+    if args.device == "auto":
+        args.device = "cuda" if gpus > 0 else "cpu"
+    if args.device == "cuda" and gpus == 0:
+        fail("argument --device: 'cuda' needs a GPU that torch can use, and there is none; use cpu")
+    gpu_per_trainer = args.device == "cuda" and gpus >= args.trainers
+    args.backend = "nccl" if gpu_per_trainer else "gloo"
+
+
+def begin(args):
+    """Print what runs, where, and which rank is what; returns the head of the JSON.
+
+    It has the keys of report.begin, which asks a process group; the launcher is in none.
+    """
+    from common.report import processor_name, topology
+    from common.setup import say, threads_per_rank
+
+    last = args.trainers + args.servers
+    result = {
+        "stage": "08_ddp_rpc",
+        "torch": torch.__version__,
+        "backend": args.backend,
+        "device": args.device,
+        "device_name": processor_name(),
+        "world_size": last + 1,  # everybody: trainers, servers and the master
+        "threads_per_rank": threads_per_rank(last),  # the master only waits
+        "options": dict(vars(args)),
+        "started": datetime.now(timezone.utc),
+        "cuda": torch.version.cuda,
+    }
+    if args.device == "cuda":
+        result["device_name"] = torch.cuda.get_device_name()
+    ranks = f"{last + 1} ranks, {result['threads_per_rank']} threads per rank"
+    say(f"08_ddp_rpc: torch {torch.__version__}, {args.backend} on {args.device}, {ranks}")
+    say(f"CUDA {torch.version.cuda or 'none'}, {torch.cuda.device_count()} GPUs; {topology()}")
+    parameters = sum(parameter.numel() for parameter in dense_net().parameters())
+    dense = f"{parameters} dense parameters on {args.device}, DDP over {args.backend}"
+    say(f"rank 0 to {args.trainers - 1}: trainers, {dense}")
+    tables = f"a table of {args.embeddings} × {args.embedding_dim} each"
+    say(f"rank {args.trainers} to {last - 1}: parameter servers, {tables}")
+    meeting = f"all meet at {args.master_addr} port {args.master_port}"
+    say(f"rank {last}: master; RPC over TensorPipe (TCP); {meeting}")
+    measured = f"{args.steps} steps are measured, after {args.warmup} to warm up"
+    say(f"{measured}; an epoch is {EPOCH} steps")
+    return result
 
 
 def random_batches(steps: int, embeddings: int, rows_of_bag: int, generator: torch.Generator):
@@ -161,10 +297,8 @@ def rows_per_bag(args) -> int:
 
 
 def lookups(args) -> list[str]:
-    """The kinds of lookup to train with, in turn."""
-    if args.lookup == "both":
-        return ["parallel", "sequential"]
-    return [args.lookup]
+    """The kinds of lookup to measure, in turn."""
+    return LOOKUPS if args.lookup == "both" else [args.lookup]
 
 
 def new_model(args, servers, seed, process_group=None):
@@ -176,45 +310,6 @@ def new_model(args, servers, seed, process_group=None):
         torch.cuda.set_device(device)  # of this thread: RPC calls us on any of its own
     model = HybridModel(servers, device, process_group)
     return model, model.optimizer()
-
-
-def train(args, servers):
-    """Runs on every trainer. Returns its name, what it measured and the loss of every epoch.
-
-    What it measured: {lookup: {quantity: one value per measured epoch}}.
-    """
-    from common.setup import progress, say
-
-    name = rpc.get_worker_info().name
-    warmup, epochs = args.warmup // EPOCH, (args.warmup + args.steps) // EPOCH
-    between_reports = math.ceil(epochs / 5)
-    model, optimizer = new_model(args, servers, args.seed)
-    generator = torch.Generator().manual_seed(args.seed + dist.get_rank())
-    losses = []
-    measured = {}
-    for lookup in lookups(args):
-        measured[lookup] = {"seconds": [], "lookup_seconds": [], "examples": []}
-    began = time.perf_counter()
-    for epoch in range(1, epochs + 1):
-        if name == "trainer0":
-            each = (time.perf_counter() - began) / max(1, epoch - 1)
-            left = f", {each * (epochs + 1 - epoch):.0f} s left" if epoch > 1 else ""
-            progress(f"training: epoch {epoch} of {epochs}{left}")
-        for lookup, samples in measured.items():
-            batches = list(random_batches(EPOCH, args.embeddings, rows_per_bag(args), generator))
-            model.lookup_seconds = 0.0
-            start = time.perf_counter()
-            step_losses = [training_step(model, optimizer, batch, lookup) for batch in batches]
-            loss = torch.stack(step_losses).mean().item()  # waits for the GPU, if there is one
-            seconds = time.perf_counter() - start
-            losses.append(loss)
-            if epoch > warmup:
-                samples["seconds"].append(seconds)
-                samples["lookup_seconds"].append(model.lookup_seconds)
-                samples["examples"].append(sum(len(offsets) for _, offsets, _ in batches))
-        if name == "trainer0" and epoch % between_reports == 0 and epoch < epochs:
-            say(f"epoch {epoch} of {epochs}, loss of trainer0 {loss:.3f}")
-    return {"name": name, "lookups": measured, "loss": losses}
 
 
 def call_all(names, function, *arguments):
@@ -235,35 +330,50 @@ def create_tables(args, servers, embeddings):
     torch.futures.wait_all(answers)
 
 
+class PlainModel(nn.Module):
+    """The same model without DDP and RPC: a copy of all its weights in one process."""
+
+    def __init__(self, model: HybridModel, tables: list[torch.Tensor]):
+        super().__init__()
+        self.device = model.device
+        self.dense = dense_net().to(model.device)
+        self.dense.load_state_dict(model.dense.module.state_dict())
+        self.tables = nn.ModuleList()
+        for weight in tables:
+            self.tables.append(nn.EmbeddingBag.from_pretrained(weight, freeze=False, mode="sum"))
+
+    def forward(self, indices, offsets):
+        columns = [embedding(indices, offsets) for embedding in self.tables]
+        rows = torch.cat(columns, dim=1).reshape(-1, DENSE_INPUT)
+        return self.dense(rows.to(self.device))
+
+
 def verify_one_trainer(args, servers, embeddings):
     """Runs on trainer0: 20 steps with the servers, and 20 of a plain model in this process.
 
     Returns the largest difference between their weights.
     """
-    alone = dist.new_group([0], use_local_synchronization=True)
+    from common.setup import without_gloo_greeting
+
+    with without_gloo_greeting():
+        alone = dist.new_group([0], use_local_synchronization=True)
     model, optimizer = new_model(args, servers, args.seed, alone)
-    twin = dense_net().to(model.device)
-    twin.load_state_dict(model.dense.module.state_dict())
-    twin_tables = []
-    for weight in call_all(servers, weight_copy):
-        twin_tables.append(nn.EmbeddingBag.from_pretrained(weight, freeze=False, mode="sum"))
-    twin_weights = [*twin.parameters(), *(one.weight for one in twin_tables)]
-    twin_optimizer = torch.optim.SGD(twin_weights, lr=LEARNING_RATE)
+    plain = PlainModel(model, call_all(servers, weight_copy))
+    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=LEARNING_RATE)
 
     generator = torch.Generator().manual_seed(args.seed)
-    kinds = lookups(args)
     for step, batch in enumerate(random_batches(20, embeddings, rows_per_bag(args), generator)):
-        training_step(model, optimizer, batch, kinds[step % len(kinds)])
+        training_step(model, optimizer, batch, LOOKUPS[step % 2])
         indices, offsets, targets = batch
-        columns = [one(indices, offsets) for one in twin_tables]
-        rows = torch.cat(columns, dim=1).reshape(-1, DENSE_INPUT)
-        twin_optimizer.zero_grad()
-        logits = twin(rows.to(model.device))
-        F.cross_entropy(logits, targets.to(model.device)).backward()
-        twin_optimizer.step()
+        loss = F.cross_entropy(plain(indices, offsets), targets.to(model.device))
+        loss.backward()
+        plain_optimizer.step()
+        plain_optimizer.zero_grad()
     weights = [*model.dense.parameters(), *call_all(servers, weight_copy)]
-    pairs = zip(weights, twin_weights, strict=True)
-    return max((mine - twins).abs().max().item() for mine, twins in pairs)
+    differences = []
+    for weight, plain_weight in zip(weights, plain.parameters(), strict=True):
+        differences.append((weight - plain_weight).abs().max().item())
+    return max(differences)
 
 
 def verify_replicas(args, servers, embeddings):
@@ -276,10 +386,11 @@ def verify_replicas(args, servers, embeddings):
     model, optimizer = new_model(args, servers, args.seed + rank)
     generator = torch.Generator().manual_seed(args.seed + rank)
     looked_up = set()
-    batches = random_batches(20, max(1, embeddings // 2), rows_per_bag(args), generator)
-    for indices, offsets, targets in batches:
-        training_step(model, optimizer, (2 * indices, offsets, targets), lookups(args)[0])
-        looked_up.update((2 * indices).tolist())
+    half = max(1, embeddings // 2)
+    for indices, offsets, targets in random_batches(20, half, rows_per_bag(args), generator):
+        even = 2 * indices
+        training_step(model, optimizer, (even, offsets, targets), "parallel")
+        looked_up.update(even.tolist())
     weights = [parameter.detach().cpu().flatten() for parameter in model.dense.parameters()]
     return torch.cat(weights), looked_up
 
@@ -289,7 +400,7 @@ def verify(args, trainers, servers):
     from common.setup import progress, say
 
     progress("verify: one trainer with all servers, against a plain model in one process")
-    embeddings = min(args.embeddings, 300)  # the twin holds all tables in one process
+    embeddings = min(args.embeddings, 300)  # the plain model has all tables in one process
     tolerance = 1e-5
     create_tables(args, servers, embeddings)
     arguments = (args, servers, embeddings)
@@ -315,81 +426,140 @@ def verify(args, trainers, servers):
     for name, old, new in zip(servers, before, call_all(servers, weight_copy), strict=True):
         moved = (old != new).any(dim=1).nonzero().flatten().tolist()
         if set(moved) != rows:
-            message = f"the rows of {name} that moved are not those that were looked up"
-            sys.exit(f"verify FAILED: {message}")
+            sys.exit(
+                f"verify FAILED: the rows of {name} that moved are not those that were looked up"
+            )
     say(
         f"verify: passed, dense weights of {len(trainers)} trainers bitwise equal; of {embeddings} "
         f"rows per server exactly the {len(rows)} that were looked up have moved\n"
     )
-    return {
-        "max_abs_diff": difference,
-        "tolerance": tolerance,
-        "passed": True,
-        "rows": embeddings,
-        "rows_moved": len(rows),
-    }
+    moved_rows = {"rows": embeddings, "rows_moved": len(rows)}
+    return {"max_abs_diff": difference, "tolerance": tolerance, "passed": True, **moved_rows}
 
 
-def print_row(name, samples, epochs):
-    """A row of the table: what one trainer has measured with one kind of lookup, or all have."""
-    from common.report import percentiles
-    from common.setup import say
+def train(args, servers):
+    """Runs on every trainer. Returns its name, what it measured and the loss of every epoch.
 
-    examples = sum(samples["examples"]) / epochs
-    paces = percentiles(samples["seconds"])
-    cells = [f"{seconds:9.3f} {examples / seconds:6.0f}" for seconds in paces]
-    share = 100 * sum(samples["lookup_seconds"]) / sum(samples["seconds"])
-    say(f"{name:20}{''.join(cells)} {share:7.0f} %")
+    What it measured: {lookup: {quantity: one value per measured epoch}}.
+    """
+    from common.setup import progress, say, time_left
+
+    name = rpc.get_worker_info().name
+    warmup = args.warmup // EPOCH
+    epochs = warmup + args.steps // EPOCH
+    between_reports = math.ceil(epochs / 5)
+    model, optimizer = new_model(args, servers, args.seed)
+    generator = torch.Generator().manual_seed(args.seed + dist.get_rank())
+    losses = []
+    measured = {lookup: no_samples() for lookup in lookups(args)}
+    began = time.perf_counter()
+    for epoch in range(1, epochs + 1):
+        if name == "trainer0":
+            left = time_left(began, epoch - 1, epochs)
+            progress(f"training: epoch {epoch} of {epochs}{left}")
+        for lookup, samples in measured.items():
+            batches = list(random_batches(EPOCH, args.embeddings, rows_per_bag(args), generator))
+            model.lookup_seconds = 0.0
+            start = time.perf_counter()
+            step_losses = [training_step(model, optimizer, batch, lookup) for batch in batches]
+            loss = torch.stack(step_losses).mean().item()  # waits for the GPU, if there is one
+            seconds = time.perf_counter() - start
+            losses.append(loss)
+            if epoch > warmup:
+                samples["seconds"].append(seconds)
+                samples["lookup_seconds"].append(model.lookup_seconds)
+                samples["examples"].append(sum(len(offsets) for _, offsets, _ in batches))
+        if name == "trainer0" and epoch % between_reports == 0 and epoch < epochs:
+            say(f"epoch {epoch} of {epochs}, loss of trainer0 {loss:.3f}")
+    return {"name": name, "lookups": measured, "loss": losses}
+
+
+def no_samples() -> dict:
+    """Where the samples go: seconds of each epoch, seconds of lookups in it, examples in it."""
+    return {"seconds": [], "lookup_seconds": [], "examples": []}
 
 
 def pool(results, lookup):
     """The samples of all trainers with one kind of lookup together."""
-    pooled = {"seconds": [], "lookup_seconds": [], "examples": []}
+    pooled = no_samples()
     for result in results:
         for quantity, values in result["lookups"][lookup].items():
             pooled[quantity] += values
     return pooled
 
 
-def run_master(args, result):
-    """Have the tables made, the trainers train, and print what they measured as they finish.
+WIDTHS = [20, 7, 5, 7, 5, 7, 5, 7, 5, 8]  # of the table's columns
 
-    result: the head of the JSON.
-    """
-    import launcher
 
+def print_header():
     from common import report
-    from common.setup import say
 
-    ranks = range(args.trainers + args.servers)
-    names = [launcher.role(rank, args.trainers, args.servers) for rank in ranks]
+    cells = [""]
+    for percentile in ("p50", "p75", "p90", "p95"):
+        cells += [percentile, "ex./s"]
+    report.print_row([*cells, "lookups"], WIDTHS)
+
+
+def print_samples(name, samples, epochs):
+    """A row of the table: what one trainer has measured with one kind of lookup, or all have."""
+    from common import report
+
+    examples = sum(samples["examples"]) / epochs
+    cells = [name]
+    for seconds in report.percentiles(samples["seconds"]):
+        cells += [f"{seconds:.3f}", f"{examples / seconds:.0f}"]
+    share = sum(samples["lookup_seconds"]) / sum(samples["seconds"])
+    report.print_row([*cells, f"{100 * share:.0f} %"], WIDTHS)
+
+
+def run_master(args, names, result):
+    """What the master does: verify, have the trainers train, print and write what they measured.
+
+    names: of all ranks, for RPC. result: the head of the JSON.
+    """
+    from common import report
+
     trainers = names[: args.trainers]
-    servers = names[args.trainers :]
+    servers = names[args.trainers : -1]
     result["verify"] = None if args.no_verify else verify(args, trainers, servers)
     create_tables(args, servers, args.embeddings)
+    result["trainers"] = train_all(args, trainers, servers)
+    result |= summarize(args, result["trainers"])
+    report.write_json(args.json, result)
+
+
+def train_all(args, trainers, servers):
+    """Have the trainers train; print the rows of each when it has finished. Returns all results."""
+    from common.setup import say
+
     finished = queue.Queue()
     for name in trainers:
         answer = rpc.rpc_async(name, train, (args, servers), timeout=0)
         answer.add_done_callback(finished.put)
-
-    epochs = args.steps // EPOCH
-    measured = []
+    results = []
     for _ in trainers:
-        one = finished.get().wait()
-        if not measured:
-            columns = [f"{name:>9}  ex./s" for name in ("p50", "p75", "p90", "p95")]
-            say(f"\n{'':20}{''.join(columns)}   lookups")
-        measured.append(one)
-        for lookup, samples in one["lookups"].items():
-            print_row(f"{one['name']} {lookup}", samples, epochs)
-    measured.sort(key=lambda one: trainers.index(one["name"]))
+        result = finished.get().wait()
+        if not results:
+            say()
+            print_header()
+        results.append(result)
+        for lookup, samples in result["lookups"].items():
+            print_samples(f"{result['name']} {lookup}", samples, args.steps // EPOCH)
+    return sorted(results, key=lambda result: trainers.index(result["name"]))
+
+
+def summarize(args, results):
+    """Print what all trainers measured together; returns it for the JSON."""
+    from common.setup import say
+
     rates = {}
     waits = {}
     for lookup in lookups(args):
-        pooled = pool(measured, lookup)
-        print_row(f"all {lookup}", pooled, epochs)
-        rates[lookup] = sum(pooled["examples"]) / (sum(pooled["seconds"]) / args.trainers)
-        waits[lookup] = sum(pooled["lookup_seconds"])
+        samples = pool(results, lookup)
+        print_samples(f"all {lookup}", samples, args.steps // EPOCH)
+        seconds = sum(samples["seconds"]) / args.trainers  # they train at the same time
+        rates[lookup] = sum(samples["examples"]) / seconds
+        waits[lookup] = sum(samples["lookup_seconds"])
     say("seconds per epoch at each percentile, and examples (bags) per second at that pace;")
     say("lookups: their share of the time; all: samples pooled, examples summed")
     if args.lookup == "both":
@@ -399,14 +569,13 @@ def run_master(args, result):
             f"parallel / sequential: {faster:.3f} × the examples per second, all epochs; "
             f"sequential / parallel: {longer:.2f} × the time in lookups"
         )
-    first = sum(one["loss"][0] for one in measured) / args.trainers
-    last = sum(one["loss"][-1] for one in measured) / args.trainers
+    first = sum(result["loss"][0] for result in results) / args.trainers
+    last = sum(result["loss"][-1] for result in results) / args.trainers
     say(
         f"loss: {first:.3f} in the first epoch, {last:.3f} in the last; the targets are random, so "
         f"that ln {CLASSES} = {math.log(CLASSES):.3f} is all there is to learn"
     )
-    result |= {"examples_per_second": rates, "loss": [first, last], "trainers": measured}
-    report.write_json(args.json, result)
+    return {"examples_per_second": rates, "loss": [first, last]}
 
 
 def main():
@@ -420,9 +589,7 @@ def main():
             "and 08_ddp_rpc/launcher.py beside this file"
         )
 
-    args = launcher.read_arguments(__doc__, DENSE_INPUT, EPOCH)
-    parameters = sum(parameter.numel() for parameter in dense_net().parameters())
-    launcher.run(run_master, args, parameters)
+    launcher.run(read_arguments(), begin, run_master)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@ import json
 import os
 import platform
 import re
+import shutil
+import subprocess
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -32,9 +34,16 @@ def ratio(samples: list, others: list | None) -> str:
 def print_table(header: list[str], rows: list[list[str]]) -> None:
     """Print rows under a header: the first column flush left, the others flush right."""
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    for first, *others in [header, *rows]:
-        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
-        say("  ".join([first.ljust(widths[0]), *cells]).rstrip())
+    for row in [header, *rows]:
+        print_row(row, widths)
+
+
+def print_row(cells: list[str], widths: list[int]) -> None:
+    """One line of such a table, where the rows are known one by one and the widths before them."""
+    aligned = [cells[0].ljust(widths[0])]
+    for cell, width in zip(cells[1:], widths[1:], strict=True):
+        aligned.append(cell.rjust(width))
+    say("  ".join(aligned).rstrip())
 
 
 def describe(model_class, sizes: dict, args, replicas: int) -> dict:
@@ -88,10 +97,36 @@ def processor_name() -> str:
     return found[1] if found else platform.processor() or platform.machine()
 
 
+def topology() -> str:
+    """How this host is built: `nvidia-smi topo -m`, and without it the cores and NUMA nodes."""
+    if shutil.which("nvidia-smi"):
+        answer = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True)
+        if answer.returncode == 0:
+            return "\n" + answer.stdout.strip("\n")
+    cores = {}  # by the number of the NUMA node
+    for path in Path("/sys/devices/system/node").glob("node[0-9]*/cpulist"):
+        number = int(path.parent.name.removeprefix("node"))
+        cores[number] = path.read_text().strip()
+    nodes = [f"node {number}: cores {cores[number]}" for number in sorted(cores)]
+    numa = ", ".join(nodes) or "nodes unknown"
+    return f"{os.cpu_count()} cores, {processor_name()}; NUMA {numa}"
+
+
 def write_json(path: Path | None, result: dict) -> None:
-    """Write a result where rank 0 has a path; null for infinity and nan."""
-    if path and not (dist.is_initialized() and dist.get_rank() != 0):
-        result["seconds"] = (datetime.now(timezone.utc) - result["started"]).total_seconds()
-        finite = json.loads(json.dumps(result, default=str), parse_constant=lambda _: None)
-        path.write_text(json.dumps(finite, indent=1) + "\n")
-        say(f"written: {path}")
+    """Write a result where rank 0 has a path; null for infinity and nan.
+
+    It is written beside the file and renamed, so that there is a whole one at any time.
+    """
+    if path is None or (dist.is_initialized() and dist.get_rank() != 0):
+        return
+    result["seconds"] = (datetime.now(timezone.utc) - result["started"]).total_seconds()
+    finite = json.loads(json.dumps(result, default=str), parse_constant=lambda _: None)
+    text = json.dumps(finite, indent=1) + "\n"
+    target = path.resolve()  # a link stays one
+    if target.exists() and not target.is_file():  # /dev/null, a pipe
+        target.write_text(text)
+    else:
+        beside = target.with_name(f".{target.name}.{os.getpid()}")
+        beside.write_text(text)
+        beside.replace(target)
+    say(f"written: {path}")

@@ -18,12 +18,20 @@ import torch.distributed as dist
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # keeps torch.profiler's own log off the screen
 
 
+ROOT = Path(__file__).resolve().parent.parent  # of this repository
+
+
 def say(text: str = "") -> None:
-    """Print on rank 0, even into a closed pipe (`| head`): what comes later is still written."""
+    """Print on rank 0, even into a closed pipe (`| head`): what comes later is still written.
+
+    A character that the output's encoding lacks becomes a question mark.
+    """
     progress()
+    if os.environ.get("RANK", "0") != "0":
+        return
+    encoding = sys.stdout.encoding or "utf-8"
     try:
-        if os.environ.get("RANK", "0") == "0":
-            print(text, flush=True)
+        print(text.encode(encoding, "replace").decode(encoding), flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -34,10 +42,20 @@ def progress(text: str = "") -> None:
         print(f"\r\x1b[K{text[:79]}", end="", file=sys.stderr, flush=True)
 
 
+def time_left(began: float, done: int, total: int) -> str:
+    """ ", 12 s left" at the present pace, or "" before there is one; began: by perf_counter."""
+    if done == 0:
+        return ""
+    seconds = (time.perf_counter() - began) / done * (total - done)
+    return f", {seconds:.0f} s left"
+
+
 def fail(message: str):
     """Say in one line what is wrong and exit with status 2; of several ranks only rank 0 does."""
     if os.environ.get("RANK", "0") != "0":
-        time.sleep(10)  # rank 0 finds the same mistake, and the launcher ends us; else we say it
+        # A rank that ends makes torchrun end all the others, and rank 0 may not have said it yet.
+        # So the others wait to be ended; what only one of them has found it says in the end.
+        time.sleep(10)
     progress()
     print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr, flush=True)
     sys.exit(2)
@@ -49,7 +67,6 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, description: str):
         formatter = argparse.RawDescriptionHelpFormatter
         super().__init__(description=description, formatter_class=formatter, allow_abbrev=False)
-        sys.stdout.reconfigure(errors="replace")  # ? for × where the output's encoding has none
 
     def add_argument(self, *names, old_names=(), help="", **options):
         """Add a flag; `old_names` are understood, too, but shown nowhere."""
@@ -59,7 +76,8 @@ class Parser(argparse.ArgumentParser):
         action.option_strings = [name for name in names if name.startswith("-")]
         return action
 
-    error = staticmethod(fail)
+    def error(self, message):
+        fail(message)
 
     def print_help(self, file=None):
         say(self.format_help())
@@ -81,8 +99,15 @@ def whole_number(low: int, high: int = 2**31 - 1):
     return checked(int, lambda n: low <= n <= high, f"a whole number from {low} to {high}")
 
 
+def list_of(convert):
+    """A type for argparse: values with commas between them."""
+    return lambda text: [convert(word) for word in text.split(",")]
+
+
 def can_be_written(path: Path) -> bool:
-    target = path if path.exists() else path.parent
+    """A file that may be replaced, or made; something like /dev/null that may be written to."""
+    path = path.resolve()
+    target = path if path.exists() and not path.is_file() else path.parent
     return path.parent.is_dir() and not path.is_dir() and os.access(target, os.W_OK)
 
 
@@ -92,7 +117,8 @@ output_file = checked(Path, can_be_written, "a file that can be written, in a fo
 
 def add_training_arguments(parser: Parser, sizes: dict, steps: int) -> None:
     """The flags of all that train a language model; `steps` is the default of --steps."""
-    add, one = parser.add_argument, whole_number(1)
+    add = parser.add_argument
+    one = whole_number(1)
     add("--size", choices=sizes, default="tiny", help="CS336 2025: xl, 2.7b; 2026: xl-2026, 10b")
     add("--batch-size", type=one, help="sequences per rank and step (default: the size's)")
     add("--context-length", type=one, help="tokens per sequence (default: the size's)")
@@ -107,7 +133,8 @@ def add_training_arguments(parser: Parser, sizes: dict, steps: int) -> None:
 
 def add_verify_arguments(parser: Parser) -> None:
     """The flags of stages 02 to 06, which verify before they measure."""
-    add, file = parser.add_argument, {"type": output_file, "metavar": "FILE"}
+    add = parser.add_argument
+    file = {"type": output_file, "metavar": "FILE"}
     add("--no-verify", action="store_true", help="only measure")
     add("--data", metavar="DIR", help="verify on MNIST from this folder instead of the digits")
     add("--download", action="store_true", help="fetch MNIST into --data first")
@@ -115,9 +142,24 @@ def add_verify_arguments(parser: Parser) -> None:
     add("--trace", **file, help="Chrome trace of three more steps of rank 0")
 
 
+def add_plot_arguments(parser: Parser, name: str) -> None:
+    """--plot FILE, by default results/NAME of this repository if one can write, and --no-plot."""
+    results = ROOT / "results"
+    with suppress(OSError):
+        results.mkdir(exist_ok=True)
+    default = results / name if can_be_written(results / name) else None
+    plot = {"type": output_file, "metavar": "FILE", "default": default}
+    parser.add_argument("--plot", **plot, help="picture, PNG")
+    parser.add_argument(
+        "--no-plot", dest="plot", action="store_const", const=None, help="draw nothing"
+    )
+
+
 def add_process_group_arguments(parser: Parser) -> None:
     """The flags that `process_group` reads."""
-    add, devices, backends = parser.add_argument, ["auto", "cpu", "cuda"], ["auto", "gloo", "nccl"]
+    devices = ["auto", "cpu", "cuda"]
+    backends = ["auto", "gloo", "nccl"]
+    add = parser.add_argument
     add("--device", choices=devices, default="auto", help="auto: CUDA if there is one")
     add("--backend", choices=backends, default="auto", help="auto: nccl if a GPU per rank")
     add("--timeout", type=positive_number, default=300.0, help="seconds to wait for other ranks")
@@ -125,7 +167,8 @@ def add_process_group_arguments(parser: Parser) -> None:
 
 def choose_device(args: argparse.Namespace) -> torch.device:
     """This rank's device. Replaces "auto" in args.device and args.backend, and sets the threads."""
-    local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    local_rank = int(os.environ["LOCAL_RANK"])
+    local_size = int(os.environ["LOCAL_WORLD_SIZE"])
     gpus = torch.cuda.device_count()
     args.device = args.device.replace("auto", "cuda" if gpus > 0 else "cpu")
     if args.device == "cuda" and gpus == 0:
@@ -168,16 +211,22 @@ def process_group(args: argparse.Namespace):
     if "RANK" not in os.environ:
         fail(f"start this script with torchrun --standalone --nproc-per-node 2 {sys.argv[0]}")
     device = choose_device(args)
+    device_id = device if args.backend == "nccl" else None
     master = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     timeout = timedelta(seconds=min(args.timeout, 1e6))
-    options = {"timeout": timeout, "device_id": device if args.backend == "nccl" else None}
     try:
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             socket.create_connection(master, 10).close()  # fails at once if torchrun has ended
         store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
-        options |= {"store": store, "rank": rank, "world_size": size}
         with without_gloo_greeting():
-            dist.init_process_group(args.backend, **options)
+            dist.init_process_group(
+                args.backend,
+                store=store,
+                rank=rank,
+                world_size=size,
+                timeout=timeout,
+                device_id=device_id,
+            )
     except (RuntimeError, ValueError, OSError) as error:
         reason = str(error).splitlines()[0]
         question = f"have all {os.environ['WORLD_SIZE']} ranks started, and is it reachable?"
@@ -214,6 +263,16 @@ def threads_per_rank(local_world_size: int) -> int:
     return max(1, len(allowed(0)) // local_world_size)
 
 
+def available_memory() -> int:
+    """Bytes that processes can still have: what Linux calls available, elsewhere all there is."""
+    system = Path("/proc/meminfo")
+    if system.exists():
+        for line in system.read_text().splitlines():
+            if line.startswith("MemAvailable"):
+                return 1024 * int(line.split()[1])
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 TORCH_BYTES = 4e8  # that a rank has for itself once torch is imported (2.15, on Linux)
 
 
@@ -242,8 +301,8 @@ def load_images(data: str | None, download: bool, device="cpu") -> list[torch.Te
     if data is None:
         digits = numpy.load(Path(__file__).with_name("digits.npz"))
         order = numpy.random.default_rng(0).permutation(len(digits["labels"]))
-        images, labels = (torch.tensor(digits[name][order]) for name in ("images", "labels"))
-        images, labels = images.to(device, torch.float64).flatten(1) - 8, labels.to(device).long()
+        images = torch.tensor(digits["images"][order]).to(device, torch.float64).flatten(1) - 8
+        labels = torch.tensor(digits["labels"][order]).to(device).long()
         return [images[297:].repeat(10, 1), labels[297:].repeat(10), images[:297], labels[:297]]
     try:
         from torchvision.datasets import MNIST
@@ -251,15 +310,24 @@ def load_images(data: str | None, download: bool, device="cpu") -> list[torch.Te
         if download and dist.get_rank() == 0:
             MNIST(data, download=True)
         dist.barrier()
-        splits = MNIST(data, train=True), MNIST(data, train=False)
-        parts = [part for s in splits for part in (s.data.double().flatten(1) / 16 - 8, s.targets)]
+        parts = []
+        for train in (True, False):
+            split = MNIST(data, train=train)
+            parts += [split.data.double().flatten(1) / 16 - 8, split.targets]
     except Exception as error:  # torchvision has many kinds: files missing, cut short, not MNIST
         fail(f"argument --data: {data!r} holds no readable MNIST ({error!r}); use --download")
-    mine = len(parts[0]), *(zlib.crc32(part.numpy()) for part in parts)
-    everyones = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, mine)
-    if len({n for n, *_ in everyones}) > 1:  # those with more would wait for the others
-        fail(f"argument --data: {data!r} holds {[n for n, *_ in everyones]} images, by rank")
-    if others := [rank for rank, theirs in enumerate(everyones) if theirs != mine]:
-        say(f"warning: --data on ranks {others} is not that of rank 0, so that verify may fail")
+    check_equal_data(data, parts)
     return [part.to(device) for part in parts]
+
+
+def check_equal_data(data: str, parts: list[torch.Tensor]) -> None:
+    """End the run if ranks have different numbers of images; warn if the images differ."""
+    counts = [None] * dist.get_world_size()
+    dist.all_gather_object(counts, len(parts[0]))
+    if len(set(counts)) > 1:  # those with more would wait for the others
+        fail(f"argument --data: {data!r} holds {counts} images, by rank")
+    sums = [None] * dist.get_world_size()
+    dist.all_gather_object(sums, [zlib.crc32(part.numpy()) for part in parts])
+    others = [rank for rank in range(len(sums)) if sums[rank] != sums[0]]
+    if others:
+        say(f"warning: --data on ranks {others} is not that of rank 0, so that verify may fail")

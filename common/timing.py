@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from common.setup import progress, say
+from common.setup import progress, say, time_left
 
 
 class Stopwatch:
@@ -43,17 +43,20 @@ def measure(candidates: dict[str, Callable[[], dict]], steps: int, warmup: int) 
     rounds = warmup + steps
     began = time.perf_counter()
     for i in range(rounds):
-        left = f", {(time.perf_counter() - began) / i * (rounds - i):.0f} s left" if i else ""
+        left = time_left(began, i, rounds)
         for name, step in candidates.items():
             progress(f"step {i + 1} of {rounds}{left}: {name}")
             dist.barrier()
             mine[name].append(step())
-    everyones = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, mine)
+    of_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, mine)
     samples = {}
-    for name, (first, *_) in mine.items():
-        counted = [one[name][warmup:] for one in everyones]
-        samples[name] = {key: [[times[key] for times in one] for one in counted] for key in first}
+    for name, steps_of_candidate in mine.items():
+        samples[name] = {}
+        for quantity in steps_of_candidate[0]:
+            samples[name][quantity] = [
+                [times[quantity] for times in of_rank[name][warmup:]] for of_rank in of_ranks
+            ]
     return samples
 
 

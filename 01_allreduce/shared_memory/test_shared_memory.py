@@ -1,0 +1,289 @@
+"""Tests of the all-reduce through shared memory: sums, late and dying ranks, nothing left."""
+
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import shared_memory
+from allreduce import differing_sums
+from shared_memory import DTYPES, PART_BYTES, SMALL_PIECE, SharedMemoryAllReduce
+
+from common.testing.harness import (
+    SHARED_MEMORY,
+    Ranks,
+    check_script_alone,
+    left_in,
+    masked,
+    names_in,
+    read_json,
+    wait_for_line,
+)
+
+SCRIPT = Path(__file__).with_name("shared_memory.py")
+slow = pytest.mark.full
+
+
+# Sums
+
+
+def differing(lengths, dtypes, piece_bytes):
+    return differing_sums(SharedMemoryAllReduce(piece_bytes=piece_bytes), lengths, dtypes)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, *(pytest.param(n, marks=slow) for n in (5, 8))])
+def test_sum_equals_all_reduce(ranks, world_size):
+    """Of all dtypes, with empty parts, with one piece and with many, and pieces one element off."""
+    floats = SMALL_PIECE // 4
+    lengths = [0, 1, world_size - 1, world_size + 1, floats - 1, floats, floats + 1, 9973]
+    assert ranks(world_size).run(differing, lengths, DTYPES, SMALL_PIECE) == [[]] * world_size
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=slow)])
+def test_pieces_of_the_default_size(ranks, world_size):
+    lengths = [5 * world_size * PART_BYTES // 4 + 1, 7]
+    assert ranks(world_size).run(differing, lengths, [torch.float32], 0) == [[]] * world_size
+
+
+def sums_of_random_numbers(length):
+    """The sum in float32, and in float64 by the backend."""
+    tensor = torch.randn(length, generator=torch.Generator().manual_seed(dist.get_rank()))
+    exact = tensor.double()
+    SharedMemoryAllReduce(piece_bytes=SMALL_PIECE, timeout=30)(tensor)
+    dist.all_reduce(exact)
+    return tensor, exact
+
+
+def test_random_numbers(ranks):
+    results = ranks(4).run(sums_of_random_numbers, 100_003)
+    for tensor, exact in results:
+        assert (tensor - exact).abs().max() < 1e-5
+        assert torch.equal(tensor, results[0][0])
+
+
+def sums_of_shapes():
+    all_reduce = SharedMemoryAllReduce(timeout=30)
+    tensor = torch.full((3, 5, 7), dist.get_rank() + 1.0, requires_grad=True)
+    all_reduce(tensor)
+    scalar = torch.tensor(1)
+    all_reduce(scalar)
+    return tensor.unique().tolist(), scalar.item()
+
+
+def test_any_shape_in_place(ranks):
+    assert ranks(3).run(sums_of_shapes) == [([6.0], 3)] * 3
+
+
+def refused_then_summed():
+    all_reduce = SharedMemoryAllReduce(timeout=30)
+    for tensor in (torch.arange(12.0)[::2], torch.ones(4, 6).t(), torch.ones(6, device="meta")):
+        with pytest.raises(RuntimeError, match="contiguous CPU tensor"):
+            all_reduce(tensor)
+    tensor = torch.arange(12.0)[::2].contiguous()
+    all_reduce(tensor)
+    return tensor.tolist()
+
+
+def test_a_refused_tensor_leaves_nothing_behind(ranks):
+    assert ranks(2).run(refused_then_summed) == [[4.0 * number for number in range(6)]] * 2
+
+
+def wrong_in_many_calls(calls, late):
+    """Wrong elements over calls of all sizes, to which a rank now and then comes late."""
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
+    all_reduce = SharedMemoryAllReduce(piece_bytes=SMALL_PIECE, timeout=30)
+    lengths = torch.randint(1, 5000, (calls,), generator=torch.Generator().manual_seed(0)).tolist()
+    pattern = torch.arange(5000.0)
+    wrong = 0
+    for call, length in enumerate(lengths):
+        if late and call % 10 == rank:
+            time.sleep(0.02)
+        tensor = pattern[:length] + rank + call
+        all_reduce(tensor)
+        expected = world_size * (pattern[:length] + call) + world_size * (world_size - 1) / 2
+        wrong += (tensor != expected).sum().item()
+    return wrong
+
+
+@pytest.mark.parametrize("calls, late", [(300, False), (100, True)])
+def test_call_after_call(ranks, calls, late):
+    """More than 256 counts of a flag; nothing but the flags keeps the ranks together."""
+    assert ranks(3).run(wrong_in_many_calls, calls, late) == [0] * 3
+
+
+def wrong_with_fences():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared_memory, "STORES_IN_ORDER", False)
+        return wrong_in_many_calls(20, False)
+
+
+def test_the_fence_of_processors_that_reorder(ranks):
+    assert ranks(2).run(wrong_with_fences) == [0] * 2
+
+
+def sums_of_groups():
+    """Of the ranks' numbers, over every other rank and over all."""
+    rank = dist.get_rank()
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    of_half = torch.tensor([rank])
+    of_all = torch.tensor([rank])
+    all_reduce_half = SharedMemoryAllReduce(groups[rank % 2], timeout=30)
+    all_reduce = SharedMemoryAllReduce(timeout=30)
+    all_reduce(of_all)
+    all_reduce_half(of_half)
+    return of_half.item(), of_all.item()
+
+
+def test_groups_have_memory_of_their_own(ranks):
+    assert ranks(4).run(sums_of_groups) == [(2, 6), (4, 6), (2, 6), (4, 6)]
+
+
+# The memory
+
+
+def wrong_where_memory_has_a_name(folder):
+    """Wrong elements, and the files that are there once it is made."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(os, "memfd_create")
+        patch.setattr(tempfile, "tempdir", folder)
+        return wrong_in_many_calls(10, False), os.listdir(folder)
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="is how all the tests run there")
+def test_memory_that_has_a_name_loses_it(ranks, tmp_path):
+    assert ranks(2).run(wrong_where_memory_has_a_name, str(tmp_path)) == [(0, [])] * 2
+
+
+def refusal(sizes, hosts):
+    """What it says where the ranks want different sizes, or are on different hosts."""
+    rank = dist.get_rank()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket, "gethostname", lambda: hosts[rank])
+        with pytest.raises(RuntimeError) as error:
+            SharedMemoryAllReduce(piece_bytes=sizes[rank])
+    return str(error.value)
+
+
+@pytest.mark.parametrize("sizes, hosts", [([64, 128], ["a", "a"]), ([64, 64], ["a", "b"])])
+def test_every_rank_refuses(ranks, sizes, hosts):
+    for message in ranks(2).run(refusal, sizes, hosts):
+        assert message.startswith("no shared memory: ") and "one host" in message
+
+
+@pytest.mark.parametrize("piece_bytes", [-64, 1, 100])
+def test_a_wrong_piece(piece_bytes):
+    with pytest.raises(ValueError, match=f"piece_bytes={piece_bytes} "):
+        SharedMemoryAllReduce(piece_bytes=piece_bytes)
+
+
+TIMEOUT = 2.0
+
+
+def die(name, count):
+    """Rank 1 is killed as it enters that function for the count-th time."""
+    owner = SharedMemoryAllReduce if hasattr(SharedMemoryAllReduce, name) else shared_memory
+    function = getattr(owner, name)
+    entered = 0
+
+    def counted(*arguments, **options):
+        nonlocal entered
+        entered += 1
+        if entered == count:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*arguments, **options)
+
+    if dist.get_rank() == 1:
+        setattr(owner, name, counted)
+    all_reduce = SharedMemoryAllReduce(piece_bytes=SMALL_PIECE, timeout=TIMEOUT)
+    for _ in range(3):
+        all_reduce(torch.ones(3 * SMALL_PIECE))
+
+
+MAKING = [("open_shared_memory", 1), ("together", 1), ("together", 2)]
+CALLING = [("bring", 1), ("announce", 1), ("wait", 1), ("announce", 2), ("wait", 2), ("bring", 13)]
+BETWEEN = [("__call__", 2)]
+SLOW = [pytest.param(*moment, marks=slow) for moment in MAKING + CALLING + BETWEEN]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name, count", [("wait", 4), *SLOW])
+def test_killed_at_any_moment(name, count):
+    """The others end with an error in time; no memory with a name stays, no process."""
+    memory = names_in(SHARED_MEMORY)
+    files = names_in(Path(tempfile.gettempdir()))
+    group = Ranks(3)
+    processes = group.processes
+    began = time.monotonic()
+    with pytest.raises(pytest.fail.Exception) as failure:
+        group.run(die, name, count)
+    took = time.monotonic() - began
+    said = str(failure.value)
+    assert "rank 1: EOFError" in said and "no answer" not in said, said
+    assert said.count("RuntimeError") >= 2, said
+    if (name, count) not in MAKING:
+        assert "timed out: it waited 2 s for rank 1" in said, said
+    assert took < TIMEOUT + 10, took
+    assert not any(process.is_alive() for process in processes)
+    assert not left_in(SHARED_MEMORY, memory)
+    left = names_in(Path(tempfile.gettempdir())) - files
+    assert not [file for file in left if "all-reduce" in file]
+
+
+# The script
+
+
+def test_script(forked, tmp_path):
+    words = ["--nproc", "2", "--sizes-mb", "0.5,32", "--steps", "3", "--warmup", "1"]
+    files = ["--json", tmp_path / "a.json", "--plot", tmp_path / "a.png"]
+    status, output = forked(None, SCRIPT, *words, *files)
+    assert status == 0, output
+    assert output.startswith("verify: passed, 8 lengths of 8 dtypes, bitwise gloo's sums\n")
+    recorded = SCRIPT.with_name("reference_output.txt").read_text()
+    recorded = recorded.replace("01_allreduce: ", "01_allreduce/shared_memory: ")
+    if torch.cuda.device_count() < 2:
+        assert set(masked(recorded)) <= set(masked(output)), output
+    assert (tmp_path / "a.png").exists()
+    result = read_json(tmp_path / "a.json", "01_allreduce/shared_memory")
+    rows = [row for row in result["rows"] if row["algorithm"] == "shared"]
+    assert [row["wrong"] for row in rows] == [0, 0]
+
+
+def test_bad_input_is_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--nproc", "0"])
+    with pytest.raises(SystemExit) as end:
+        shared_memory.main()
+    error = capsys.readouterr().err
+    assert end.value.code == 2 and error.count("\n") == 1
+    assert error.startswith("shared_memory.py: error: argument --nproc: ")
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="finding the ranks needs /proc")
+def test_a_killed_benchmark_leaves_nothing(script):
+    memory = names_in(SHARED_MEMORY)
+    grid = ["--backends", "gloo", "--sizes-mb", "1,400", "--nproc", "2", "--no-plot"]
+    calls = ["--steps", "100000", "--row-seconds", "0.3"]
+    run = script([sys.executable, SCRIPT, *grid, *calls])
+    wait_for_line(run, "shared")
+    ranks = []
+    for process in run.processes():
+        if b"spawn_main" in Path(f"/proc/{process}/cmdline").read_bytes():
+            ranks.append(process)
+    os.kill(ranks[-1], signal.SIGKILL)
+    status, rest = run.wait(30)  # fails if a process is left
+    assert status == 1 and "error: a rank ended" in rest, rest
+    assert not left_in(SHARED_MEMORY, memory)
+
+
+def test_file_alone(tmp_path):
+    check_script_alone(SCRIPT, tmp_path)

@@ -1,0 +1,283 @@
+"""05/predict: the experiments behind the prediction, the prediction, and the extrapolation."""
+
+import copy
+import itertools
+import math
+import random
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from common.testing import harness
+
+FOLDER = Path(__file__).resolve().parent
+ROOT = FOLDER.parent.parent
+STAGES = ["02_naive_ddp", "03_flat_ddp", "04_overlap_ddp", "05_bucketed"]
+sys.path[:0] = [str(FOLDER), *(str(ROOT / stage) for stage in STAGES)]
+
+import bucketed  # noqa: E402
+import calibrate  # noqa: E402
+import extrapolate  # noqa: E402
+import predict  # noqa: E402
+from simulate import Network, Step  # noqa: E402
+
+MB = 2**20
+
+
+# The experiments
+
+
+def samples_of(step: Step, network: Network) -> dict:
+    """What the experiments would measure on a machine that is exactly so."""
+    per_byte = 2 * (network.ranks - 1) / network.ranks / network.bandwidth
+    hops = 2 * (network.ranks - 1) * network.hop
+
+    def everywhere(**times):
+        return {name: [[value] * 4] * network.ranks for name, value in times.items()}
+
+    ready = [moment for _, moment in step.gradients]
+    copies = 3 * sum(size for size, _ in step.gradients) / step.copy_bandwidth
+    samples = {
+        "alone": everywhere(forward=step.forward, backward=step.backward, ready=ready),
+        "hooks": everywhere(scale=step.hook, launch=step.launch),
+        "large": everywhere(seconds=hops + network.call + per_byte * calibrate.LARGE_CALL),
+    }
+    for name, size in calibrate.BESIDE.items():
+        on_call = network.call / network.call_speeds[1]
+        on_bytes = per_byte * size / network.transfer_speed
+        per_call = on_call + on_bytes
+        speed = (on_call * network.call_speeds[0] + on_bytes * network.compute_speed) / per_call
+        compute = (step.forward + step.backward) / speed
+        times = {"seconds": compute, "calls": compute / per_call, "copies": copies}
+        samples[f"beside {name}"] = everywhere(optimizer=step.optimizer, **times)
+    number = len(calibrate.SMALL_CALLS)
+    sending = per_byte * sum(calibrate.SMALL_CALLS)
+    for place in ("02", "05, 1 MB"):
+        blocking = number * (hops + network.call) + sending
+        at_once = hops + number * network.call + sending
+        samples[f"blocking, after {place}"] = everywhere(seconds=blocking)
+        samples[f"in flight, after {place}"] = everywhere(seconds=at_once)
+    return samples
+
+
+GRADIENTS = [(2.0 * MB, 0.01), (5.0 * MB, 0.05), (1.0 * MB, 0.1)]
+GRADIENT_BYTES = [size for size, _ in GRADIENTS]
+STEP = Step(0.05, 0.1, 0.02, GRADIENTS, copy_bandwidth=5e9, hook=2e-5, launch=5e-5)
+
+
+def network_of(ranks: int) -> Network:
+    speeds = {"compute_speed": 0.6, "transfer_speed": 0.5, "call_speeds": (0.7, 0.8)}
+    return Network(ranks, 2e-4, 1e9, call=5e-4, calls_at_once=None, **speeds)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_the_experiments_say_what_the_machine_is(ranks):
+    network = network_of(ranks)
+    samples = samples_of(STEP, network)
+    step, found = calibrate.step_and_network(samples, GRADIENT_BYTES, ranks)
+    for expected, result in ((STEP, step), (network, found)):
+        for name, value in vars(expected).items():
+            if value is not None and name != "gradients":
+                assert getattr(result, name) == pytest.approx(value, rel=1e-9), name
+    assert [size for size, _ in step.gradients] == GRADIENT_BYTES
+    assert [moment for _, moment in step.gradients] == pytest.approx([0.01, 0.05, 0.1])
+
+
+def test_noise_makes_no_cost_negative():
+    """A large call that seems faster than a small one, calls at once slower than one by one."""
+    samples = samples_of(STEP, network_of(2))
+    samples["large"]["seconds"] = [[1e-6] * 4] * 2
+    samples["in flight, after 02"]["seconds"] = [[10.0] * 4] * 2
+    _, found = calibrate.step_and_network(samples, GRADIENT_BYTES, 2)
+    assert found.hop >= 0 and found.call > 0 and found.bandwidth > 0 and found.transfer_speed > 0
+
+
+def test_the_slower_rank_sets_the_pace():
+    samples = {"alone": {"seconds": [[1.0, 5.0, 1.0, 5.0], [2.0, 1.0, 2.0, 1.0]]}}
+    assert calibrate.typical(samples, "alone") == calibrate.middle([2.0, 5.0, 2.0, 5.0]) == 3.5
+
+
+# The prediction
+
+
+def entry_with(measured: list[float]) -> dict:
+    """An entry of "models" whose rows took so many seconds."""
+    rows = []
+    for row, seconds in zip(predict.ROWS, measured, strict=True):
+        rows.append({"name": predict.label(*row), "step_seconds": [[seconds] * 4] * 2})
+    experiments = samples_of(STEP, network_of(2))
+    return {"gradient_bytes": GRADIENT_BYTES, "experiments": experiments, "rows": rows}
+
+
+def predictions(entry: dict) -> list[tuple[float, float]]:
+    predict.predict(entry, 2)
+    keys = "predicted_seconds", "predicted_exposed_seconds"
+    return [tuple(row[key] for key in keys) for row in entry["rows"]]
+
+
+def test_what_is_measured_does_not_change_what_is_predicted():
+    """Nothing is fitted to the rows: permute them, and every prediction stays."""
+    measured = [0.2 + 0.01 * number for number in range(len(predict.ROWS))]
+    entry = entry_with(measured)
+    random.Random(0).shuffle(measured)
+    permuted = entry_with(measured)
+    assert predictions(entry) == predictions(permuted)
+    assert entry["network"] == permuted["network"] and entry["step"] == permuted["step"]
+    errors = [row["error"] for row in entry["rows"]]
+    assert errors != [row["error"] for row in permuted["rows"]]
+    slower = copy.deepcopy(entry)
+    slower["experiments"]["alone"]["backward"] = [[0.2] * 4] * 2
+    for before, after in zip(predictions(entry), predictions(slower), strict=True):
+        assert after[0] > before[0]
+
+
+def test_best_bucket_is_named_with_its_noise(capsys):
+    entry = entry_with([0.3, 0.3, 0.3, 0.30, 0.25, 0.26, 0.27, 0.28])
+    predict.predict(entry, 2)
+    predict.print_rows(entry)
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert "measured 10 MB" in last and ("the noise" in last) == ("predicted 10 MB" not in last)
+
+
+FREE = {"compute_speed": 1.0, "transfer_speed": 1.0, "call_speeds": None}
+
+
+@pytest.mark.parametrize(
+    "cause, of, changes",
+    [
+        ("each slows the other", "network", FREE),
+        ("Python", "step", {"hook": 0.0, "launch": 0.0}),
+        ("copies", "step", {"copy_bandwidth": math.inf}),
+    ],
+)
+def test_where_it_goes(cause, of, changes, capsys):
+    """The shares add up, and a cause that is not there has none."""
+    entry = entry_with([0.3] * len(predict.ROWS))
+    predict.predict(entry, 2)
+    entry[of] |= changes
+    predict.say_where_it_goes(entry, "05", 25.0)
+    said = capsys.readouterr().out.partition(": ")[2]
+    above, *shares = map(float, re.findall(r"-?\d+\.\d", said))
+    assert len(shares) == 4 and sum(shares) == pytest.approx(above, abs=0.3)
+    assert f"{cause} 0.0" in said and shares.count(0.0) == 1
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_run(forked, tmp_path, device):
+    files = ["--json", tmp_path / "predict.json", "--plot", tmp_path / "predict.png"]
+    words = [*harness.SHORT, "--size", "deep", "--device", device, *files]
+    status, output = forked(2, FOLDER / "predict.py", *words, cwd=tmp_path)
+    assert status == 0, output
+    result = harness.read_json(tmp_path / "predict.json", "05_bucketed/predict")
+    deep = result["models"]["deep"]
+    assert [row["name"] for row in deep["rows"]] == [predict.label(*row) for row in predict.ROWS]
+    assert len(deep["gradient_bytes"]) == 195 == len(deep["step"]["gradients"])
+    before = [row["predicted_seconds"] for row in deep["rows"]]
+    predict.predict(deep, 2)  # again, from what is in the file
+    assert [row["predicted_seconds"] for row in deep["rows"]] == before
+    assert result["mean_abs_error"] <= result["max_abs_error"]
+    assert (tmp_path / "predict.png").read_bytes().startswith(b"\x89PNG")
+
+
+# The extrapolation
+
+
+def test_floating_point_operations_are_those_that_torch_counts():
+    """But for the attention scores, which `build_step` leaves out."""
+    *shape, batch_size, context_length = bucketed.SIZES["deep"]
+    with torch.device("meta"):
+        model = bucketed.LanguageModel(*shape)
+        tokens = torch.zeros(batch_size, context_length, dtype=torch.int64)
+        with FlopCounterMode(display=False) as counter:
+            model(tokens).sum().backward()
+    counted = counter.get_total_flops()
+    machine = extrapolate.Machine(1.0, optimizer_seconds_per_parameter=2.0)
+    step = extrapolate.build_step(model, tokens.numel(), machine)
+    assert step.backward == 2 * step.forward
+    assert 0.8 * counted < step.forward + step.backward <= counted
+    assert step.optimizer == 2 * sum(parameter.numel() for parameter in model.parameters())
+    assert len(step.gradients) == 195
+    assert step.gradients[-1][1] == step.backward
+
+
+def test_a_faster_rank_computes_and_updates_faster():
+    assert extrapolate.Machine(10.0, 2.0).times(4.0) == extrapolate.Machine(40.0, 0.5)
+
+
+def test_closed_form_is_where_the_ring_is_as_long_as_backward():
+    tokens, parameters, sent, bandwidth, operations = 2.0**19, 10**9, 4e9, 1e10, 1e13
+    ranks = extrapolate.closed_form(tokens, parameters, sent, bandwidth, operations)
+    ring = 2 * (ranks - 1) / ranks * sent / bandwidth
+    assert ring == pytest.approx(4 * tokens * parameters / (ranks * operations))
+    assert ranks == pytest.approx(1 + tokens * bandwidth / (2 * operations))
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 50, 1000, 40_000])
+def test_most_ranks(limit):
+    found = extrapolate.most_ranks(lambda ranks: ranks <= limit)
+    assert found <= limit and limit - found <= limit / 100
+    assert extrapolate.most_ranks(lambda _: True) == extrapolate.MOST_RANKS
+
+
+def test_extrapolation(monkeypatch, capsys, tmp_path):
+    """The more ranks, the smaller the efficiency; the more bandwidth, the larger."""
+    words = ["--size", "small", "--ranks", "2,64,8", "--plot", str(tmp_path / "x.png")]
+    monkeypatch.setattr(sys, "argv", ["extrapolate.py", *words])
+    monkeypatch.setattr(extrapolate, "measure_core", lambda: extrapolate.Machine(8e10, 1e-9))
+    extrapolate.main()
+    tables = {}
+    for line in capsys.readouterr().out.splitlines():
+        if " %" in line and line[:2] in extrapolate.COLORS:
+            cells = [float(cell) for cell in line[12:].replace("%", "").split()[:3]]
+            assert cells == sorted(cells, reverse=True), line
+            tables.setdefault(line[:10].strip(), []).append(cells)
+    assert sorted(tables) == ["02", "03", "04", "05, 25 MB", "05, 400 MB"]
+    for rung, by_bandwidth in tables.items():
+        assert len(by_bandwidth) == 3
+        for slower, faster in itertools.pairwise(by_bandwidth):
+            assert all(s <= f for s, f in zip(slower, faster, strict=True)), rung
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+
+
+# The command lines
+
+
+@pytest.mark.parametrize("name", ["predict", "simulate", "extrapolate"])
+def test_file_alone(name, tmp_path):
+    harness.check_script_alone(FOLDER / f"{name}.py", tmp_path)
+
+
+def test_one_rank_is_refused(forked):
+    status, output = forked(1, FOLDER / "predict.py")
+    assert status == 2 and output.count("error: ") == 1, output
+    assert "'1' rank sends nothing; allowed are 2 and more" in output, output
+
+
+@pytest.mark.parametrize("option, value", [("--size", "tiny,deep"), ("--steps", "0")])
+def test_wrong_input(option, value, monkeypatch, capsys):
+    path = FOLDER / "predict.py"
+    harness.check_wrong_input(predict.main, path, option, value, monkeypatch, capsys)
+
+
+@pytest.mark.parametrize(
+    "option, value",
+    [
+        *itertools.product(["--bandwidth", "--latency"], ["10", "0gbit", "0us", "xgbit", ""]),
+        ("--bandwidth", "10us"),
+        ("--latency", "10gbit"),
+        ("--latency", "1..0us"),
+        *itertools.product(["--compute", "--global-batch"], ["0", "nan", "inf"]),
+        ("--ranks", "1"),
+        ("--ranks", "99999999"),
+        ("--bucket-sizes-mb", "0"),
+        ("--size", "huge"),
+    ],
+)
+def test_wrong_input_of_the_extrapolation(option, value, monkeypatch, capsys):
+    path = FOLDER / "extrapolate.py"
+    harness.check_wrong_input(extrapolate.main, path, option, value, monkeypatch, capsys)

@@ -1,0 +1,299 @@
+"""06, FSDP: what fsdp.py verifies and measures, and the model for it.
+
+fsdp.py uses it; it has no command line of its own.
+"""
+
+import sys
+import warnings
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+SIZES = {  # d_model, d_ff, layers, heads, vocabulary, sequences per rank and step, tokens in each
+    "nano": (64, 256, 2, 2, 1_000, 4, 64),
+    "tiny": (512, 2048, 4, 8, 10_000, 4, 64),
+    "deep": (128, 512, 32, 4, 1_000, 4, 64),
+    "small": (768, 3072, 12, 12, 10_000, 4, 128),
+    "medium": (1024, 4096, 24, 16, 10_000, 4, 128),
+    "large": (1280, 5120, 36, 20, 10_000, 4, 128),
+    "xl": (1600, 6400, 48, 25, 10_000, 4, 128),
+    "2.7b": (2560, 10_240, 32, 32, 10_000, 4, 128),
+    "xl-2026": (2560, 10_240, 32, 32, 10_000, 4, 512),
+    "10b": (4608, 12_288, 50, 36, 10_000, 4, 512),
+}
+
+
+class Block(nn.Module):
+    """Causal attention and feed-forward, pre-norm: four Linears, whose forward really runs."""
+
+    def __init__(self, d_model, d_ff, heads):
+        super().__init__()
+        self.heads = heads
+        self.attention_norm = nn.LayerNorm(d_model, bias=False)
+        self.query_key_value = nn.Linear(d_model, 3 * d_model, bias=False)
+        self.output = nn.Linear(d_model, d_model, bias=False)
+        self.feed_forward_norm = nn.LayerNorm(d_model, bias=False)
+        self.up = nn.Linear(d_model, d_ff, bias=False)
+        self.down = nn.Linear(d_ff, d_model, bias=False)
+
+    def forward(self, x):
+        batch, context, _ = x.shape
+        parts = self.query_key_value(self.attention_norm(x)).chunk(3, dim=-1)
+        query, key, value = (
+            part.view(batch, context, self.heads, -1).transpose(1, 2) for part in parts
+        )
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.output(attended.transpose(1, 2).reshape(x.shape))
+        return x + self.down(F.gelu(self.up(self.feed_forward_norm(x))))
+
+
+class LanguageModel(nn.Module):
+    """A causal transformer: tokens int64 [batch, context] -> logits [batch, context, vocabulary].
+
+    Without biases and positions, as in the other stages. nn.MultiheadAttention is not in it,
+    because it takes the weights of its parts without calling them.
+    """
+
+    def __init__(self, d_model, d_ff, layers, heads, vocabulary):
+        super().__init__()
+        self.token_embedding = nn.Embedding(vocabulary, d_model)
+        self.layers = nn.ModuleList(Block(d_model, d_ff, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(d_model, bias=False)
+        self.head = nn.Linear(d_model, vocabulary, bias=False)
+
+    def forward(self, tokens):
+        x = self.token_embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+def fully_sharded(model: nn.Module) -> nn.Module:
+    """torch's fully_shard with the same units: every Linear and Embedding by itself."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
+    layers = [part for part in model.modules() if isinstance(part, nn.Linear | nn.Embedding)]
+    for layer in layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+TOLERANCE = 1e-10  # of float64 weights after hundreds of steps; rounding alone stays far below
+MIXED_STEPS = 20
+MIXED_TOLERANCE = 1e-6  # of float32 weights: rounded alike and summed alike, they should be equal
+
+
+def verify(args, device, wrap):
+    """Train a classifier on shards, and a twin in one process on their union; compare weights.
+
+    Then a few steps with compute_dtype=bfloat16, beside the same rounding done by hand.
+    """
+    from common.setup import load_images, say
+
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    images, labels, test_images, test_labels = load_images(args.data, args.download, device)
+
+    def classifier(seed, dtype=torch.float64, bias=True):
+        torch.manual_seed(seed)
+        hidden = [nn.Linear(images.shape[1], 50, bias), nn.ReLU(), nn.Linear(50, 50, bias)]
+        return nn.Sequential(*hidden, nn.ReLU(), nn.Linear(50, 10, bias)).to(device, dtype)
+
+    def shards(generator):
+        """Batches of 64 images for each rank, and what they are together."""
+        for batch in torch.randperm(len(images), generator=generator).split(64 * world_size):
+            if len(batch) == 64 * world_size:  # the last may not be full
+                yield [batch[start::world_size] for start in range(world_size)], batch
+
+    twin = classifier(args.seed)
+    model = wrap(classifier(args.seed + rank))  # rank 0's weights must win
+    optimizer = torch.optim.Adam([*twin.parameters(), *model.parameters()], lr=1e-3)
+    shuffle = torch.Generator().manual_seed(args.seed)
+    for epoch in (1, 2):
+        for of_ranks, batch in shards(shuffle):
+            optimizer.zero_grad()
+            F.cross_entropy(twin(images[batch]), labels[batch]).backward()
+            mine = of_ranks[rank]
+            F.cross_entropy(model(images[mine]), labels[mine]).backward()
+            model.finish_gradient_synchronization()
+            optimizer.step()
+        with torch.no_grad():
+            logits = model(test_images)
+        loss = F.cross_entropy(logits, test_labels).item()
+        accuracy = (logits.argmax(1) == test_labels).double().mean().item()
+        say(f"verify: epoch {epoch}, held-out loss {loss:.4f}, accuracy {100 * accuracy:.2f} %")
+    full = model.gather_full_params()
+    worst = difference(full, dict(twin.named_parameters()))
+    if not worst <= TOLERANCE:
+        sys.exit(f"verify: FAILED, a weight is {worst:.1e} away from single-process training")
+    away = f"at most {worst:.1e} away from single-process training (allowed: {TOLERANCE:.0e})"
+    say(f"verify: passed, the shards of all ranks are together {away}")
+    if args.save and rank == 0:
+        torch.save(full, args.save)
+        say(f"written: {args.save}")
+
+    model = wrap(classifier(args.seed, torch.float32, bias=False), compute_dtype=torch.bfloat16)
+    weights = list(classifier(args.seed, torch.float32, bias=False).parameters())
+    optimizer = torch.optim.SGD([*weights, *model.parameters()], lr=0.1, momentum=0.9)
+    for _, (of_ranks, _) in zip(range(MIXED_STEPS), shards(shuffle), strict=False):
+        optimizer.zero_grad()
+        mine = of_ranks[rank]
+        F.cross_entropy(model(images[mine].float()).float(), labels[mine]).backward()
+        model.finish_gradient_synchronization()
+        batches = [(images[shard].float(), labels[shard]) for shard in of_ranks]
+        rounded_by_hand(weights, batches)
+        optimizer.step()
+    by_hand = {f"{2 * number}.weight": weight for number, weight in enumerate(weights)}
+    mixed = difference(model.gather_full_params(), by_hand)
+    what = f"after {MIXED_STEPS} steps at most {mixed:.1e} away from the same rounding by hand"
+    if not mixed <= MIXED_TOLERANCE:
+        sys.exit(f"verify: FAILED, with compute_dtype=bfloat16 a weight is {what}")
+    say(f"verify: bfloat16 passed, {what} (allowed: {MIXED_TOLERANCE:.0e})\n")
+    result = {"max_abs_diff": worst, "tolerance": TOLERANCE, "passed": True, "accuracy": accuracy}
+    return result | {"bfloat16_max_abs_diff": mixed, "bfloat16_tolerance": MIXED_TOLERANCE}
+
+
+def rounded_by_hand(weights, batches):
+    """The mean gradient over the ranks' batches: bfloat16 weights and gradients, float32 sums."""
+    for images, labels in batches:
+        rounded = [weight.detach().bfloat16().requires_grad_() for weight in weights]
+        x = images.bfloat16()
+        for weight in rounded[:-1]:
+            x = F.linear(x, weight).relu()
+        F.cross_entropy(F.linear(x, rounded[-1]).float(), labels).backward()
+        for weight, copy in zip(weights, rounded, strict=True):
+            if weight.grad is None:
+                weight.grad = copy.grad.float() / len(batches)
+            else:
+                weight.grad.add_(copy.grad, alpha=1 / len(batches))
+
+
+def difference(full: dict, expected: dict) -> float:
+    """The largest deviation of any weight, on any rank."""
+    of_weights = [(full[name] - weight).abs().max() for name, weight in expected.items()]
+    worst = torch.stack(of_weights).max().detach()
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+    return worst.item()
+
+
+def sent_bytes() -> int | None:
+    """What this process has written so far, to sockets too; None where the system does not say."""
+    counters = Path("/proc/self/io")
+    if not counters.exists():
+        return None
+    for line in counters.read_text().splitlines():
+        if line.startswith("wchar: "):
+            return int(line.removeprefix("wchar: "))
+
+
+def bytes_of_a_step(step) -> int | None:
+    """What this rank sends in one more step."""
+    dist.barrier()
+    before = sent_bytes()
+    step()
+    dist.barrier()
+    if before is None:
+        return None
+    return sent_bytes() - before
+
+
+def benchmark(args, device, batch_shape, wrap):
+    """Time steps of a language model: no sync, torch DDP, torch fully_shard, FSDP."""
+    from common import timing
+
+    def torch_ddp(model):
+        devices = [device] if device.type == "cuda" else None
+        return nn.parallel.DistributedDataParallel(model, devices)
+
+    compute_dtype = getattr(torch, args.compute_dtype) if args.compute_dtype else None
+    ours = partial(wrap, compute_dtype=compute_dtype)
+    wraps = {"FSDP": ours}
+    if not args.no_baseline:
+        wraps = {"no sync": lambda model: model, "torch DDP": torch_ddp}
+        wraps |= {"torch fully_shard": fully_sharded}
+        if not args.no_prefetch:
+            wraps |= {"FSDP, no prefetch": partial(ours, prefetch=False)}
+        wraps |= {"FSDP": ours}
+    shape = SIZES[args.size][:5]
+    torch.manual_seed(args.seed + dist.get_rank())
+    tokens, targets = torch.randint(shape[-1], (2, *batch_shape), device=device)
+
+    def candidate(wrap):
+        """A model of its own, and the function that trains it for a step and returns its times."""
+        torch.manual_seed(args.seed)
+        with device:
+            model = wrap(LanguageModel(*shape).to(getattr(torch, args.dtype)))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        watch = timing.Stopwatch(device)
+        span = torch.profiler.record_function
+
+        def step():
+            watch.mark("start")
+            with span("forward"):
+                loss = F.cross_entropy(model(tokens).flatten(0, 1).float(), targets.flatten())
+            watch.mark("loss")
+            with span("backward"):
+                loss.backward()
+            with span("sync"):
+                if hasattr(model, "finish_gradient_synchronization"):
+                    model.finish_gradient_synchronization()
+            watch.mark("synchronized")
+            with span("optimizer"):
+                optimizer.step()
+                optimizer.zero_grad()
+            watch.mark("end")
+            return {
+                "step_seconds": watch.seconds("start", "end"),
+                "forward_seconds": watch.seconds("start", "loss"),
+                "backward_seconds": watch.seconds("loss", "synchronized"),
+                "optimizer_seconds": watch.seconds("synchronized", "end"),
+            }
+
+        return step
+
+    candidates = {name: candidate(wrap) for name, wrap in wraps.items()}
+    samples = timing.measure(candidates, args.steps, args.warmup)
+    # The hooks of what counts make fully_shard's output a view; nothing writes to it.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
+    for name, step in candidates.items():
+        samples[name]["sent_bytes"] = bytes_of_a_step(step)
+        trace = args.trace if name == "FSDP" else None
+        samples[name]["collectives_per_step"] = timing.count_collectives(step, trace)
+    print_steps(samples)
+    return [{"name": name, **times} for name, times in samples.items()]
+
+
+def print_steps(samples):
+    """The table: a row per candidate."""
+    from common import report
+    from common.setup import say
+
+    def middle(name, quantity):
+        return report.percentiles(samples[name][f"{quantity}_seconds"])[0]
+
+    rows = []
+    for name, times in samples.items():
+        row = [name, *report.milliseconds(times["step_seconds"])]
+        parts = [middle(name, part) for part in ("forward", "backward", "optimizer")]
+        row += [f"{1000 * part:.1f}" for part in parts]
+        exposed = "-"
+        if "no sync" in samples:
+            computed = middle("no sync", "forward") + middle("no sync", "backward")
+            exposed = f"{1000 * (parts[0] + parts[1] - computed):.1f}"
+        sent = times["sent_bytes"]
+        row += [exposed, "-" if sent is None else f"{sent / 2**20:.1f}"]
+        row += [str(times["collectives_per_step"])]
+        baseline = samples.get("torch fully_shard", {})
+        rows.append([*row, report.ratio(times["step_seconds"], baseline.get("step_seconds"))])
+    header = ["step, ms", "p50", "p75", "p90", "p95", "forward", "backward", "optimizer"]
+    report.print_table([*header, "exposed", "sent MB", "collectives", "/fully_shard"], rows)
+    say("Percentiles over all steps of all ranks; forward, backward with finish, optimizer: p50;")
+    say(
+        "exposed: forward and backward beyond those of no sync; sent: by rank 0 to its sockets in a"
+    )
+    say("step; /fully_shard: ratio of the p50s, below 1 is faster.")

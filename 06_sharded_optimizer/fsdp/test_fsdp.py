@@ -1,0 +1,1080 @@
+"""FSDP against one process that trains on all ranks' data, on real ranks; its order, its limits."""
+
+import copy
+import gc
+import sys
+import time
+import warnings
+import weakref
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
+
+from common.testing import harness
+from common.testing.harness import masked, torchrun
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parent))
+from fsdp import FSDP, clip_grad_norm, main
+
+SCRIPT = Path(__file__).with_name("fsdp.py")
+TWO_ADAMWS = [(torch.optim.AdamW, {"fused": True}), (torch.optim.AdamW, {"foreach": True})]
+OPTIMIZERS = [(torch.optim.SGD, {"momentum": 0.9}), *TWO_ADAMWS]
+
+
+class Net(nn.Module):
+    """Odd sizes, biases, a norm, a layer used twice, one that is never used."""
+
+    def __init__(self, recompute=None):
+        super().__init__()
+        self.embedding = nn.Embedding(11, 7)
+        self.up, self.norm, self.down = nn.Linear(7, 13), nn.LayerNorm(13), nn.Linear(13, 7)
+        self.twice, self.head = nn.Linear(7, 7, bias=False), nn.Linear(7, 11, bias=False)
+        self.never = nn.Linear(3, 3)
+        self.recompute = recompute
+
+    def block(self, x):
+        return x + self.down(F.gelu(self.norm(self.up(x))))
+
+    def forward(self, tokens):
+        x = self.twice(self.embedding(tokens))
+        if self.recompute:
+            x = checkpoint(self.block, x, use_reentrant=self.recompute == "reentrant")
+        else:
+            x = self.block(x)
+        return self.head(self.twice(x))
+
+
+def plain():
+    return Net()
+
+
+def tied():
+    net = Net()
+    net.head.weight = net.embedding.weight
+    return net
+
+
+def frozen():
+    net = Net()
+    net.up.requires_grad_(False)
+    net.twice.requires_grad_(False)
+    net.embedding.requires_grad_(False)
+    return net
+
+
+def recomputed():
+    return Net("as recommended")
+
+
+def recomputed_reentrant():
+    return Net("reentrant")
+
+
+def transformer():
+    """Attention that takes its parts' weights without calling them; in place, too."""
+    layer = nn.TransformerEncoderLayer(6, 2, 9, 0.0, nn.ReLU(inplace=True), batch_first=True)
+    layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    return nn.Sequential(nn.Embedding(11, 6), layers, nn.Linear(6, 11))
+
+
+class OwnLinear(nn.Module):
+    """As in the course: a module of one's own, with nothing but `weight`."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(outputs, inputs) / inputs**0.5)
+
+    def forward(self, x):
+        return torch.einsum("...i,oi->...o", x, self.weight)
+
+
+class OwnEmbedding(nn.Module):
+    def __init__(self, number, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(number, width))
+
+    def forward(self, ids):
+        return self.weight[ids]
+
+
+def own():
+    layers = [OwnEmbedding(11, 5), OwnLinear(5, 9), nn.SiLU(inplace=True), OwnLinear(9, 11)]
+    return nn.Sequential(*layers)
+
+
+FULL = pytest.mark.full
+BUILDS = [plain, tied, frozen, recomputed, recomputed_reentrant, transformer, own]
+
+
+def batch_of(step):
+    """Tokens of all ranks, two sequences each, and those of this rank."""
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(11, (2 * dist.get_world_size(), 5), generator=generator)
+    return tokens, tokens[2 * dist.get_rank() :][:2]
+
+
+def loss_of(model, tokens):
+    return F.cross_entropy(model(tokens).flatten(0, 1).double(), tokens.flatten())
+
+
+def largest_difference(full, twin):
+    expected = twin.state_dict()
+    assert set(full) == set(expected), set(full) ^ set(expected)
+    return max((full[name] - expected[name]).abs().max().item() for name in expected)
+
+
+def trains_like_one_process(build, optimizer_cls, options, prefetch):
+    torch.manual_seed(0)
+    twin = build().double()
+    torch.manual_seed(dist.get_rank())
+    model = build().double()
+    if dist.get_rank() == 0:  # the others have other weights: rank 0's must win
+        model.load_state_dict(twin.state_dict())
+    twin.recompute = None
+    model = FSDP(model, prefetch=prefetch)
+    # The next one is on its way while one is used; what a checkpoint computes again is together.
+    most = (2 if prefetch else 1) + build.__name__.startswith("recomputed")
+    spy = Spy(model, most)
+    optimizer = optimizer_cls(model.parameters(), lr=0.05, **options)
+    of_twin = optimizer_cls(twin.parameters(), lr=0.05, **options)
+    for step in range(4):
+        tokens, mine = batch_of(step)
+        model.eval()
+        with torch.no_grad() if step % 2 else torch.inference_mode():
+            assert torch.allclose(model(mine), twin(mine), rtol=1e-8)
+        model.train()
+        loss_of(model, mine).backward()
+        model.finish_gradient_synchronization()
+        loss_of(twin, tokens).backward()
+        for parameter in twin.parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)  # as FSDP does
+        norms = clip_grad_norm(model, 0.5), nn.utils.clip_grad_norm_(twin.parameters(), 0.5)
+        torch.testing.assert_close(*norms, rtol=1e-10, atol=0)
+        for one in (optimizer, of_twin):
+            one.step()
+            one.zero_grad(set_to_none=step % 2 == 0)
+    assert spy.most == most and spy.alive() == 0
+    spy.allowed = len(model.units)
+    assert largest_difference(model.gather_full_params(), twin) < 1e-10
+
+
+def all_train_like_one_process(builds, optimizers):
+    warnings.simplefilter("error")
+    # Of torch itself, about tensors without gradients that pass through a checkpoint.
+    warnings.filterwarnings("ignore", "None of the inputs have requires_grad")
+    with warnings.catch_warnings():
+        for build in builds:
+            for number, (optimizer_cls, options) in enumerate(optimizers):
+                trains_like_one_process(build, optimizer_cls, options, prefetch=number != 1)
+    warnings.resetwarnings()
+
+
+@pytest.mark.parametrize(
+    "world_size, builds, optimizers",
+    [
+        (2, BUILDS, OPTIMIZERS[:2]),
+        (3, [tied], OPTIMIZERS),
+        *(pytest.param(n, BUILDS, OPTIMIZERS, marks=FULL) for n in (1, 2, 3)),
+    ],
+)
+def test_trains_like_one_process(ranks, world_size, builds, optimizers):
+    ranks(world_size).run(all_train_like_one_process, builds, optimizers, timeout=120)
+
+
+def has_shards():
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    torch.manual_seed(0)
+    net = Net()
+    whole = {name: one.detach().clone() for name, one in net.named_parameters()}
+    model = FSDP(net)
+    for name, shard in net.named_parameters():
+        if name == "norm.weight" or name.endswith("bias"):
+            assert shard.shape == whole[name].shape, name
+            continue
+        length = -(-whole[name].numel() // world_size)
+        padded = F.pad(whole[name].flatten(), (0, world_size * length - whole[name].numel()))
+        assert torch.equal(shard, padded[rank * length :][:length]), name
+    loss_of(model, batch_of(0)[1]).backward()
+    model.finish_gradient_synchronization()
+    for name, shard in net.named_parameters():
+        assert shard.grad.shape == shard.shape, name
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_each_rank_has_its_part(ranks, world_size):
+    ranks(world_size).run(has_shards)
+
+
+def prehooked(module, dtype):
+    """The same computation in one process: weights and inputs rounded on their way in."""
+
+    def round_inputs(part, inputs):
+        part.__dict__["original"] = part._parameters.pop("weight")
+        part.weight = part.original.to(dtype)
+        return tuple(one.to(dtype) if one.is_floating_point() else one for one in inputs)
+
+    def restore(part, inputs, outputs):
+        del part.weight
+        part._parameters["weight"] = part.original
+
+    for part in module.modules():
+        if isinstance(part, nn.Linear | nn.Embedding | OwnLinear | OwnEmbedding):
+            part.register_forward_pre_hook(round_inputs)
+            part.register_forward_hook(restore)
+        elif isinstance(part, nn.LayerNorm):
+            part.register_forward_pre_hook(lambda part, inputs: (inputs[0].float(),))
+
+
+class Small(nn.Module):
+    def __init__(self, linear, embedding):
+        super().__init__()
+        self.embedding, self.first = embedding(11, 8), linear(8, 12)
+        self.norm, self.second = nn.LayerNorm(12), linear(12, 11)
+
+    def forward(self, tokens):
+        return self.second(F.silu(self.norm(self.first(self.embedding(tokens)))))
+
+
+def linear_without_bias(inputs, outputs):
+    return nn.Linear(inputs, outputs, bias=False)
+
+
+def agrees_with_prehooks(compute_dtype, tolerance, linear, embedding):
+    torch.manual_seed(0)
+    net = Small(linear, embedding)
+    twin = copy.deepcopy(net)
+    model = FSDP(net, compute_dtype=compute_dtype)
+    if compute_dtype:
+        prehooked(twin, compute_dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    of_twin = torch.optim.SGD(twin.parameters(), lr=0.1)
+    seen = []
+    net.first.register_forward_hook(lambda part, inputs, output: seen.append(output.dtype))
+    for step in range(3):
+        tokens, mine = batch_of(step)
+        loss_of(model, mine).backward()
+        model.finish_gradient_synchronization()
+        loss_of(twin, tokens).backward()
+        for parameter in model.parameters():
+            assert parameter.dtype == parameter.grad.dtype == torch.float32
+        for one in (optimizer, of_twin):
+            one.step()
+            one.zero_grad()
+    assert set(seen) == {compute_dtype or torch.float32}
+    assert largest_difference(model.gather_full_params(), twin) <= tolerance
+
+
+@pytest.mark.parametrize("kind", [(linear_without_bias, nn.Embedding), (OwnLinear, OwnEmbedding)])
+@pytest.mark.parametrize(
+    "dtype, tolerance", [(None, 1e-6), (torch.float16, 1e-4), (torch.bfloat16, 1e-3)]
+)
+def test_course(ranks, dtype, tolerance, kind):
+    """Three steps of SGD, beside a twin with hooks in one process."""
+    ranks(2).run(agrees_with_prehooks, dtype, tolerance, *kind)
+
+
+def sums_in_float32():
+    """1 and 2^-12 have no sum in bfloat16, and a shard's gradient has a larger dtype."""
+    (unit,) = FSDP(nn.Linear(3, 3, bias=False), torch.bfloat16).units.values()
+    unit.reduce(torch.full((3, 3), [1.0, 2**-12][dist.get_rank()], dtype=torch.bfloat16)).wait()
+    length = [5, 4][dist.get_rank()]  # and the rest is padding
+    assert unit.shard.grad[:length].eq((1 + 2**-12) / 2).all()
+
+
+def test_gradients_are_summed_in_float32(ranks):
+    ranks(2).run(sums_in_float32)
+
+
+def computes_mixed_with_biases(dtype):
+    """Biases and inputs are cast, norms stay float32; frozen and recomputed layers, too."""
+    for build in (plain, frozen, recomputed, transformer):
+        torch.manual_seed(0)
+        model = FSDP(build(), compute_dtype=dtype)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        losses = []
+        for _ in range(8):
+            loss = loss_of(model, batch_of(0)[1])
+            loss.backward()
+            model.finish_gradient_synchronization()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        assert losses[-1] < losses[0], (build, losses)
+        for parameter in model.parameters():
+            assert parameter.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_mixed_precision_with_biases(ranks, dtype):
+    ranks(2).run(computes_mixed_with_biases, dtype)
+
+
+class Spy:
+    """What a model launches, in order, and how many whole weights there are at most."""
+
+    def __init__(self, model, allowed):
+        self.log = []
+        self.rooms = []  # of the whole weights
+        self.most = 0
+        self.allowed = allowed
+        self.schedule = model.schedule
+        self.most_reducing = 0
+        for unit in model.units.values():
+            unit.gather = partial(self.gather, unit, unit.gather)
+            unit.reduce = partial(self.reduce, unit, unit.reduce)
+
+    def gather(self, unit, gather, dtype):
+        gathering = gather(dtype)
+        self.log.append(f"gather {unit.name}")
+        self.rooms.append(StorageWeakRef(gathering.room.untyped_storage()))
+        self.most = max(self.most, self.alive(max(self.most, self.allowed)))
+        return gathering
+
+    def reduce(self, unit, reduce, gradient):
+        self.log.append(f"reduce {unit.name}")
+        in_flight = 1 if self.schedule.reduction is None else 2
+        self.most_reducing = max(self.most_reducing, in_flight)
+        return reduce(gradient)
+
+    def alive(self, allowed=0):
+        """A thread of gloo may give up its work a moment after the work has ended."""
+        deadline = time.monotonic() + 2
+        while len(self.rooms) > allowed and time.monotonic() < deadline:
+            self.rooms = [room for room in self.rooms if not room.expired()]
+        return len(self.rooms)
+
+
+def chain():
+    return nn.Sequential(*[nn.Linear(6, 6, bias=False) for _ in range(5)]).double()
+
+
+def train_step(model, x):
+    model(x).square().mean().backward()
+    model.finish_gradient_synchronization()
+
+
+def note_launched(spy, launched, *_):
+    launched.append(len(spy.log))
+
+
+def prefetches_one_ahead():
+    x = torch.ones(2, 6, dtype=torch.float64, requires_grad=True)
+    for prefetch, most in ((True, 2), (False, 1)):
+        model = FSDP(chain(), prefetch=prefetch)
+        spy = Spy(model, most)
+        train_step(model, x)  # records
+        spy.log.clear()
+        launched = []
+        for part in model.module:
+            part.register_forward_pre_hook(partial(note_launched, spy, launched))
+        train_step(model, x)
+        forward = [f"gather {layer}.weight" for layer in range(5)]
+        expected = "gather 4, gather 3, reduce 4, gather 2, reduce 3, gather 1, reduce 2, gather 0"
+        expected += ", reduce 1"
+        if not prefetch:
+            expected = "gather 4, reduce 4, gather 3, reduce 3, gather 2, reduce 2, gather 1"
+            expected += ", reduce 1, gather 0"
+        backward = [f"{one}.weight" for one in f"{expected}, reduce 0".split(", ")]
+        assert spy.log == forward + backward, spy.log
+        assert spy.most == most and spy.most_reducing == 1
+        assert launched == ([2, 3, 4, 5, 5] if prefetch else [1, 2, 3, 4, 5]), launched
+        assert spy.alive() == 0
+
+
+def test_prefetch_is_one_layer_ahead(ranks):
+    ranks(2).run(prefetches_one_ahead)
+
+
+class Branches(nn.Module):
+    """Every rank may take another branch, and another order; recorded is the way of rank 0."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x, way):
+        for part in way:
+            x = torch.tanh(self.parts[part](x))
+        return x
+
+
+WAYS = [(0, 1, 2, 3), (0, 1, 2, 3)], [(0, 1, 2, 3), (0, 3)], [(3,), (0, 2)], [(1, 2), ()]
+
+
+def keeps_its_order_on_any_way():
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    net = Branches().double()
+    twin = copy.deepcopy(net)
+    model = FSDP(net)
+    spy = Spy(model, 2)
+    x = torch.ones(2, 6, dtype=torch.float64, requires_grad=True)
+    for ways in WAYS:
+        model.zero_grad()
+        twin.zero_grad()
+        spy.log.clear()
+        model(x, ways[rank]).square().sum().backward()
+        model.finish_gradient_synchronization()
+        for way in ways:
+            twin(x, way).square().sum().div(2).backward()
+        mine = {name: p for name, p in net.named_parameters()}
+        for name, expected in twin.named_parameters():
+            whole = expected.grad if expected.grad is not None else torch.zeros_like(expected)
+            if name.endswith("weight"):
+                whole = whole.flatten().chunk(2)[rank]
+            torch.testing.assert_close(mine[name].grad, whole, rtol=0, atol=1e-12, msg=name)
+        logs = [None, None]
+        dist.all_gather_object(logs, spy.log)
+        assert logs[0] == logs[1], ways
+
+
+def test_ranks_that_take_other_branches_keep_the_order(ranks):
+    ranks(2).run(keeps_its_order_on_any_way)
+
+
+def names_the_first_different_use():
+    model = FSDP(Branches())
+    way = [(0, 1), (0, 2)][dist.get_rank()]
+    expected = "rank 0 has gather parts.1.weight, forward, rank 1 has gather parts.2.weight"
+    with pytest.raises(RuntimeError, match=expected):
+        model(torch.ones(2, 6), way)
+
+
+def names_a_use_that_is_missing():
+    model = FSDP(Branches())
+    way = [(0, 1), (0,)][dist.get_rank()]
+    expected = "rank 0 has gather parts.1.weight, forward, rank 1 has the end, forward"
+    with pytest.raises(RuntimeError, match=expected):
+        model(torch.ones(2, 6), way)
+
+
+@pytest.mark.parametrize("check", [names_the_first_different_use, names_a_use_that_is_missing])
+def test_first_step_must_be_the_same(ranks, check):
+    ranks(2).run(check)
+
+
+def names_the_first_different_parameter():
+    rank = dist.get_rank()
+    with pytest.raises(ValueError, match=r"rank 0 has 0.weight \(4, 3\).*rank 1 has .*\(5, 3\)"):
+        FSDP(nn.Sequential(nn.Linear(3, 4 + rank)))
+    shard = [nn.Linear, nn.Embedding][rank]
+    with pytest.raises(ValueError, match="sharded=True, rank 1 has .*sharded=False"):
+        FSDP(nn.Sequential(nn.Linear(3, 4), nn.Embedding(3, 4)), shard=shard)
+
+
+def test_models_that_differ(ranks):
+    ranks(2).run(names_the_first_different_parameter)
+
+
+def more_often_than_recorded():
+    model, x = FSDP(Branches()), torch.ones(2, 6)
+    model(x, (0, 1)).sum().backward()
+    model.finish_gradient_synchronization()
+    with pytest.raises(RuntimeError, match=r"later or more often .*recorded.clear\(\)"):
+        model(x, (0, 1, 0))
+    model.schedule.recorded.clear()
+    model(x, (0, 1, 0)).sum().backward()
+    model.finish_gradient_synchronization()
+
+
+class ChangesInPlace(nn.Module):
+    def forward(self, x):
+        y = x.exp()
+        y.mul_(2)  # backward of exp needs y as it was
+        return y
+
+
+class DifferentiatesInForward(nn.Linear):
+    def __init__(self):
+        super().__init__(6, 6)
+
+    def forward(self, x):
+        x = x.requires_grad_()
+        return torch.autograd.grad(super().forward(x).square().sum(), x)[0]
+
+
+def refuses_wrong_use():
+    x = torch.ones(2, 6, dtype=torch.float64)
+    model = FSDP(chain())
+    loss = model(x).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="backward.. ran twice: finish in between"):
+        loss.backward()
+    with pytest.raises(RuntimeError, match=r"call finish_gradient_synchronization\(\) after every"):
+        model(x)
+    model.finish_gradient_synchronization()
+    with pytest.raises(RuntimeError, match="call the FSDP model, not a part of it"):
+        model.module[0](x)
+    with pytest.raises(RuntimeError, match=r"create_graph=True\) is not supported"):
+        model(x).sum().backward(create_graph=True)
+    model.finish_gradient_synchronization()
+    with pytest.raises(ValueError, match="wrapped only once"):
+        FSDP(nn.Sequential(model))
+    with pytest.raises(ValueError, match="no weight to shard"):
+        FSDP(nn.LayerNorm(3))
+    for option in ({"sparse": True}, {"max_norm": 1.0}):
+        with pytest.raises(ValueError, match="^0: sparse gradients and max_norm"):
+            FSDP(nn.Sequential(nn.Embedding(3, 4, **option)))
+    with pytest.raises(ValueError, match="run one forward before"):
+        FSDP(nn.LazyLinear(3))
+    model = FSDP(nn.Sequential(nn.Linear(6, 6), ChangesInPlace()).double())
+    with pytest.raises(RuntimeError, match=r"a tensor \(2, 6\) .* was changed in place"):
+        model(x).sum().backward()
+    with pytest.raises(RuntimeError, match="inside of forward is not supported"):
+        FSDP(DifferentiatesInForward().double())(x)
+    model = FSDP(chain())
+    full = model.gather_full_params()
+    with pytest.raises(KeyError, match="0.weight"):
+        model.load_full_params({})
+    full["1.weight"] = full["1.weight"][:3]
+    with pytest.raises(ValueError, match=r"1.weight has shape \(3, 6\), not \(6, 6\)"):
+        model.load_full_params(full)
+    for change in (
+        lambda module: module[0].requires_grad_(False),
+        lambda module: module.float(),
+        lambda module: module.append(nn.Linear(6, 6)),
+    ):
+        model = FSDP(chain())
+        change(model.module)
+        with pytest.raises(RuntimeError, match="frozen, thawed, replaced, moved or cast"):
+            model(x)
+
+
+@pytest.mark.parametrize("check", [more_often_than_recorded, refuses_wrong_use])
+def test_wrong_use(ranks, check):
+    ranks(2).run(check)
+
+
+class Fails(nn.Module):
+    """Raises when told to, in forward or in backward, between its two layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.fail = nn.Linear(6, 6), nn.Linear(6, 6), ""
+
+    def forward(self, x):
+        x = self.first(x)
+        if self.fail == "forward":
+            raise ArithmeticError("on purpose")
+        if self.fail == "backward":
+            x.register_hook(lambda _: (_ for _ in ()).throw(ArithmeticError("on purpose")))
+        return self.second(x)
+
+
+def goes_on_after_an_exception(where, failing, recorded):
+    """A step is given up, on all ranks or on one: finish and zero_grad; the next one is clean."""
+    torch.manual_seed(0)
+    net = Fails().double()
+    twin = copy.deepcopy(net)
+    model = FSDP(net)
+    x = torch.ones(2, 6, dtype=torch.float64)
+    if recorded:
+        train_step(model, x)
+    net.fail = where if dist.get_rank() in failing else ""
+    try:
+        model(x).square().mean().backward()
+    except ArithmeticError:
+        assert net.fail
+    model.finish_gradient_synchronization()
+    model.zero_grad()
+    net.fail = ""
+    for _ in range(2):
+        model.zero_grad()
+        train_step(model, x)
+    twin(x).square().mean().backward()
+    mine = dict(net.named_parameters())
+    for name, parameter in twin.named_parameters():
+        expected = parameter.grad
+        if name.endswith("weight"):
+            expected = expected.flatten().chunk(2)[dist.get_rank()]
+        torch.testing.assert_close(mine[name].grad, expected, rtol=1e-12, atol=0, msg=name)
+
+
+@pytest.mark.parametrize(
+    "where, failing, recorded",
+    [
+        ("forward", [0, 1], False),
+        ("forward", [0, 1], True),
+        ("forward", [1], True),
+        ("backward", [0, 1], False),
+        ("backward", [0, 1], True),
+        ("backward", [1], True),
+    ],
+)
+def test_goes_on_after_an_exception(ranks, where, failing, recorded):
+    ranks(2).run(goes_on_after_an_exception, where, failing, recorded)
+
+
+def gradients_agree(model, twin):
+    """Of the whole on this rank's shard, of the rest as it is; returns the largest difference."""
+    worst = 0.0
+    for name, parameter in model.module.named_parameters():
+        expected = twin.get_parameter(name).grad
+        if expected is None:
+            expected = torch.zeros_like(twin.get_parameter(name))
+        if unit := model.units.get(parameter):
+            expected = unit.parts(expected)[dist.get_rank()]
+        worst = max(worst, (parameter.grad - expected).abs().max().item())
+    return worst
+
+
+def runs_a_retained_graph_twice():
+    """With a finish in between the gradients add up; when it is forgotten, all ranks raise."""
+    torch.manual_seed(0)
+    net = Net().double()
+    twin = copy.deepcopy(net)
+    model = FSDP(net)
+    _, mine = batch_of(0)
+    for recorded in (False, True):
+        model.zero_grad()
+        twin.zero_grad()
+        loss, expected = (
+            loss_of(model, mine),
+            [loss_of(twin, one) for one in batch_of(0)[0].split(2)],
+        )
+        for _ in range(2):
+            loss.backward(retain_graph=True)
+            model.finish_gradient_synchronization()
+            for one in expected:
+                (one / len(expected)).backward(retain_graph=True)
+        assert gradients_agree(model, twin) < 1e-12, recorded
+        loss.backward(retain_graph=True)
+        with pytest.raises(RuntimeError, match="backward.. ran twice: finish in between"):
+            loss.backward()
+        model.finish_gradient_synchronization()
+    loss = loss_of(model, mine)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="backward.. ran twice: finish in between"):
+        loss.backward()  # this time by the record
+    model.finish_gradient_synchronization()
+
+
+def sums_two_forwards():
+    """Two forwards before a backward: what both make of each weight is summed."""
+    torch.manual_seed(0)
+    net = Net().double()
+    twin = copy.deepcopy(net)
+    model = FSDP(net)
+    for step in range(2):
+        model.zero_grad()
+        twin.zero_grad()
+        tokens, mine = batch_of(step)
+        (loss_of(model, mine) * loss_of(model, mine.flip(0, 1))).backward()
+        model.finish_gradient_synchronization()
+        for one in tokens.split(2):
+            (loss_of(twin, one) * loss_of(twin, one.flip(0, 1)) / dist.get_world_size()).backward()
+        assert gradients_agree(model, twin) < 1e-12
+
+
+def shares_reentrant_checkpoints():
+    """The same layers in two reentrant checkpoints: each reduces what it made."""
+    torch.manual_seed(0)
+    net = chain()
+    twin = copy.deepcopy(net)
+    net.forward = lambda x: checkpoint(
+        nn.Sequential(*net),
+        checkpoint(nn.Sequential(*net), x, use_reentrant=True),
+        use_reentrant=True,
+    )
+    model = FSDP(net)
+    x = torch.ones(2, 6, dtype=torch.float64, requires_grad=True)
+    for _ in range(2):
+        model.zero_grad()
+        twin.zero_grad()
+        train_step(model, x)
+        twin(twin(x)).square().mean().backward()
+        assert gradients_agree(model, twin) < 1e-12
+
+
+def computes_under_autocast():
+    """What autograd keeps of a weight is a rounded copy then: a whole one, and right."""
+    torch.manual_seed(0)
+    net = chain().float()
+    twin = copy.deepcopy(net)
+    model = FSDP(net)
+    x = torch.rand(2, 6)
+    dist.broadcast(x, 0)  # the same on all ranks: sums of different ones round differently
+    for _ in range(2):
+        model.zero_grad()
+        twin.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            losses = model(x).square().mean(), twin(x).square().mean()
+        for loss in losses:
+            loss.backward()
+        model.finish_gradient_synchronization()
+        assert losses[0] == losses[1]
+        assert gradients_agree(model, twin) < 1e-7
+
+
+class Adapted(nn.Linear):
+    """A sharded weight in use while the module's own children run; and a norm without weights."""
+
+    def __init__(self):
+        super().__init__(6, 6, bias=False)
+        self.before, self.after = nn.Linear(6, 2, bias=False), nn.Linear(2, 6, bias=False)
+        self.norm = nn.LayerNorm(6, elementwise_affine=False)
+
+    def forward(self, x):
+        return self.after(self.before(self.norm(x))) + super().forward(x)
+
+
+def nests():
+    torch.manual_seed(0)
+    net = nn.Sequential(Adapted(), Adapted())
+    twin = copy.deepcopy(net)
+    model = FSDP(net)
+    spy = Spy(model, 3)
+    x = torch.ones(2, 6, requires_grad=True)
+    for _ in range(2):
+        twin.zero_grad()
+        model.zero_grad()
+        loss = model(x).square().mean()
+        assert spy.alive() == 0  # autograd keeps none
+        loss.backward()
+        model.finish_gradient_synchronization()
+        twin(x).square().mean().backward()
+        assert gradients_agree(model, twin) < 1e-6
+    train_step(FSDP(twin, compute_dtype=torch.bfloat16), x)
+
+
+class Keeps(nn.Linear):
+    """Makes autograd keep of its weight what is given, by a product."""
+
+    def __init__(self, what):
+        super().__init__(6, 6, bias=False)
+        self.what = what
+
+    def forward(self, x):
+        return self.what(self.weight, x)
+
+
+def complex_product(weight, x):
+    return torch.view_as_real(torch.view_as_complex(weight.view(6, 3, 2)).prod(0)).sum() * x
+
+
+def sparse_product(weight, x):
+    return torch.sparse.mm(
+        torch.eye(2, dtype=x.dtype).to_sparse(), x @ weight[:, 1:5] @ weight[1:5]
+    )
+
+
+def keeps_views():
+    """Parts, transposes, another dtype of the same memory, sparse tensors: nothing gets lost."""
+    for what in (complex_product, sparse_product, lambda w, x: (w.t() * w[::2].sum()) @ x.t()):
+        torch.manual_seed(0)
+        net = nn.Sequential(
+            Keeps(what), nn.Linear(2 if "lambda" in what.__name__ else 6, 3)
+        ).double()
+        twin = copy.deepcopy(net)
+        model = FSDP(net)
+        x = torch.rand(2, 6, dtype=torch.float64, requires_grad=True)
+        dist.broadcast(x.detach(), 0)
+        for _ in range(2):
+            twin.zero_grad()
+            model.zero_grad()
+            train_step(model, x)
+            twin(x).square().mean().backward()
+            assert gradients_agree(model, twin) < 1e-12, what
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        runs_a_retained_graph_twice,
+        sums_two_forwards,
+        shares_reentrant_checkpoints,
+        computes_under_autocast,
+        nests,
+        keeps_views,
+    ],
+)
+def test_unusual_graphs(ranks, check):
+    ranks(2).run(check)
+
+
+def accumulates():
+    """Two backward passes, each with its finish, add up; a finish without backward adds nothing."""
+    torch.manual_seed(0)
+    net = Net().double()
+    twin = copy.deepcopy(net)
+    model = FSDP(net)
+    for step in range(2):
+        tokens, mine = batch_of(step)
+        loss_of(model, mine).backward()
+        model.finish_gradient_synchronization()
+        loss_of(twin, tokens).backward()
+    loss_of(model, mine)
+    model.finish_gradient_synchronization()
+    for one in (model, twin):
+        torch.optim.SGD(one.parameters(), lr=1.0).step()
+    assert largest_difference(model.gather_full_params(), twin) < 1e-12
+
+
+def test_gradients_accumulate(ranks):
+    ranks(3).run(accumulates)
+
+
+def inference_between_forward_and_backward():
+    """Also with other weights, which a weight that was kept for backward must not hide."""
+    torch.manual_seed(0)
+    net = chain()
+    twin = copy.deepcopy(net)
+    model = FSDP(net)
+    x = torch.ones(2, 6, dtype=torch.float64)
+    for _ in range(2):
+        train_step(model, x)
+        twin.zero_grad()
+        model.zero_grad()
+        loss = model(x).square().mean()
+        with torch.no_grad():
+            torch.testing.assert_close(model(x), twin(x))
+        loss.backward()
+        model.finish_gradient_synchronization()
+        twin(x).square().mean().backward()
+        for one in (model, twin):
+            torch.optim.SGD(one.parameters(), lr=0.5).step()
+        assert largest_difference(model.gather_full_params(), twin) < 1e-12
+    model(x)  # nobody follows it with a backward
+    with torch.no_grad():
+        for one in (model, twin):
+            for parameter in one.parameters():
+                parameter.mul_(2)
+        torch.testing.assert_close(model(x), twin(x))
+    torch.testing.assert_close(model(x), twin(x))
+
+
+def test_inference_in_between(ranks):
+    ranks(2).run(inference_between_forward_and_backward)
+
+
+def saves(path):
+    torch.manual_seed(0)
+    model = FSDP(tied(), compute_dtype=torch.bfloat16)
+    loss_of(model, batch_of(0)[1]).backward()
+    model.finish_gradient_synchronization()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    full = model.gather_full_params()
+    if dist.get_rank() == 0:
+        torch.save(full, path)
+
+
+def loads(path):
+    full = torch.load(path)
+    torch.manual_seed(7)
+    model = FSDP(tied())
+    model.load_full_params(full)
+    again = model.gather_full_params()
+    assert set(full) == set(again) == set(tied().state_dict())
+    assert all(torch.equal(full[name], again[name]) for name in full)
+    twin = tied()
+    twin.load_state_dict(full)  # and it is an ordinary state_dict
+    tokens = batch_of(1)[1]
+    torch.testing.assert_close(model(tokens), twin(tokens))
+
+
+def test_full_weights_at_another_world_size(ranks, tmp_path):
+    ranks(2).run(saves, tmp_path / "full.pt")
+    for world_size in (1, 2, 3):
+        ranks(world_size).run(loads, tmp_path / "full.pt")
+
+
+def chooses():
+    convolution = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 2))
+    for shard, expected in (
+        (None, ["2.weight"]),
+        (nn.Conv2d, ["0.weight"]),
+        ((nn.Conv2d, nn.Linear), ["0.weight", "2.weight"]),
+        (lambda part: isinstance(part, nn.Conv2d), ["0.weight"]),
+    ):
+        model = FSDP(copy.deepcopy(convolution), shard=shard)
+        assert [unit.name for unit in model.units.values()] == expected
+        train_step(model, torch.ones(1, 3, 4, 4))
+    model = FSDP(nn.Linear(4, 3))
+    assert [unit.name for unit in model.units.values()] == ["weight"]
+
+
+def test_shard_chooses(ranks):
+    ranks(2).run(chooses)
+
+
+def in_a_subgroup():
+    group = dist.new_group([2, 1])
+    if dist.get_rank() == 0:
+        with pytest.raises(ValueError, match="not a member"):
+            FSDP(chain(), process_group=group)
+    else:
+        model = FSDP(chain(), process_group=group)
+        train_step(model, torch.ones(2, 6, dtype=torch.float64))
+        assert len(next(model.parameters())) == 18
+    dist.barrier()
+
+
+def test_a_process_group_of_some_ranks(ranks):
+    ranks(3).run(in_a_subgroup)
+
+
+def is_freed():
+    alive = []
+    for _ in range(3):
+        model = FSDP(chain())
+        train_step(model, torch.ones(2, 6, dtype=torch.float64))
+        alive += [weakref.ref(model), *map(weakref.ref, model.units.values())]
+        del model
+    gc.collect()
+    assert not any(reference() for reference in alive)
+
+
+class NotesItsOutput(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.storages = []
+
+    def forward(self, x):
+        y = x.exp()  # which autograd keeps, as part of the graph that y belongs to
+        self.storages.append(StorageWeakRef(y.untyped_storage()))
+        return y
+
+
+def frees_a_graph_without_backward():
+    noting = NotesItsOutput()
+    model = FSDP(nn.Sequential(nn.Linear(6, 6), noting))
+    model(torch.ones(2, 6))
+    gc.collect()
+    assert noting.storages and all(storage.expired() for storage in noting.storages)
+
+
+@pytest.mark.parametrize("check", [is_freed, frees_a_graph_without_backward])
+def test_what_is_dropped_is_freed(ranks, check):
+    ranks(2).run(check)
+
+
+QUICK = "--size nano --device cpu --batch-size 1 --context-length 8 --steps 1 --warmup 0".split()
+
+
+def test_script_alone(forked, tmp_path):
+    """Without what it is compared with: what it prints has the form of the recorded output."""
+    harness.write_mnist(tmp_path / "data", 700, 10)  # the last batch is not full
+    files = "--json", tmp_path / "x.json", "--data", tmp_path / "data", "--no-plot"
+    status, output = forked(2, SCRIPT, *QUICK, *files, "--no-baseline")
+    assert status == 0, output
+    result = harness.read_json(tmp_path / "x.json", "06_sharded_optimizer/fsdp")
+    assert result["verify"]["passed"] and result["verify"]["max_abs_diff"] <= 1e-10
+    recorded = masked(SCRIPT.with_name("reference_output.txt").read_text())
+    starts = "#_sharded", "verify", "FSDP,", "MB", "forward and", "in flight", "Percentiles"
+    missing = [line for line in recorded if line.startswith(starts) and "no prefetch" not in line]
+    missing = [line for line in missing if line not in masked(output)]
+    assert not missing, missing
+
+
+@pytest.mark.full
+def test_script(script, tmp_path):
+    files = {"--json": "x.json", "--save": "save", "--trace": "trace", "--plot": "x.png"}
+    words = [word for flag, name in files.items() for word in (flag, tmp_path / name)]
+    status, output = script(torchrun(2, SCRIPT, *QUICK, *words)).wait()
+    assert status == 0, output
+    result = harness.read_json(tmp_path / "x.json", "06_sharded_optimizer/fsdp")
+    assert result["verify"]["passed"] and result["verify"]["bfloat16_max_abs_diff"] <= 1e-6
+    names = [one["name"] for one in result["candidates"]]
+    ours = ["FSDP, no prefetch", "FSDP"]
+    assert names == ["no sync", "torch DDP", "torch fully_shard", *ours]
+    whole = 4 * result["model"]["parameters"]
+    for parts in result["memory_bytes"]["FSDP"]["forward and backward"]:
+        two_layers = 2 * 4 * 512 * 10_000
+        assert sum(parts[:-1]) <= 1.05 * (4 * whole / 2 + two_layers)
+        assert all(
+            0.99 < part / expected < 1.01
+            for part, expected in zip(parts, (whole / 2, whole / 2, whole), strict=False)
+        )
+    for parts in result["memory_bytes"]["unsharded"]["after the step"]:
+        assert all(part >= whole for part in parts[:2]) and parts[2] >= 2 * whole
+    if sys.platform == "linux":
+        sent = {one["name"]: one["sent_bytes"] / whole for one in result["candidates"]}
+        assert sent["FSDP"] < 1.5 and 0.99 < sent["torch DDP"] < 1.01, sent
+    assert len(torch.load(tmp_path / "save", weights_only=True)) == 6
+    assert "traceEvents" in (tmp_path / "trace").read_text()
+    assert (tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_script_in_other_ways(script, world_size, dtype):
+    words = "--compute-dtype", dtype, "--no-prefetch", "--no-baseline", "--no-plot"
+    status, output = script(torchrun(world_size, SCRIPT, *QUICK, *words)).wait()
+    assert status == 0, output
+
+
+@pytest.fixture
+def temporary(tmp_path, monkeypatch):
+    """An empty folder, in which torch does not make the cache that an optimizer's import needs."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    return folder
+
+
+@harness.needs_proc
+@pytest.mark.parametrize(
+    "moment, fault",
+    [
+        pytest.param(moment, fault, marks=pytest.mark.full if moment or fault[-1] != "k" else ())
+        for moment in harness.LADDER_MOMENTS
+        for fault in harness.FAULTS
+    ],
+)
+def test_faults(script, moment, fault, temporary):
+    command = torchrun(2, SCRIPT, "--no-memory", *harness.LONG)
+    harness.check_fault(script, command, moment, fault, temporary)
+
+
+@pytest.mark.full
+@harness.needs_proc
+def test_stopped_rank(script):
+    words = "--no-verify", "--no-memory", *harness.LONG
+    harness.check_stopped_rank(script, SCRIPT, *words, place="")
+
+
+@pytest.mark.parametrize("option, value", [("--steps", "0"), ("--plot", "/")])
+def test_wrong_input(option, value, monkeypatch, capsys):
+    harness.check_wrong_input(main, SCRIPT, option, value, monkeypatch, capsys)
+
+
+@pytest.mark.parametrize("words", [["--save", "x", "--no-verify"], ["--plot", "x", "--no-memory"]])
+def test_flags_that_exclude_each_other(words, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *words])
+    with pytest.raises(SystemExit) as end:
+        main()
+    error = capsys.readouterr().err
+    assert end.value.code == 2 and f"argument {words[0]}: not with {words[2]}" in error
+
+
+def test_not_started_by_torchrun(monkeypatch, capsys):
+    harness.check_not_started_by_torchrun(main, SCRIPT, monkeypatch, capsys)
+
+
+def test_file_alone(tmp_path):
+    harness.check_script_alone(SCRIPT, tmp_path)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_on_a_gpu(script, world_size):
+    command = torchrun(world_size, SCRIPT, "--device", "cuda", "--steps", 1)
+    status, output = script(command).wait(300)
+    assert status == 0, output
+    assert "verify: passed" in output and "verify: bfloat16 passed" in output
+
+
+def test_readme_shows_the_recorded_outputs():
+    readme = SCRIPT.with_name("README.md").read_text()
+    recorded = SCRIPT.with_name("reference_output.txt").read_text()
+    assert recorded in readme

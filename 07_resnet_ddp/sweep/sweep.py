@@ -1,0 +1,362 @@
+r"""07: the time of one training iteration with DDP, over models and over growing numbers of ranks.
+
+For each model: first without DDP on one rank, then DDP on 1, 2, 4, … ranks of the first machine and
+on all ranks of 1, 2, 3, … machines. `2M/8G` is two machines with eight GPUs (or CPU processes) on
+each. Every such subset is a process group of its own; the ranks outside wait. Scaling is perfect
+where a rank trains as many examples per second as alone.
+
+    make 07_resnet_ddp/sweep NPROC=2
+    torchrun --standalone --nproc-per-node 8 07_resnet_ddp/sweep/sweep.py --full --json sweep.json
+    torchrun --standalone --nproc-per-node 8 07_resnet_ddp/sweep/sweep.py \
+        --model my_model.py:MyBenchmark
+    torchrun --nnodes 2 --node-rank R --nproc-per-node 8 --master-addr HOST0 --master-port 29400 \
+        07_resnet_ddp/sweep/sweep.py --full         (two hosts; R is 0 on HOST0, else 1)
+
+The defaults are small, for a CPU; --full takes upstream's models, images and batches. Started as
+upstream's, with --rank, --world-size, --master-addr and --master-port, it needs no torchrun. For a
+model of your own see sweep_models.py; compare two results with sweep_diff.py.
+
+Source: PyTorch's benchmarks/distributed/ddp, whose optimizer and JSON layout these are.
+"""
+
+import argparse
+import os
+import socket
+import sys
+import warnings
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+SMALL = {"model": ["resnet18"], "batch_size": 8, "image_size": 64}
+FULL = {
+    "model": ["resnet50", "resnet101", "resnext50_32x4d", "resnext101_32x8d"],
+    "batch_size": 32,
+    "image_size": 224,
+}
+
+
+def plan(ranks: int, local_size: int) -> list[tuple[str, list[int], bool]]:
+    """What to measure with `ranks` ranks, `local_size` of them on each machine.
+
+    A list of (label, ranks that train, with DDP?). Within the first machine the sizes double until
+    it is full; from there on whole machines are added.
+    """
+    subsets = [("no ddp", [0], False)]
+    size = 1
+    while size < local_size:
+        subsets.append((f"1M/{size}G", list(range(size)), True))
+        size *= 2
+    for machines in range(1, ranks // local_size + 1):
+        members = list(range(machines * local_size))
+        subsets.append((f"{machines}M/{local_size}G", members, True))
+    return subsets
+
+
+def train(model: nn.Module, benchmark, steps: int, warmup: int, watch, progress) -> list[float]:
+    """Train on one batch of a sweep_models.Benchmark again and again.
+
+    Returns the seconds of each step after the first `warmup`; calls `progress` with what it does.
+    """
+    inputs = benchmark.generate_inputs()
+    target = benchmark.generate_target()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9, weight_decay=1e-4)
+    seconds = []
+    for i in range(warmup + steps):
+        progress(f"step {i + 1} of {warmup + steps}")
+        watch.mark("start")
+        logits = model(*inputs)
+        # googlenet and inception_v3 have auxiliary classifiers, which must be trained as well,
+        # because DDP waits for them.
+        if not isinstance(logits, tuple):
+            logits = (logits,)
+        loss = sum(F.cross_entropy(head, target) for head in logits)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        watch.mark("end")
+        # On CUDA this waits for the GPU, once per step.
+        seconds.append(watch.seconds("start", "end"))
+    return seconds[warmup:]
+
+
+def measure_subset(
+    create_model, ranks: list[int], use_ddp: bool, train_model, args, device
+) -> list[float]:
+    """Train on these ranks, in a process group of their own, while all others wait.
+
+    Returns the samples of all these ranks.
+    """
+    from common.setup import without_gloo_greeting
+
+    # Every rank has to create every group, also those that it is not in.
+    timeout = timedelta(seconds=min(args.timeout, 1e6))
+    with without_gloo_greeting():
+        group = dist.new_group(ranks, timeout=timeout, backend=args.backend)
+    seconds = []
+    if dist.get_rank() in ranks:
+        torch.manual_seed(dist.get_rank())
+        model = create_model()
+        if use_ddp:
+            device_ids = None
+            if device.type == "cuda":
+                device_ids = [device]
+            model = DistributedDataParallel(
+                model,
+                device_ids,
+                broadcast_buffers=False,
+                process_group=group,
+                bucket_cap_mb=args.bucket_size_mb,
+            )
+        seconds = train_model(model)
+        del model  # DDP's reducer uses the group until it is gone
+        dist.destroy_process_group(group)
+    of_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, seconds)  # who does not train waits here
+    return [second for seconds_of_rank in of_ranks for second in seconds_of_rank]
+
+
+# ==================================================================================================
+# Below this line: the sweep over one model, what the machines look like, the command line.
+
+
+def sweep(name: str, args, device) -> list[dict]:
+    """Measure one model on all subsets and print a line for each.
+
+    Returns [{"ranks": [0, 1, …], "measurements": seconds}], an entry per subset.
+    """
+    import sweep_models
+
+    from common.report import percentiles, print_row
+    from common.setup import progress, say
+    from common.timing import Stopwatch
+
+    benchmark = sweep_models.make(name, args, device)
+
+    def train_model(label, model):
+        def show(step):
+            progress(f"{name}, {label}: {step}")
+
+        return train(model, benchmark, args.steps, args.warmup, Stopwatch(device), show)
+
+    say(f"\nBenchmark: {name} with batch size {args.batch_size}\n")
+    header = ["ranks"]
+    widths = [15]
+    for percentile in (50, 75, 90, 95):
+        header += [f"p{percentile} sec/iter", "ex/sec"]
+        widths += [14, 8]
+    print_row(header, widths)
+    # First each rank for itself, uncounted: libraries are loaded, memory is taken, kernels are
+    # chosen.
+    torch.manual_seed(dist.get_rank())
+    train_model("first uncounted", benchmark.create_model())
+    dist.barrier()
+    result = []
+    for label, ranks, use_ddp in plan(dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])):
+        train_here = partial(train_model, label)
+        measurements = measure_subset(
+            benchmark.create_model, ranks, use_ddp, train_here, args, device
+        )
+        result.append({"ranks": ranks, "measurements": measurements})
+        row = [f"{len(ranks):5}  {label}"]
+        for seconds in percentiles(measurements):
+            row += [f"{seconds:.4f}s", f"{benchmark.batch_size / seconds:.1f}/s"]
+        print_row(row, widths)
+    return result
+
+
+def check_hosts(args) -> str:
+    """The topology of the hosts. Ends the run where they differ, because results would mix.
+
+    They differ in topology (--allow-mixed: that is no reason to end) or in number of ranks.
+    """
+    from common.report import topology
+    from common.setup import fail, say
+
+    here = {
+        "host": f"{socket.gethostname()} (machine {os.environ.get('GROUP_RANK', 0)})",
+        "topology": topology().strip("\n"),
+        "ranks": int(os.environ["LOCAL_WORLD_SIZE"]),
+    }
+    of_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, here)
+    topologies = {there["host"]: there["topology"] for there in of_ranks}
+    sizes = {there["host"]: there["ranks"] for there in of_ranks}
+    if len(set(sizes.values())) > 1:
+        found = ", ".join(f"{size} on {host}" for host, size in sizes.items())
+        fail(f"every machine must have the same number of ranks, and there are {found}")
+    if len(set(topologies.values())) == 1:
+        return here["topology"]
+    report = "The machines differ:"
+    for name, text in topologies.items():
+        report += f"\n{name}:\n{text}"
+    if not args.allow_mixed:
+        say(report)
+        fail("the machines' topologies differ (see above); --allow-mixed measures all the same")
+    return report
+
+
+def take_upstreams_place(args) -> None:
+    """Join as upstream's script does, by flags: as many processes as ranks, without torchrun.
+
+    Beside torchrun, which says all this itself, the flags may stand, if they say the same.
+    """
+    from common.setup import fail
+
+    given = {
+        "RANK": args.rank,
+        "WORLD_SIZE": args.world_size,
+        "MASTER_ADDR": args.master_addr,
+        "MASTER_PORT": args.master_port,
+    }
+    missing = []
+    for name, value in given.items():
+        flag = "--" + name.lower().replace("_", "-")
+        if name in os.environ and value is not None and str(value) != os.environ[name]:
+            fail(f"argument {flag}: '{value}', but torchrun's {name} is '{os.environ[name]}'")
+        if name not in os.environ and value is None:
+            missing.append(flag)
+    if len(missing) == len(given):
+        return  # neither flags nor torchrun: process_group says what to type
+    if missing:
+        fail(f"argument {missing[0]}: is missing; without torchrun they belong together")
+    for name, value in given.items():
+        os.environ.setdefault(name, str(value))
+    if args.rank is not None and args.rank >= int(os.environ["WORLD_SIZE"]):
+        fail(f"argument --rank: '{args.rank}' is not below --world-size {os.environ['WORLD_SIZE']}")
+    # Upstream has eight GPUs on every machine; here as many ranks as GPUs, or all on one machine.
+    size = int(os.environ["WORLD_SIZE"])
+    gpus = torch.cuda.device_count() if args.device != "cpu" else 0
+    local_size = min(size, gpus or size)
+    os.environ.setdefault("LOCAL_WORLD_SIZE", str(local_size))
+    os.environ.setdefault("LOCAL_RANK", str(int(os.environ["RANK"]) % local_size))
+    os.environ.setdefault("GROUP_RANK", str(int(os.environ["RANK"]) // local_size))
+
+
+def choose_sizes(args) -> None:
+    """Fill in what the flags don't say of the models, the batches and the images."""
+    for name, default in (FULL if args.full else SMALL).items():
+        if getattr(args, name) is None:
+            setattr(args, name, default)
+    args.model = list(dict.fromkeys(args.model))  # each once
+
+
+def choose_backend(args) -> None:
+    """Replace "auto" in args.backend, which only the subsets use."""
+    from common.setup import fail
+
+    # Not torch.cuda.is_available(): "--device cuda" without a GPU is process_group's to report.
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    gpu_per_rank = args.device != "cpu" and torch.cuda.device_count() >= local_size
+    args.backend = args.backend.replace("auto", "nccl" if gpu_per_rank else "gloo")
+    if args.backend == "nccl" and not gpu_per_rank:
+        needed = "CUDA and a GPU per rank of this host; use gloo or fewer ranks"
+        fail(f"argument --backend: 'nccl' needs {needed}")
+
+
+def add_arguments(parser) -> None:
+    """The flags; those of PyTorch's benchmark have its names as well."""
+    from common.setup import output_file, positive_number, whole_number
+
+    add = parser.add_argument
+    models = "a classification model of torchvision, or FILE.py:CLASS of your own; repeatable"
+    add("--model", action="append", metavar="NAME", help=f"{models} (default: resnet18)")
+    add("--batch-size", type=whole_number(1), help="images per rank (default: 8)")
+    add("--image-size", type=whole_number(1, 10_000), help="pixels a side (default: 64)")
+    upstreams = f"other defaults, upstream's: {', '.join(FULL['model'])}; 32 images; 224 pixels"
+    add("--full", action="store_true", help=upstreams)
+    add(
+        "--bucket-size-mb",
+        type=whole_number(1),
+        default=25,
+        old_names=["--bucket-size"],
+        help="of DDP's buckets",
+    )
+    add("--steps", type=whole_number(1), default=10, old_names=["--iterations"], help="measured")
+    add("--warmup", type=whole_number(0), default=5, help="steps before them, not measured")
+    devices = ["auto", "cpu", "cuda"]
+    add("--device", choices=devices, default="auto", help="auto: CUDA if there is one")
+    add(
+        "--backend",
+        choices=["auto", "gloo", "nccl"],
+        default="auto",
+        old_names=["--distributed-backend"],
+        help="of the subsets; auto: nccl if a GPU per rank",
+    )
+    waiting = "how long a rank waits for the others of its subset"
+    add("--timeout", type=positive_number, default=300.0, metavar="SECONDS", help=waiting)
+    mixed = "measure although the machines' topologies differ"
+    add("--allow-mixed", action="store_true", help=mixed)
+    layout = "everything measured, as PyTorch's benchmark writes it"
+    add("--json", type=output_file, metavar="FILE", help=layout)
+    alone = parser.add_argument_group(
+        "upstream's way to start it, a process at a time, no torchrun"
+    )
+    alone.add_argument("--rank", type=whole_number(0), help="of this process")
+    alone.add_argument("--world-size", type=whole_number(1), help="number of ranks")
+    alone.add_argument("--master-addr", metavar="ADDRESS", help="of the machine of rank 0")
+    port = whole_number(1, 65535)
+    alone.add_argument("--master-port", type=port, metavar="PORT", help="a free one there")
+
+
+def main():
+    folder = Path(__file__).resolve().parent
+    sys.path[:0] = [str(folder), str(folder.parent), str(folder.parent.parent)]
+    try:
+        import sweep_models
+
+        from common import report, setup
+    except ModuleNotFoundError as error:
+        needed = "the repository's folder common/ and sweep_models.py"
+        sys.exit(f"error: {error}: copy {needed} into {folder}")
+
+    parser = setup.Parser(__doc__)
+    add_arguments(parser)
+    args = parser.parse_args()
+    # The published setting has broadcast_buffers=False; that torch has a newer name for it is not
+    # this script's subject.
+    warnings.filterwarnings("ignore", ".*broadcast_buffers", FutureWarning)
+    choose_sizes(args)
+    take_upstreams_place(args)
+    choose_backend(args)
+    sweep_models.check(args)
+
+    # The group of all ranks only carries samples and makes ranks wait: gloo, so that a waiting
+    # rank's GPU stays free, and for as long as the subsets need. torchrun ends the waiting ranks if
+    # a training one fails.
+    waiting = argparse.Namespace(device=args.device, backend="gloo", timeout=7 * 24 * 3600)
+    with setup.process_group(waiting) as device:
+        waiting.timeout = args.timeout  # from now on what runs out of time is the group of a subset
+        machine = check_hosts(args)
+        args.device = waiting.device
+        result = report.begin("07_resnet_ddp/sweep", args, device)
+        result["backend"] = args.backend  # of what is measured
+        result |= {
+            "pytorch_version": torch.__version__,
+            "cuda_version": torch.version.cuda,
+            "distributed_backend": args.backend,
+            "bucket_size": args.bucket_size_mb,
+            "benchmark_results": [],
+        }
+        subsets = f"subsets over {args.backend}, buckets of {args.bucket_size_mb} MB"
+        size = f"{args.image_size} × {args.image_size} pixels"
+        setup.say(f"{subsets}; {size}; {args.steps} steps, after {args.warmup} to warm up")
+        setup.say(f"\n{machine}")
+        for name in args.model:
+            benchmark = {"model": name, "batch_size": args.batch_size}
+            benchmark["result"] = sweep(name, args, device)
+            result["benchmark_results"].append(benchmark)
+            # After every model: an interrupted sweep keeps what it has.
+            report.write_json(args.json, result)
+        legend = "percentiles over all steps of all ranks of a subset"
+        setup.say(f"\n{legend}; ex/sec: examples per second of one rank")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+r"""07: what sweep.py measures: the classification models of torchvision, or a model of your own.
+
+Write a class with these three methods into a file, and name both:
+
+    torchrun --standalone --nproc-per-node 2 07_resnet_ddp/sweep/sweep.py \
+        --model my_model.py:MyBenchmark
+
+    from sweep_models import Benchmark          # only to have less to write
+
+    class MyBenchmark(Benchmark):
+        def create_model(self):
+            return nn.Linear(1000, 10).to(self.device)
+        def generate_inputs(self):
+            return [torch.rand(self.batch_size, 1000, device=self.device)]
+        def generate_target(self):
+            return torch.randint(10, (self.batch_size,), device=self.device)
+
+Source: `Benchmark` of PyTorch's benchmarks/distributed/ddp; its subclasses work here unchanged.
+"""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+
+class Benchmark:
+    """A model, inputs and targets; sweep.py trains on one batch of them again and again.
+
+    sweep.py sets batch_size and image_size after construction, from its flags.
+    """
+
+    batch_size = 32
+    image_size = 224
+
+    def __init__(self, device: torch.device, distributed_backend: str, bucket_size: int):
+        self.device = device
+        self.distributed_backend = distributed_backend
+        self.bucket_size = bucket_size
+
+    def create_model(self) -> nn.Module:
+        """A new model on self.device."""
+        raise NotImplementedError
+
+    def generate_inputs(self) -> list[torch.Tensor]:
+        """The arguments of a forward, self.batch_size examples, on self.device."""
+        raise NotImplementedError
+
+    def generate_target(self) -> torch.Tensor:
+        """What cross_entropy expects beside the outputs: int64 [batch_size] for [batch_size, n]."""
+        raise NotImplementedError
+
+
+class TorchvisionBenchmark(Benchmark):
+    """A classification model of torchvision, float [batch_size, 3, image_size, image_size]."""
+
+    name = "resnet50"
+
+    def create_model(self) -> nn.Module:
+        import torchvision
+
+        return torchvision.models.get_model(self.name, weights=None).to(self.device)
+
+    def generate_inputs(self) -> list[torch.Tensor]:
+        size = self.batch_size, 3, self.image_size, self.image_size
+        return [torch.rand(size, device=self.device)]
+
+    def generate_target(self) -> torch.Tensor:
+        return torch.randint(1000, (self.batch_size,), device=self.device)
+
+
+def is_own(name: str) -> bool:
+    """Is this FILE.py:CLASS, and not a model of torchvision?"""
+    return ".py:" in name
+
+
+def own_class(name: str) -> type:
+    """The class, or the function, of FILE.py:CLASS. Ends the run if there is none."""
+    from common.setup import fail
+
+    file, _, attribute = name.rpartition(":")
+    flag = f"argument --model: {name!r}"
+    if not Path(file).is_file():
+        fail(f"{flag}: there is no file {file!r}")
+    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # whatever that file does
+        fail(f"{flag}: {file} cannot be imported ({type(error).__name__}: {error})")
+    found = getattr(module, attribute, None)
+    if not callable(found):
+        fail(f"{flag}: {file} has no class or function {attribute!r}")
+    return found
+
+
+def make(name: str, args, device: torch.device) -> Benchmark:
+    """The benchmark of this name. Ends the run if FILE.py:CLASS gives none."""
+    from common.setup import fail
+
+    create = own_class(name) if is_own(name) else TorchvisionBenchmark
+    benchmark = create(device, args.backend, args.bucket_size_mb)
+    for method in ("create_model", "generate_inputs", "generate_target"):
+        if not callable(getattr(benchmark, method, None)):
+            fail(f"argument --model: {name!r} has no method {method}()")
+    if not is_own(name):
+        benchmark.name = name
+    benchmark.batch_size = args.batch_size
+    benchmark.image_size = args.image_size
+    return benchmark
+
+
+def check(args) -> None:
+    """End the run now if a model is not there, or cannot be trained on such images.
+
+    torchvision's are tried without memory, on torch's meta device.
+    """
+    from common.setup import fail
+
+    for name in args.model:
+        if is_own(name):
+            make(name, args, torch.device("meta"))
+    names = [name for name in args.model if not is_own(name)]
+    if not names:
+        return
+    try:
+        import torchvision
+    except ImportError as error:
+        reason = f"torchvision, which cannot be imported ({error}): pip install torchvision"
+        fail(f"the models come from {reason}")
+    known = torchvision.models.list_models(module=torchvision.models)
+    for name in names:
+        if name not in known:
+            there = f"there are {', '.join(known)}, or FILE.py:CLASS of your own"
+            fail(f"argument --model: {name!r} is no classification model of torchvision; {there}")
+        benchmark = make(name, args, torch.device("meta"))
+        try:
+            with torch.device("meta"):
+                benchmark.create_model()(*benchmark.generate_inputs())
+        except Exception as error:  # assertions, shapes that don't fit, batch norm of one value, …
+            message = str(error) or type(error).__name__
+            size = args.image_size
+            images = f"{args.batch_size} images of {size} × {size} pixels"
+            reason = message.splitlines()[0]
+            fail(f"argument --image-size: {name} cannot train on {images} ({reason})")

@@ -1,0 +1,105 @@
+"""One training step of each rung on one time axis, as torch.profiler recorded it.
+
+    make timeline                                                       (see also ARGS="--help")
+    torchrun --standalone --nproc-per-node 2 common/ladder/timeline.py
+    python -m common.ladder.timeline FILE.json … --plot FILE.png        (traces that are there)
+
+Without files: `no sync` and stages 02 to 05 train one after another in one process group, and
+three steps of each are profiled. Their traces (timeline_02_naive_ddp.json, …) lie beside the
+picture; chrome://tracing and ui.perfetto.dev show them, too. With files: only draws what --trace of
+a stage has recorded. The file's name is the label.
+
+Each rung has a compute lane (forward, backward, sync, optimizer) and a communication lane with
+every collective as a block of its own, a sub-lane per thread of gloo's or CUDA stream of NCCL's;
+gloo's all-gathers and all-to-alls, which FSDP needs, have a sub-lane and a colour each.
+Where a rung exposes communication it is marked, and so is the packing and unpacking of stage 03.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path.insert(0, str(ROOT))
+
+from common import setup, timing  # noqa: E402
+from common.ladder import draw_timeline, rungs  # noqa: E402
+from common.ladder.rungs import naive_ddp  # noqa: E402
+
+
+def no_sync(module):
+    """The module as it is: every rank trains alone."""
+    return module
+
+
+def record(args, device: torch.device) -> list[Path]:
+    """Profile three steps of each rung; returns the traces, which rank 0 writes."""
+    wrappers = {"no_sync": no_sync, **rungs.WRAPPERS}
+    traces = {}
+    for name in wrappers:
+        traces[name] = args.plot.with_name(f"timeline_{name}.json")
+    rungs.remove_earlier(args.plot, *traces.values())
+    for name, wrapper in wrappers.items():
+        setup.progress(name)
+        step = training(wrapper, args.size, device)
+        for _ in range(args.warmup):
+            step()
+        dist.barrier()
+        timing.count_collectives(step, traces[name])
+    return list(traces.values())
+
+
+def training(wrapper, size: str, device: torch.device):
+    """A model of its own, and the function that trains it for a step."""
+    *shape, batch_size, context_length = naive_ddp.SIZES[size]
+    torch.manual_seed(0)
+    with device:
+        model = wrapper(naive_ddp.LanguageModel(*shape))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    watch = timing.Stopwatch(device)
+    tokens, targets = torch.randint(shape[-1], (2, batch_size, context_length), device=device)
+
+    def step():
+        naive_ddp.train_step(model, optimizer, watch, tokens, targets)
+
+    return step
+
+
+def draw(traces: list[Path], picture: Path) -> None:
+    """The picture, and a line for each trace."""
+    steps = {}
+    for trace in traces:
+        label = trace.stem.removeprefix("timeline_").replace("no_sync", "no sync")
+        steps[label] = draw_timeline.read_trace(trace)
+    draw_timeline.draw(steps, picture)
+    for label, (phases, lanes) in steps.items():
+        collectives, duration = draw_timeline.summary(phases, lanes)
+        setup.say(f"{label}: {collectives} in {duration:.0f} ms")
+    setup.say(f"written: {picture}")
+
+
+def main() -> None:
+    parser = setup.Parser(__doc__)
+    add = parser.add_argument
+    add("traces", nargs="*", type=Path, metavar="FILE.json", help="written by --trace")
+    setup.add_plot_arguments(parser, "timeline.png")
+    add("--size", choices=naive_ddp.SIZES, default="tiny", help="the model of stages 02 to 05")
+    warmup = "steps before those that are profiled"
+    add("--warmup", type=setup.whole_number(0), default=5, help=warmup)
+    setup.add_process_group_arguments(parser)
+    args = parser.parse_args()
+    if args.plot is None:
+        parser.error("argument --plot: a picture is needed, and the traces lie beside it")
+    if args.traces:
+        draw(args.traces, args.plot)
+        return
+    with setup.process_group(args) as device:
+        traces = record(args, device)
+        if dist.get_rank() == 0:
+            draw(traces, args.plot)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

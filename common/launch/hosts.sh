@@ -1,0 +1,125 @@
+#!/usr/bin/env bash
+# Two "hosts" on one Linux machine: two network namespaces, joined by a network of a chosen rate and
+# delay, half of the cores each, one rank on each. Started by `make hosts`; needs no root where the
+# kernel lets users make namespaces.
+# usage: hosts.sh PYTHON RATE DELAY SCRIPT [flags of the script]
+#
+# Nothing outlives it, not even after kill -9: the namespaces have no names and end with their
+# processes, and those live in a process namespace, which the kernel ends with its first process.
+# Three processes stand in a row, and each is killed when the one before it dies: this script as
+# make starts it (which hears Ctrl-C), `unshare`, and this script again as that first process.
+set -euo pipefail
+folder=$(dirname "$0")
+PATH=$PATH:/usr/sbin:/sbin  # where ip and tc are, and users do not look
+
+fail() {
+  echo "error: $1" >&2
+  exit 2
+}
+
+as_make_starts_it() {
+  "$1" "$folder/link.py" "$2" "$3"  # can it read RATE and DELAY?
+  [ -f "$4" ] || fail "SCRIPT='$4' is not a file"
+  [ "$(uname)" = Linux ] || fail "make hosts needs Linux: network namespaces"
+  for tool in ip tc taskset unshare nsenter setpriv; do
+    command -v $tool > /dev/null ||
+      fail "make hosts needs the command $tool (packages iproute2, util-linux)"
+  done
+  exec setpriv --pdeathsig KILL bash "$0" watch "$@"
+}
+
+watch() {
+  namespaces="--net --mount --pid --fork --kill-child --mount-proc"
+  # shellcheck disable=SC2086  # words
+  if ! unshare $namespaces true 2> /dev/null; then
+    namespaces="--user --map-root-user $namespaces"
+    unshare $namespaces true 2> /dev/null ||
+      fail "make hosts needs network namespaces: try as root, this system gives users none"
+  fi
+  trap 'kill -KILL $! 2> /dev/null || true' EXIT
+  trap 'exit 130' INT
+  trap 'exit 143' TERM
+  started=$SECONDS
+  # shellcheck disable=SC2086
+  setpriv --pdeathsig KILL unshare $namespaces bash "$0" within "$@" &
+  wait $!
+  echo "make hosts took $((SECONDS - started)) s"
+}
+
+on_host() {  # NUMBER COMMAND…
+  nsenter --net=/run/host"$1" "${@:2}"
+}
+
+torchrun_on_host() {  # NUMBER SCRIPT FLAGS…: one node of torchrun
+  number=$1
+  shift
+  # The hosts have no names: TORCH_CPP_LOG_LEVEL leaves out c10d's complaint about that.
+  # No GPU: both would take the same one, past the network that is to be measured.
+  GLOO_SOCKET_IFNAME=host$number OMP_NUM_THREADS=$half TORCH_CPP_LOG_LEVEL=ERROR \
+    CUDA_VISIBLE_DEVICES='' on_host "$number" taskset -c "${cores[$number]}" \
+    "$python" -m common.launch.torchrun --nnodes 2 --node-rank "$number" --nproc-per-node 1 \
+    --master-addr 10.77.0.1 --master-port 29400 "$@"
+}
+
+within() {
+  python=$1 rate=$2 delay=$3
+  shift 3
+  mount -t tmpfs tmpfs /run  # seen by these processes only; holds the namespaces of the hosts
+  for number in 0 1; do
+    touch /run/host$number
+    unshare --net mount --bind /proc/self/ns/net /run/host$number
+  done
+
+  # Two devices joined by a cable: netem's, or that of common/launch/link.py.
+  if tc qdisc add dev lo root netem delay 1ms 2> /dev/null; then
+    network="netem and tbf of this kernel"
+    ip link add host0 type veth peer name host1
+  else
+    network="common/launch/link.py, because there is no netem here"
+    mkfifo /run/ready
+    "$python" "$folder/link.py" "$rate" "$delay" host0 host1 > /run/ready &
+    read -r _ < /run/ready || exit 2
+  fi
+  for number in 0 1; do
+    ip link set host$number netns /run/host$number
+    on_host $number ip link set lo up
+    on_host $number ip link set host$number up txqueuelen 5000
+    on_host $number ip address add 10.77.0.$((number + 1))/24 dev host$number
+    # The same TCP on every machine. It fills the cable; bbr, where it is the default, leaves 7 %.
+    on_host $number tee /proc/sys/net/ipv4/tcp_congestion_control <<< reno &> /dev/null || true
+    if [[ $network = netem* ]]; then
+      on_host $number tc qdisc add dev host$number root handle 1: \
+        tbf rate "$rate" burst 1mb latency 50ms
+      on_host $number tc qdisc add dev host$number parent 1: netem delay "$delay" limit 100000
+    fi
+  done
+  echo "two hosts of one rank each, $rate, $delay from one to the other"
+  echo "network: $network"
+
+  # The rungs: fewer steps, because they are slow here, and files of their own.
+  if [ "$1" = common/ladder/rungs.py ]; then
+    shift
+    set -- common/ladder/rungs.py --steps 8 --warmup 2 --network "$rate, $delay" \
+      --plot results/hosts.png --json results/hosts.json "$@"
+  fi
+
+  half=$(($(nproc) > 1 ? $(nproc) / 2 : 1))
+  cores=("0-$((half - 1))" "$(($(nproc) > 1 ? half : 0))-$(($(nproc) - 1))")
+  torchrun_on_host 1 "$@" > /run/output 2>&1 &
+  torchrun_on_host 0 "$@" &
+  for _ in host host; do
+    status=0
+    wait -n || status=$?
+    [ $status = 0 ] && continue  # the cable never ends by itself: what ends well is a host
+    [ $status = 2 ] && exit 2  # a wrong flag: rank 0 has said it
+    sed 's/^/host 1: /' /run/output >&2
+    echo "error: a host or the network between them has failed" >&2
+    exit 1
+  done
+}
+
+case $1 in
+  watch) watch "${@:2}" ;;
+  within) within "${@:2}" ;;
+  *) as_make_starts_it "$@" ;;
+esac

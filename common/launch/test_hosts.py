@@ -1,0 +1,228 @@
+"""`make hosts`: a network as fast and as slow as was asked for, and nothing of it left behind."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from common.launch.link import bytes_per_second, seconds
+from common.testing.harness import ROOT, rank_1, wait_for_line
+
+TOOLS = ["ip", "tc", "taskset", "unshare", "nsenter", "setpriv"]
+# What runs on both hosts under torchrun: rank 1 asks rank 0.
+MEET = """
+import json, os, socket, statistics, time
+
+def receive(connection, size):
+    while size:
+        piece = connection.recv(min(size, 1 << 20))
+        if not piece:
+            raise ConnectionError("the other rank has ended")
+        size -= len(piece)
+
+def seconds(function):
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+address = os.environ["MASTER_ADDR"], 5000
+if os.environ["RANK"] == "0":
+    connection = socket.create_server(address).accept()[0]
+else:
+    while True:
+        try:
+            connection = socket.create_connection(address)
+            break
+        except ConnectionRefusedError:
+            time.sleep(0.01)
+connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+def ask(message):
+    connection.sendall(message)
+    receive(connection, 1)
+
+def answer(size):
+    receive(connection, size)
+    connection.sendall(b"x")
+"""
+PROBE = f"""{MEET}
+large = bytes(int(os.environ["BYTES"]))
+if os.environ["RANK"] == "1":
+    medians = [statistics.median(seconds(lambda: ask(b"x")) for _ in range(30)) for _ in range(5)]
+    transfers = [seconds(lambda: ask(large)) for _ in range(6)]
+    with open(os.environ["RESULT"], "w") as file:
+        json.dump([min(medians), min(transfers)], file)
+else:
+    for size in [1] * 150 + [len(large)] * 6:
+        answer(size)
+"""
+# Never ends by itself; "ready" when both ranks have met.
+ENDLESS = f"""{MEET}
+if os.environ["RANK"] == "0":
+    print("ready", flush=True)
+while True:
+    ask(bytes(4000)) if os.environ["RANK"] == "1" else answer(4000)
+"""
+
+
+def missing() -> str:
+    """Why this machine cannot play two hosts; "" if it can."""
+    for tool in TOOLS:
+        if not shutil.which(tool):
+            return f"there is no command {tool}"
+    namespaces = ["--net", "--mount", "--pid", "--fork", "--mount-proc"]
+    test = "ip tuntap add test mode tun && exec 3<> /dev/net/tun || tc qdisc add dev lo root netem"
+    for user in ([], ["--user", "--map-root-user"]):
+        command = ["unshare", *user, *namespaces, "bash", "-c", test]
+        if subprocess.run(command, capture_output=True).returncode == 0:
+            return ""
+    return "this system gives no network namespaces, or neither netem nor /dev/net/tun"
+
+
+MISSING = missing()
+needs_hosts = pytest.mark.skipif(bool(MISSING), reason=MISSING)
+
+
+@pytest.mark.parametrize(
+    "text, bits",
+    [("1gbit", 1e9), ("200mbit", 2e8), ("2.5Gbit", 2.5e9), ("25mbps", 2e8), ("1gibit", 2**30)],
+)
+def test_rates_are_tc_s(text, bits):
+    assert bytes_per_second(text) == bits / 8
+
+
+@pytest.mark.parametrize(
+    "text, time",
+    [("0.2ms", 2e-4), ("500us", 5e-4), ("0", 0), ("5", 5e-6), ("1s", 1), (".5sec", 0.5)],
+)
+def test_times_are_tc_s(text, time):
+    assert seconds(text) == pytest.approx(time)
+
+
+def hosts(*words, rate="1gbit", delay="0.2ms") -> list:
+    words = [f"RATE={rate}", f"DELAY={delay}", "ARGS=", *words]  # the last of a name counts
+    return ["make", "-C", ROOT, "hosts", f"PYTHON={sys.executable}", *words]
+
+
+# A `make` that runs these tests hands its own flags and variables down.
+NO_MAKE = {"MAKEFLAGS": "", "MFLAGS": ""}
+
+
+@pytest.mark.parametrize(
+    "word, message",
+    [
+        (f"RATE={value}", "is not a rate")
+        for value in ("fast", "0", "-1gbit", "1 gbit", "1kbit", "1g")
+    ]
+    + [(f"DELAY={value}", "is not a time") for value in ("long", "-1ms", "1min", "11s", "0,2ms")]
+    + [("SCRIPT=nothing.py", "is not a file")],
+)
+def test_wrong_input_is_one_line(script, word, message):
+    status, output = script([*hosts("SCRIPT=conftest.py"), word], env=NO_MAKE).wait()
+    name, value = word.split("=")
+    said = [line for line in output.splitlines() if "make" not in line and "mkdir" not in line]
+    assert status == 2 and len(said) == 1, output
+    assert said[0].startswith(f"error: {name}={value!r} {message}"), output
+
+
+def check_network(script, folder: Path, rate: str, delay: str, prefix=()):
+    """Round trip and rate are within 15 % of what was asked for.
+
+    Other processes can only make the network slower: hence the best of five medians of round trips,
+    and the best of several transfers of half a second.
+    """
+    (folder / "probe.py").write_text(PROBE)
+    size = int(bytes_per_second(rate) / 2)
+    environment = NO_MAKE | {"BYTES": str(size), "RESULT": str(folder / "result")}
+    command = hosts(f"SCRIPT={folder}/probe.py", rate=rate, delay=delay)
+    status, output = script([*prefix, *command], env=environment).wait()
+    assert status == 0, output
+    assert "\nnetwork: " in output and "\nmake hosts took " in output, output
+    round_trip, transfer = json.loads((folder / "result").read_text())
+    assert round_trip == pytest.approx(2 * seconds(delay), rel=0.15), (round_trip, transfer)
+    expected = size / bytes_per_second(rate) + 2 * seconds(delay)
+    assert transfer == pytest.approx(expected, rel=0.15), (round_trip, transfer)
+
+
+@needs_hosts
+@pytest.mark.full
+@pytest.mark.parametrize("rate, delay", [("400mbit", "2ms"), ("1gbit", "5ms"), ("50mbit", "20ms")])
+def test_rate_and_delay(script, tmp_path, rate, delay):
+    check_network(script, tmp_path, rate, delay)
+
+
+@needs_hosts
+@pytest.mark.full
+def test_without_the_rights_of_root(script, tmp_path):
+    """As root: without capabilities, but for the one that mapping root into a namespace takes."""
+    prefix = ["setpriv", "--bounding-set", "-all,+setfcap"] if os.getuid() == 0 else []
+    check_network(script, tmp_path, "400mbit", "2ms", prefix)
+
+
+@needs_hosts
+@pytest.mark.full
+def test_the_rungs_know_the_network_and_write_files_of_their_own(script, tmp_path):
+    picture, raw = tmp_path / "x.png", tmp_path / "x.json"
+    flags = f"--sizes nano --steps 1 --warmup 0 --plot {picture} --json {raw}"
+    status, output = script(hosts(f"ARGS={flags}", delay="0.3ms"), env=NO_MAKE).wait(300)
+    assert status == 0 and picture.exists(), output
+    result = json.loads(raw.read_text())
+    assert result["network"] == "1gbit, 0.3ms"
+    assert result["world_size"] == 2 and result["options"]["steps"] == 1
+
+
+def process_of(run, program: str, *words) -> int:
+    """The first process of this run that executes the program, with these words after it."""
+    for process in sorted(run.processes()):
+        first, *others = Path(f"/proc/{process}/cmdline").read_text().split("\0")
+        if Path(first).name.startswith(program) and set(words) <= {Path(w).name for w in others}:
+            return process
+    pytest.fail(f"no process {program} with {words}")
+
+
+def surroundings() -> tuple:
+    """What a run could leave behind besides processes, as seen from outside."""
+    return socket.if_nameindex(), Path("/proc/mounts").read_text()
+
+
+SIGKILL_OF = {
+    "a rank": rank_1,
+    "make": lambda run: run.process.pid,
+    "the first hosts.sh": lambda run: process_of(run, "bash", "hosts.sh", "watch"),
+    "unshare": lambda run: process_of(run, "unshare", "hosts.sh", "within"),
+    "the second hosts.sh": lambda run: process_of(run, "bash", "hosts.sh", "within"),
+    "link.py": lambda run: process_of(run, "python", "link.py", "host0"),
+}
+
+
+@needs_hosts
+@pytest.mark.parametrize(
+    "fault",
+    ["SIGKILL of make"]
+    + [
+        pytest.param(f"SIGKILL of {who}", marks=pytest.mark.full)
+        for who in SIGKILL_OF
+        if who != "make"
+    ]
+    + [pytest.param(name, marks=pytest.mark.full) for name in ("SIGTERM of make", "Ctrl-C")],
+)
+def test_nothing_is_left_behind(script, tmp_path, fault):
+    (tmp_path / "endless.py").write_text(ENDLESS)
+    before = surroundings()
+    run = script(hosts(f"SCRIPT={tmp_path}/endless.py"), env=NO_MAKE | {"TMPDIR": str(tmp_path)})
+    wait_for_line(run, "ready")
+    if fault.startswith("SIGKILL of "):
+        os.kill(SIGKILL_OF[fault.removeprefix("SIGKILL of ")](run), signal.SIGKILL)
+    elif fault == "Ctrl-C":
+        os.killpg(run.process.pid, signal.SIGINT)  # what a terminal does
+    else:
+        run.process.send_signal(signal.SIGTERM)
+    status, output = run.wait(timeout=30)
+    assert status != 0, output
+    assert surroundings() == before

@@ -1,0 +1,98 @@
+"""The scripts of stages 02 to 05 from outside: runs, faults, wrong input."""
+
+import importlib
+
+import pytest
+
+from common.testing import harness
+from common.testing.harness import ROOT
+
+STAGES = ["02_naive_ddp", "03_flat_ddp", "04_overlap_ddp", "05_bucketed"]
+SCRIPTS = [ROOT / stage / f"{stage[3:]}.py" for stage in STAGES]
+each = pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+
+
+def main_of(path, monkeypatch):
+    monkeypatch.syspath_prepend(path.parent)
+    return importlib.import_module(path.stem).main
+
+
+@each
+def test_file_alone(path, tmp_path):
+    harness.check_script_alone(path, tmp_path)
+
+
+@pytest.mark.full  # in the fast part test_rungs.py runs 02 to 04, and the next test 05
+@each
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_run(launched, tmp_path, path, world_size):
+    harness.check_run(launched, path, tmp_path, world_size)
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.full)])
+def test_run_without_torchrun(forked, tmp_path, world_size):
+    harness.check_run(forked, SCRIPTS[-1], tmp_path, world_size)
+
+
+@pytest.mark.cuda
+@each
+@pytest.mark.parametrize("world_size", [1, 2])  # with one GPU: nccl, then gloo, which can share it
+def test_on_a_gpu(launched, tmp_path, path, world_size):
+    harness.check_run(launched, path, tmp_path, world_size, "cuda")
+
+
+@harness.needs_proc
+def test_killed_rank(script, tmp_path):
+    command = harness.torchrun(2, SCRIPTS[-1], "--no-verify", "--no-baseline", *harness.LONG)
+    harness.check_fault(script, command, "tiny model: ", "SIGKILL of a rank", tmp_path)
+
+
+@pytest.mark.full
+@harness.needs_proc
+@each
+@pytest.mark.parametrize("fault", harness.FAULTS)
+@pytest.mark.parametrize("moment", harness.LADDER_MOMENTS)
+def test_faults(script, path, moment, fault, tmp_path):
+    harness.check_fault(script, harness.torchrun(2, path, *harness.LONG), moment, fault, tmp_path)
+
+
+@pytest.mark.full
+@harness.needs_proc
+@each
+def test_stopped_rank(script, path):
+    harness.check_stopped_rank(script, path, "--no-verify", *harness.LONG)
+
+
+@each
+def test_wrong_input(path, monkeypatch, capsys):
+    """One of many: test_setup.py has what the parser refuses."""
+    main = main_of(path, monkeypatch)
+    harness.check_wrong_input(main, path, "--size", "huge", monkeypatch, capsys)
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "x", "", "nan"])
+def test_wrong_bucket_size(value, monkeypatch, capsys):
+    main = main_of(SCRIPTS[-1], monkeypatch)
+    option = "--bucket-size-mb"
+    harness.check_wrong_input(main, SCRIPTS[-1], option, value, monkeypatch, capsys)
+
+
+def test_save_without_verify(monkeypatch, capsys, tmp_path):
+    main = main_of(SCRIPTS[0], monkeypatch)
+    monkeypatch.setattr("sys.argv", ["naive_ddp.py", "--no-verify", "--save", str(tmp_path / "x")])
+    with pytest.raises(SystemExit) as end:
+        main()
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and "argument --save: not with --no-verify" in said, said
+
+
+@each
+def test_not_started_by_torchrun(path, monkeypatch, capsys):
+    main = main_of(path, monkeypatch)
+    harness.check_not_started_by_torchrun(main, path, monkeypatch, capsys)
+
+
+@pytest.mark.full
+@each
+def test_wrong_input_under_torchrun(script, path):
+    harness.check_wrong_input_under_torchrun(script, path)

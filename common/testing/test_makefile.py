@@ -1,0 +1,143 @@
+"""The Makefile, mostly by what `make -n` would run: names, numbers of ranks, stale results."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from common.testing.harness import ROOT
+
+LESSONS = [
+    str(path.parent.relative_to(ROOT))
+    for path in sorted([*ROOT.glob("0?_*/README.md"), *ROOT.glob("0?_*/*/README.md")])
+]
+
+
+def make(*words, **variables) -> tuple[int, str]:
+    """Exit status and output of make, with none of this process's make variables."""
+    environment = {key: value for key, value in os.environ.items() if "MAKE" not in key}
+    for name in ("NPROC", "ARGS"):  # of the make that runs the tests
+        environment.pop(name, None)
+    run = subprocess.run(
+        ["make", *words],
+        cwd=ROOT,
+        env=environment | variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    return run.returncode, run.stdout
+
+
+def would_run(*words) -> str:
+    status, output = make("-n", f"PYTHON={sys.executable}", *words)
+    assert status == 0, output
+    return output
+
+
+@pytest.mark.parametrize("name", ["05_bucketed", "05_bucketed/", "05"])
+def test_a_stage_has_short_names(name):
+    assert "--nproc-per-node 3 05_bucketed/bucketed.py" in would_run(name, "NPROC=3")
+
+
+def test_nproc_reaches_the_stages_that_start_their_ranks_themselves():
+    assert "allreduce.py --nproc 3" in would_run("01_allreduce", "NPROC=3")
+    assert "ddp_rpc.py --nproc 3" in would_run("08_ddp_rpc", "NPROC=3")
+    assert "--nproc" not in would_run("01_allreduce") + would_run("08_ddp_rpc")
+
+
+@pytest.mark.parametrize("folder", LESSONS)
+def test_a_folder_is_run_as_its_docstring_says(folder):
+    script = f"{folder}/{folder.split('/')[-1].removeprefix(folder[:3])}.py"
+    commands = would_run(folder)
+    docstring = (ROOT / script).read_text().split('"""')[1]
+    if re.search(rf"torchrun --standalone --nproc-per-node \d {script}", docstring):
+        assert f"--standalone --nproc-per-node 2 {script}" in commands, commands
+    else:
+        assert f"python {script}" in docstring and f" {script}" in commands, commands
+
+
+def test_an_interpreter_without_torch_is_one_line(tmp_path):
+    python = tmp_path / "my python"  # a space, too
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
+    python.chmod(0o755)
+    status, output = make("05_bucketed", f"PYTHON={python}")
+    assert status == 2 and output.count("error: ") == 1, output
+    assert "cannot import torch: pip install -r requirements.txt" in output
+
+
+def test_wrong_numbers_are_one_line():
+    for words, message in [
+        (["NPROC=0"], "NPROC='0' is not a whole number of at least 1"),
+        (["NPROC=two"], "NPROC='two' is not a whole number of at least 1"),
+        (["NNODES=2"], "NNODES=2 needs NODE_RANK=0, 1, … and MASTER_ADDR="),
+    ]:
+        status, output = make("05_bucketed", *words)
+        assert status == 2 and message in output and len(output.splitlines()) == 1, output
+
+
+def test_hosts_without_a_rate_takes_the_default():
+    assert "'1gbit' '0.2ms' common/ladder/rungs.py" in would_run("hosts", "RATE=")
+
+
+def test_hosts_run_another_script():
+    commands = would_run("hosts", "SCRIPT=my.py", "DELAY=5ms", "ARGS=--steps 3")
+    assert "'1gbit' '5ms' my.py --steps 3" in commands
+
+
+def test_help_names_every_target_of_a_stage():
+    _, output = make()
+    for script in ROOT.glob("0?_*/*.py"):
+        folder = script.parent.name
+        assert f"make {folder}" in output, folder
+    assert all(len(line) <= 100 for line in output.splitlines())
+
+
+QUICK = "--size nano --steps 1 --warmup 0 --batch-size 1 --context-length 8 --no-verify"
+
+
+@pytest.mark.parametrize(
+    "stage, options, said",
+    [
+        pytest.param("01_allreduce", "--demo", "all ranks hold the sum", marks=pytest.mark.full),
+        ("05_bucketed", f"{QUICK} --no-baseline --device cpu", "Percentiles over all"),
+    ],
+)
+def test_a_stage_runs(script, stage, options, said):
+    """What a reader types; the others have such runs, or torchrun's, among their own tests."""
+    words = [f"PYTHON={sys.executable}", "NPROC=1", f"ARGS={options}"]
+    command = ["make", "-C", ROOT, stage, *words]
+    status, output = script(command, env={"MAKEFLAGS": "", "MFLAGS": ""}).wait()
+    assert status == 0 and said in output, output
+
+
+@pytest.mark.full
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a read-only bind mount")
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["05_bucketed", f"ARGS={QUICK}"],
+        ["06_sharded_optimizer", f"ARGS={QUICK}"],
+        ["06_sharded_optimizer/fsdp", f"ARGS={QUICK} --no-memory"],
+        ["01_allreduce", "ARGS=--demo"],
+        ["08_ddp_rpc", "NPROC=1", "ARGS=--steps 10 --warmup 10 --no-verify"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_read_only_checkout_runs(words, tmp_path):
+    """What draws nothing, or elsewhere, needs no results/."""
+    command = f'mount --bind "{ROOT}" "{ROOT}" && mount -o remount,ro,bind "{ROOT}" && cd "{ROOT}"'
+    command += ' && ! touch x 2> /dev/null && exec make "$@"'
+    unshare = ["unshare", "--mount", "--map-root-user", "sh", "-c", command, "sh"]
+    words = [word.replace("/tmp/x", str(tmp_path)) for word in words]
+    run = subprocess.run(
+        [*unshare, f"PYTHON={sys.executable}", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    if "unshare" in run.stdout or "mount: " in run.stdout:
+        pytest.skip(f"no mount namespaces here: {run.stdout.splitlines()[0]}")
+    assert run.returncode == 0, run.stdout

@@ -1,0 +1,130 @@
+"""Every training step on a device that is not the CPU.
+
+It is `meta`, which has shapes and no numbers, in torch's fake process group, which sends nothing.
+What makes a tensor on the CPU by mistake, or lets it meet one on the device, ends in an error.
+"""
+
+import importlib
+import sys
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import torchvision
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from common.testing.harness import ROOT
+from common.timing import Stopwatch
+
+META = torch.device("meta")
+pytestmark = pytest.mark.skipif(torch.__version__ < "2.12", reason="no collectives on meta here")
+STAGES = ["02_naive_ddp", "03_flat_ddp", "04_overlap_ddp", "05_bucketed"]
+FOLDERS = [*STAGES, "06_sharded_optimizer", "07_resnet_ddp", "08_ddp_rpc"]
+FOLDERS += ["06_sharded_optimizer/fsdp"]
+
+
+def module_of(stage: str, name: str | None = None):
+    return importlib.import_module(name or stage[3:])
+
+
+@pytest.fixture(autouse=True)
+def fake_group(monkeypatch):
+    """This process is rank 1 of 4; what all ranks tell each other is what this one says."""
+
+    def as_all_say(everyones, mine, group=None):
+        everyones[:] = [mine] * len(everyones)
+
+    monkeypatch.setattr(dist, "all_gather_object", as_all_say)
+    monkeypatch.setattr(sys, "path", [*(str(ROOT / folder) for folder in FOLDERS), *sys.path])
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    yield
+    dist.destroy_process_group()
+
+
+def check(tensors) -> None:
+    tensors = list(tensors)
+    assert tensors and all(tensor.device == META for tensor in tensors)
+
+
+def states(optimizer) -> list[torch.Tensor]:
+    """The moments; the counters of steps may stay on the CPU."""
+    every = [value for state in optimizer.state.values() for value in state.values()]
+    return [value for value in every if torch.is_tensor(value) and value.ndim]
+
+
+def language_model(module, size="nano"):
+    with META:
+        model = module.LanguageModel(*module.SIZES[size][:5])
+        tokens = torch.zeros(2, 8, dtype=torch.long)
+    return model, tokens
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_wrappers(stage):
+    module = module_of(stage)
+    model, tokens = language_model(module)
+    unused = nn.Linear(3, 3, device=META)  # gets zeros
+    model.add_module("unused", unused)
+    wrapper = module.WRAPPER(model)
+    optimizer = torch.optim.AdamW(wrapper.parameters())
+    for _ in range(2):
+        module.train_step(wrapper, optimizer, Stopwatch(META), tokens, tokens)
+    loss = F.cross_entropy(wrapper(tokens).flatten(0, -2), tokens.flatten())
+    loss.backward()
+    wrapper.finish_gradient_synchronization()
+    check([loss, unused.weight.grad, *(p.grad for p in wrapper.parameters()), *states(optimizer)])
+
+
+def test_sharded_optimizer():
+    module = module_of("06_sharded_optimizer")
+    model, tokens = language_model(module)
+    optimizer = module.ShardedOptimizer(model.parameters(), torch.optim.AdamW)
+    for _ in range(2):
+        optimizer.zero_grad()
+        F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+        module.average_gradients(model)
+        optimizer.step()
+    check([*model.parameters(), *states(optimizer.local)])
+
+
+@pytest.mark.parametrize("compute_dtype", [None, torch.bfloat16])
+def test_fsdp(compute_dtype):
+    fsdp, measured = module_of("", "fsdp"), module_of("", "measure")
+    model, tokens = language_model(measured)
+    model = fsdp.FSDP(model, compute_dtype)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        F.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.flatten()).backward()
+        model.finish_gradient_synchronization()
+        fsdp.clip_grad_norm(model, 1.0)
+        check(p.grad for p in model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+    model.load_full_params(model.gather_full_params())
+    check([*model.parameters(), *states(optimizer)])
+
+
+def test_resnet_ddp(monkeypatch):
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # meta has none
+    module = module_of("07_resnet_ddp")
+    with META:
+        model = torchvision.models.resnet18(num_classes=10)
+        batch = torch.zeros(2, 3, 32, 32), torch.zeros(2, dtype=torch.long)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    steps = module.train(model, [batch] * 2, optimizer, scheduler, META, Stopwatch)
+    for _, loss, accuracy in steps:
+        check([loss, accuracy])
+    check([*model.parameters(), *states(optimizer)])
+
+
+def test_dense_net_of_ddp_rpc():
+    module = module_of("08_ddp_rpc")
+    net = module.dense_net().to(META)
+    F.cross_entropy(
+        net(torch.zeros(4, 512, device=META)), torch.zeros(4, 8, device=META)
+    ).backward()
+    check(p.grad for p in net.parameters())

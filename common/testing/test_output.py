@@ -1,0 +1,184 @@
+"""What scripts say, and where: progress, closed pipes, odd encodings, short errors."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch.torch_version import TorchVersion
+
+from common import setup
+from common.testing import harness
+from common.testing.harness import ROOT, torchrun
+
+LADDER = ROOT / "02_naive_ddp" / "naive_ddp.py"
+SMALL = ["--size", "nano", "--no-verify", "--steps", "2", "--warmup", "1", "--batch-size", "1"]
+SMALL += ["--context-length", "8", "--no-baseline", "--device", "cpu"]
+
+
+def test_a_terminal_shows_progress_and_a_pipe_does_not(forked):
+    status, output, shown = forked.on_a_terminal(2, LADDER, *SMALL)
+    assert status == 0 and "step 1 of 3" not in output and "\x1b" not in output, shown
+    lines = [line for line in shown.split("\r\x1b[K") if line]
+    assert "step 1 of 3: NaiveDDP" in lines, shown
+    last = [line for line in lines if line.startswith("step 3 of 3, ")]
+    assert last and all(" s left: " in line for line in last), shown
+    assert shown.endswith("\r\x1b[K"), "the last line is not cleared"
+
+
+def test_a_closed_pipe_ends_nothing(forked, tmp_path):
+    """`| head -1`: no traceback, no progress in a file, and the files are written."""
+    words = [*SMALL, "--json", tmp_path / "x.json"]
+    assert forked.check_closed_pipe(2, LADDER, *words) == ""
+    harness.read_json(tmp_path / "x.json", "02_naive_ddp")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_an_odd_encoding_loses_nothing(forked, encoding, tmp_path):
+    path = tmp_path / "greek.py"
+    code = "from common import setup; setup.Parser(''); setup.say('α × β'); setup.say('done')"
+    path.write_text(f"import sys; sys.path.append({str(ROOT)!r}); {code}")
+    expected = {"ascii": "? ? ?\ndone\n", "latin-1": "? × ?\ndone\n"}
+    assert forked(None, path, PYTHONIOENCODING=encoding) == (0, expected[encoding])
+
+
+def test_old_names_are_understood_and_not_shown(monkeypatch, capsys):
+    parser = setup.Parser("docstring")
+    parser.add_argument("--steps", old_names=["--iters"], type=setup.whole_number(1), default=3)
+    monkeypatch.setattr(sys, "argv", ["x", "--iters", "5"])
+    assert parser.parse_args().steps == 5
+    monkeypatch.setattr(sys, "argv", ["x", "--iters=0"])
+    with pytest.raises(SystemExit):
+        parser.parse_args()
+    assert "argument --steps: '0' is not a whole number" in capsys.readouterr().err
+    shown = parser.format_help()
+    assert "(default: 3)" in shown and "--iters" not in shown
+
+
+def scripts() -> list[Path]:
+    """Every script that has a command line."""
+    found = [*ROOT.glob("0?_*/*.py"), *ROOT.glob("common/*.py")]
+    return sorted(path for path in found if "Parser(__doc__)" in path.read_text())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("path", scripts(), ids=lambda path: path.name)
+def test_help(path):
+    """Lines of at most 100 columns; every flag has a help text or says its default."""
+    command = [sys.executable, path, "--help"]
+    if path.parent.name == "common":
+        command = [sys.executable, "-m", f"common.{path.stem}", "--help"]
+    environment = os.environ | {"COLUMNS": "100"}
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0 and run.stderr == "", run.stderr
+    assert all(len(line) <= 100 for line in run.stdout.splitlines()), run.stdout
+    assert run.stdout.count("(default: (default") == 0 and ")  (default" not in run.stdout
+
+
+def test_too_little_memory_is_one_line_with_the_arithmetic(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(SystemExit) as end:
+        setup.check_memory(1000, 10**9, "3 replicas × 16.7 million parameters × 20 bytes")
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and said.count("\n") == 1, said
+    arithmetic = "1000 ranks × (3 replicas × 16.7 million parameters × 20 bytes + 0.4 GB for torch)"
+    assert f"error: {arithmetic} need 1400.0 GB of memory, and this host has " in said
+    setup.check_memory(1)
+
+
+def test_too_many_ranks_are_refused_before_one_starts(script):
+    """Not even torch itself fits into the memory; it took minutes to find that out by trying."""
+    began = time.monotonic()
+    command = [
+        sys.executable,
+        "-m",
+        "common.launch.torchrun",
+        "--standalone",
+        "--nproc-per-node",
+        9999,
+    ]
+    status, said = script([*command, LADDER], cwd=ROOT).wait(60)
+    assert status == 2 and said.count("\n") == 1, said
+    assert "error: 9999 ranks × 0.4 GB for torch need 3999.6 GB of memory, and this " in said
+    assert time.monotonic() - began < 30  # the import of torch, mostly
+
+
+def test_only_our_lines_whatever_the_build_of_torch():
+    """A version may end in +cpu, +cu132 or nothing; torch before 2.12 has a greeting to hide."""
+    lines = [
+        f"05_bucketed: torch {version} on cpu" for version in ("2.13.0+cpu", "2.13.0", "2.9.0")
+    ]
+    assert {tuple(harness.masked(line)) for line in lines} == {("#_bucketed: torch # on cpu",)}
+    assert TorchVersion("2.9.0+cu128") < "2.12" <= TorchVersion("2.13.0+cpu")
+
+
+def test_the_greeting_of_gloo_is_kept_off_the_screen(monkeypatch, capfd):
+    for version, shown in (("2.9.0+cpu", "after\n"), ("2.13.0+cpu", "greeting\nafter\n")):
+        monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+        with setup.without_gloo_greeting():
+            os.write(1, b"greeting\n")
+        os.write(1, b"after\n")
+        assert capfd.readouterr().out == shown
+
+
+# What `fail` does, without the seconds that importing torch takes.
+LIKE_FAIL = """
+import os, sys, time
+if os.environ["RANK"] != "0":
+    time.sleep(10)
+print("naive_ddp.py: error: argument --steps: '0' is not a whole number from 1 to 2147483647")
+sys.exit(2)
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU ranks don't share cores so much")
+@pytest.mark.parametrize("ours", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_our_torchrun_is_short(script, tmp_path, ours):
+    """A wrong flag is said once, with status 2; more ranks than cores are warned of."""
+    ranks = setup.threads_per_rank(1) + 1
+    (tmp_path / "fails.py").write_text(LIKE_FAIL)
+    command = torchrun(ranks, LADDER if ours else tmp_path / "fails.py", "--steps", "0")
+    command[command.index("torch.distributed.run")] = "common.launch.torchrun"
+    status, output = script(command, cwd=ROOT).wait()
+    assert status == 2, output
+    allowed = "a whole number from 1 to 2147483647"
+    assert output.splitlines() == [
+        f"warning: {ranks} ranks on {ranks - 1} cores: their times say little",
+        f"naive_ddp.py: error: argument --steps: '0' is not {allowed}",
+    ]
+
+
+def test_ctrl_c_ends_a_host_that_waits_for_the_other(script):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = torchrun(1, "--master-addr", "127.0.0.1", "--master-port", port, LADDER)
+    command[2:4] = ["common.launch.torchrun", "--nnodes=2"]
+    run = script(command, cwd=ROOT)
+    deadline = time.monotonic() + 60
+    listens = False
+    while not listens:
+        assert time.monotonic() < deadline, "it does not listen"
+        time.sleep(0.1)
+        with socket.socket() as probe:
+            listens = probe.connect_ex(("127.0.0.1", port)) == 0
+    os.killpg(run.process.pid, signal.SIGINT)  # what a terminal does
+    assert run.wait(10) == (-signal.SIGINT, "")
+
+
+def test_save_without_verify_is_refused(monkeypatch, capsys, tmp_path):
+    monkeypatch.syspath_prepend(LADDER.parent)
+    import naive_ddp
+
+    words = ["naive_ddp.py", "--no-verify", "--save", str(tmp_path / "x")]
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit) as end:
+        naive_ddp.main()
+    assert (
+        end.value.code == 2 and "argument --save: not with --no-verify" in capsys.readouterr().err
+    )
