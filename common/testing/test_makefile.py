@@ -48,15 +48,16 @@ def test_nproc_reaches_the_stages_that_start_their_ranks_themselves():
     assert "--nproc" not in would_run("01_allreduce") + would_run("08_ddp_rpc")
 
 
-@pytest.mark.parametrize("folder", LESSONS)
-def test_a_folder_is_run_as_its_docstring_says(folder):
-    script = f"{folder}/{folder.split('/')[-1].removeprefix(folder[:3])}.py"
-    commands = would_run(folder)
-    docstring = (ROOT / script).read_text().split('"""')[1]
-    if re.search(rf"torchrun --standalone --nproc-per-node \d {script}", docstring):
-        assert f"--standalone --nproc-per-node 2 {script}" in commands, commands
-    else:
-        assert f"python {script}" in docstring and f" {script}" in commands, commands
+def test_a_folder_is_run_as_its_docstring_says():
+    commands = would_run(*LESSONS)
+    for folder in LESSONS:
+        script = f"{folder}/{folder.split('/')[-1].removeprefix(folder[:3])}.py"
+        docstring = (ROOT / script).read_text().split('"""')[1]
+        if re.search(rf"torchrun --standalone --nproc-per-node \d {script}", docstring):
+            assert f"--standalone --nproc-per-node 2 {script}" in commands, script
+        else:
+            assert f"python {script}" in docstring, script
+            assert f'{sys.executable}" {script}' in commands, script
 
 
 def test_an_interpreter_without_torch_is_one_line(tmp_path):
