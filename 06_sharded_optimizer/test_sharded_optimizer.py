@@ -908,7 +908,8 @@ def test_faults(script, moment, fault, temporary):
 @pytest.mark.full
 @harness.needs_proc
 def test_stopped_rank(script):
-    harness.check_stopped_rank(script, SCRIPT, "--no-verify", *harness.LONG)
+    words = ["--no-verify", "--no-memory", *harness.LONG]
+    harness.check_stopped_rank(script, SCRIPT, *words)
 
 
 def test_wrong_input(monkeypatch, capsys):
