@@ -20,7 +20,7 @@ import threading
 import time
 from contextlib import suppress
 from datetime import timedelta
-from multiprocessing import resource_tracker
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
 import torch
@@ -64,6 +64,7 @@ def run(args, begin, master) -> None:
             process.kill()
         for process in left:
             process.join()
+        end_forkserver()
         progress()
         if context:
             for file in context.error_files:  # torch's, in which ranks leave their tracebacks
@@ -134,6 +135,18 @@ def start(function, arguments: tuple, processes: int) -> mp.ProcessContext:
     context = mp.start_processes(function, arguments, processes, join=False, start_method=method)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     return context
+
+
+def end_forkserver() -> None:
+    """End the process that the others were forked from.
+
+    It would end by itself, but clearing torch away takes it a second, and on a busy machine many.
+    Python has no public name for this; its own tests use these.
+    """
+    server = forkserver._forkserver
+    if server._forkserver_pid is not None:
+        os.kill(server._forkserver_pid, signal.SIGKILL)
+        server._stop()
 
 
 def watch(context: mp.ProcessContext, store: dist.TCPStore, signals: list, args) -> None:
