@@ -96,11 +96,11 @@ compare: $(RUNTIME)
 timeline: $(RUNTIME)
 	@$(TORCHRUN) common/ladder/timeline.py $(ARGS)
 
-##   make read [FROM=02 TO=05]               two rungs side by side: results/ladder.html, or in the
-##                                           terminal; needs Python alone
+##   make read                               02 to 05 side by side in a browser: results/ladder.html;
+##                                           needs Python alone
 read:
 	@$(READER) -c '$(NEW_ENOUGH)' || exit 2
-	@$(READER) -m common.read.read $(if $(FROM),--from='$(FROM)') $(if $(TO),--to='$(TO)') $(ARGS)
+	@$(READER) -m common.read.read
 
 ##   make hosts [RATE=1gbit DELAY=0.2ms]     make compare on a network between two hosts, which
 ##                                           Linux plays here (SCRIPT=… runs another script)
@@ -150,7 +150,7 @@ test-torch:
 	@python3 -c '$(NEW_ENOUGH)' || exit 2
 	@python3 common/testing/torch_versions.py '$(ARGS)' $(TORCH)
 clean-torch:
-	@python3 common/testing/torch_versions.py --remove
+	rm -rf "$${XDG_CACHE_HOME:-$$HOME/.cache}"/ddp-rung-by-rung/torch-*
 soak: $(RUNTIME) $(DEVELOPMENT)
 	@for round in $$(seq $(N)); do echo "round $$round of $(N)"; \
 	  $(PYTHON) -m pytest -q -m "distributed and not full" $(ARGS) || exit; done

@@ -1,25 +1,19 @@
-r"""The lessons of two rungs side by side: a page for the browser, or a comparison in the terminal.
+r"""The lessons of 02 to 05 side by side, as a page for the browser: make read.
 
-    make read                                      (writes results/ladder.html, for a browser)
-    make read FROM=02_naive_ddp TO=05_bucketed     (prints; FROM=02 means FROM=02 TO=03)
-    python3 -m common.read.read [--from STAGE] [--to STAGE] [--output FILE]
+    python3 -m common.read.read                    (writes results/ladder.html)
 
 A lesson is all of a script above its marker line. The page is one file, needs nothing from a
 network, and shows the neighbours without JavaScript too. Needs the standard library alone.
 """
 
-import argparse
 import difflib
 import html
 import io
 import itertools
 import keyword
-import os
 import re
-import shutil
 import string
 import sys
-import textwrap
 import tokenize
 from collections import Counter
 from pathlib import Path
@@ -58,11 +52,6 @@ class Lesson(NamedTuple):
         return self.stage[:2]
 
     @property
-    def title(self) -> str:
-        """The first line of its docstring, such as `02: all-reduce every gradient …`."""
-        return self.lines[0].lstrip('r"')
-
-    @property
     def wrapper(self) -> str:
         return re.findall(r"^class (\w+)", "\n".join(self.lines), re.MULTILINE)[-1]
 
@@ -75,12 +64,8 @@ class Row(NamedTuple):
     right: int | None
 
 
-def script_of(stage: str) -> Path:
-    return ROOT / stage / f"{stage[3:]}.py"
-
-
 def read_lesson(stage: str) -> Lesson:
-    path = script_of(stage)
+    path = ROOT / stage / f"{stage[3:]}.py"
     above, _, _ = path.read_text(encoding="utf-8").partition("\n# ====")
     return Lesson(stage, f"{stage}/{path.name}", above.rstrip().split("\n"))
 
@@ -172,11 +157,11 @@ def changed_words(old: str, new: str) -> tuple[Spans, Spans]:
 
 
 def sides(old: list[str], new: list[str], row: Row) -> list[tuple]:
-    """Left and right: the text, which line of it, the changed words, the terminal's colour."""
+    """Left and right: the text, which line of it, and its changed words."""
     old_spans, new_spans = [], []
     if row.kind == "edit":
         old_spans, new_spans = changed_words(old[row.left], new[row.right])
-    return [(old, row.left, old_spans, "31"), (new, row.right, new_spans, "32")]
+    return [(old, row.left, old_spans), (new, row.right, new_spans)]
 
 
 def moved_lines(old: list[str], new: list[str], rows: list[Row]) -> tuple[dict, dict]:
@@ -231,16 +216,9 @@ def describe_count(old: Lesson, new: Lesson, rows: list[Row]) -> str:
 
 def sentence(old: Lesson, new: Lesson) -> str:
     """What changes from one lesson to the other."""
-    pair = old.stage, new.stage
-    if pair in NEIGHBOURS:
-        return SENTENCES[NEIGHBOURS.index(pair)]
-    if not set(pair) <= set(LADDER):
-        return f"{old.title} {new.title}"
+    if (old.stage, new.stage) in NEIGHBOURS:
+        return SENTENCES[NEIGHBOURS.index((old.stage, new.stage))]
     (what, when), (new_what, new_when) = LADDER[old.stage], LADDER[new.stage]
-    if what == new_what:
-        return f"Still {what}, but {new_when} instead of {when}."
-    if when == new_when:
-        return f"Still {when}, but {new_what} instead of {what}."
     return f"{new_what.capitalize()} {new_when}, instead of {what} {when}."
 
 
@@ -300,7 +278,7 @@ def pair_html(old: Lesson, new: Lesson) -> str:
 
     def row_html(row: Row, first: bool) -> str:
         cells = []
-        for side, (text, i, spans, _) in enumerate(sides(old.lines, new.lines, row)):
+        for side, (text, i, spans) in enumerate(sides(old.lines, new.lines, row)):
             name = "ab"[side]
             if i is None:
                 cells.append(f"<i class={name}></i>")
@@ -363,153 +341,15 @@ def page() -> str:
     )
 
 
-def paint(line: str, spans: Spans, colour: str, start: int = 0, stop: int | None = None) -> str:
-    """The piece of a line from start to stop, coloured, its changed words in reverse video."""
-    stop = len(line) if stop is None else stop
-    if not colour:
-        return line[start:stop]
-    text = ""
-    place = start
-    for begin, end in spans:
-        begin, end = max(begin, place), min(end, stop)
-        if begin < end:
-            text += f"{line[place:begin]}\x1b[7m{line[begin:end]}\x1b[27m"
-            place = end
-    return f"\x1b[{colour}m{text}{line[place:stop]}\x1b[0m"
-
-
-def wrap(number: int, line: str, spans: Spans, colour: str, width: int) -> list[str]:
-    """A numbered line as cells of this width; what does not fit follows below, indented."""
-    cells = []
-    start = 0
-    hang = 0
-    while start < len(line) or not cells:
-        stop = start + width - 5 - hang
-        if stop < len(line):
-            blank = line.rfind(" ", start, stop)
-            if blank > start and line[start:blank].strip():
-                stop = blank + 1
-        stop = min(stop, len(line))
-        head = (f"{number:4} " if start == 0 else " " * 5) + " " * hang
-        blanks = " " * (width - len(head) - (stop - start))
-        cells.append(head + paint(line, spans, colour, start, stop) + blanks)
-        start = stop
-        hang = min(len(line) - len(line.lstrip()) + 4, width // 2)
-    return cells
-
-
-def side_by_side(old: list[str], new: list[str], row: Row, width: int, colour: bool) -> list[str]:
-    """A row in two columns; between them | for a changed line, < and > for a lone one."""
-    width = (width - 3) // 2
-    columns = []
-    for text, i, spans, code in sides(old, new, row):
-        if row.kind == "same" or not colour:
-            code = ""
-        columns.append([] if i is None else wrap(i + 1, text[i], spans, code, width))
-    sign = "|"
-    if row.kind == "same":
-        sign = " "
-    elif row.right is None:
-        sign = "<"
-    elif row.left is None:
-        sign = ">"
-    cells = itertools.zip_longest(*columns, fillvalue=" " * width)
-    return [f"{left} {sign} {right}".rstrip() for left, right in cells]
-
-
-def unified(old: list[str], new: list[str], rows: list[Row], colour: bool) -> list[str]:
-    """Rows of one kind below each other: what is on the left first."""
-    if rows[0].kind == "same":
-        return [f"{row.right + 1:4}   {new[row.right]}".rstrip() for row in rows]
-    lines = ([], [])
-    for row in rows:
-        for side, (text, i, spans, code) in enumerate(sides(old, new, row)):
-            if i is not None:
-                painted = paint(text[i], spans, code if colour else "")
-                lines[side].append(f"{i + 1:4} {'-+'[side]} {painted}".rstrip())
-    return [*lines[0], *lines[1]]
-
-
-def comparison(old: Lesson, new: Lesson, width: int, colour: bool) -> str:
-    """What `make read FROM=… TO=…` prints: in two columns if `width` is at least 160."""
-    rows = align(old.lines, new.lines)
-    bold, faint, plain = ("\x1b[1m", "\x1b[2m", "\x1b[0m") if colour else ("", "", "")
-    lines = [f"{bold}{old.path} → {new.path}{plain}"]
-    lines += textwrap.wrap(sentence(old, new), min(width, 100))
-    lines += [describe_count(old, new, rows), ""]
-    for folded, part in stretches(rows):
-        if folded:
-            lines.append(f"{faint}     … {fold_label(old.lines, part)}{plain}")
-        elif width >= 160:
-            for row in part:
-                lines += side_by_side(old.lines, new.lines, row, width, colour)
-        else:
-            for _, group in itertools.groupby(part, lambda row: row.kind):
-                lines += unified(old.lines, new.lines, [*group], colour)
-    return "\n".join(lines)
-
-
-def fail(message: str):
-    print(f"read.py: error: {message}", file=sys.stderr)
-    sys.exit(2)
-
-
-def find_stage(variable: str, name: str) -> str:
-    """The stage that `name` is, whole or short; ends with one line if there is none."""
-    folders = [path.name for path in sorted(ROOT.glob("[0-9][0-9]_*"))]
-    stages = [folder for folder in folders if script_of(folder).exists()]
-    for stage in stages:
-        if name.rstrip("/") in (stage, stage[:2], stage[1:2], f"{stage}/{script_of(stage).name}"):
-            return stage
-    fail(f"{variable}={name} is not a stage: {', '.join(stages)}, or 01 to 08 for short")
-
-
-def find_pair(old: str, new: str) -> tuple[str, str]:
-    """The two stages to compare; where one name is empty, its neighbour on the ladder."""
-    if old:
-        old = find_stage("FROM", old)
-    if new:
-        new = find_stage("TO", new)
-    if old and new:
-        if old == new:
-            fail(f"FROM={old} and TO={new} are the same: name two stages")
-        return old, new
-    for pair in NEIGHBOURS:
-        if old == pair[0] or new == pair[1]:
-            return pair
-    if old:
-        fail(f"FROM={old} has no next rung: name TO too (rungs: {', '.join(LADDER)})")
-    fail(f"TO={new} has no rung before it: name FROM too (rungs: {', '.join(LADDER)})")
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser("read.py", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.error = fail
-    parser.add_argument("--from", dest="old", default="", metavar="STAGE", help="print: from here")
-    parser.add_argument("--to", dest="new", default="", metavar="STAGE", help="print: to there")
-    where = "the page, if no stage is named (default: results/ladder.html)"
-    parser.add_argument("--output", type=Path, metavar="FILE", help=where)
-    args = parser.parse_args()
-    sys.stdout.reconfigure(errors="replace")  # a character that the terminal lacks becomes a "?"
+    path = ROOT / "results" / "ladder.html"
     try:
-        if args.old or args.new:
-            pair = [read_lesson(stage) for stage in find_pair(args.old, args.new)]
-            colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-            print(comparison(*pair, shutil.get_terminal_size().columns, colour), flush=True)
-            return
-        path = args.output
-        try:
-            if path is None:
-                path = ROOT / "results" / "ladder.html"
-                path.parent.mkdir(exist_ok=True)
-            path.write_text(page(), encoding="utf-8")
-        except OSError as error:
-            fail(f"{path}: cannot be written ({error.strerror})")
-        shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-        print(f"written: {shown} (open it in a browser; ? there shows the keys)", flush=True)
-    except BrokenPipeError:  # `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(page(), encoding="utf-8")
+    except OSError as error:
+        print(f"error: {path}: cannot be written ({error.strerror})", file=sys.stderr)
+        sys.exit(2)
+    print("written: results/ladder.html (open it in a browser; ? there shows the keys)")
 
 
 if __name__ == "__main__":

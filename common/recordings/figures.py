@@ -33,26 +33,23 @@ NUMBER = re.compile(
 )
 
 
-def without(pattern: re.Pattern, text: str) -> str:
-    """The text without what the pattern finds; all lines keep their numbers."""
-    return pattern.sub(lambda found: " " + "\n" * found[0].count("\n"), text)
-
-
-def without_fences(text: str) -> str:
-    return without(COMMENT, without(FENCED, text))
-
-
-def without_code(text: str) -> str:
-    """Without code blocks, comments and code spans."""
-    return without(CODE, without_fences(text))
+def without(text: str, *patterns: re.Pattern) -> str:
+    """The text without what the patterns find; all lines keep their numbers."""
+    for pattern in patterns:
+        text = pattern.sub(lambda found: " " + "\n" * found[0].count("\n"), text)
+    return text
 
 
 def numbers_of(text: str) -> list[Decimal]:
     return [Decimal(found.replace(",", "").replace("−", "-")) for found in NUMBER.findall(text)]
 
 
+def has_decimals(number: Decimal) -> bool:
+    return number.as_tuple().exponent < 0
+
+
 def is_figure(number: Decimal) -> bool:
-    return number.as_tuple().exponent < 0 or abs(number) >= 1000
+    return has_decimals(number) or abs(number) >= 1000
 
 
 def missing_in(files: list[Path], figures: list[Decimal]) -> list[Decimal]:
@@ -94,31 +91,24 @@ def numbers_beside_links(row: str) -> list[Decimal]:
 
 def wrong_in_table(folder: Path, marker: str | None, table: list[tuple[int, str]]) -> list[tuple]:
     """Rule two; `table`: its lines with their numbers, `marker`: what stands above it."""
-    rows = table[2:]  # below the heads and the rule under them
     wrong = []
-    if marker is None:
-        for line_number, row in rows:
-            for number in numbers_beside_links(row):
-                if number.as_tuple().exponent < 0:
-                    how = "no marker <!-- figures: FILE --> right above the table"
-                    wrong.append((line_number, f"{number}: {how}"))
-        return wrong
-    if marker == "none":
-        return []
-    files = [folder / name.strip() for name in marker.split(",")]
-    for file in files:
-        if not file.is_file():
-            return [(table[0][0], f"the marker names {marker!r}, which is no file")]
-    for line_number, row in rows:
-        figures = list(filter(is_figure, numbers_beside_links(row)))
-        for figure in missing_in(files, figures):
-            wrong.append((line_number, f"{figure}: not in {marker}"))
+    for line_number, row in table[2:]:  # below the heads and the rule under them
+        numbers = numbers_beside_links(row)
+        if marker is None:
+            for number in numbers:
+                if has_decimals(number):
+                    complaint = f"{number}: no marker <!-- figures: FILE --> right above the table"
+                    wrong.append((line_number, complaint))
+        elif marker != "none":
+            files = [folder / name.strip() for name in marker.split(",")]
+            for figure in missing_in(files, list(filter(is_figure, numbers))):
+                wrong.append((line_number, f"{figure}: not in {marker}"))
     return wrong
 
 
 def wrong_figures(page: Path) -> list[str]:
     """What in this README does not agree with the reference outputs: "README.md:12: …" each."""
-    text = without_code(page.read_text())
+    text = without(page.read_text(), FENCED, COMMENT, CODE)
     wrong = wrong_links(page.parent, text)
     marker = None
     table = []
@@ -129,11 +119,9 @@ def wrong_figures(page: Path) -> list[str]:
             wrong += wrong_in_table(page.parent, marker, table)
             marker = None
             table = []
-        elif marker and line.strip():
-            wrong.append((line_number, "above it a marker of figures, and it is no table"))
-            marker = None
-        if found := MARKER.search(line):
-            marker = found[1]
+        elif line.strip():
+            found = MARKER.search(line)
+            marker = found[1] if found else None
     name = page.relative_to(ROOT) if page.is_relative_to(ROOT) else page.name
     return [f"{name}:{line_number}: {complaint}" for line_number, complaint in sorted(wrong)]
 

@@ -1,17 +1,14 @@
 """The READMEs: their figures and links, page by page; and that make records all of them."""
 
 import itertools
-import os
 import re
-import subprocess
-import sys
 import urllib.parse
 from pathlib import Path
 
 import pytest
 
 from common.recordings import figures
-from common.testing.harness import ROOT
+from common.testing.harness import ROOT, would_make
 
 PAGES = [str(path.relative_to(ROOT)) for path in figures.pages()]
 LADDER = ["02_naive_ddp", "03_flat_ddp", "04_overlap_ddp", "05_bucketed"]
@@ -69,8 +66,7 @@ LINES = "| a | b |\n|---|---|\n| c | 1.5 |\n"
         (f"```\n{LINES}```\n", ""),
         (f"<!-- not\n{LINES}-->\n", ""),
         (f"<!-- figures: none -->\n{LINES}", ""),
-        (f"<!-- figures: none -->\n\nText.\n\n{LINES}", "README.md:3: above it a marker"),
-        (f"<!-- figures: y.txt -->\n{LINES}", "README.md:2: the marker names 'y.txt'"),
+        (f"<!-- figures: none -->\n\nText.\n\n{LINES}", "README.md:7: 1.5: no marker"),
         (LINES.replace("1.5", "[34.6 ms](reference_output_x.txt)"), ""),
         (
             LINES.replace("1.5", "[34.5 ms](reference_output_x.txt)"),
@@ -89,10 +85,7 @@ LINES = "| a | b |\n|---|---|\n| c | 1.5 |\n"
 )
 def test_what_needs_a_marker_or_a_recording(text, complaint, tmp_path):
     wrong = figures.wrong_figures(page(tmp_path, text))
-    if complaint:
-        assert len(wrong) >= 1 and wrong[0].startswith(complaint), wrong
-    else:
-        assert wrong == []
+    assert bool(wrong) == bool(complaint) and " ".join(wrong).startswith(complaint), wrong
 
 
 def test_the_command_prints_what_is_wrong(tmp_path, monkeypatch, capsys):
@@ -110,33 +103,23 @@ def test_a_page_shows_the_recorded_output(stage):
     assert recorded in (ROOT / stage / "README.md").read_text()
 
 
-def would_record(*targets: str) -> str:
-    """What make would run for these."""
-    environment = {key: value for key, value in os.environ.items() if "MAKE" not in key}
-    words = ["-n", *targets, "ARGS=", f"PYTHON={sys.executable}"]
-    options = {"cwd": ROOT, "env": environment, "capture_output": True, "text": True}
-    run = subprocess.run(["make", *words], **options)
-    assert run.returncode == 0, run.stderr
-    return run.stdout
-
-
 def test_make_reference_records_all_and_ends_with_the_check():
     """What needs Linux is recorded by its name alone."""
     recordings = set(ROOT.glob("[!.]*/reference_output*.txt"))
     recordings |= set(ROOT.glob("[!.]*/*/reference_output*.txt"))
     names = {str(path.relative_to(ROOT)) for path in recordings}
     of_hosts = {name for name in names if name.endswith(("_hosts.txt", "_1gbit.txt"))}
-    commands = would_record("reference")
+    commands = would_make("reference")
     assert {name for name in names if f"> {name}\n" in commands} == names - of_hosts
     assert commands.rstrip().endswith("-m common.recordings.figures || true")
     for name in of_hosts:
-        assert f"> {name}\n" in would_record(name), name
+        assert f"> {name}\n" in would_make(name), name
 
 
 def anchors_of(text: str) -> set[str]:
     """The anchors that GitHub makes of the headings, and those that the text sets itself."""
     anchors = set()
-    text = figures.without_fences(text)
+    text = figures.without(text, figures.FENCED, figures.COMMENT)
     for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE):
         heading = figures.LINK.sub(r"\1", heading.strip())
         slug = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
@@ -146,7 +129,7 @@ def anchors_of(text: str) -> set[str]:
 
 
 def dead_links(path: Path) -> list[str]:
-    text = figures.without_code(path.read_text())
+    text = figures.without(path.read_text(), figures.FENCED, figures.COMMENT, figures.CODE)
     pictures = re.compile(r"!\[([^\]]*)\]\(([^)\s]*)[^)]*\)")
     targets = [target for _, target in pictures.findall(text)]
     text = pictures.sub("a picture", text)  # which may be a link

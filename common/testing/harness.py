@@ -123,6 +123,22 @@ def _serve(rank: int, world_size: int, store: str, pipe, output: Path) -> None:
         pipe.send(answer)
 
 
+def check_ended(run, output: str) -> None:
+    """Fails if a run that is over leaves a process behind."""
+    deadline = time.monotonic() + 5
+    while run.left() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    left = run.left()
+    run.kill()
+    assert not left, f"processes left behind: {left}\n{output}"
+
+
+def kill_all(processes: list[int]) -> None:
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+
+
 class Script:
     """A running command; a mark in the environment finds everything that it started."""
 
@@ -149,11 +165,9 @@ class Script:
             return [self.process.pid]
         found = []
         for folder in Path("/proc").glob("[0-9]*"):
-            try:
+            with contextlib.suppress(OSError):  # it ended meanwhile
                 if self.mark.encode() in (folder / "environ").read_bytes().split(b"\0"):
                     found.append(int(folder.name))
-            except OSError:
-                pass  # it ended meanwhile
         return found
 
     def wait(self, timeout: float = 120) -> tuple[int, str]:
@@ -167,18 +181,13 @@ class Script:
             self.kill()
             output, _ = self.process.communicate()
             pytest.fail(f"still running after {timeout} s: {self.process.args}\n{output}")
-        deadline = time.monotonic() + 5
-        while self.processes() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        left = self.processes()
-        self.kill()
-        assert not left, f"processes left behind: {left}\n{output}"
+        check_ended(self, output)
         return self.process.returncode, output
 
+    left = processes
+
     def kill(self) -> None:
-        for process in self.processes():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
+        kill_all(self.processes())
 
 
 class Forked:
@@ -284,12 +293,9 @@ class ForkedRun:
             sentinels = [process.sentinel for process in alive]
             multiprocessing.connection.wait(sentinels, deadline - time.monotonic())
         failed = [process.exitcode for process in self.processes if process.exitcode]
-        deadline = time.monotonic() + 5
-        while not alive and self.left() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        left = [] if alive else self.left()
-        self.kill()
-        assert not left, f"processes left behind: {left}\n{self.read()}"
+        if alive:
+            self.kill()
+        check_ended(self, self.read())
         return (failed or [0])[0], self.read()
 
     def read(self) -> str:
@@ -319,9 +325,7 @@ class ForkedRun:
             process.kill()
         for process in self.processes:
             process.join()
-        for process in self.left():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
+        kill_all(self.left())
 
 
 def torchrun(world_size: int, *words) -> list:
@@ -330,23 +334,38 @@ def torchrun(world_size: int, *words) -> list:
     return [*command, "--nproc-per-node", world_size, *words]
 
 
+def make(*words) -> tuple[int, str]:
+    """Exit status and output of make, with none of the variables of a make that runs the tests."""
+    environment = {key: value for key, value in os.environ.items() if "MAKE" not in key}
+    for name in ("NPROC", "ARGS", "PYTHON"):
+        environment.pop(name, None)
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    run = subprocess.run(["make", *words], cwd=ROOT, env=environment, **output)
+    return run.returncode, run.stdout
+
+
+def would_make(*words) -> str:
+    """What make would run."""
+    status, output = make("-n", f"PYTHON={sys.executable}", *words)
+    assert status == 0, output
+    return output
+
+
 def masked(output: str) -> list[str]:
     """The lines of an output with every number as # and blanks folded.
 
     This is its shape, which a recorded output shares.
     """
     number = re.compile(r"[-+]?\d[\d.,]*(e[-+]\d+)?(\+[a-z]+\d*)?")
-    lines = [
-        line for line in output.splitlines() if not line.startswith(("written: ", "warning: "))
-    ]
-    return [" ".join(number.sub("#", line).split()) for line in lines]
+    lines = []
+    for line in output.splitlines():
+        if not line.startswith(("written: ", "warning: ")):
+            lines.append(" ".join(number.sub("#", line).split()))
+    return lines
 
 
-def import_alone(path: Path, folder: Path, then: str = "") -> tuple[int, str]:
-    """Copy a script into an empty folder and import it where there is only torch.
-
-    What may follow is run with numpy, matplotlib and torchvision again. Exit status and output.
-    """
+def check_script_alone(path: Path, folder: Path) -> None:
+    """Copied into an empty folder it imports with torch alone, and says what else a run needs."""
     (folder / path.name).write_text(path.read_text())
     (folder / "alone.py").write_text(f"""
 import runpy, sys
@@ -357,15 +376,9 @@ import {path.stem}
 for name in [*others, "common"]:
     del sys.modules[name]
 sys.modules.update(hidden)
-{then}
+runpy.run_path("{path.name}", run_name="__main__")
 """)
-    return Forked(folder)(None, folder / "alone.py", cwd=folder)
-
-
-def check_script_alone(path: Path, folder: Path) -> None:
-    """Copied into an empty folder it imports with torch alone, and says what else a run needs."""
-    then = f'runpy.run_path("{path.name}", run_name="__main__")'
-    status, output = import_alone(path, folder, then)
+    status, output = Forked(folder)(None, folder / "alone.py", cwd=folder)
     assert status == 1 and output.count("\n") == 1, output
     assert output.startswith("error: "), output
     assert "copy the repository's folder common/" in output, output
@@ -571,16 +584,11 @@ def check_stopped_rank(
 
 def check_wrong_input(main, path: Path, option: str, value: str, monkeypatch, capsys) -> None:
     """One line names option and value; exit status 2. Not under torchrun, but as its only rank."""
-    variables = {
-        "RANK": 0,
-        "LOCAL_RANK": 0,
-        "WORLD_SIZE": 1,
-        "LOCAL_WORLD_SIZE": 1,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": 0,
-    }
-    for name, content in variables.items():
-        monkeypatch.setenv(name, str(content))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    for name in ("RANK", "LOCAL_RANK", "MASTER_PORT"):
+        monkeypatch.setenv(name, "0")
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "1")
     monkeypatch.setattr(sys, "argv", [str(path), option, value])
     with pytest.raises(SystemExit) as end:
         main()

@@ -1,13 +1,12 @@
 """The Makefile, mostly by what `make -n` would run: names, numbers of ranks, stale results."""
 
-import os
 import re
 import subprocess
 import sys
 
 import pytest
 
-from common.testing.harness import ROOT
+from common.testing.harness import ROOT, make, would_make
 
 LESSONS = [
     str(path.parent.relative_to(ROOT))
@@ -15,41 +14,19 @@ LESSONS = [
 ]
 
 
-def make(*words, **variables) -> tuple[int, str]:
-    """Exit status and output of make, with none of this process's make variables."""
-    environment = {key: value for key, value in os.environ.items() if "MAKE" not in key}
-    for name in ("NPROC", "ARGS"):  # of the make that runs the tests
-        environment.pop(name, None)
-    run = subprocess.run(
-        ["make", *words],
-        cwd=ROOT,
-        env=environment | variables,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    return run.returncode, run.stdout
-
-
-def would_run(*words) -> str:
-    status, output = make("-n", f"PYTHON={sys.executable}", *words)
-    assert status == 0, output
-    return output
-
-
 @pytest.mark.parametrize("name", ["05_bucketed", "05_bucketed/", "05"])
 def test_a_stage_has_short_names(name):
-    assert "--nproc-per-node 3 05_bucketed/bucketed.py" in would_run(name, "NPROC=3")
+    assert "--nproc-per-node 3 05_bucketed/bucketed.py" in would_make(name, "NPROC=3")
 
 
 def test_nproc_reaches_the_stages_that_start_their_ranks_themselves():
-    assert "allreduce.py --nproc 3" in would_run("01_allreduce", "NPROC=3")
-    assert "ddp_rpc.py --nproc 3" in would_run("08_ddp_rpc", "NPROC=3")
-    assert "--nproc" not in would_run("01_allreduce") + would_run("08_ddp_rpc")
+    assert "allreduce.py --nproc 3" in would_make("01_allreduce", "NPROC=3")
+    assert "ddp_rpc.py --nproc 3" in would_make("08_ddp_rpc", "NPROC=3")
+    assert "--nproc" not in would_make("01_allreduce") + would_make("08_ddp_rpc")
 
 
 def test_a_folder_is_run_as_its_docstring_says():
-    commands = would_run(*LESSONS)
+    commands = would_make(*LESSONS)
     for folder in LESSONS:
         script = f"{folder}/{folder.split('/')[-1].removeprefix(folder[:3])}.py"
         docstring = (ROOT / script).read_text().split('"""')[1]
@@ -79,12 +56,9 @@ def test_wrong_numbers_are_one_line():
         assert status == 2 and message in output and len(output.splitlines()) == 1, output
 
 
-def test_hosts_without_a_rate_takes_the_default():
-    assert "'1gbit' '0.2ms' common/ladder/rungs.py" in would_run("hosts", "RATE=")
-
-
-def test_hosts_run_another_script():
-    commands = would_run("hosts", "SCRIPT=my.py", "DELAY=5ms", "ARGS=--steps 3")
+def test_hosts_have_defaults_and_run_another_script():
+    assert "'1gbit' '0.2ms' common/ladder/rungs.py" in would_make("hosts", "RATE=")
+    commands = would_make("hosts", "SCRIPT=my.py", "DELAY=5ms", "ARGS=--steps 3")
     assert "'1gbit' '5ms' my.py --steps 3" in commands
 
 
@@ -127,18 +101,13 @@ def test_a_stage_runs(script, stage, options, said):
     ],
     ids=lambda words: words[0],
 )
-def test_a_read_only_checkout_runs(words, tmp_path):
+def test_a_read_only_checkout_runs(words):
     """What draws nothing, or elsewhere, needs no results/."""
     command = f'mount --bind "{ROOT}" "{ROOT}" && mount -o remount,ro,bind "{ROOT}" && cd "{ROOT}"'
     command += ' && ! touch x 2> /dev/null && exec make "$@"'
     unshare = ["unshare", "--mount", "--map-root-user", "sh", "-c", command, "sh"]
-    words = [word.replace("/tmp/x", str(tmp_path)) for word in words]
-    run = subprocess.run(
-        [*unshare, f"PYTHON={sys.executable}", *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    run = subprocess.run([*unshare, f"PYTHON={sys.executable}", *words], **output)
     if "unshare" in run.stdout or "mount: " in run.stdout:
         pytest.skip(f"no mount namespaces here: {run.stdout.splitlines()[0]}")
     assert run.returncode == 0, run.stdout
