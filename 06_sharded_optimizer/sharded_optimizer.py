@@ -249,7 +249,16 @@ def first_difference(of_ranks: list[list[str]]) -> str | None:
 # ==================================================================================================
 # Below this line: the models, verify, the benchmark, main.
 
+ADAMW = torch.optim.AdamW
+SHARDED_ADAMW = partial(ShardedOptimizer, optimizer_cls=ADAMW)
 TOLERANCE = 1e-12  # of the weights in verify: the same updates by the same gradients give 0
+
+LEGEND = [
+    "Percentiles over all steps of all ranks; optimizer: optimizer.step() alone; step: all of a",
+    "training step; ZeRO: torch's ZeroRedundancyOptimizer, view: with its option",
+    "parameters_as_bucket_view; /: ratio of the p50s, below 1 is faster; state: optimizer state",
+    "of the rank that has most.",
+]
 
 SIZES = {  # d_model, d_ff, layers, heads, vocabulary, sequences per rank and step, tokens in each
     "nano": (64, 256, 2, 2, 1_000, 4, 64),
@@ -318,8 +327,8 @@ def verify(args, device):
         optimizer = make_optimizer(model[1:].parameters(), lr=3e-3)
         return model, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
 
-    sharded = build(partial(ShardedOptimizer, optimizer_cls=torch.optim.AdamW))
-    plain = build(torch.optim.AdamW)
+    sharded = build(SHARDED_ADAMW)
+    plain = build(ADAMW)
     shuffle = torch.Generator().manual_seed(args.seed)
     for epoch in range(1, 3):
         if epoch == 2:
@@ -380,9 +389,9 @@ def account(args, device, batch_shape):
 
     Returns {optimizer: {moment: [rank][bytes of parameters, gradients, optimizer state]}}.
     """
-    optimizers = {"ShardedOptimizer": partial(ShardedOptimizer, optimizer_cls=torch.optim.AdamW)}
+    optimizers = {"ShardedOptimizer": SHARDED_ADAMW}
     if not args.no_baseline:
-        optimizers = {"AdamW": torch.optim.AdamW} | optimizers
+        optimizers = {"AdamW": ADAMW} | optimizers
     memory = {}
     for name, make_optimizer in optimizers.items():
         model, optimizer, compute_gradients = training(args, device, batch_shape, make_optimizer)
@@ -420,9 +429,8 @@ def print_memory(memory):
             rows.append([f"{name}, {moment}", *[f"{part / 2**20:.1f}" for part in held]])
     ranks = [f"state, rank {rank}" for rank in range(dist.get_world_size())]
     report.print_table(["MB", "parameters", "gradients", *ranks], rows)
-    say(
-        "MB: 2^20 bytes, held by a rank: whole parameters and gradients, its own optimizer state.\n"
-    )
+    say("MB: 2^20 bytes, held by a rank: whole parameters and gradients, its own optimizer state.")
+    say()
 
 
 def training(args, device, batch_shape, make_optimizer):
@@ -472,15 +480,13 @@ def benchmark(args, device, batch_shape):
 
         return optimizer, training_step, update
 
-    zero = partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW)
-    candidates = {}
+    optimizers = {"ShardedOptimizer": SHARDED_ADAMW}
     if not args.no_baseline:
-        candidates["AdamW"] = candidate(torch.optim.AdamW)
-    sharded = partial(ShardedOptimizer, optimizer_cls=torch.optim.AdamW)
-    candidates["ShardedOptimizer"] = candidate(sharded)
-    if not args.no_baseline:
-        candidates["torch ZeRO"] = candidate(zero)
-        candidates["torch ZeRO view"] = candidate(partial(zero, parameters_as_bucket_view=True))
+        zero = partial(ZeroRedundancyOptimizer, optimizer_class=ADAMW)
+        optimizers = {"AdamW": ADAMW} | optimizers
+        optimizers["torch ZeRO"] = zero
+        optimizers["torch ZeRO view"] = partial(zero, parameters_as_bucket_view=True)
+    candidates = {name: candidate(make) for name, make in optimizers.items()}
     training_steps = {name: step for name, (_, step, _) in candidates.items()}
     updates = {name: update for name, (_, _, update) in candidates.items()}
     samples = timing.measure(training_steps, args.steps, args.warmup)
@@ -502,14 +508,8 @@ def benchmark(args, device, batch_shape):
             rows.append(row)
     header = ["ms", "p50", "p75", "p90", "p95", "/ZeRO", "/ZeRO view", "state MB"]
     report.print_table(header, rows)
-    say(
-        "Percentiles over all steps of all ranks; optimizer: optimizer.step() alone; step: all of a"
-    )
-    say("training step; ZeRO: torch's ZeroRedundancyOptimizer, view: with its option")
-    say(
-        "parameters_as_bucket_view; /: ratio of the p50s, below 1 is faster; state: optimizer state"
-    )
-    say("of the rank that has most.")
+    for line in LEGEND:
+        say(line)
     return [{"name": name, **times} for name, times in samples.items()]
 
 
@@ -524,7 +524,6 @@ def main():
     parser = setup.Parser(__doc__)
     setup.add_training_arguments(parser, SIZES, steps=12)
     setup.add_verify_arguments(parser)
-    parser.add_argument("--no-memory", action="store_true", help="no table of the memory")
     args = parser.parse_args()
     if args.save and args.no_verify:
         parser.error("argument --save: not with --no-verify, which trains no classifier")
@@ -535,9 +534,8 @@ def main():
         model = result["model"] = report.describe(LanguageModel, SIZES, args, replicas)
         result["verify"] = None if args.no_verify else verify(args, device)
         batch_shape = model["batch_size"], model["context_length"]
-        if not args.no_memory:
-            result["memory_bytes"] = account(args, device, batch_shape)
-            print_memory(result["memory_bytes"])
+        result["memory_bytes"] = account(args, device, batch_shape)
+        print_memory(result["memory_bytes"])
         result["candidates"] = benchmark(args, device, batch_shape)
         report.write_json(args.json, result)
 
