@@ -10,7 +10,7 @@
 # make starts it (which hears Ctrl-C), `unshare`, and this script again as that first process.
 set -euo pipefail
 folder=$(dirname "$0")
-PATH=$PATH:/usr/sbin:/sbin  # where ip and tc are, and users do not look
+PATH=$PATH:/usr/sbin:/sbin  # where ip is, and users do not look
 
 fail() {
   echo "error: $1" >&2
@@ -21,7 +21,7 @@ as_make_starts_it() {
   "$1" "$folder/link.py" "$2" "$3"  # can it read RATE and DELAY?
   [ -f "$4" ] || fail "SCRIPT='$4' is not a file"
   [ "$(uname)" = Linux ] || fail "make hosts needs Linux: network namespaces"
-  for tool in ip tc taskset unshare nsenter setpriv; do
+  for tool in ip taskset unshare nsenter setpriv; do
     command -v $tool > /dev/null ||
       fail "make hosts needs the command $tool (packages iproute2, util-linux)"
   done
@@ -70,16 +70,9 @@ within() {
     unshare --net mount --bind /proc/self/ns/net /run/host$number
   done
 
-  # Two devices joined by a cable: netem's, or that of common/launch/link.py.
-  if tc qdisc add dev lo root netem delay 1ms 2> /dev/null; then
-    network="netem and tbf of this kernel"
-    ip link add host0 type veth peer name host1
-  else
-    network="common/launch/link.py, because there is no netem here"
-    mkfifo /run/ready
-    "$python" "$folder/link.py" "$rate" "$delay" host0 host1 > /run/ready &
-    read -r _ < /run/ready || exit 2
-  fi
+  mkfifo /run/ready
+  "$python" "$folder/link.py" "$rate" "$delay" host0 host1 > /run/ready &
+  read -r _ < /run/ready || exit 2
   for number in 0 1; do
     ip link set host$number netns /run/host$number
     on_host $number ip link set lo up
@@ -87,14 +80,9 @@ within() {
     on_host $number ip address add 10.77.0.$((number + 1))/24 dev host$number
     # The same TCP on every machine. It fills the cable; bbr, where it is the default, leaves 7 %.
     on_host $number tee /proc/sys/net/ipv4/tcp_congestion_control <<< reno &> /dev/null || true
-    if [[ $network = netem* ]]; then
-      on_host $number tc qdisc add dev host$number root handle 1: \
-        tbf rate "$rate" burst 1mb latency 50ms
-      on_host $number tc qdisc add dev host$number parent 1: netem delay "$delay" limit 100000
-    fi
   done
   echo "two hosts of one rank each, $rate, $delay from one to the other"
-  echo "network: $network"
+  echo "network: common/launch/link.py"
 
   # The rungs: fewer steps, because they are slow here, and files of their own.
   if [ "$1" = common/ladder/rungs.py ]; then
