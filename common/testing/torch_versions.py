@@ -10,10 +10,8 @@ and 5.5 GB, `make clean-torch` removes them all. Needs Python alone.
 
 import os
 import re
-import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -71,14 +69,8 @@ def test(version: str, arguments: str) -> str:
 
 
 def main() -> None:
-    words = sys.argv[1:]
-    if words == ["--remove"]:
-        for folder in CACHE.glob("torch-*"):
-            print(f"removing {folder}")
-            shutil.rmtree(folder)
-        return
-    arguments = words.pop(0)
-    versions = words or tested()
+    arguments = sys.argv[1]
+    versions = sys.argv[2:] or tested()
     results = {}
     for version in versions:
         if version == "oldest":
@@ -86,9 +78,7 @@ def main() -> None:
         if not re.fullmatch(r"\d+\.\d+\.\d+(\+\w+)?", version):
             print(f"error: TORCH='{version}' is not a version such as 2.12.1", file=sys.stderr)
             sys.exit(2)
-        began = time.monotonic()
         results[version] = test(version, arguments)
-        results[version] += f"; {time.monotonic() - began:.0f} s with the installation"
     print()
     for version, summary in results.items():
         print(f"torch {version}: {summary}")
