@@ -241,6 +241,7 @@ def test_json_is_replaced_only_by_a_whole_one(monkeypatch, tmp_path):
     assert json.loads(path.read_text())["value"] is None
 
     def disk_is_full(self, text):
+        self.write_bytes(text.encode()[:5])
         raise OSError("no space left")
 
     before = path.read_text()
