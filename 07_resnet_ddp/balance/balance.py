@@ -51,13 +51,13 @@ def step(model: nn.Module, images, labels, share: int, total: int, synchronize: 
 
     The others are how a rank plays a slower one: it computes them, and their weight is zero.
     """
+    model.zero_grad()
     communication = nullcontext() if synchronize else model.no_sync()
     with communication:
         logits = model(images)
         loss = weighted_loss(logits[:share], labels[:share], total)
         idle = 0 * logits[share:].sum()
         (loss + idle).backward()
-    model.zero_grad()
 
 
 # ==================================================================================================
