@@ -5,7 +5,7 @@ plain python it trains on a single device. As soon as the results of both are in
 --results says), compare_runs.py compares and draws them. The images come from images.py; what
 --checkpoint does is in checkpoints.py.
 
-    make 07_resnet_ddp NPROC=2                          (single, then DDP, then the pictures)
+    make 07_resnet_ddp NPROC=2                          (single, then DDP, then a picture)
     python 07_resnet_ddp/resnet_ddp.py --threads 1                                    (single)
     torchrun --standalone --nproc-per-node 2 07_resnet_ddp/resnet_ddp.py --threads 1  (DDP)
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 \

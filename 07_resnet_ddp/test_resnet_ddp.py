@@ -301,6 +301,18 @@ def test_weak_scaling_keeps_the_batch_per_rank_and_warms_the_learning_rate_up(fo
     assert learning_rate == pytest.approx(0.015, rel=1e-12)
 
 
+def check_equal_checkpoints(whole, resumed):
+    """All but the times is the same to the last bit; returns the progress."""
+    whole = torch.load(whole, weights_only=True)
+    resumed = torch.load(resumed, weights_only=True)
+    assert resumed["settings"] == whole["settings"]
+    for name in ("epoch", "step", "evaluations", "loss", "accuracy"):
+        assert resumed["progress"][name] == whole["progress"][name], name
+    for part in ("model", "optimizer", "scheduler", "random_states"):
+        torch.testing.assert_close(resumed[part], whole[part], rtol=0, atol=0)
+    return resumed["progress"]
+
+
 @pytest.mark.full
 @harness.needs_proc
 def test_a_killed_worker_costs_at_most_its_epoch_and_no_bit_of_the_result(
@@ -320,16 +332,8 @@ def test_a_killed_worker_costs_at_most_its_epoch_and_no_bit_of_the_result(
     assert status == 0, output
     assert "after epoch 1" in output and "epoch 1 step" not in output, output
 
-    whole = torch.load(tmp_path / "whole", weights_only=True)
-    resumed = torch.load(tmp_path / "killed", weights_only=True)
-    assert resumed["settings"] == whole["settings"]
-    assert resumed["progress"]["evaluations"] == whole["progress"]["evaluations"]
-    for part in ("model", "optimizer", "scheduler", "random_states"):
-        torch.testing.assert_close(resumed[part], whole[part], rtol=0, atol=0)
-    outcomes = []
-    for checkpoint in (whole, resumed):
-        outcomes.append([checkpoint["progress"][name] for name in ("loss", "accuracy")])
-    assert outcomes[0] == outcomes[1] and [len(losses) for losses in outcomes[0][0]] == [9, 9, 9]
+    progress = check_equal_checkpoints(tmp_path / "whole", tmp_path / "killed")
+    assert [len(losses) for losses in progress["loss"]] == [9, 9, 9]
     assert not (tmp_path / "killed.part").exists()
 
 
@@ -521,58 +525,51 @@ def test_a_broken_result_is_one_line(single, ddp, complaint, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "words, flag",
+    "words",
     [
-        (["--global-batch", "63"], "--global-batch"),
-        (["--global-batch", "2"], "--global-batch"),
-        (["--global-batch", "0"], "--global-batch"),
-        (["--global-batch", "4096", "--image-size", "8"], "--global-batch"),
-        (["--image-size", "7"], "--image-size"),
-        (["--lr", "inf"], "--lr"),
-        (["--momentum", "1"], "--momentum"),
-        (["--momentum", "nan"], "--momentum"),
-        (["--steps-per-epoch", "0"], "--steps-per-epoch"),
-        (["--download"], "--download"),
-        (["--download", "--data", "synthetic"], "--download"),
-        (["--data", "no/such/folder"], "--data"),
-        (["--data", ""], "--data"),
-        (["--data", "FILE"], "--data"),
-        (["--data", "CIFAR"], "--data"),
-        (["--checkpoint", "."], "--checkpoint"),
-        (["--checkpoint", "FILE"], "--checkpoint"),
-        (["--check", "--no-sync"], "--no-sync"),
-        (["--check", "--checkpoint", "new"], "--checkpoint"),
-        (["--check", "--global-batch", "2048", "--image-size", "8"], "--global-batch"),
-        (["--check", "--data", "no/such/folder"], "--data"),
-        (["--check", "--backend", "nccl"], "--backend"),
-        (["--results", "FILE"], "--results"),
-        (["--results", "/dev/null/x"], "--results"),
-        (["--results", ""], "--results"),
+        ["--global-batch", "1"],
+        ["--global-batch", "0"],
+        ["--global-batch", "4096", "--image-size", "8"],
+        ["--image-size", "7"],
+        ["--lr", "inf"],
+        ["--momentum", "1"],
+        ["--momentum", "nan"],
+        ["--steps-per-epoch", "0"],
+        ["--no-sync"],
+        ["--download"],
+        ["--download", "--data", "synthetic"],
+        ["--data", "no/such/folder"],
+        ["--data", ""],
+        ["--data", "FILE"],
+        ["--data", "CIFAR"],
+        ["--checkpoint", "."],
+        ["--checkpoint", "FILE"],
+        ["--no-sync", "--check"],
+        ["--checkpoint", "new", "--check"],
+        ["--json", "new", "--check"],
+        ["--global-batch", "2048", "--image-size", "8", "--check"],
+        ["--data", "no/such/folder", "--check"],
+        ["--backend", "nccl", "--check"],
+        ["--results", "FILE"],
+        ["--results", "/dev/null/x"],
+        ["--results", ""],
     ],
 )
-def test_bad_input_is_one_line(words, flag, tmp_path, monkeypatch, capsys):
+def test_bad_input_is_one_line(words, tmp_path, monkeypatch, capsys):
+    """It names the first of these flags; on a single device."""
     (tmp_path / "file").write_text("neither a checkpoint nor a folder")
     write_cifar10(tmp_path / "cifar")  # whose checksums are not CIFAR-10's
     stands_for = {"FILE": str(tmp_path / "file"), "CIFAR": str(tmp_path / "cifar")}
-    words = [stands_for.get(word, word) for word in words]
-    results = [] if flag == "--results" else ["--results", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", ["resnet_ddp.py", "--device", "cpu", *results, *words])
+    command = ["resnet_ddp.py", "--device", "cpu", "--results", str(tmp_path)]
+    command += [stands_for.get(word, word) for word in words]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", command)
     monkeypatch.setattr(sys, "path", sys.path[:])
-    # These are found out in the process group.
-    found_in_group = flag in ("--data", "--checkpoint") or "4096" in words
-    late = found_in_group and "--check" not in words
-    ranks = 1 if late else 2
-    variables = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-    variables |= {"MASTER_ADDR": "localhost", "MASTER_PORT": 0}
-    for name, value in variables.items():
-        monkeypatch.setenv(name, str(value))
-    threads = torch.get_num_threads()
     with pytest.raises(SystemExit) as exit_status:
         resnet_ddp.main()
-    torch.set_num_threads(threads)
     [line] = capsys.readouterr().err.splitlines()
     assert exit_status.value.code == 2
-    assert line.startswith(f"resnet_ddp.py: error: argument {flag}: "), line
+    assert line.startswith(f"resnet_ddp.py: error: argument {words[0]}: "), line
     assert not dist.is_initialized()
 
 
@@ -609,21 +606,29 @@ def test_without_torchvision_is_one_line(monkeypatch, capsys):
     assert end.value.code == 2 and "pip install torchvision" in capsys.readouterr().err
 
 
-def test_another_runs_checkpoint_is_refused(forked, tmp_path):
-    """One of other settings, and one of an older version of the script."""
-    words = [*TINY, "--epochs", 1, "--results", tmp_path, "--checkpoint", tmp_path / "c"]
-    status, output = forked(None, SCRIPT, *words)
-    assert status == 0 and f"written: {tmp_path / 'c'}" in output, output
-    status, refused = forked(None, SCRIPT, *words, "--lr", 0.5)
-    assert status == 2 and "it was written with lr 0.02, not 0.5" in refused, refused
+def test_a_run_resumes_from_its_own_checkpoint_only(forked, tmp_path):
+    words = [*TINY, "--log-every", 3, "--results", tmp_path]
+    resumed = [*words, "--checkpoint", tmp_path / "resumed"]
+    for more in (
+        [*words, "--checkpoint", tmp_path / "whole", "--epochs", 2],
+        [*resumed, "--epochs", 1],
+        [*resumed, "--epochs", 2],
+    ):
+        status, output = forked(None, SCRIPT, *more)
+        assert status == 0 and f"written: {tmp_path}" in output, output
+    assert f"resumed from {tmp_path / 'resumed'} after epoch 1\n" in output
+    check_equal_checkpoints(tmp_path / "whole", tmp_path / "resumed")
 
-    checkpoint = torch.load(tmp_path / "c", weights_only=True)
-    checkpoint["progress"]["steps"] = []
-    torch.save(checkpoint, tmp_path / "c")
-    status, older = forked(None, SCRIPT, *words)
-    assert status == 2 and "another version of this script has written it" in older, older
-    for output in (refused, older):
-        assert output.count("error") == 1 and "Traceback" not in output
+    status, output = forked(None, SCRIPT, *resumed, "--epochs", 2, "--lr", 0.5)
+    assert status == 2 and "it was written with lr 0.02, not 0.5" in output, output
+    assert output.count("error") == 1 and "Traceback" not in output
+    status, output = forked(None, SCRIPT, *resumed, "--epochs", 1)
+    assert status == 2 and "it is from after epoch 2, and --epochs is 1" in output, output
+    older = torch.load(tmp_path / "resumed", weights_only=True)
+    older["progress"]["steps"] = []
+    torch.save(older, tmp_path / "resumed")
+    status, output = forked(None, SCRIPT, *resumed, "--epochs", 2)
+    assert status == 2 and "another version of this script has written it" in output, output
 
 
 @pytest.mark.cuda

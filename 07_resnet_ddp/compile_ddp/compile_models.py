@@ -109,8 +109,7 @@ def add_arguments(parser) -> None:
     from common.setup import whole_number
 
     one_of = parser.add_mutually_exclusive_group()
-    models = {"choices": ["toy", "lm"], "default": "lm"}
-    one_of.add_argument("--model", **models, help="(default: lm)")
+    one_of.add_argument("--model", choices=["toy", "lm"], help="(default: lm)")
     toy = {"dest": "model", "action": "store_const", "const": "toy", "help": argparse.SUPPRESS}
     one_of.add_argument("--toy-model", **toy)  # upstream's name
     checkout = "through a checkout of torchbenchmark on PYTHONPATH"
@@ -120,11 +119,12 @@ def add_arguments(parser) -> None:
 
 
 def check(args) -> None:
-    """End the run if torchbenchmark has no such model here."""
+    """Fill in args.model; ends the run if torchbenchmark has no such model here."""
     from common.setup import fail
 
     name = args.torchbench_model
     if name is None:
+        args.model = args.model or "lm"
         return
     try:
         importlib.import_module(f"torchbenchmark.models.{name}")

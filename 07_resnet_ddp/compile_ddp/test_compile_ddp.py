@@ -272,7 +272,9 @@ def test_under_fsdp_inductor_makes_no_cuda_graphs(ranks):
 
 
 def cuda_graphs_after_sharding():
-    config = torch._inductor.config.triton
+    from torch._inductor import config
+
+    config = config.triton
     config.cudagraphs = True
     found = []
     for how in ("ddp", "fsdp"):
