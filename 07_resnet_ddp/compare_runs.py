@@ -49,9 +49,7 @@ def read(path: Path) -> dict:
 
     try:
         return summarize(json.loads(path.read_text()))
-    except OSError as error:
-        fail(f"{path}: cannot be read ({error.strerror})")
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         fail(f"{path}: is not a result of resnet_ddp.py ({type(error).__name__}: {error})")
 
 

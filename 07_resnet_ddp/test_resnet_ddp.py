@@ -3,6 +3,7 @@
 Of images.py CIFAR-10 and noise; of compare_runs.py the table and the picture.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -20,6 +21,7 @@ import torchvision
 from matplotlib.image import imread
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torchvision.datasets import CIFAR10
 from torchvision.models import resnet18
 from torchvision.ops import FrozenBatchNorm2d
 
@@ -27,6 +29,7 @@ from common.testing import harness
 from common.testing.harness import masked, torchrun
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+import checkpoints  # noqa: E402
 import compare_runs  # noqa: E402
 import images  # noqa: E402
 import resnet_ddp  # noqa: E402
@@ -203,6 +206,7 @@ def check_result(path, world_size):
     assert result["images_per_second"] == pytest.approx(3 * 16 / result["train_seconds"])
     for data, compute in zip(result["data_seconds"], result["compute_sync_seconds"], strict=True):
         assert 0 < sum(data) + sum(compute) < 1.05 * result["train_seconds"] + 0.1
+    return result
 
 
 def test_single_then_ddp_then_a_picture(forked, tmp_path):
@@ -228,7 +232,10 @@ def test_single_then_ddp_then_a_picture(forked, tmp_path):
             assert line in recorded
     check_result(results / "07_single.json", 1)
     check_result(results / "07_ddp_2.json", 2)
-    check_result(tmp_path / "ddp.json", 2)
+    losses = check_result(tmp_path / "ddp.json", 2)["loss"]
+    printed = re.findall(r"^epoch 1 step .* loss ([\d.]+) ", output, re.MULTILINE)
+    means = [sum(of_ranks) / 2 for of_ranks in zip(*losses, strict=True)]
+    assert [float(loss) for loss in printed] == pytest.approx(means, abs=1e-4), output
 
 
 def test_without_its_all_reduces_a_run_is_not_compared(forked, tmp_path):
@@ -262,8 +269,11 @@ def test_progress_is_for_a_terminal(forked, tmp_path):
 
 def test_a_closed_pipe_loses_nothing(forked, tmp_path):
     words = [*TINY, "--epochs", 2, "--results", tmp_path, "--json", tmp_path / "json"]
-    assert forked.check_closed_pipe(None, SCRIPT, *words) == ""
-    assert json.loads((tmp_path / "json").read_text())["epoch"] == 2
+    assert forked.check_closed_pipe(None, SCRIPT, *words, "--lr", 1e-30) == ""
+    result = json.loads((tmp_path / "json").read_text())
+    assert result["epoch"] == 2
+    [losses] = result["loss"]  # of weights that stay: another order of images, other losses
+    assert len(losses) == 6 and losses[:3] != losses[3:]
 
 
 def test_the_report_is_of_all_steps_and_ranks(capsys):
@@ -311,6 +321,25 @@ def check_equal_checkpoints(whole, resumed):
     for part in ("model", "optimizer", "scheduler", "random_states"):
         torch.testing.assert_close(resumed[part], whole[part], rtol=0, atol=0)
     return resumed["progress"]
+
+
+def save_but_fail(path):
+    """A second checkpoint, of which only the beginning can be written."""
+
+    def write_some(checkpoint, file):
+        file.write(b"half")
+        raise OSError
+
+    device = torch.device("cpu")
+    checkpoints.save(path, {}, {"epoch": 1}, {}, device)
+    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(OSError):
+        patch.setattr(torch, "save", write_some)
+        checkpoints.save(path, {}, {"epoch": 2}, {}, device)
+
+
+def test_a_save_that_is_cut_short_leaves_the_last_checkpoint(ranks, tmp_path):
+    ranks(1).run(save_but_fail, tmp_path / "c")
+    assert torch.load(tmp_path / "c", weights_only=True)["progress"] == {"epoch": 1}
 
 
 @pytest.mark.full
@@ -374,65 +403,54 @@ def test_stopped_rank(script, tmp_path):
 # CIFAR-10
 
 
-def write_cifar10(folder):
-    """A small folder in the format of cifar-10-python.tar.gz; its contents and checksums.
+@pytest.fixture
+def small_cifar10(tmp_path, monkeypatch):
+    """A small folder in the format of cifar-10-python.tar.gz, and what its files hold.
 
-    Pickled {data: uint8 [n, 3072], labels: [n]}.
+    Those are pickled {data: uint8 [n, 3072], labels: [n]}. torchvision knows the real ones by their
+    checksums, which here become the small ones'.
     """
     random = numpy.random.default_rng(0)
-    inner = folder / "cifar-10-batches-py"
-    inner.mkdir(parents=True)
-    counts = {f"data_batch_{i}": 8 for i in range(1, 6)} | {"test_batch": 9}
-    contents = {}
+    folder = tmp_path / "cifar-10-batches-py"
+    folder.mkdir()
+    names = [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]
+    contents = {"batches.meta": {"label_names": [*"abcdefghij"]}}
+    for name in names:
+        images = random.integers(0, 256, (8, 3072), dtype=numpy.uint8)
+        contents[name] = {"data": images, "labels": random.integers(0, 10, 8).tolist()}
     sums = {}
-    for name, count in counts.items():
-        contents[name] = {
-            "batch_label": name,
-            "data": random.integers(0, 256, (count, 3072), dtype=numpy.uint8),
-            "labels": random.integers(0, 10, count).tolist(),
-            "filenames": ["x.png"] * count,
-        }
-    meta = {"label_names": [*"abcdefghij"], "num_cases_per_batch": 8, "num_vis": 3072}
-    contents["batches.meta"] = meta
     for name, content in contents.items():
-        (inner / name).write_bytes(pickle.dumps(content))
-        sums[name] = hashlib.md5((inner / name).read_bytes()).hexdigest()
-    return contents, sums
-
-
-def test_cifar10_is_read_and_normalised(tmp_path, monkeypatch):
-    """torchvision knows the real files by their checksums, which here are the small ones'."""
-    from torchvision.datasets import CIFAR10
-
-    contents, sums = write_cifar10(tmp_path / "data")
-    train_list = [[name, sums[name]] for name, _ in CIFAR10.train_list]
-    monkeypatch.setattr(CIFAR10, "train_list", train_list)
-    monkeypatch.setattr(CIFAR10, "test_list", [["test_batch", sums["test_batch"]]])
+        (folder / name).write_bytes(pickle.dumps(content))
+        sums[name] = hashlib.md5((folder / name).read_bytes()).hexdigest()
+    lists = [[name, sums[name]] for name in names]
+    monkeypatch.setattr(CIFAR10, "train_list", lists[:5])
+    monkeypatch.setattr(CIFAR10, "test_list", lists[5:])
     monkeypatch.setattr(CIFAR10, "meta", CIFAR10.meta | {"md5": sums["batches.meta"]})
-    train_set, test_set = images.load_images(str(tmp_path / "data"), False, 32)
-    assert (len(train_set), len(test_set)) == (40, 9)
+    return tmp_path, contents
+
+
+def test_cifar10_is_read_and_normalised(small_cifar10):
+    folder, contents = small_cifar10
+    train_set, test_set = images.load_images(str(folder), False, 32)
+    assert (len(train_set), len(test_set)) == (40, 8)
     image, label = train_set[8]  # the first of the second batch
     raw = torch.tensor(contents["data_batch_2"]["data"][0]).view(3, 32, 32).double()
     assert label == contents["data_batch_2"]["labels"][0]
     for channel, (mean, std) in enumerate([(125.3, 63.0), (123.0, 62.1), (113.9, 66.7)]):
         expected = (raw[channel] - mean) / std
         torch.testing.assert_close(image[channel].double(), expected, rtol=1e-5, atol=1e-5)
-    assert images.load_images(str(tmp_path / "data"), False, 64)[0][0][0].shape == (3, 64, 64)
+    assert images.load_images(str(folder), False, 64)[0][0][0].shape == (3, 64, 64)
 
 
-def test_cifar10_cut_short_is_one_line(tmp_path, monkeypatch, capsys):
-    from torchvision.datasets import CIFAR10
-
-    _, sums = write_cifar10(tmp_path)
-    train_list = [[name, sums[name]] for name, _ in CIFAR10.train_list]
-    monkeypatch.setattr(CIFAR10, "train_list", train_list)
-    file = tmp_path / "cifar-10-batches-py" / "data_batch_3"
+def test_cifar10_cut_short_is_one_line(small_cifar10, capsys):
+    folder, _ = small_cifar10
+    file = folder / "cifar-10-batches-py" / "data_batch_3"
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(SystemExit) as end:
-        images.load_images(str(tmp_path), False, 32)
+        images.load_images(str(folder), False, 32)
     said = capsys.readouterr().err
     assert end.value.code == 2 and said.count("\n") == 1
-    assert f"argument --data: '{tmp_path}' holds no readable CIFAR-10" in said
+    assert f"argument --data: '{folder}' holds no readable CIFAR-10" in said
 
 
 def test_synthetic_images_have_the_shapes_of_cifar10_and_are_always_the_same():
@@ -496,29 +514,17 @@ def test_two_results_are_compared_and_drawn(tmp_path, capsys):
     assert picture.shape[1] == 1350 and picture.std() > 0.05
 
 
-@pytest.mark.parametrize(
-    "single, ddp, complaint",
-    [
-        ("{", "good", "07_single.json: is not a result of resnet_ddp.py (JSONDecodeError: "),
-        ("[1]", "good", "07_single.json: is not a result of resnet_ddp.py (TypeError: "),
-        ("good", "{}", "07_ddp_2.json: is not a result of resnet_ddp.py (KeyError: "),
-        ("good", "folder", "07_ddp_2.json: cannot be read ("),
-    ],
-)
-def test_a_broken_result_is_one_line(single, ddp, complaint, tmp_path, capsys):
-    for name, content in (("07_single.json", single), ("07_ddp_2.json", ddp)):
-        path = tmp_path / name
-        if content == "good":
-            path.write_text(json.dumps(result("ddp", 2, 400)))
-        elif content == "folder":
-            path.mkdir()
-        else:
-            path.write_text(content)
+@pytest.mark.parametrize("name", ["07_single.json", "07_ddp_2.json"])
+@pytest.mark.parametrize("content", ["{", "[1]", "{}"])
+def test_a_broken_result_is_one_line(content, name, tmp_path, capsys):
+    for good in ("07_single.json", "07_ddp_2.json"):
+        (tmp_path / good).write_text(json.dumps(result("ddp", 2, 400)))
+    (tmp_path / name).write_text(content)
     with pytest.raises(SystemExit) as end:
         compare_runs.compare(tmp_path)
     errors = capsys.readouterr().err
     assert end.value.code == 2 and errors.count("\n") == 1, errors
-    assert complaint in errors, errors
+    assert f"{name}: is not a result of resnet_ddp.py (" in errors
 
 
 # Bad input
@@ -540,17 +546,16 @@ def test_a_broken_result_is_one_line(single, ddp, complaint, tmp_path, capsys):
         ["--download", "--data", "synthetic"],
         ["--data", "no/such/folder"],
         ["--data", ""],
-        ["--data", "FILE"],
-        ["--data", "CIFAR"],
+        ["--data", "file"],
         ["--checkpoint", "."],
-        ["--checkpoint", "FILE"],
+        ["--checkpoint", "file"],
         ["--no-sync", "--check"],
         ["--checkpoint", "new", "--check"],
         ["--json", "new", "--check"],
         ["--global-batch", "2048", "--image-size", "8", "--check"],
         ["--data", "no/such/folder", "--check"],
         ["--backend", "nccl", "--check"],
-        ["--results", "FILE"],
+        ["--results", "file"],
         ["--results", "/dev/null/x"],
         ["--results", ""],
     ],
@@ -558,10 +563,7 @@ def test_a_broken_result_is_one_line(single, ddp, complaint, tmp_path, capsys):
 def test_bad_input_is_one_line(words, tmp_path, monkeypatch, capsys):
     """It names the first of these flags; on a single device."""
     (tmp_path / "file").write_text("neither a checkpoint nor a folder")
-    write_cifar10(tmp_path / "cifar")  # whose checksums are not CIFAR-10's
-    stands_for = {"FILE": str(tmp_path / "file"), "CIFAR": str(tmp_path / "cifar")}
-    command = ["resnet_ddp.py", "--device", "cpu", "--results", str(tmp_path)]
-    command += [stands_for.get(word, word) for word in words]
+    command = ["resnet_ddp.py", "--device", "cpu", "--results", str(tmp_path), *words]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", command)
     monkeypatch.setattr(sys, "path", sys.path[:])

@@ -75,14 +75,9 @@ def test_outputs_and_gradients_equal_eager_single_device(ranks, model, cell):
     held = [found["parameters"] for found in results]
     if cell.how == "fsdp":
         assert sum(held) == results[0]["total"], "each rank holds its share"
+        assert held[0] == held[1] or model == "toy", "which cannot be halved"
     else:
         assert held == [results[0]["total"]] * 2
-
-
-@pytest.mark.parametrize("wrap", [False, True])
-def test_fsdp_holds_one_nth_of_the_parameters(ranks, wrap):
-    for found in ranks(2).run(prepared, "lm", Cell("fsdp", wrap=wrap), 1):
-        assert 2 * found["parameters"] == found["total"]
 
 
 def test_graph_is_split_at_buckets_unless_switched_off(ranks):
@@ -339,11 +334,3 @@ def test_bad_values(words, named, monkeypatch, capsys, tmp_path):
 
 def test_copied_alone(tmp_path):
     check_script_alone(SCRIPT, tmp_path)
-
-
-def test_copied_without_the_models(monkeypatch):
-    monkeypatch.setitem(sys.modules, "compile_models", None)
-    with pytest.raises(SystemExit) as end:
-        compile_ddp.main()
-    assert end.value.code.startswith("error: ") and "copy the" in end.value.code
-    assert "compile_models.py" in end.value.code

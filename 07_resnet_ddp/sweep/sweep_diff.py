@@ -34,9 +34,7 @@ def load(path: str) -> tuple[dict, dict]:
                 size = f"{len(entry['ranks'])} ranks" if i > 0 else "no ddp"
                 key = (benchmark["model"], int(benchmark["batch_size"]), size)
                 times[key] = numpy.percentile(entry["measurements"], PERCENTILES).tolist()
-    except OSError as error:
-        fail(f"{path!r} cannot be read: {error.strerror}")
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         fail(f"{path!r} is not a result of sweep.py ({type(error).__name__}: {error})")
     return header, times
 

@@ -1,9 +1,11 @@
 """sweep.py: the plan, real sweeps on one and on two "hosts", the JSON, bad input; sweep_diff.py."""
 
+import argparse
 import json
 import os
 import socket
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -43,6 +45,25 @@ def test_plan(ranks, local_size, labels):
         # torchrun gives every machine consecutive ranks: these are the machines of the label.
         assert members == list(range(machines * size)) and use_ddp
     assert len(found[-1][1]) == ranks
+
+
+def first_weights(members, use_ddp):
+    """measure_subset, with a first weight of each rank's model in place of the times."""
+
+    def first_weight(model):
+        return [next(model.parameters()).item()]
+
+    args = argparse.Namespace(timeout=30, backend="gloo", bucket_size_mb=25)
+    linear = partial(torch.nn.Linear, 1, 1)
+    return sweep.measure_subset(linear, members, use_ddp, first_weight, args)
+
+
+def test_only_a_subset_trains_and_with_ddp_its_models_are_one(ranks):
+    for one, other in ranks(2).run(first_weights, [0, 1], True):
+        assert one == other
+    for one, other in ranks(2).run(first_weights, [0, 1], False):
+        assert one != other
+    assert [len(found) for found in ranks(2).run(first_weights, [0], True)] == [1, 1]
 
 
 def measured(output):
