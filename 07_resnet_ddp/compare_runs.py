@@ -17,7 +17,7 @@ ORANGE = "#E69F00"
 # checkpoint, too, belongs to these options.
 HEAD = ["device", "threads_per_rank", "data"]
 OPTIONS = ["epochs", "image_size", "global_batch", "steps_per_epoch", "lr", "momentum"]
-OPTIONS += ["warmup_epochs", "amp", "channels_last", "workers", "seed"]
+OPTIONS += ["warmup_epochs", "amp", "workers", "seed"]
 
 
 def summarize(result: dict) -> dict:

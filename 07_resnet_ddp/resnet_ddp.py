@@ -137,8 +137,6 @@ def build_model(args, distributed: bool, device) -> tuple[nn.Module, nn.Module]:
 
     torch.manual_seed(args.seed)
     network = resnet18(num_classes=10).to(device)
-    if args.channels_last:  # the first convolution makes the images so as well
-        network = network.to(memory_format=torch.channels_last)
     if not distributed:
         return network, network
     # With views a gradient lies in its bucket from the start. find_unused_parameters stays off: it
@@ -331,8 +329,6 @@ def add_arguments(parser) -> None:
     add("--momentum", type=momentum, default=0.9)
     add("--warmup-epochs", type=whole(0), default=1, help="of the learning rate in weak scaling")
     add("--amp", action="store_true", help="bfloat16 where autocast holds it safe")
-    layout = "keep images and weights in the memory format NHWC"
-    add("--channels-last", action="store_true", help=layout)
     add("--seed", type=whole(0), default=0)
     workers = "loading processes per rank (default: 0 on CPU, 4 on CUDA)"
     add("--workers", type=whole(0, 64), help=workers)

@@ -635,7 +635,7 @@ def test_a_run_resumes_from_its_own_checkpoint_only(forked, tmp_path):
 
 @pytest.mark.cuda
 def test_on_a_gpu(script, launched, tmp_path):
-    words = [*TINY, "--device", "cuda", "--epochs", 2, "--amp", "--channels-last"]
+    words = [*TINY, "--device", "cuda", "--epochs", 2, "--amp"]
     words += ["--workers", 1, "--results", tmp_path]
     single = script([sys.executable, SCRIPT, *words, "--checkpoint", tmp_path / "single"])
     status, output = single.wait()
