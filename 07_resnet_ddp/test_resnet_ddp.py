@@ -239,7 +239,7 @@ def test_single_then_ddp_then_a_picture(forked, tmp_path):
 
 
 def test_without_its_all_reduces_a_run_is_not_compared(forked, tmp_path):
-    words = [*TINY, "--epochs", 1, "--log-every", 3, "--held-out", 5, "--no-sync"]
+    words = [*TINY, "--epochs", 1, "--log-every", 3, "--held-out", 5, "--amp", "--no-sync"]
     status, output = forked(2, SCRIPT, *words, "--results", tmp_path, cwd=tmp_path)
     assert status == 0 and "written" not in output and names(tmp_path) == [], output
     assert " of 5 images\n" in output and "step   3/3" in output and "step   2/3" not in output
