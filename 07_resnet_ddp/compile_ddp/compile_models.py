@@ -15,6 +15,7 @@ from itertools import pairwise
 import torch
 from torch import nn
 
+TOY_WIDTHS = {"cpu": 1000, "cuda": 10_000}
 D_MODEL = 512  # of lm
 
 
@@ -82,7 +83,7 @@ def create_model(args, device: torch.device) -> nn.Module:
         if args.torchbench_model:
             model, _ = load_torchbench(args, device)
         elif args.model == "toy":
-            model = ToyModel(10_000 if device.type == "cuda" else 1000)
+            model = ToyModel(TOY_WIDTHS[device.type])
         else:
             model = LanguageModel(D_MODEL)
     for module in model.modules():

@@ -25,6 +25,7 @@ TOY = ["--model", "toy", "--steps", 2, "--device", "cpu"]
 def prepared(model, cell, batch_size=None):
     """A cell on the rank that calls this, in float64: all that is known of it but the model."""
     args = argparse.Namespace(model=model, torchbench_model=None, batch_size=batch_size)
+    compile_models.TOY_WIDTHS["cpu"] = 400
     compile_models.D_MODEL = 64
     device = torch.device("cpu")
     torch._dynamo.reset()
