@@ -25,7 +25,7 @@ def load(path: str) -> tuple[dict, dict]:
 
     try:
         result = json.loads(Path(path).read_text())
-        header = result | result.get("options", {})
+        header = result.get("options", {}) | result
         for name in LEFT_OUT:
             header.pop(name, None)
         times = {}

@@ -103,6 +103,7 @@ def test_one_host(forked, tmp_path, diff):
         assert compared.count("+0.0%") == 6
         rows = [line.split() for line in compared.splitlines()]
         assert ["steps", steps, "3"] in rows and ["bucket_size", "25", "25"] in rows
+        assert ["world_size", "-" if steps == "-" else "2", "2"] in rows
 
 
 def test_older_names_of_flags_are_understood_and_not_shown():
