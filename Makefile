@@ -82,7 +82,7 @@ AS_RANK_0 = RANK=0 LOCAL_RANK=0 WORLD_SIZE=$(RANKS) LOCAL_WORLD_SIZE=$(NPROC)
 07_resnet_ddp: $(RUNTIME)
 	@$(AS_RANK_0) $(PYTHON) $(RESNET_DDP) --check
 ifeq ($(filter -h --help,$(ARGS)),)
-	@rm -f results/07_single.json results/07_ddp_*.json results/speedup.png results/breakdown.png
+	@rm -f results/07_single.json results/07_ddp_*.json results/speedup.png
 	@echo "1 of 2: a single device"; began=$$(date +%s); $(PYTHON) $(RESNET_DDP) || exit; \
 	  echo; echo "2 of 2: DDP × $(RANKS) (1 took $$(( $$(date +%s) - began )) s)"; \
 	  $(TORCHRUN) $(RESNET_DDP)

@@ -1,7 +1,7 @@
-"""07: compare the results of resnet_ddp.py, one device against N: a table and two pictures.
+"""07: compare the results of resnet_ddp.py, one device against N: a table and a picture.
 
-resnet_ddp.py imports this file once 07_single.json or 07_ddp_N.json is written; when both are
-there, speedup.png and breakdown.png are drawn beside them.
+resnet_ddp.py does so when it has written 07_single.json or 07_ddp_N.json and the other one is
+there, too: speedup.png is drawn beside them.
 """
 
 import json
@@ -13,50 +13,34 @@ import numpy
 BLUE = "#0072B2"
 ORANGE = "#E69F00"
 
-# What runs must have in common to be compared, of the result's head and of its options.
+# What runs must have in common to be compared, of the result's head and of its options; a
+# checkpoint, too, belongs to these options.
 HEAD = ["device", "threads_per_rank", "data"]
-OPTIONS = [
-    "epochs",
-    "image_size",
-    "global_batch",
-    "steps_per_epoch",
-    "lr",
-    "momentum",
-    "warmup_epochs",
-    "amp",
-    "channels_last",
-    "workers",
-    "seed",
-]
-
-
-def times(result: dict, part: str) -> list[list[float]]:
-    """The ms of "data", of "compute_sync" or of both, "batch": [rank][step]."""
-    parts = ["data", "compute_sync"] if part == "batch" else [part]
-    return (1000 * sum(numpy.array(result[f"{name}_seconds"]) for name in parts)).tolist()
+OPTIONS = ["epochs", "image_size", "global_batch", "steps_per_epoch", "lr", "momentum"]
+OPTIONS += ["warmup_epochs", "amp", "workers", "seed"]
 
 
 def summarize(result: dict) -> dict:
-    """What the table and the pictures show of a run; times of a batch are in ms."""
+    """What the table and the picture show of a run; times of a batch are in ms."""
     options = result["options"]
     settings = {name: result[name] for name in HEAD}
     settings |= {name: options[name] for name in OPTIONS}
     caption = f"ResNet-18, {result['data']}, {options['image_size']} px, "
     caption += f"--global-batch {options['global_batch']}, {result['device']}, "
     caption += f"threads per rank: {result['threads_per_rank']}, {options['scaling']} scaling"
-    summary = {
+    data = 1000 * numpy.mean(result["data_seconds"])
+    compute = 1000 * numpy.mean(result["compute_sync_seconds"])
+    return {
         "name": result["name"],
         "caption": caption,
         "settings": settings,
         "world_size": result["world_size"],
         "total": result["train_seconds"],
-        "samples": {"data": times(result, "data"), "compute+sync": times(result, "compute_sync")},
-        "batch": float(numpy.mean(times(result, "batch"))),
+        "batch": data + compute,
+        "data share": data / (data + compute),
         "throughput": result["images_per_second"],
         "accuracy": result["evaluations"][-1]["accuracy"],
     }
-    summary["data share"] = float(numpy.mean(summary["samples"]["data"])) / summary["batch"]
-    return summary
 
 
 def read(path: Path) -> dict:
@@ -65,9 +49,7 @@ def read(path: Path) -> dict:
 
     try:
         return summarize(json.loads(path.read_text()))
-    except OSError as error:
-        fail(f"{path}: cannot be read ({error.strerror})")
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         fail(f"{path}: is not a result of resnet_ddp.py ({type(error).__name__}: {error})")
 
 
@@ -140,63 +122,32 @@ def draw_speedup(runs: list[dict], path: Path) -> None:
         ("throughput", "Throughput", "images/s over all ranks"),
         ("speedup", "Speed-up in throughput", "× single"),
     ]
-    for axes, (key, title, unit) in zip(figure.subplots(2, 2).flat, panels, strict=True):
+    grid = list(figure.subplots(2, 2).flat)
+    for axes, (key, title, unit) in zip(grid, panels, strict=True):
         heights = [run[key] for run in runs]
         bars = axes.bar(names, heights, width=0.6, color=colours)
         axes.bar_label(bars, [three_digits(height) for height in heights], padding=2)
         axes.set(title=title, ylabel=unit, ylim=(0, 1.2 * max(heights)))
 
-    # The last panel, the speed-up, shows what would be ideal as well.
+    # The last panel shows what would be ideal as well.
+    speedup = grid[-1]
     ideal = [run["world_size"] for run in runs]
     left = [i - 0.4 for i in range(len(runs))]
     right = [i + 0.4 for i in range(len(runs))]
-    axes.hlines(ideal, left, right, "black", "dashed", label="ideal: number of processes")
-    axes.set_ylim(0, 1.3 * max(ideal))
-    axes.legend(loc="upper left")
+    speedup.hlines(ideal, left, right, "black", "dashed", label="ideal: number of processes")
+    speedup.set_ylim(0, 1.3 * max(ideal))
+    speedup.legend(loc="upper left")
     figure.savefig(path)
 
 
-def draw_breakdown(runs: list[dict], path: Path) -> None:
-    """Where the time of a batch goes: loading and the rest, on an axis that shows both."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 1.6 + 0.8 * len(runs)), dpi=150, layout="constrained")
-    figure.suptitle(f"Where the time of a batch goes\n{runs[-1]['caption']}", fontsize=11)
-    axes = figure.subplots()
-    axes.set_xscale("log")
-    places = []
-    for part, samples_of in enumerate(["data", "compute+sync"]):
-        for i, run in enumerate(runs):
-            place = part * (len(runs) + 0.5) + i
-            places.append((place, f"{samples_of}, {run['name']}"))
-            samples = run["samples"][samples_of]
-            mean = float(numpy.mean(samples))
-            low, high = numpy.percentile(samples, (5, 95))
-            colour = BLUE if i == 0 else ORANGE
-            axes.hlines(place, low, high, colour, linewidth=6, alpha=0.4)
-            axes.plot(mean, place, "o", color=colour, markersize=8)
-            text = f"{three_digits(mean)} ms, {mean / run['batch']:.1%}"
-            above = {"xytext": (0, 8), "textcoords": "offset points", "ha": "center"}
-            axes.annotate(text, (mean, place), **above)
-    axes.set_yticks([place for place, _ in places], [label for _, label in places])
-    axes.margins(x=0.12, y=0.2)
-    axes.invert_yaxis()
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.set_xlabel("ms per batch: mean (dot), 5th to 95th percentile (bar); % of the batch time")
-    axes.grid(axis="x", which="both", alpha=0.3)
-    figure.savefig(path)
-
-
-def compare(folder: Path) -> bool:
-    """Compare and draw the runs in this folder. Returns whether there were two to compare."""
+def compare(folder: Path) -> None:
+    """Compare and draw the runs in this folder, if there are two."""
     from common.setup import say
 
     runs = find_runs(folder)
     if len(runs) < 2:
-        return False
+        return
     say()
     print_comparison(runs)
-    for name, draw in (("speedup.png", draw_speedup), ("breakdown.png", draw_breakdown)):
-        draw(runs, folder / name)
-        say(f"written: {folder / name}")
-    return True
+    draw_speedup(runs, folder / "speedup.png")
+    say(f"written: {folder / 'speedup.png'}")

@@ -13,8 +13,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils.data import Dataset
 
-SYNTHETIC = "synthetic"  # --data synthetic
-
 
 class Images(Dataset):
     """Images [n, 3, height, width] of any number type and their labels.
@@ -22,14 +20,7 @@ class Images(Dataset):
     An image is normalised and resized when it is asked for. mean, std: a number per channel.
     """
 
-    def __init__(
-        self,
-        images: torch.Tensor,
-        labels: torch.Tensor,
-        mean: list[float],
-        std: list[float],
-        image_size: int,
-    ):
+    def __init__(self, images, labels, mean: list[float], std: list[float], image_size: int):
         self.images = images
         self.labels = labels
         self.mean = torch.tensor(mean).view(-1, 1, 1)
@@ -55,7 +46,7 @@ def load_images(data: str | None, download: bool, image_size: int) -> tuple[Imag
 
     if data is None:
         return load_digits(image_size)
-    if data == SYNTHETIC:
+    if data == "synthetic":
         return make_noise(image_size)
     try:
         return load_cifar10(data, download, image_size)
@@ -81,11 +72,7 @@ def load_digits(image_size: int) -> tuple[Images, Images]:
 
 def name_of(data: str | None) -> str:
     """How the output calls the images of --data."""
-    if data is None:
-        return "digits"
-    if data == SYNTHETIC:
-        return "synthetic CIFAR-10"
-    return "CIFAR-10"
+    return {None: "digits", "synthetic": "synthetic CIFAR-10"}.get(data, "CIFAR-10")
 
 
 def make_noise(image_size: int) -> tuple[Images, Images]:
@@ -93,16 +80,12 @@ def make_noise(image_size: int) -> tuple[Images, Images]:
 
     Accuracies say nothing.
     """
-    random = numpy.random.default_rng(0)
-    mean = [127.5] * 3
-    std = [73.9] * 3
+    random = torch.Generator().manual_seed(0)
     sets = []
     for count in (50_000, 10_000):
-        images = random.integers(0, 256, (count, 3, 32, 32), dtype=numpy.uint8)
-        labels = random.integers(0, 10, count)
-        sets.append(
-            Images(torch.from_numpy(images), torch.from_numpy(labels), mean, std, image_size)
-        )
+        images = torch.randint(256, (count, 3, 32, 32), dtype=torch.uint8, generator=random)
+        labels = torch.randint(10, (count,), generator=random)
+        sets.append(Images(images, labels, [127.5] * 3, [73.9] * 3, image_size))
     return tuple(sets)
 
 

@@ -5,7 +5,7 @@ plain python it trains on a single device. As soon as the results of both are in
 --results says), compare_runs.py compares and draws them. The images come from images.py; what
 --checkpoint does is in checkpoints.py.
 
-    make 07_resnet_ddp NPROC=2                          (single, then DDP, then the pictures)
+    make 07_resnet_ddp NPROC=2                          (single, then DDP, then a picture)
     python 07_resnet_ddp/resnet_ddp.py --threads 1                                    (single)
     torchrun --standalone --nproc-per-node 2 07_resnet_ddp/resnet_ddp.py --threads 1  (DDP)
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 \
@@ -18,13 +18,13 @@ Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parall
 2017, sections 2.1 and 2.2.
 """
 
-import argparse
 import copy
 import importlib.util
+import math
 import os
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from itertools import islice
 from pathlib import Path
 
@@ -137,8 +137,6 @@ def build_model(args, distributed: bool, device) -> tuple[nn.Module, nn.Module]:
 
     torch.manual_seed(args.seed)
     network = resnet18(num_classes=10).to(device)
-    if args.channels_last:  # the first convolution turns the images round as well
-        network = network.to(memory_format=torch.channels_last)
     if not distributed:
         return network, network
     # With views a gradient lies in its bucket from the start. find_unused_parameters stays off: it
@@ -204,14 +202,7 @@ def fit(args, distributed: bool, device: torch.device, settings: dict, sets: tup
         train_batches.sampler.set_epoch(epoch)  # else every epoch has the same order
         batches = islice(train_batches, steps)
         outcomes = train(
-            model,
-            batches,
-            optimizer,
-            scheduler,
-            device,
-            Stopwatch,
-            amp=args.amp,
-            synchronize=not args.no_sync,
+            model, batches, optimizer, scheduler, device, Stopwatch, args.amp, not args.no_sync
         )
         measure_epoch(outcomes, args, progress, epoch, steps, device)
         setup.progress(f"epoch {epoch}: images held out")
@@ -311,33 +302,19 @@ def print_report(result: dict, images: int) -> None:
     )
 
 
-def output_folder(text: str) -> Path:
-    """A type for argparse: a folder that can be written to; it is made if it is not there."""
-    try:
-        Path(text or os.devnull).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a folder ({error.strerror})") from None
-    if not os.access(text, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{text!r} is not writable")
-    return Path(text)
-
-
-def default_results() -> Path | None:
-    """results/ of the repository; None where that cannot be written."""
-    from common.setup import ROOT
-
-    try:
-        return output_folder(str(ROOT / "results"))
-    except argparse.ArgumentTypeError:
-        return None
+def can_write_into(folder: str) -> bool:
+    """Is this a folder that can be written to? It is made if it is not there."""
+    with suppress(OSError):
+        os.makedirs(folder, exist_ok=True)
+    return os.path.isdir(folder) and os.access(folder, os.W_OK)
 
 
 def add_arguments(parser) -> None:
-    from common.setup import add_process_group_arguments, output_file, positive_number
+    from common import setup
     from common.setup import whole_number as whole
 
     add = parser.add_argument
-    file = {"type": output_file, "metavar": "FILE"}
+    file = {"type": setup.output_file, "metavar": "FILE"}
     add("--image-size", type=whole(8, 1024), help="pixels (default: 64 on CPU, 224 on CUDA)")
     add("--global-batch", type=whole(1), help="images per step (default: 64 on CPU, 512 on CUDA)")
     scaling = "strong: the ranks share --global-batch; "
@@ -346,12 +323,12 @@ def add_arguments(parser) -> None:
     add("--epochs", type=whole(1), default=3)
     add("--steps-per-epoch", type=whole(1), help="end each epoch after so many (default: all)")
     add("--held-out", type=whole(1), help="evaluate on so many images (default: all)")
-    add("--lr", type=positive_number, default=0.02, help="learning rate of one device")
-    add("--momentum", type=float, default=0.9, help="from 0 to below 1")
+    rate = setup.checked(float, lambda number: 0 < number < math.inf, "a finite number above 0")
+    add("--lr", type=rate, default=0.02, help="learning rate of one device")
+    momentum = setup.checked(float, lambda number: 0 <= number < 1, "a number from 0 to below 1")
+    add("--momentum", type=momentum, default=0.9)
     add("--warmup-epochs", type=whole(0), default=1, help="of the learning rate in weak scaling")
     add("--amp", action="store_true", help="bfloat16 where autocast holds it safe")
-    layout = "keep images and weights in the memory format NHWC"
-    add("--channels-last", action="store_true", help=layout)
     add("--seed", type=whole(0), default=0)
     workers = "loading processes per rank (default: 0 on CPU, 4 on CUDA)"
     add("--workers", type=whole(0, 64), help=workers)
@@ -363,11 +340,13 @@ def add_arguments(parser) -> None:
     add("--download", action="store_true", help="fetch CIFAR-10 into --data first")
     add("--checkpoint", **file, help="saved after each epoch, resumed from if there")
     add("--json", **file, help="everything measured, raw")
-    where = "the same as 07_single.json or 07_ddp_N.json; the comparison's pictures go there, too"
-    results = {"type": output_folder, "default": default_results(), "metavar": "DIR"}
-    add("--results", **results, help=where)
+    folder = setup.checked(str, can_write_into, "a folder that can be written to")
+    results = str(setup.ROOT / "results")
+    default = results if can_write_into(results) else None
+    where = "the same as 07_single.json or 07_ddp_N.json; the comparison's picture goes there, too"
+    add("--results", type=folder, default=default, metavar="DIR", help=where)
     add("--check", action="store_true", help="only check the flags, for both runs that make starts")
-    add_process_group_arguments(parser)
+    setup.add_process_group_arguments(parser)
 
 
 def describe_libraries() -> dict:
@@ -397,10 +376,6 @@ def complete(args, parser, distributed: bool, world_size: int) -> None:
     if args.workers is None:
         args.workers = 4 if on_cuda else 0
     flag = f"argument --global-batch: '{args.global_batch}'"
-    if args.lr == float("inf"):
-        parser.error("argument --lr: 'inf' is not a finite number above 0")
-    if not 0 <= args.momentum < 1:
-        parser.error(f"argument --momentum: '{args.momentum}' is not a number from 0 to below 1")
     if args.scaling == "strong" and args.global_batch % world_size:
         problem = f"cannot be divided by {world_size} ranks; allowed are multiples of {world_size}"
         parser.error(f"{flag} {problem}")
@@ -409,33 +384,14 @@ def complete(args, parser, distributed: bool, world_size: int) -> None:
     if args.no_sync and (args.check or not distributed):
         problem = "a single device has nothing to leave out; start with torchrun"
         parser.error(f"argument --no-sync: {problem}")
-    if args.checkpoint and args.check:
+    if args.check and (args.checkpoint or args.json):
+        flag = "--checkpoint" if args.checkpoint else "--json"
         problem = "one device and DDP cannot share one; start them one by one, without make"
-        parser.error(f"argument --checkpoint: {problem}")
-    if args.json and args.check:
-        problem = "both runs would write it; make leaves results/07_single.json and 07_ddp_N.json"
-        parser.error(f"argument --json: {problem}")
+        parser.error(f"argument {flag}: {problem}")
     if args.download and args.data in (None, "synthetic"):
         parser.error("argument --download: needs --data DIR, the folder for CIFAR-10")
     if not importlib.util.find_spec("torchvision"):
         parser.error("ResNet-18 is torchvision's, which is not installed: pip install torchvision")
-
-
-# What a run needs in common with the checkpoint it resumes from.
-SETTINGS = [
-    "epochs",
-    "image_size",
-    "global_batch",
-    "steps_per_epoch",
-    "lr",
-    "momentum",
-    "warmup_epochs",
-    "amp",
-    "channels_last",
-    "workers",
-    "seed",
-    "scaling",
-]
 
 
 def main():
@@ -443,11 +399,12 @@ def main():
     sys.path[:0] = [str(folder), str(folder.parent)]
     try:
         import checkpoints  # noqa: F401 (fit needs it; what is missing is said here)
+        import compare_runs
         from images import load_images, name_of
 
         from common import report, setup
     except ModuleNotFoundError as error:
-        needed = "the repository's folder common/, checkpoints.py and images.py"
+        needed = "the repository's folder common/, checkpoints.py, compare_runs.py and images.py"
         sys.exit(f"error: {error}: copy {needed} into {folder}")
 
     parser = setup.Parser(__doc__)
@@ -480,7 +437,8 @@ def main():
             rate += f" to {args.lr * world_size:g} in {args.warmup_epochs} epochs"
         setup.say(f"{name}: {args.scaling} scaling, {size}, {data}, {rate}")
 
-        settings = {option: getattr(args, option) for option in SETTINGS} | {"data": data}
+        settings = {"data": data, "scaling": args.scaling}
+        settings |= {option: getattr(args, option) for option in compare_runs.OPTIONS}
         settings |= {key: result[key] for key in ("world_size", "device", "threads_per_rank")}
         sets = load_images(args.data, args.download, args.image_size)
         progress = fit(args, distributed, device, settings, sets)
@@ -495,13 +453,9 @@ def main():
             needed = "single and DDP, both without --no-sync and with a --results that is writable"
             setup.say(f"no comparison: it needs a run of {needed}")
             return
-        report.write_json(args.results / file, result)
-        if (folder / "compare_runs.py").exists():
-            from compare_runs import compare
-
-            compare(args.results)
-        else:
-            setup.say(f"no comparison and no pictures: compare_runs.py is not in {folder}")
+        results = Path(args.results)
+        report.write_json(results / file, result)
+        compare_runs.compare(results)
 
 
 if __name__ == "__main__":

@@ -26,11 +26,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 
-def even_shares(images: int, ranks: int) -> list[int]:
-    """The same number of images for every rank; what remains is left out."""
-    return [images // ranks] * ranks
-
-
 def balanced_shares(images: int, speeds: list[float]) -> list[int]:
     """Images for each rank in proportion to its speed, together `images`."""
     exact = [images * speed / sum(speeds) for speed in speeds]
@@ -56,13 +51,13 @@ def step(model: nn.Module, images, labels, share: int, total: int, synchronize: 
 
     The others are how a rank plays a slower one: it computes them, and their weight is zero.
     """
+    model.zero_grad()
     communication = nullcontext() if synchronize else model.no_sync()
     with communication:
         logits = model(images)
         loss = weighted_loss(logits[:share], labels[:share], total)
         idle = 0 * logits[share:].sum()
         (loss + idle).backward()
-    model.zero_grad()
 
 
 # ==================================================================================================
@@ -116,7 +111,7 @@ def build_candidates(args) -> list[Candidate]:
     ranks = dist.get_world_size()
     slowness = [1.0] * ranks
     slowness[args.slow_rank] = args.slow_factor
-    even = even_shares(args.global_batch, ranks)
+    even = [args.global_batch // ranks] * ranks  # what remains is left out
     balanced = balanced_shares(sum(even), [1 / factor for factor in slowness])
 
     def slowed(shares: list[int]) -> list[int]:
@@ -135,7 +130,6 @@ def measure(args, device) -> list[dict]:
 
     from common import timing
 
-    torch.manual_seed(args.seed)
     network = resnet18(num_classes=10).to(device)
     model = DistributedDataParallel(network, [device] if device.type == "cuda" else None)
     rank = dist.get_rank()
@@ -201,7 +195,6 @@ def add_arguments(parser) -> None:
     add("--image-size", type=whole(32, 1024), default=64, help="pixels")
     add("--steps", type=whole(1), default=10, help="measured")
     add("--warmup", type=whole(0), default=2, help="steps before them, not measured")
-    add("--seed", type=whole(0), default=0)
     add("--json", type=setup.output_file, metavar="FILE", help="everything measured, raw")
     setup.add_process_group_arguments(parser)
 

@@ -14,26 +14,38 @@ What each costs and saves is measured here, side by side; --bare, --ddp or --fsd
         07_resnet_ddp/compile_ddp/compile_ddp.py --fsdp    (two hosts; R is 0 on HOST0, else 1)
 
 Source: PyTorch's benchmarks/dynamo/distributed.py, here with today's fully_shard in place of
-FullyShardedDataParallel. The flags are in compile_flags.py, the models in compile_models.py.
+FullyShardedDataParallel; its flags are understood, also with _ for -. The models are in
+compile_models.py.
 """
 
+import argparse
+import importlib.util
 import logging
 import os
 import shutil
 import sys
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._inductor.utils import fresh_cache
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import profile, record_function
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
+
+
+class Cell(NamedTuple):
+    """One way to run the model."""
+
+    how: str  # "bare": on its own, "ddp": replicated, "fsdp": with its parameters split
+    backend: str | None = None  # of torch.compile; None: eager; "print": prints the graphs
+    wrap: bool = False  # FSDP: each block its own unit
+    checkpoint: bool = False  # FSDP: computes each block's activations again in backward
+    split: bool = True  # DDP: torch.compile splits the graph where a bucket ends
 
 
 def blocks_of(module: nn.Module) -> list[nn.Module]:
@@ -48,76 +60,58 @@ def blocks_of(module: nn.Module) -> list[nn.Module]:
     return blocks
 
 
-def distribute(
-    model: nn.Module,
-    how: str,
-    backend: str | None = None,
-    wrap_blocks: bool = False,
-    checkpoint_blocks: bool = False,
-) -> tuple[nn.Module, list]:
-    """The model on its own ("bare"), replicated ("ddp") or with its parameters split ("fsdp").
+def distribute(model: nn.Module, cell: Cell) -> tuple[nn.Module, list]:
+    """The model as the cell wants it.
 
-    It is compiled unless `backend` is None. Second result: a list to which torch.compile adds every
-    graph that it hands to the backend. FSDP's options and errors: see `shard`.
+    Second result: a list to which torch.compile adds every graph that it hands to the backend.
     """
     graphs = []
 
     def remember_and_compile(graph, example_inputs):
         graphs.append(graph)
-        if backend != "print":
-            compile_graph = torch._dynamo.lookup_backend(backend)
-            return compile_graph(graph, example_inputs)
+        if cell.backend != "print":
+            return compile_graph(cell.backend, graph, example_inputs)
         from common.setup import say
 
         say(f"graph {len(graphs)}:\n{graph.print_readable(print_output=False)}")
         return graph.forward
 
     def compiled(function):
-        if backend is None:
+        if cell.backend is None:
             return function
         return torch.compile(function, backend=remember_and_compile)
 
-    if how == "fsdp":
-        return shard(model, compiled, wrap_blocks, checkpoint_blocks), graphs
-    if how == "ddp":
+    configure_compiler(cell)
+    if cell.how == "fsdp":
+        return shard(model, cell, compiled), graphs
+    if cell.how == "ddp":
         device = next(model.parameters()).device
-        device_ids = None
-        if device.type == "cuda":
-            device_ids = [device]
-        model = DistributedDataParallel(model, device_ids)
+        model = DistributedDataParallel(model, [device] if device.type == "cuda" else None)
     return compiled(model), graphs
 
 
-def shard(model: nn.Module, compiled, wrap_blocks: bool, checkpoint_blocks: bool) -> nn.Module:
+def shard(model: nn.Module, cell: Cell, compiled) -> nn.Module:
     """The model with its parameters split over the ranks by FSDP, and compiled by `compiled`.
 
-    FSDP gathers, uses and frees one unit after the other: with `wrap_blocks` a unit is one block
-    and compiled by itself, otherwise the model. `checkpoint_blocks` keeps no activations inside a
-    block and computes them again in backward. ValueError if there are no such blocks.
+    FSDP gathers, uses and frees one unit after the other: with `cell.wrap` a unit is one block and
+    compiled by itself, otherwise the model. `cell.checkpoint` keeps no activations inside a block
+    and computes them again in backward. ValueError if there are no such blocks.
     """
-    # A CUDA graph replays its addresses, and FSDP gathers the parameters at others each time.
-    torch._inductor.config.triton.cudagraphs = False
     blocks = blocks_of(model)
-    if (wrap_blocks or checkpoint_blocks) and not blocks:
+    if (cell.wrap or cell.checkpoint) and not blocks:
         raise ValueError("the model has no blocks that could be wrapped or checkpointed one by one")
     for block in blocks:
-        if wrap_blocks:
+        if cell.wrap:
             # The function and not the module: FSDP gathers in hooks, and no graph crosses those.
             block.forward = compiled(block.forward)
-        if checkpoint_blocks:
+        if cell.checkpoint:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-        if wrap_blocks:
+        if cell.wrap:
             fully_shard(block)
-    fully_shard(model)  # with wrap_blocks it holds what is in no block
-    if wrap_blocks:
+    fully_shard(model)  # with cell.wrap it holds what is in no block
+    if cell.wrap:
         return model
     return compiled(model)
-
-
-def floats(outputs) -> list[torch.Tensor]:
-    """The floating-point tensors in whatever a model returns."""
-    tensors = [leaf for leaf in tree_leaves(outputs) if torch.is_tensor(leaf)]
-    return [tensor for tensor in tensors if tensor.is_floating_point()]
 
 
 def mean_square(outputs) -> torch.Tensor:
@@ -136,7 +130,51 @@ def forward_backward(model: nn.Module, inputs: tuple):
 
 
 # ==================================================================================================
-# Below this line: the comparison with eager single-device, the cells, the command line.
+# Below this line: what is private in torch, the comparison with eager mode on a single device, the
+# cells, the command line.
+
+
+# Private in torch is what these five functions use, and nothing else here is.
+
+
+def configure_compiler(cell: Cell) -> None:
+    """Settings of torch.compile until the next cell."""
+    torch._dynamo.config.optimize_ddp = cell.split
+    # With --fsdp-wrap every kind of block is a version of one forward.
+    torch._dynamo.config.cache_size_limit = 64
+    if cell.how == "fsdp":
+        # A CUDA graph replays its addresses, and FSDP gathers the parameters at others each time.
+        from torch._inductor import config
+
+        config.triton.cudagraphs = False
+
+
+def compile_graph(backend: str, graph, example_inputs: list):
+    """What the backend of this name makes of a graph."""
+    return torch._dynamo.lookup_backend(backend)(graph, example_inputs)
+
+
+def empty_cache():
+    """A context in which inductor does not find what it compiled before."""
+    from torch._inductor.utils import fresh_cache
+
+    return fresh_cache()
+
+
+def log_compiler(verbose: bool) -> None:
+    """Let torch log errors only; with `verbose` what dynamo does, on rank 0."""
+    messages = {}
+    if verbose and os.environ["RANK"] == "0":
+        messages = {"dynamo": logging.DEBUG, "graph_breaks": True, "recompiles": True}
+    torch._logging.set_logs(all=logging.ERROR, **messages)
+
+
+def floats(values) -> list[torch.Tensor]:
+    """The floating-point tensors in tuples, lists and dicts of any depth."""
+    from torch.utils._pytree import tree_leaves
+
+    tensors = [leaf for leaf in tree_leaves(values) if torch.is_tensor(leaf)]
+    return [tensor for tensor in tensors if tensor.is_floating_point()]
 
 
 def gradients_of(model: nn.Module) -> list[torch.Tensor]:
@@ -157,18 +195,17 @@ def reference(args, device) -> tuple[list, list, list]:
 
     Returns the outputs and gradients for this rank's inputs, and the mean of all ranks' gradients.
     """
-    from compile_models import create_model, move
+    from compile_models import create_inputs, create_model
 
-    model, inputs = create_model(args, device)
-    inputs_of_ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(inputs_of_ranks, move(inputs, "cpu"))
+    model = create_model(args, device)
+    ranks = dist.get_world_size()
     mean_gradients = [torch.zeros_like(parameter) for parameter in model.parameters()]
-    for rank, inputs_of_rank in enumerate(inputs_of_ranks):
+    for rank in range(ranks):
         model.zero_grad()
-        outputs = forward_backward(model, move(inputs_of_rank, device))
+        outputs = forward_backward(model, create_inputs(args, device, rank))
         gradients = gradients_of(model)
         for mean, gradient in zip(mean_gradients, gradients, strict=True):
-            mean += gradient / len(inputs_of_ranks)
+            mean += gradient / ranks
         if rank == dist.get_rank():
             my_outputs = [tensor.detach() for tensor in floats(outputs)]
             my_gradients = gradients
@@ -189,40 +226,18 @@ def difference(tensors: list, expected: list) -> float:
     return torch.stack(deviations).max().item()  # unlike Python's max it keeps a nan
 
 
-def bytes_that_stay(model: nn.Module, inputs: tuple, how: str) -> int:
-    """What this rank holds from step to step, apart from the gradients: also the buckets of DDP."""
-    from common.memory import held_bytes
-
-    inputs_of_step = [leaf for leaf in tree_leaves(inputs) if torch.is_tensor(leaf)]
-    held = held_bytes([*model.parameters(), *model.buffers(), *inputs_of_step])
-    if how == "ddp":  # its buckets have a place for each gradient
-        held += held_bytes([p for p in model.parameters() if p.requires_grad])
-    return held
-
-
-def count_parameters(model: nn.Module) -> int:
-    """The numbers that this rank holds: of what FSDP has split its shard."""
-    count = 0
-    for parameter in model.parameters():
-        if isinstance(parameter, DTensor):
-            parameter = parameter.to_local()
-        count += parameter.numel()
-    return count
-
-
-def prepare(args, device, cell, expected: tuple) -> dict:
-    """Build a compile_flags.Cell, time its first call, check it, take its memory.
+def prepare(args, device, cell: Cell, expected: tuple) -> dict:
+    """Build a cell, time its first call, check it, take its memory.
 
     It is checked against `expected`, which is what `reference` returns.
     """
-    from compile_models import create_model
+    from compile_models import create_inputs, create_model
 
-    from common.memory import peak_bytes
+    from common.memory import held_bytes, peak_bytes
     from common.timing import Stopwatch
 
-    model, inputs = create_model(args, device)
-    torch._dynamo.config.optimize_ddp = cell.split
-    model, graphs = distribute(model, cell.how, cell.backend, cell.wrap, cell.checkpoint)
+    inputs = create_inputs(args, device, dist.get_rank())
+    model, graphs = distribute(create_model(args, device), cell)
     watch = Stopwatch(device)
 
     def step():
@@ -249,9 +264,13 @@ def prepare(args, device, cell, expected: tuple) -> dict:
     for _ in range(3):
         model.zero_grad()
         peaks.append(peak_bytes(step, device))
+    held = held_bytes(model.parameters())
+    stays = held + held_bytes([*model.buffers(), *floats(inputs)])
+    if cell.how == "ddp":  # its buckets have a place for each gradient
+        stays += held
     # The least is right: the profiler may miss what gloo's thread releases, and then counts more.
-    found["peak_bytes"] = bytes_that_stay(model, inputs, cell.how) + min(peaks)
-    found["parameters"] = count_parameters(model)
+    found["peak_bytes"] = stays + min(peaks)
+    found["parameters"] = held // next(model.parameters()).itemsize  # all are of one dtype
     found["graphs"] = len(graphs)
     return {"step": measured_step, "model": model, "inputs": inputs, "found": found}
 
@@ -300,8 +319,6 @@ def check_differences(name: str, outputs: float, gradients: float, tolerance: fl
 
 def prepare_all(args, device, plan: list) -> tuple[dict, dict]:
     """Prepare all cells: those that can be measured by name, and by name why the others cannot."""
-    from compile_flags import name_of
-
     from common.setup import progress
 
     tolerance = 1e-2 if device.type == "cuda" else 1e-3  # there convolutions may use TF32, 10 bits
@@ -313,7 +330,7 @@ def prepare_all(args, device, plan: list) -> tuple[dict, dict]:
         name = name_of(wanted)
         place = f"{name}, {len(cells) + len(left_out) + 1} of {len(plan)}"
         progress(f"{place}: {'compiling' if wanted.backend else 'checking'}")
-        with fresh_cache():  # else the first call would find the kernels of another cell
+        with empty_cache():  # else the first call would find the kernels of another cell
             _, problem = attempt(partial(try_compiler, wanted.backend, device))
             if not problem:
                 cell, problem = attempt(partial(prepare, args, device, wanted, expected))
@@ -331,10 +348,7 @@ def print_results(cells: list[dict], left_out: dict) -> None:
     """The table: a row per cell of the JSON."""
     from common import report, setup
 
-    bare_eager = None
-    for cell in cells:
-        if cell["name"] == "bare eager" and len(cells) > 1:
-            bare_eager = cell["forward_backward_seconds"]
+    samples_of = {cell["name"]: cell["forward_backward_seconds"] for cell in cells}
     rows = []
     for cell in cells:
         samples = cell["forward_backward_seconds"]
@@ -343,7 +357,7 @@ def print_results(cells: list[dict], left_out: dict) -> None:
             cell["name"],
             f"{1000 * mean:.1f}",
             *report.milliseconds(samples),
-            report.ratio(samples, bare_eager),
+            report.ratio(samples, samples_of.get("bare eager")),
             f"{cell['first_call_seconds']:.1f}",
             str(cell["graphs"]),
             f"{cell['peak_bytes'] / 2**20:.1f}",
@@ -394,40 +408,148 @@ def write_trace(path: Path, step, steps: int) -> None:
     say(f"written: {path}")
 
 
+def name_of(cell: Cell) -> str:
+    """How the output calls a cell."""
+    # "eager" is also a backend of torch.compile, which leaves the graphs as they are.
+    backend = {None: "eager", "eager": "dynamo only"}.get(cell.backend, cell.backend)
+    words = [cell.how, backend]
+    if cell.wrap:
+        words.append("wrap")
+    if cell.checkpoint:
+        words.append("checkpoint")
+    if not cell.split:
+        words.append("whole graph")
+    return " ".join(words)
+
+
+def cells_of(args) -> list[Cell]:
+    """The cells to measure."""
+    if args.cells == "variants":
+        backend = args.compile or "inductor"
+        cells = [Cell("bare"), Cell("ddp")]
+        for wrap, checkpoints in ((False, False), (True, False), (False, True), (True, True)):
+            cells.append(Cell("fsdp", None, wrap, checkpoints))
+        return [*cells, Cell("ddp", backend), Cell("ddp", backend, split=False)]
+    options = {
+        "bare": {},
+        "ddp": {"split": not args.no_optimize_ddp},
+        "fsdp": {"wrap": args.fsdp_wrap, "checkpoint": args.fsdp_checkpoint},
+    }
+    if args.cells in options:
+        return [Cell(args.cells, args.compile, **options[args.cells])]
+    cells = []
+    for how in options:
+        for backend in (None, args.compile or "inductor"):
+            cells.append(Cell(how, backend, **options[how]))
+    return cells
+
+
+def backend(text: str) -> str:
+    """A type for argparse: a backend that torch.compile knows, or "print"."""
+    if text == "print" or text in torch.compiler.list_backends(exclude_tags=()):
+        return text
+    known = ", ".join(torch.compiler.list_backends())
+    raise argparse.ArgumentTypeError(f"{text!r} is no backend of torch.compile: {known} or print")
+
+
+def with_dashes(words: list[str]) -> list[str]:
+    """A command line with its flags spelled with -: --batch_size=8 becomes --batch-size=8."""
+    spelled = []
+    for word in words:
+        flag, equals, value = word.partition("=")
+        if flag.startswith("--"):
+            word = flag.replace("_", "-") + equals + value
+        spelled.append(word)
+    return spelled
+
+
+def add_arguments(parser) -> None:
+    """The flags, apart from those of the models and the process group."""
+    from common.setup import output_file, whole_number
+
+    variants = "what --fsdp-wrap, --fsdp-checkpoint and --no-optimize-ddp change, side by side"
+    only = {"variants": variants, "bare": "only the bare model on every rank"}
+    only |= {"ddp": "only DDP", "fsdp": "only FSDP"}
+    one_of = parser.add_mutually_exclusive_group()
+    for name, text in only.items():
+        choice = {"dest": "cells", "action": "store_const", "const": name, "default": "all"}
+        one_of.add_argument(f"--{name}", **choice, help=text)
+    add = parser.add_argument
+    printing = "print: print the graphs (default: none; of several cells inductor)"
+    backends = f"torch.compile's backend: inductor, aot_eager, eager, …; {printing}"
+    add("--compile", type=backend, metavar="NAME", old_names=["--dynamo"], help=backends)
+    one_graph = "don't split the graph where DDP's buckets end"
+    older = {"old_names": ["--dynamo-no-optimize-ddp"]}
+    add("--no-optimize-ddp", action="store_true", help=one_graph, **older)
+    units = "each block its own unit; otherwise the model is the only one"
+    add("--fsdp-wrap", action="store_true", help=units)
+    again = "compute each block's activations again in backward"
+    add("--fsdp-checkpoint", action="store_true", help=again)
+    add("--steps", type=whole_number(1), default=10, old_names=["--repeat"], help="measured")
+    add("--warmup", type=whole_number(0), default=3, help="steps before them, not measured")
+    more = "print the model; dynamo's debug log, graph breaks and recompilations of rank 0"
+    add("--verbose", action="store_true", help=more)
+    file = {"type": output_file, "metavar": "FILE"}
+    add("--json", **file, help="everything measured, raw")
+    trace = {"const": "profile.json", "old_names": ["--trace-file", "--profile"]}
+    add("--trace", nargs="?", **file, **trace, help="Chrome trace of --steps steps of rank 0")
+    graph = {"const": "torchviz.dot", "old_names": ["--torchviz"]}
+    drawn = "the autograd graph for Graphviz, drawn where that is installed; needs torchviz"
+    add("--graph", nargs="?", **file, **graph, help=drawn)
+    # Upstream's; the table always has the peak.
+    add("--gpu-memory-stats", action="store_true", help=argparse.SUPPRESS)
+
+
+def check(args) -> None:
+    """End the run if flags contradict each other."""
+    from common.setup import fail
+
+    of_one_cell = {
+        "--trace": args.trace,
+        "--graph": args.graph,
+        "--compile print": args.compile == "print",
+    }
+    for flag, given in of_one_cell.items():
+        if given and args.cells in ("all", "variants"):
+            fail(f"argument {flag}: is for one cell: add --bare, --ddp or --fsdp")
+    of_fsdp = args.fsdp_wrap or args.fsdp_checkpoint
+    if args.cells == "variants" and (of_fsdp or args.no_optimize_ddp):
+        flags = "--fsdp-wrap, --fsdp-checkpoint, --no-optimize-ddp"
+        fail(f"argument --variants: has all cases of {flags}; leave these out")
+    if args.cells in ("bare", "ddp") and of_fsdp:
+        fail(f"argument --fsdp-wrap, --fsdp-checkpoint: they are not for --{args.cells}")
+    if args.graph and not importlib.util.find_spec("torchviz"):
+        fail("argument --graph: needs torchviz, which is not installed: pip install torchviz")
+
+
 def main():
     folder = Path(__file__).resolve().parent
     sys.path[:0] = [str(folder), str(folder.parent), str(folder.parent.parent)]
     try:
-        import compile_flags
         import compile_models
 
         from common import report, setup, timing
     except ModuleNotFoundError as error:
-        needed = "the repository's folder common/, compile_flags.py and compile_models.py"
+        needed = "the repository's folder common/ and compile_models.py"
         sys.exit(f"error: {error}: copy {needed} into {folder}")
 
     parser = setup.Parser(__doc__)
     compile_models.add_arguments(parser)
-    compile_flags.add_arguments(parser)
+    add_arguments(parser)
     setup.add_process_group_arguments(parser)
-    args = parser.parse_args(compile_flags.with_dashes(sys.argv[1:]))
-    compile_flags.check(args)
+    args = parser.parse_args(with_dashes(sys.argv[1:]))
+    check(args)
     compile_models.check(args)
     if "RANK" not in os.environ:  # no torchrun: a group of one process, on a free port
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-    # With --fsdp-wrap every kind of block is a version of one forward.
-    torch._dynamo.config.cache_size_limit = 64
-    debugging = {}
-    if args.verbose and os.environ["RANK"] == "0":
-        debugging = {"dynamo": logging.DEBUG, "graph_breaks": True, "recompiles": True}
-    torch._logging.set_logs(all=logging.ERROR, **debugging)
+    log_compiler(args.verbose)
 
     with setup.process_group(args) as device:
         result = report.begin("07_resnet_ddp/compile_ddp", args, device)
         model = args.torchbench_model or args.model
         setup.say(f"{model}; {args.steps} steps are measured, after {args.warmup} to warm up\n")
-        cells, left_out = prepare_all(args, device, compile_flags.cells_of(args))
+        cells, left_out = prepare_all(args, device, cells_of(args))
         if not cells:
             name, problem = left_out.popitem()
             setup.fail(f"{name} does not work here: {problem}")

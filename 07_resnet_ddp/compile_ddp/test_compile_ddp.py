@@ -1,7 +1,4 @@
-"""Tests of compile_ddp.py with compile_flags.py and compile_models.py.
-
-Gradients of every cell, FSDP's shards, graphs, memory, real runs, bad input.
-"""
+"""compile_ddp.py: gradients of every cell, FSDP's shards, graphs, memory, real runs, bad input."""
 
 import argparse
 import json
@@ -16,41 +13,40 @@ import torch.distributed as dist
 from common import setup
 from common.testing.harness import check_script_alone, masked, read_json, torchrun
 
-FOLDER = Path(__file__).resolve().parent
-SCRIPT = FOLDER / "compile_ddp.py"
-sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
+SCRIPT = Path(__file__).resolve().with_name("compile_ddp.py")
+sys.path[:0] = [str(SCRIPT.parent), str(SCRIPT.parent.parent)]
 import compile_ddp  # noqa: E402
-import compile_flags  # noqa: E402
 import compile_models  # noqa: E402
+from compile_ddp import Cell  # noqa: E402
 
-TOY = ["--model", "toy", "--width", 20, "--steps", 2, "--device", "cpu"]
+TOY = ["--model", "toy", "--steps", 2, "--device", "cpu"]
 
 
-def prepared(model, how, backend=None, batch_size=None, **options):
-    """One cell on the rank that calls this, in float64: all that is known of it but the model."""
+def prepared(model, cell, batch_size=None):
+    """A cell on the rank that calls this, in float64: all that is known of it but the model."""
     args = argparse.Namespace(model=model, torchbench_model=None, batch_size=batch_size)
-    args.width = 64 if model == "lm" else 400
+    compile_models.TOY_WIDTHS["cpu"] = 400
+    compile_models.D_MODEL = 64
     device = torch.device("cpu")
     torch._dynamo.reset()
     torch.set_default_dtype(torch.float64)
-    wanted = compile_flags.Cell(how, backend, **options)
     try:
         expected = compile_ddp.reference(args, device)
-        cell = compile_ddp.prepare(args, device, wanted, expected)
+        found = compile_ddp.prepare(args, device, cell, expected)["found"]
     finally:
         torch.set_default_dtype(torch.float32)
     # The ranks' inputs, and so their gradients, are different.
     differ = not torch.equal(expected[1][0], expected[2][0])
-    return {**cell["found"], "total": sum(g.numel() for g in expected[1]), "inputs differ": differ}
+    return {**found, "total": sum(g.numel() for g in expected[1]), "inputs differ": differ}
 
 
 WAYS = [
-    ("bare", {}),
-    ("ddp", {}),
-    ("fsdp", {}),
-    ("fsdp", {"wrap": True}),
-    ("fsdp", {"wrap": True, "checkpoint": True}),
-    ("fsdp", {"checkpoint": True}),
+    {"how": "bare"},
+    {"how": "ddp"},
+    {"how": "fsdp"},
+    {"how": "fsdp", "wrap": True},
+    {"how": "fsdp", "wrap": True, "checkpoint": True},
+    {"how": "fsdp", "checkpoint": True},
 ]
 
 
@@ -58,58 +54,48 @@ def ways():
     """Every way with the toy; full: most of them compiled, and with the other model."""
     found = []
     for model, backend in [("toy", None), ("lm", None), ("toy", "aot_eager")]:
-        for how, flags in WAYS:
+        for way in WAYS:
             marks = []
             is_simple = model == "toy" and backend is None
-            if not (is_simple or how == "ddp" or len(flags) == 2):
+            if not (is_simple or way["how"] == "ddp" or len(way) == 3):
                 marks.append(pytest.mark.full)
-            name = "-".join([model, str(backend), how, *flags])
-            found.append(pytest.param(model, backend, how, flags, marks=marks, id=name))
+            cell = Cell(backend=backend, **way)
+            name = f"{model}-{compile_ddp.name_of(cell)}"
+            found.append(pytest.param(model, cell, marks=marks, id=name))
     return found
 
 
-@pytest.mark.parametrize("model, backend, how, flags", ways())
-def test_outputs_and_gradients_equal_eager_single_device(ranks, model, how, flags, backend):
-    for cell in ranks(2).run(run_prepared, model, how, backend, flags):
-        assert cell["inputs differ"]
-        assert max(cell["output_difference"], cell["gradient_difference"]) < 1e-12
+@pytest.mark.parametrize("model, cell", ways())
+def test_outputs_and_gradients_equal_eager_single_device(ranks, model, cell):
+    results = ranks(2).run(prepared, model, cell)
+    for found in results:
+        assert found["inputs differ"]
+        assert max(found["output_difference"], found["gradient_difference"]) < 1e-12
         # Compiled in fact, and not passed over.
-        assert (cell["graphs"] > 0) == (backend is not None)
-
-
-def run_prepared(model, how, backend, flags):
-    return prepared(model, how, backend, **flags)
-
-
-@pytest.mark.parametrize(
-    "how, wrap, share", [("ddp", False, 1), ("fsdp", False, 2), ("fsdp", True, 2)]
-)
-def test_fsdp_holds_one_nth_of_the_parameters(ranks, how, wrap, share):
-    for cell in ranks(2).run(run_prepared, "lm", how, None, {"wrap": wrap, "batch_size": 1}):
-        assert share * cell["parameters"] == cell["total"]
-
-
-def test_fsdp_shares_out_what_cannot_be_halved(ranks):
-    cells = ranks(2).run(run_prepared, "toy", "fsdp", None, {})
-    assert sum(cell["parameters"] for cell in cells) == cells[0]["total"]
+        assert (found["graphs"] > 0) == (cell.backend is not None)
+    held = [found["parameters"] for found in results]
+    if cell.how == "fsdp":
+        assert sum(held) == results[0]["total"], "each rank holds its share"
+        assert held[0] == held[1] or model == "toy", "which cannot be halved"
+    else:
+        assert held == [results[0]["total"]] * 2
 
 
 def test_graph_is_split_at_buckets_unless_switched_off(ranks):
-    for cell in ranks(2).run(run_prepared, "toy", "ddp", "eager", {}):
-        assert cell["graphs"] > 1
-    for cell in ranks(2).run(run_prepared, "toy", "ddp", "eager", {"split": False}):
-        assert cell["graphs"] == 1
+    for found in ranks(2).run(prepared, "toy", Cell("ddp", "eager")):
+        assert found["graphs"] > 1
+    for found in ranks(2).run(prepared, "toy", Cell("ddp", "eager", split=False)):
+        assert found["graphs"] == 1
 
 
 def test_memory(ranks):
     def peak(how):
-        cell, other = ranks(2).run(run_prepared, "lm", how, None, {"batch_size": 1})
-        assert cell["peak_bytes"] == other["peak_bytes"]
-        return cell["peak_bytes"]
+        found, other = ranks(2).run(prepared, "lm", Cell(how), 1)
+        assert found["peak_bytes"] == other["peak_bytes"]
+        return found["peak_bytes"], 8 * found["total"]
 
-    bare = peak("bare")
-    ddp = peak("ddp")
-    parameters = 8 * ranks(2).run(run_prepared, "lm", "bare", None, {})[0]["total"]
+    bare, parameters = peak("bare")
+    ddp, _ = peak("ddp")
     logits = 8 * 64 * 10_000  # the largest activation: outputs, their squares, their gradients, …
     assert 2 * parameters <= bare < 2 * parameters + 4 * logits  # parameters and gradients
     assert 3 * parameters <= ddp < 3 * parameters + 4 * logits  # and buckets
@@ -119,18 +105,17 @@ def test_what_lowers_the_peak_of_fsdp(ranks):
     """Units of one block, where parameters take the memory; checkpoints, where activations do."""
 
     def peak(model, batch_size, **options):
-        options["batch_size"] = batch_size
-        return ranks(2).run(run_prepared, model, "fsdp", None, options)[0]["peak_bytes"]
+        [found, _] = ranks(2).run(prepared, model, Cell("fsdp", **options), batch_size)
+        return found["peak_bytes"], 8 * found["total"]
 
-    parameters = 8 * ranks(2).run(run_prepared, "toy", "bare", None, {})[0]["total"]
-    one_unit = peak("toy", 1)
+    one_unit, parameters = peak("toy", 1)
     # Both shards, of parameters and gradients; gathered: all of both, or those of a block or two.
     assert 2.9 * parameters < one_unit < 3.2 * parameters
-    assert peak("toy", 1, wrap=True) < one_unit - 0.5 * parameters
+    assert peak("toy", 1, wrap=True)[0] < one_unit - 0.5 * parameters
     # Of a block of the language model at least: q, k, v, what attention and the two halves of the
     # perceptron make, each of 4 × 64 tokens; the first block's is there in any case.
     activations = 3 * (3 + 1 + 4 + 4) * 4 * 64 * 64 * 8
-    assert peak("lm", 4, checkpoint=True) < peak("lm", 4) - activations
+    assert peak("lm", 4, checkpoint=True)[0] < peak("lm", 4)[0] - activations
 
 
 @pytest.mark.parametrize("factor", [2.0, 0.5, 0.0, float("nan")])
@@ -171,7 +156,7 @@ def test_a_failure_is_one_whatever_its_text_begins_with(ranks):
 
 
 def test_matrix(forked, tmp_path):
-    words = [*TOY, "--compile", "eager", "--fsdp-wrap", "--json", tmp_path / "json"]
+    words = [*TOY, "--dynamo", "eager", "--fsdp_wrap", "--json", tmp_path / "json"]
     status, output = forked(2, SCRIPT, *words)
     assert status == 0 and "not measured" not in output, output
     table = output.split("forward + backward, ms")[1].splitlines()
@@ -211,12 +196,11 @@ def test_without_a_compiler(script, tmp_path):
     command = torchrun(2, SCRIPT, *TOY, "--json", tmp_path / "json")
     status, output = script(command, env={"CXX": "/nowhere/g++"}).wait()
     assert status == 0, output
-    table = output.split("forward + backward, ms")[1].splitlines()
-    assert [line.split()[0] for line in table[1:4]] == ["bare", "ddp", "fsdp"]
-    assert sum("inductor: not measured: " in line and "C++ compiler" in line for line in table) == 3
-    left_out = json.loads((tmp_path / "json").read_text())["left_out"]
-    assert list(left_out) == ["bare inductor", "ddp inductor", "fsdp inductor"]
-    assert all("C++ compiler" in reason for reason in left_out.values())
+    result = json.loads((tmp_path / "json").read_text())
+    assert [cell["name"] for cell in result["cells"]] == ["bare eager", "ddp eager", "fsdp eager"]
+    assert list(result["left_out"]) == ["bare inductor", "ddp inductor", "fsdp inductor"]
+    for name, reason in result["left_out"].items():
+        assert "C++ compiler" in reason and f"{name}: not measured: {reason}\n" in output, output
 
 
 def test_trace_and_printed_graph(forked, tmp_path):
@@ -232,47 +216,36 @@ def test_trace_and_printed_graph(forked, tmp_path):
 
 def parsed(*words):
     parser = setup.Parser("")
-    compile_flags.add_arguments(parser)
+    compile_ddp.add_arguments(parser)
     compile_models.add_arguments(parser)
-    args = parser.parse_args(compile_flags.with_dashes([str(word) for word in words]))
-    compile_flags.check(args)
+    args = parser.parse_args(compile_ddp.with_dashes([str(word) for word in words]))
+    compile_ddp.check(args)
     return args, parser.format_help()
 
 
-def test_older_names_of_flags_are_understood_and_not_shown(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    args, shown = parsed("--repeat", 7, "--ddp", "--profile")
-    assert (args.steps, args.trace) == (7, Path("profile.json"))
-    args, _ = parsed("--fsdp", "--profile", "--trace-file", "other.json")
-    assert args.trace == Path("other.json")
-    assert not any(name in shown for name in ("--repeat", "--profile", "--trace-file", "SUPPRESS"))
+def names_of_cells(*words):
+    args, _ = parsed(*words)
+    return [compile_ddp.name_of(cell) for cell in compile_ddp.cells_of(args)]
 
 
-def test_the_matrix_is_the_default():
-    def cells(*words):
-        return compile_flags.cells_of(parsed(*words)[0])
-
-    six = [(how, backend) for how in ("bare", "ddp", "fsdp") for backend in (None, "inductor")]
-    assert cells() == cells("--matrix") == [compile_flags.Cell(*one) for one in six]
-    assert cells("--bare") == [compile_flags.Cell("bare")]
-    assert cells("--fsdp", "--compile", "eager") == [compile_flags.Cell("fsdp", "eager")]
-    assert [cell.backend for cell in cells("--compile", "eager")] == [None, "eager"] * 3
-    options = [cell[2:] for cell in cells("--fsdp-wrap", "--no-optimize-ddp")]
-    assert (
-        options
-        == [(False, False, True)] * 2 + [(False, False, False)] * 2 + [(True, False, True)] * 2
-    )
-
-
-def test_variants_are_all_that_the_options_change():
-    names = list(map(compile_flags.name_of, compile_flags.cells_of(parsed("--variants")[0])))
+def test_cells():
+    """All six by default; one; the variants."""
+    bare = ["bare eager", "bare inductor"]
+    ddp = ["ddp eager", "ddp inductor"]
+    fsdp = ["fsdp eager", "fsdp inductor"]
+    assert names_of_cells() == [*bare, *ddp, *fsdp]
+    ddp = ["ddp eager whole graph", "ddp inductor whole graph"]
+    fsdp = ["fsdp eager wrap", "fsdp inductor wrap"]
+    assert names_of_cells("--fsdp-wrap", "--no-optimize-ddp") == [*bare, *ddp, *fsdp]
+    assert names_of_cells("--bare") == ["bare eager"]
+    assert names_of_cells("--fsdp", "--compile", "eager") == ["fsdp dynamo only"]
     fsdp = ["fsdp eager", "fsdp eager wrap", "fsdp eager checkpoint", "fsdp eager wrap checkpoint"]
     ddp = ["ddp inductor", "ddp inductor whole graph"]
-    assert names == ["bare eager", "ddp eager", *fsdp, *ddp]
+    assert names_of_cells("--variants") == ["bare eager", "ddp eager", *fsdp, *ddp]
 
 
 def test_upstreams_command_lines_are_understood(tmp_path, monkeypatch):
-    """Those of benchmarks/dynamo/distributed.py, with its spelling."""
+    """Those of benchmarks/dynamo/distributed.py, with its spelling; --help has only ours."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "torchviz.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
@@ -282,12 +255,12 @@ def test_upstreams_command_lines_are_understood(tmp_path, monkeypatch):
     )
     assert (args.model, args.batch_size, args.steps) == ("toy", 8, 2)
     assert args.trace == Path("a_b.json") and args.graph == Path("torchviz.dot")
-    cells = compile_flags.cells_of(args)
-    assert cells == [compile_flags.Cell("ddp", "aot_eager", split=False)]
+    assert compile_ddp.cells_of(args) == [Cell("ddp", "aot_eager", split=False)]
     args, _ = parsed("--dynamo", "cudagraphs", "--fsdp", "--fsdp_wrap", "--fsdp_checkpoint")
-    assert compile_flags.cells_of(args) == [compile_flags.Cell("fsdp", "cudagraphs", True, True)]
-    hidden = ("--dynamo", "--toy", "--gpu-memory", "--torchviz", "--profile", "SUPPRESS")
-    assert not any(name in shown for name in hidden)
+    assert compile_ddp.cells_of(args) == [Cell("fsdp", "cudagraphs", True, True)]
+    assert parsed("--profile", "--ddp")[0].trace == Path("profile.json")
+    hidden = "--dynamo --toy --gpu-memory --torchviz --profile --trace-file --repeat SUPPRESS"
+    assert not any(name in shown for name in hidden.split())
 
 
 def test_under_fsdp_inductor_makes_no_cuda_graphs(ranks):
@@ -295,11 +268,13 @@ def test_under_fsdp_inductor_makes_no_cuda_graphs(ranks):
 
 
 def cuda_graphs_after_sharding():
-    config = torch._inductor.config.triton
+    from torch._inductor import config
+
+    config = config.triton
     config.cudagraphs = True
     found = []
     for how in ("ddp", "fsdp"):
-        compile_ddp.distribute(compile_models.ToyModel(20), how)
+        compile_ddp.distribute(compile_models.ToyModel(20), Cell(how))
         found.append(config.cudagraphs)
     return tuple(found)
 
@@ -332,30 +307,25 @@ def test_on_a_gpu(script):
         (["--torchbench-model", "hf_Bert"], "PYTHONPATH"),
         (["--model", "lm", "--torchbench-model", "hf_Bert"], "--torchbench-model"),
         (["--ddp", "--fsdp"], "--fsdp"),
-        (["--ddp", "--matrix"], "--matrix"),
         (["--ddp", "--variants"], "--variants"),
         (["--variants", "--fsdp-wrap"], "--variants"),
         (["--variants", "--trace", "trace.json"], "--trace"),
         (["--toy_model", "--model", "lm"], "--model"),
         (["--dynamo", "gcc"], "--compile"),
-        (["--compile", "gcc"], "--compile"),
-        (["--width", "5"], "--width"),
-        (["--width", "100"], "--width"),
-        (["--model", "toy", "--width", "33"], "--width"),
         (["--repeat", "-3"], "--steps"),
-        (["--matrix", "--profile"], "--trace"),
-        (["--trace", "trace.json"], "--trace"),
+        (["--profile"], "--trace"),
         (["--graph", "graph.dot"], "--graph"),
-        (["--matrix", "--compile", "print"], "--compile print"),
         (["--compile", "print"], "--bare, --ddp or --fsdp"),
         (["--bare", "--fsdp-wrap"], "--fsdp-wrap"),
-        (["--bare", "--ddp"], "--bare"),
         (["--ddp", "--fsdp-checkpoint"], "--fsdp-checkpoint"),
-        (["--profile", "--trace-file", "/nowhere/trace.json"], "--trace"),
+        (["--trace-file", "/nowhere/trace.json"], "--trace"),
         (["--graph", "/nowhere/graph.dot"], "--graph"),
+        (["--bare", "--graph", "a.dot"], "pip install torchviz"),
     ],
 )
-def test_bad_values(words, named, monkeypatch, capsys):
+def test_bad_values(words, named, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "torchviz", None)
     monkeypatch.setattr(sys, "argv", ["compile_ddp.py", *words])
     with pytest.raises(SystemExit) as end:
         compile_ddp.main()
@@ -363,24 +333,5 @@ def test_bad_values(words, named, monkeypatch, capsys):
     assert end.value.code == 2 and line.startswith("compile_ddp.py: error: ") and named in line
 
 
-def test_graph_without_torchviz(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(
-        sys, "argv", ["compile_ddp.py", "--bare", "--graph", str(tmp_path / "a.dot")]
-    )
-    monkeypatch.setitem(sys.modules, "torchviz", None)
-    with pytest.raises(SystemExit) as end:
-        compile_ddp.main()
-    assert end.value.code == 2 and "pip install torchviz" in capsys.readouterr().err
-
-
 def test_copied_alone(tmp_path):
     check_script_alone(SCRIPT, tmp_path)
-
-
-@pytest.mark.parametrize("missing", ["compile_flags", "compile_models"])
-def test_copied_without_the_files_beside_it(missing, monkeypatch):
-    monkeypatch.setitem(sys.modules, missing, None)
-    with pytest.raises(SystemExit) as end:
-        compile_ddp.main()
-    reason, needed = end.value.code.split(": copy ")
-    assert reason.startswith("error: ") and missing in reason and f"{missing}.py" in needed

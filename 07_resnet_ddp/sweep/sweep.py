@@ -86,9 +86,7 @@ def train(model: nn.Module, benchmark, steps: int, warmup: int, watch, progress)
     return seconds[warmup:]
 
 
-def measure_subset(
-    create_model, ranks: list[int], use_ddp: bool, train_model, args, device
-) -> list[float]:
+def measure_subset(create_model, ranks: list[int], use_ddp: bool, train_model, args) -> list[float]:
     """Train on these ranks, in a process group of their own, while all others wait.
 
     Returns the samples of all these ranks.
@@ -104,12 +102,10 @@ def measure_subset(
         torch.manual_seed(dist.get_rank())
         model = create_model()
         if use_ddp:
-            device_ids = None
-            if device.type == "cuda":
-                device_ids = [device]
+            device = next(model.parameters()).device
             model = DistributedDataParallel(
                 model,
-                device_ids,
+                [device] if device.type == "cuda" else None,
                 broadcast_buffers=False,
                 process_group=group,
                 bucket_cap_mb=args.bucket_size_mb,
@@ -160,9 +156,7 @@ def sweep(name: str, args, device) -> list[dict]:
     result = []
     for label, ranks, use_ddp in plan(dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])):
         train_here = partial(train_model, label)
-        measurements = measure_subset(
-            benchmark.create_model, ranks, use_ddp, train_here, args, device
-        )
+        measurements = measure_subset(benchmark.create_model, ranks, use_ddp, train_here, args)
         result.append({"ranks": ranks, "measurements": measurements})
         row = [f"{len(ranks):5}  {label}"]
         for seconds in percentiles(measurements):
@@ -176,30 +170,26 @@ def check_hosts(args) -> str:
 
     They differ in topology (--allow-mixed: that is no reason to end) or in number of ranks.
     """
-    from common.report import topology
+    from common import report
     from common.setup import fail, say
 
-    here = {
-        "host": f"{socket.gethostname()} (machine {os.environ.get('GROUP_RANK', 0)})",
-        "topology": topology().strip("\n"),
-        "ranks": int(os.environ["LOCAL_WORLD_SIZE"]),
-    }
+    host = f"{socket.gethostname()} (machine {os.environ.get('GROUP_RANK', 0)})"
+    here = (host, report.topology().strip("\n"), os.environ["LOCAL_WORLD_SIZE"])
     of_ranks = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, here)
-    topologies = {there["host"]: there["topology"] for there in of_ranks}
-    sizes = {there["host"]: there["ranks"] for there in of_ranks}
-    if len(set(sizes.values())) > 1:
-        found = ", ".join(f"{size} on {host}" for host, size in sizes.items())
+    hosts = sorted(set(of_ranks))
+    if len({ranks for _, _, ranks in hosts}) > 1:
+        found = ", ".join(f"{ranks} on {host}" for host, _, ranks in hosts)
         fail(f"every machine must have the same number of ranks, and there are {found}")
-    if len(set(topologies.values())) == 1:
-        return here["topology"]
-    report = "The machines differ:"
-    for name, text in topologies.items():
-        report += f"\n{name}:\n{text}"
+    if len({topology for _, topology, _ in hosts}) == 1:
+        return here[1]
+    found = "The machines differ:"
+    for host, topology, _ in hosts:
+        found += f"\n{host}:\n{topology}"
     if not args.allow_mixed:
-        say(report)
+        say(found)
         fail("the machines' topologies differ (see above); --allow-mixed measures all the same")
-    return report
+    return found
 
 
 def take_upstreams_place(args) -> None:
@@ -209,34 +199,24 @@ def take_upstreams_place(args) -> None:
     """
     from common.setup import fail
 
-    given = {
-        "RANK": args.rank,
-        "WORLD_SIZE": args.world_size,
-        "MASTER_ADDR": args.master_addr,
-        "MASTER_PORT": args.master_port,
-    }
-    missing = []
-    for name, value in given.items():
-        flag = "--" + name.lower().replace("_", "-")
-        if name in os.environ and value is not None and str(value) != os.environ[name]:
+    flags = ["--rank", "--world-size", "--master-addr", "--master-port"]
+    given = [args.rank, args.world_size, args.master_addr, args.master_port]
+    if given == [None] * 4:
+        return
+    for flag, value in zip(flags, given, strict=True):
+        name = flag.strip("-").replace("-", "_").upper()
+        if value is None:
+            fail(f"argument {flag}: is missing; these four belong together: {', '.join(flags)}")
+        if os.environ.setdefault(name, str(value)) != str(value):
             fail(f"argument {flag}: '{value}', but torchrun's {name} is '{os.environ[name]}'")
-        if name not in os.environ and value is None:
-            missing.append(flag)
-    if len(missing) == len(given):
-        return  # neither flags nor torchrun: process_group says what to type
-    if missing:
-        fail(f"argument {missing[0]}: is missing; without torchrun they belong together")
-    for name, value in given.items():
-        os.environ.setdefault(name, str(value))
-    if args.rank is not None and args.rank >= int(os.environ["WORLD_SIZE"]):
-        fail(f"argument --rank: '{args.rank}' is not below --world-size {os.environ['WORLD_SIZE']}")
+    if args.rank >= args.world_size:
+        fail(f"argument --rank: '{args.rank}' is not below --world-size {args.world_size}")
     # Upstream has eight GPUs on every machine; here as many ranks as GPUs, or all on one machine.
-    size = int(os.environ["WORLD_SIZE"])
     gpus = torch.cuda.device_count() if args.device != "cpu" else 0
-    local_size = min(size, gpus or size)
+    local_size = min(args.world_size, gpus or args.world_size)
     os.environ.setdefault("LOCAL_WORLD_SIZE", str(local_size))
-    os.environ.setdefault("LOCAL_RANK", str(int(os.environ["RANK"]) % local_size))
-    os.environ.setdefault("GROUP_RANK", str(int(os.environ["RANK"]) // local_size))
+    os.environ.setdefault("LOCAL_RANK", str(args.rank % local_size))
+    os.environ.setdefault("GROUP_RANK", str(args.rank // local_size))
 
 
 def choose_sizes(args) -> None:
@@ -245,19 +225,6 @@ def choose_sizes(args) -> None:
         if getattr(args, name) is None:
             setattr(args, name, default)
     args.model = list(dict.fromkeys(args.model))  # each once
-
-
-def choose_backend(args) -> None:
-    """Replace "auto" in args.backend, which only the subsets use."""
-    from common.setup import fail
-
-    # Not torch.cuda.is_available(): "--device cuda" without a GPU is process_group's to report.
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    gpu_per_rank = args.device != "cpu" and torch.cuda.device_count() >= local_size
-    args.backend = args.backend.replace("auto", "nccl" if gpu_per_rank else "gloo")
-    if args.backend == "nccl" and not gpu_per_rank:
-        needed = "CUDA and a GPU per rank of this host; use gloo or fewer ranks"
-        fail(f"argument --backend: 'nccl' needs {needed}")
 
 
 def add_arguments(parser) -> None:
@@ -271,24 +238,15 @@ def add_arguments(parser) -> None:
     add("--image-size", type=whole_number(1, 10_000), help="pixels a side (default: 64)")
     upstreams = f"other defaults, upstream's: {', '.join(FULL['model'])}; 32 images; 224 pixels"
     add("--full", action="store_true", help=upstreams)
-    add(
-        "--bucket-size-mb",
-        type=whole_number(1),
-        default=25,
-        old_names=["--bucket-size"],
-        help="of DDP's buckets",
-    )
+    bucket = {"default": 25, "old_names": ["--bucket-size"], "help": "of DDP's buckets"}
+    add("--bucket-size-mb", type=whole_number(1), **bucket)
     add("--steps", type=whole_number(1), default=10, old_names=["--iterations"], help="measured")
     add("--warmup", type=whole_number(0), default=5, help="steps before them, not measured")
     devices = ["auto", "cpu", "cuda"]
     add("--device", choices=devices, default="auto", help="auto: CUDA if there is one")
-    add(
-        "--backend",
-        choices=["auto", "gloo", "nccl"],
-        default="auto",
-        old_names=["--distributed-backend"],
-        help="of the subsets; auto: nccl if a GPU per rank",
-    )
+    backends = {"choices": ["auto", "gloo", "nccl"], "old_names": ["--distributed-backend"]}
+    chosen = "of the subsets; auto: nccl if a GPU per rank"
+    add("--backend", **backends, default="auto", help=chosen)
     waiting = "how long a rank waits for the others of its subset"
     add("--timeout", type=positive_number, default=300.0, metavar="SECONDS", help=waiting)
     mixed = "measure although the machines' topologies differ"
@@ -324,8 +282,6 @@ def main():
     warnings.filterwarnings("ignore", ".*broadcast_buffers", FutureWarning)
     choose_sizes(args)
     take_upstreams_place(args)
-    choose_backend(args)
-    sweep_models.check(args)
 
     # The group of all ranks only carries samples and makes ranks wait: gloo, so that a waiting
     # rank's GPU stays free, and for as long as the subsets need. torchrun ends the waiting ranks if
@@ -333,8 +289,9 @@ def main():
     waiting = argparse.Namespace(device=args.device, backend="gloo", timeout=7 * 24 * 3600)
     with setup.process_group(waiting) as device:
         waiting.timeout = args.timeout  # from now on what runs out of time is the group of a subset
+        setup.choose_device(args)  # the backend of the subsets
+        sweep_models.check(args)
         machine = check_hosts(args)
-        args.device = waiting.device
         result = report.begin("07_resnet_ddp/sweep", args, device)
         result["backend"] = args.backend  # of what is measured
         result |= {

@@ -71,42 +71,32 @@ class TorchvisionBenchmark(Benchmark):
         return torch.randint(1000, (self.batch_size,), device=self.device)
 
 
-def is_own(name: str) -> bool:
-    """Is this FILE.py:CLASS, and not a model of torchvision?"""
-    return ".py:" in name
-
-
 def own_class(name: str) -> type:
     """The class, or the function, of FILE.py:CLASS. Ends the run if there is none."""
     from common.setup import fail
 
     file, _, attribute = name.rpartition(":")
-    flag = f"argument --model: {name!r}"
-    if not Path(file).is_file():
-        fail(f"{flag}: there is no file {file!r}")
-    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
     try:
+        spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
         spec.loader.exec_module(module)
+        return getattr(module, attribute)
     except Exception as error:  # whatever that file does
-        fail(f"{flag}: {file} cannot be imported ({type(error).__name__}: {error})")
-    found = getattr(module, attribute, None)
-    if not callable(found):
-        fail(f"{flag}: {file} has no class or function {attribute!r}")
-    return found
+        problem = f"cannot be imported ({type(error).__name__}: {error})"
+        fail(f"argument --model: {name!r} {problem}")
 
 
 def make(name: str, args, device: torch.device) -> Benchmark:
-    """The benchmark of this name. Ends the run if FILE.py:CLASS gives none."""
+    """The benchmark of this name: a model of torchvision, or FILE.py:CLASS if that gives one."""
     from common.setup import fail
 
-    create = own_class(name) if is_own(name) else TorchvisionBenchmark
+    create = own_class(name) if ".py:" in name else TorchvisionBenchmark
     benchmark = create(device, args.backend, args.bucket_size_mb)
     for method in ("create_model", "generate_inputs", "generate_target"):
         if not callable(getattr(benchmark, method, None)):
             fail(f"argument --model: {name!r} has no method {method}()")
-    if not is_own(name):
+    if create is TorchvisionBenchmark:
         benchmark.name = name
     benchmark.batch_size = args.batch_size
     benchmark.image_size = args.image_size
@@ -120,29 +110,19 @@ def check(args) -> None:
     """
     from common.setup import fail
 
+    images = f"{args.batch_size} images of {args.image_size} × {args.image_size} pixels"
     for name in args.model:
-        if is_own(name):
-            make(name, args, torch.device("meta"))
-    names = [name for name in args.model if not is_own(name)]
-    if not names:
-        return
-    try:
-        import torchvision
-    except ImportError as error:
-        reason = f"torchvision, which cannot be imported ({error}): pip install torchvision"
-        fail(f"the models come from {reason}")
-    known = torchvision.models.list_models(module=torchvision.models)
-    for name in names:
-        if name not in known:
-            there = f"there are {', '.join(known)}, or FILE.py:CLASS of your own"
-            fail(f"argument --model: {name!r} is no classification model of torchvision; {there}")
         benchmark = make(name, args, torch.device("meta"))
+        if ".py:" in name:
+            continue
         try:
+            from torchvision import models
+
+            known = models.list_models(module=models)
+            if name not in known:
+                raise ValueError(f"there are {', '.join(known)}, or FILE.py:CLASS of your own")
             with torch.device("meta"):
                 benchmark.create_model()(*benchmark.generate_inputs())
         except Exception as error:  # assertions, shapes that don't fit, batch norm of one value, …
-            message = str(error) or type(error).__name__
-            size = args.image_size
-            images = f"{args.batch_size} images of {size} × {size} pixels"
-            reason = message.splitlines()[0]
-            fail(f"argument --image-size: {name} cannot train on {images} ({reason})")
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            fail(f"argument --model: '{name}' cannot be trained on {images}: {reason}")

@@ -1,12 +1,11 @@
-"""Tests of sweep.py and sweep_diff.py.
+"""sweep.py: the plan, real sweeps on one and on two "hosts", the JSON, bad input; sweep_diff.py."""
 
-The plan, real sweeps on one and on two "hosts", the JSON, the diff, bad input.
-"""
-
+import argparse
 import json
 import os
 import socket
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -48,6 +47,25 @@ def test_plan(ranks, local_size, labels):
     assert len(found[-1][1]) == ranks
 
 
+def first_weights(members, use_ddp):
+    """measure_subset, with a first weight of each rank's model in place of the times."""
+
+    def first_weight(model):
+        return [next(model.parameters()).item()]
+
+    args = argparse.Namespace(timeout=30, backend="gloo", bucket_size_mb=25)
+    linear = partial(torch.nn.Linear, 1, 1)
+    return sweep.measure_subset(linear, members, use_ddp, first_weight, args)
+
+
+def test_only_a_subset_trains_and_with_ddp_its_models_are_one(ranks):
+    for one, other in ranks(2).run(first_weights, [0, 1], True):
+        assert one == other
+    for one, other in ranks(2).run(first_weights, [0, 1], False):
+        assert one != other
+    assert [len(found) for found in ranks(2).run(first_weights, [0], True)] == [1, 1]
+
+
 def measured(output):
     """The subsets in the table of an output."""
     lines = [line.split() for line in output.splitlines() if line.count("/s") == 4]
@@ -60,18 +78,16 @@ def test_one_host(forked, tmp_path, diff):
     assert status == 0, output
     report = read_json(tmp_path / "a.json", "07_resnet_ddp/sweep")
     upstreams = "pytorch_version cuda_version distributed_backend bucket_size benchmark_results"
-    assert set(upstreams.split()) <= report.keys()
+    upstreams = {name: report[name] for name in upstreams.split()}
     assert report["options"]["steps"] == 3
     assert report["options"]["device"] == "cpu" and report["options"]["backend"] == "gloo"
     assert report["distributed_backend"] == "gloo" and report["bucket_size"] == 25
     (benchmark,) = report["benchmark_results"]
     assert list(benchmark) == ["model", "batch_size", "result"]
     assert (benchmark["model"], benchmark["batch_size"]) == ("squeezenet1_1", 2)
-    assert all(list(entry) == ["ranks", "measurements"] for entry in benchmark["result"])
-    # First without DDP.
-    assert [entry["ranks"] for entry in benchmark["result"]] == [[0], [0], [0, 1]]
-    # Of all ranks together, without warm-up.
-    assert [len(entry["measurements"]) for entry in benchmark["result"]] == [3, 3, 6]
+    # First without DDP; samples of all ranks together, without warm-up.
+    found = [(entry["ranks"], len(entry["measurements"])) for entry in benchmark["result"]]
+    assert found == [([0], 3), ([0], 3), ([0, 1], 6)]
     for entry in benchmark["result"]:
         assert all(0 < seconds < 60 for seconds in entry["measurements"])
     assert measured(output) == ["no", "1M/1G", "1M/2G"], output
@@ -80,18 +96,17 @@ def test_one_host(forked, tmp_path, diff):
     starts = ("#_resnet", "subsets", "ranks", "# no", "# #M", "percentiles")
     for line in masked(output):  # what the recorded output shows is what the script prints today
         assert line in recorded or not line.startswith(starts)
-    # A result as older versions and PyTorch's benchmark have it, against a new one.
-    older = {name: report[name] for name in upstreams.split()}
-    (tmp_path / "older.json").write_text(json.dumps(older))
-    for baseline in ("a.json", "older.json"):
+    # PyTorch's benchmark writes this much, and an older version of ours.
+    (tmp_path / "older.json").write_text(json.dumps(upstreams))
+    for baseline, steps in (("a.json", "3"), ("older.json", "-")):
         _, compared, _ = diff(tmp_path / baseline, tmp_path / "a.json")
         assert compared.count("+0.0%") == 6
         rows = [line.split() for line in compared.splitlines()]
-        assert ["--steps", "3" if baseline == "a.json" else "-", "3"] in rows
-        assert ["bucket_size", "25", "25"] in rows and "options" not in compared
+        assert ["steps", steps, "3"] in rows and ["bucket_size", "25", "25"] in rows
+        assert ["world_size", "-" if steps == "-" else "2", "2"] in rows
 
 
-def test_older_names_of_flags_are_understood_and_not_shown(capsys):
+def test_older_names_of_flags_are_understood_and_not_shown():
     parser = setup.Parser("")
     sweep.add_arguments(parser)
     older = "--iterations 7 --bucket-size 9 --distributed-backend gloo"
@@ -228,53 +243,44 @@ def test_hosts_that_differ(script, tmp_path):
     assert status == 0 and "GPU0 is somewhere else" in output and "2M/1G" in output, output
 
 
-NCCL_ON_CPU = ["--backend", "nccl", "--device", "cpu"]
+ONLY_RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+ONLY_RANK |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+FOUR = "--rank 1 --world-size 2 --master-addr x --master-port 1".split()
 
 
 @pytest.mark.parametrize(
-    "words, named",
+    "words, named, environment",
     [
-        (["--model", "resnet1"], "--model"),
-        (["--batch-size", "0"], "--batch-size"),
-        (["--model", "alexnet", "--image-size", "8"], "--image-size"),
-        (["--model", "vit_b_16", "--image-size", "64"], "--image-size"),
-        (["--bucket-size", "2.5"], "--bucket-size-mb"),
-        (["--iterations", "0"], "--steps"),
-        (["--distributed-backend", "mpi"], "--backend"),
-        (["--model", "alexnet", *NCCL_ON_CPU], "--backend"),
-        (["--model", "alexnet"], "torchrun"),
-        (["--model", "no_such.py:Mine"], "'no_such.py'"),
-        (["--model", "my_model.py:Yours"], "no class or function 'Yours'"),
-        (["--model", "my_model.py:Half"], "no method create_model()"),
-        (["--model", "broken.py:Mine"], "broken.py cannot be imported (NameError: "),
-        (["--rank", "0"], "--world-size"),
-        (["--world-size", "2", "--master-addr", "x", "--master-port", "1"], "--rank"),
-        (["--rank", "2", *"--world-size 2 --master-addr x --master-port 1".split()], "--rank"),
-        (["--master-port", "0"], "--master-port"),
+        (["--model", "resnet1"], "--model: 'resnet1' cannot be trained on 8 images", ONLY_RANK),
+        (["--batch-size", "0"], "--batch-size", ONLY_RANK),
+        (["--model", "alexnet", "--image-size", "8"], "of 8 × 8 pixels", ONLY_RANK),
+        (["--model", "vit_b_16"], "of 64 × 64 pixels", ONLY_RANK),
+        (["--bucket-size", "2.5"], "--bucket-size-mb", ONLY_RANK),
+        (["--iterations", "0"], "--steps", ONLY_RANK),
+        (["--distributed-backend", "mpi"], "--backend", ONLY_RANK),
+        (["--backend", "nccl", "--device", "cpu"], "--backend", ONLY_RANK),
+        (["--model", "no_such.py:Mine"], "'no_such.py:Mine' cannot be imported", ONLY_RANK),
+        (["--model", "my_model.py:Yours"], "has no attribute 'Yours'", ONLY_RANK),
+        (["--model", "my_model.py:Half"], "no method create_model()", ONLY_RANK),
+        (["--model", "broken.py:Mine"], "broken.py:Mine' cannot be imported (Name", ONLY_RANK),
+        ([], "torchrun", {}),
+        (["--rank", "0"], "--world-size: is missing", {}),
+        (["--master-port", "0"], "--master-port", {}),
+        ([*FOUR, "--world-size", "1"], "--rank: '1' is not below --world-size 1", {}),
+        (FOUR, "--rank: '1', but torchrun's RANK is '0'", ONLY_RANK),
     ],
 )
-def test_bad_values(words, named, monkeypatch, capsys, tmp_path):
+def test_bad_values(words, named, environment, monkeypatch, capsys, tmp_path):
     (tmp_path / "my_model.py").write_text(MY_MODEL)
     (tmp_path / "broken.py").write_text("what")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(os, "environ", os.environ.copy())
+    monkeypatch.setattr(os, "environ", os.environ | environment)
     monkeypatch.setattr(setup.time, "sleep", lambda seconds: None)  # of other ranks than 0
     monkeypatch.setattr(sys, "argv", ["sweep.py", *words])
     with pytest.raises(SystemExit) as end:
         sweep.main()
     (line,) = capsys.readouterr().err.splitlines()
     assert end.value.code == 2 and line.startswith("sweep.py: error: ") and named in line
-
-
-def test_what_contradicts_torchrun_is_one_line(monkeypatch, capsys):
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(sys, "argv", ["sweep.py", "--world-size", "4"])
-    with pytest.raises(SystemExit) as end:
-        sweep.main()
-    (line,) = capsys.readouterr().err.splitlines()
-    assert end.value.code == 2
-    assert line == "sweep.py: error: argument --world-size: '4', but torchrun's WORLD_SIZE is '2'"
 
 
 @pytest.fixture
@@ -306,52 +312,45 @@ def write(path, results, **header):
     return path
 
 
-def test_diff_of_equal_and_slower(tmp_path, diff):
-    baseline = write(tmp_path / "a", {("resnet18", 8): [(1, 0.10), (1, 0.10), (2, 0.20)]})
-    times = {("resnet18", 8): [(1, 0.10), (1, 0.05), (2, 0.25)]}
-    test = write(tmp_path / "b", times, pytorch_version="2.7.0", extra="x")
-    _, output, _ = diff(baseline, test)
-    lines = [line.split() for line in output.splitlines()]
-    assert ["pytorch_version", "2.6.0", "2.7.0"] in lines and ["extra", "-", "x"] in lines
-    assert ["no", "ddp", "0.1000s", "80.0/s", "+0.0%", "0.1000s", "80.0/s", "+0.0%"] in lines
-    assert ["1", "ranks", "0.0500s", "160.0/s", "+50.0%", "0.0500s", "160.0/s", "+50.0%"] in lines
-    assert ["2", "ranks", "0.2500s", "32.0/s", "-25.0%", "0.2500s", "32.0/s", "-25.0%"] in lines
-
-
-def test_diff_names_what_does_not_match(tmp_path, diff):
-    one, two, four = (1, 1.0), (2, 1.0), (4, 1.0)
-    times = {("alexnet", 8): [one], ("resnet18", 8): [one, one, two], ("vgg11", 8): [one]}
+def test_diff(tmp_path, diff):
+    """Equal, faster and slower; and what only one of them has."""
+    times = {("resnet18", 8): [(1, 0.10), (1, 0.10), (2, 0.20), (4, 1.0)], ("vgg11", 8): [(1, 1.0)]}
     baseline = write(tmp_path / "a", times)
-    times = {("vgg11", 16): [one], ("resnet18", 8): [one, one, four]}
-    test = write(tmp_path / "b", times)
-    status, output, _ = diff(baseline, test)
-    assert status == 0
-    for line in (
-        "only in the baseline: alexnet with batch size 8",
-        "only in the baseline: vgg11 with batch size 8",
-        "only in the test: vgg11 with batch size 16",
-        "only in the baseline: 2 ranks",
-        "only in the test: 4 ranks",
-        "Benchmark: resnet18 with batch size 8",
+    times = {("vgg11", 16): [(1, 1.0)], ("resnet18", 8): [(1, 0.10), (1, 0.05), (2, 0.25)]}
+    status, output, _ = diff(baseline, write(tmp_path / "b", times, bucket_size=9, extra="x"))
+    rows = [" ".join(line.split()) for line in output.splitlines()]
+    for row in (
+        "pytorch_version 2.6.0 2.6.0",
+        "bucket_size 25 9",
+        "extra - x",
+        "resnet18 8 no ddp 0.1000s 80.0/s +0.0% 0.1000s 80.0/s +0.0%",
+        "resnet18 8 1 ranks 0.0500s 160.0/s +50.0% 0.0500s 160.0/s +50.0%",
+        "resnet18 8 2 ranks 0.2500s 32.0/s -25.0% 0.2500s 32.0/s -25.0%",
+        "only in the baseline: resnet18 with batch size 8, 4 ranks",
+        "only in the baseline: vgg11 with batch size 8, no ddp",
+        "only in the test: vgg11 with batch size 16, no ddp",
     ):
-        assert line in output.splitlines()
-    assert "Benchmark: vgg11" not in output
+        assert row in rows, output
+    assert status == 0 and output.count("vgg11") == 2
 
 
-def test_diff_of_bad_files(tmp_path, diff):
+@pytest.mark.parametrize(
+    "content",
+    [
+        "no JSON\n",
+        "[1, 2]",
+        '{"stage": "05_bucketed"}',
+        b"\xff\xfe\x00",
+        '{"benchmark_results": [{"model": "a", "batch_size": 8, "result": '
+        '[{"ranks": [0], "measurements": []}]}]}',
+        None,
+    ],
+)
+def test_diff_of_a_bad_file_is_one_line(content, tmp_path, diff):
     good = write(tmp_path / "good", {("resnet18", 8): [(1, 1.0)]})
-    (tmp_path / "text").write_text("no JSON\n")
-    (tmp_path / "list").write_text("[1, 2]")
-    (tmp_path / "other").write_text('{"stage": "05_bucketed"}')
-    (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
-    empty = write(tmp_path / "empty", {("resnet18", 8): []})
-    entry = '"result": [{"ranks": [0], "measurements": []}]'
-    empty.write_text(empty.read_text().replace('"result": []', entry))
-    for bad in ("text", "list", "other", "bytes", "empty", "missing", "."):
-        status, _, errors = diff(good, tmp_path / bad)
-        assert status == 2 and errors.count("\n") == 1, (bad, errors)
-        assert errors.startswith("sweep_diff.py: error: ")
-        assert str(tmp_path / bad) in errors
-    for files in ([], [good], [good, good, good]):
-        status, _, errors = diff(*files)
-        assert status == 2 and errors.count("\n") == 1, errors
+    bad = tmp_path / "bad"
+    if content is not None:
+        bad.write_bytes(content if isinstance(content, bytes) else content.encode())
+    status, _, errors = diff(good, bad)
+    assert status == 2 and errors.count("\n") == 1, errors
+    assert errors.startswith("sweep_diff.py: error: ") and str(bad) in errors

@@ -19,8 +19,7 @@ $(ONE_RUN): FORCE | results
 $(LADDER:%=%/reference_output.txt): FLAGS = --steps 20
 05_bucketed/bucket_sweep/reference_output.txt: PICTURES = bucket_sweep.png
 06_sharded_optimizer/fsdp/reference_output.txt: PICTURES = fsdp.png
-07_resnet_ddp/reference_output.txt: PICTURES = speedup.png breakdown.png
-07_resnet_ddp/balance/reference_output.txt: FLAGS = --slow-rank 1 --slow-factor 1.5
+07_resnet_ddp/reference_output.txt: PICTURES = speedup.png
 07_resnet_ddp/compile_ddp/reference_output_variants.txt: FLAGS = --variants --batch-size 8 --steps 6
 07_resnet_ddp/sweep/reference_output_full.txt: FLAGS = --full --batch-size 2 --steps 3 --warmup 1
 
