@@ -45,7 +45,6 @@ def constants(network) -> tuple[float, float]:
 # ==================================================================================================
 # Below this line: the measurement, the table, the picture.
 
-NO_SYNC = ("no sync", None)
 NO_LIMIT = math.inf  # a bucket size: one bucket for everything
 RUNGS = {"NaiveDDP": "02", "OverlapDDP": "04", "BucketedDDP": "05"}  # of simulate.py
 STYLES = {  # of the picture: mark, colour
@@ -73,8 +72,6 @@ def wrap(training, kind: str, megabytes: float | None):
     """The model of a calibrate.Training, wrapped as (kind, bucket size in MB) wants it."""
     import calibrate
 
-    if kind == "no sync":
-        return training.model
     if kind in RUNGS:
         return calibrate.wrap(training.model, RUNGS[kind], megabytes)
 
@@ -113,7 +110,7 @@ def measure(pairs: list, args, batch_shape: tuple[int, int], alone, device) -> t
 
     from common import report, timing
 
-    steps = {label(*NO_SYNC): partial(alone.step, alone.model)}
+    steps = {"no sync": partial(alone.step, alone.model)}
     for pair in pairs:
         training = calibrate.Training(args, batch_shape, device)
         steps[label(*pair)] = partial(training.step, wrap(training, *pair))
@@ -123,7 +120,7 @@ def measure(pairs: list, args, batch_shape: tuple[int, int], alone, device) -> t
     step, network = calibrate.step_and_network(samples, gradient_bytes, dist.get_world_size())
     no_sync = report.percentiles(samples["no sync"]["step_seconds"])[0]
     candidates = []
-    for kind, megabytes in [NO_SYNC, *pairs]:
+    for kind, megabytes in [("no sync", None), *pairs]:
         name = label(kind, megabytes)
         candidate = {"name": name, "kind": kind, "bucket_size_mb": megabytes, **samples[name]}
         candidate["collectives_per_step"] = timing.count_collectives(steps[name])
@@ -275,6 +272,7 @@ def main():
     sys.path[:0] = [str(folder), str(folder.parent / "predict")]
     try:
         import calibrate
+        from bucketed import SIZES
 
         from common import report, setup
     except ModuleNotFoundError as error:
@@ -286,7 +284,7 @@ def main():
     parser = setup.Parser(__doc__)
     add = parser.add_argument
     add("--bucket-sizes-mb", type=setup.list_of(size), default="0.25,1,5,25", metavar="MB,MB,…")
-    setup.add_training_arguments(parser, calibrate.bucketed.SIZES, steps=10)
+    setup.add_training_arguments(parser, SIZES, steps=10)
     parser.set_defaults(size="deep")
     setup.add_plot_arguments(parser, "bucket_sweep.png")
     args = parser.parse_args()

@@ -15,9 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from common.testing import harness
 
 FOLDER = Path(__file__).resolve().parent
-ROOT = FOLDER.parent.parent
-STAGES = ["02_naive_ddp", "03_flat_ddp", "04_overlap_ddp", "05_bucketed"]
-sys.path[:0] = [str(FOLDER), *(str(ROOT / stage) for stage in STAGES)]
+sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
 
 import bucketed  # noqa: E402
 import calibrate  # noqa: E402
