@@ -234,26 +234,22 @@ def draw(result: dict, rows: list[dict], path: Path) -> None:
 
     figure = Figure(figsize=(9, 5.5), dpi=120, layout="constrained")
     axes = figure.subplots()
-    looks = {
-        "measured": ("overhead_seconds", {"linestyle": ":"}),
-        "simulated": ("simulated_seconds", {"markerfacecolor": "none"}),
-    }
     for kind, (marker, color) in STYLES.items():
-        for how, (key, look) in looks.items():
-            points = []
-            for row in rows:
-                if row["kind"] == kind and row[key] is not None:
-                    points.append((row["collectives_per_step"], 1000 * row[key]))
-            if points:
-                look = look | {"marker": marker, "color": color, "markersize": 8}
-                axes.plot(*zip(*sorted(points), strict=True), label=f"{kind}, {how}", **look)
+        look = {"marker": marker, "color": color, "markersize": 8}
+        of_kind = [row for row in rows if row["kind"] == kind]
+        buckets = [row["collectives_per_step"] for row in of_kind]
+        measured = [1000 * row["overhead_seconds"] for row in of_kind]
+        axes.plot(buckets, measured, linestyle=":", label=f"{kind}, measured", **look)
+        if kind in RUNGS:
+            simulated = [1000 * row["simulated_seconds"] for row in of_kind]
+            look["markerfacecolor"] = "none"
+            axes.plot(buckets, simulated, label=f"{kind}, simulated", **look)
     most = max(row["collectives_per_step"] for row in rows)
     buckets = numpy.geomspace(1, max(most, 2), 200)
-    seconds = overhead(
-        buckets, result["gradient_bytes"], result["bandwidth"], result["call_seconds"]
-    )
+    of_network = result["bandwidth"], result["call_seconds"]
+    formula = 1000 * overhead(buckets, result["gradient_bytes"], *of_network)
     curve = "the course's formula: s/(n·w) + n·o"
-    axes.plot(buckets, 1000 * seconds, color="black", label=curve)
+    axes.plot(buckets, formula, color="black", label=curve)
     where = "{world_size} ranks, {backend} on {device}".format(**result)
     megabytes = result["gradient_bytes"] / 2**20
     title = f"What synchronization costs: {result['model']['size']} model, {megabytes:.0f} MB"

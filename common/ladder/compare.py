@@ -11,7 +11,6 @@ The rungs on several networks, each with its label:
 
 import json
 import os
-import sys
 from pathlib import Path
 from statistics import fmean
 
@@ -148,4 +147,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
