@@ -18,6 +18,7 @@ Source: Stanford CS336, assignment 2 (2026), "data parallel calculations"; simul
 """
 
 import sys
+from bisect import bisect_left
 from pathlib import Path
 
 import torch
@@ -57,20 +58,11 @@ def closed_form(tokens: float, parameters: int, bytes_sent: float, bandwidth, op
 
 def most_ranks(is_enough) -> int:
     """The largest number of ranks, up to MOST_RANKS, for which `is_enough`; 1 if 2 are too many."""
-    below = 1
-    above = 2
-    while above <= MOST_RANKS and is_enough(above):
-        below = above
-        above = 2 * above
-    if above > MOST_RANKS:
-        return MOST_RANKS
-    while above - below > max(1, below // 100):  # to a hundredth
-        middle = (below + above) // 2
-        if is_enough(middle):
-            below = middle
-        else:
-            above = middle
-    return below
+
+    def is_too_much(ranks):
+        return not is_enough(ranks)
+
+    return 1 + bisect_left(range(2, MOST_RANKS + 1), True, key=is_too_much)
 
 
 # ==================================================================================================

@@ -205,11 +205,9 @@ def test_closed_form_is_where_the_ring_is_as_long_as_backward():
     assert ranks == pytest.approx(1 + tokens * bandwidth / (2 * operations))
 
 
-@pytest.mark.parametrize("limit", [1, 2, 3, 50, 1000, 40_000])
+@pytest.mark.parametrize("limit", [1, 2, 3, 50, 40_000, extrapolate.MOST_RANKS])
 def test_most_ranks(limit):
-    found = extrapolate.most_ranks(lambda ranks: ranks <= limit)
-    assert found <= limit and limit - found <= limit / 100
-    assert extrapolate.most_ranks(lambda _: True) == extrapolate.MOST_RANKS
+    assert extrapolate.most_ranks(lambda ranks: ranks <= limit) == limit
 
 
 def test_extrapolation(monkeypatch, capsys, tmp_path):
