@@ -91,6 +91,9 @@ def simulate_network(model, operations_per_second: float, gbit: float) -> dict:
         network = Network(ranks, LATENCY, gbit * GBIT, call=CALL, calls_at_once=1)
         return step.seconds_alone / simulate(step, network, rung, bucket_size_mb).step_seconds
 
+    def scales_to(row):
+        return most_ranks(lambda ranks: efficiency(row, ranks) >= KEPT)
+
     parameters = sum(map(torch.numel, model.parameters()))
     sent = sum(parameter.nbytes for parameter in model.parameters())
     limit = closed_form(GLOBAL_BATCH, parameters, sent, gbit * GBIT, operations_per_second)
@@ -100,7 +103,7 @@ def simulate_network(model, operations_per_second: float, gbit: float) -> dict:
         powers_of_two = [2**power for power in range(1, 11)]  # for the picture
         by_ranks = {ranks: efficiency(row, ranks) for ranks in powers_of_two}
         entry["efficiency"][row] = by_ranks
-        entry["most_ranks"][row] = most_ranks(lambda n, row=row: efficiency(row, n) >= KEPT)
+        entry["most_ranks"][row] = scales_to(row)
     return entry
 
 
