@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from common import timing
 from common.testing import harness
 
 FOLDER = Path(__file__).resolve().parent
@@ -62,20 +63,24 @@ def test_memory_is_enough_on_all_or_none(ranks):
 def sweep(fits):
     options = {"size": "nano", "batch_size": 1, "context_length": 8, "dtype": "float32", "seed": 0}
     options |= {"steps": 1, "warmup": 0, "bucket_sizes_mb": [0.01, 25.0, 25.0], "device": "cpu"}
-    with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2"):
-        with mock.patch.object(bucket_sweep, "all_fit", return_value=fits):
-            return bucket_sweep.sweep(argparse.Namespace(**options), torch.device("cpu"))
+    with (
+        mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2"),
+        mock.patch.object(bucket_sweep, "all_fit", return_value=fits),
+        mock.patch.object(timing, "measure", wraps=timing.measure) as measure,
+    ):
+        result = bucket_sweep.sweep(argparse.Namespace(**options), torch.device("cpu"))
+    return result["candidates"], measure.call_count
 
 
 @pytest.mark.parametrize("fits", [True, False])
 def test_what_does_not_fit_is_measured_one_at_a_time(ranks, fits):
     """Each beside a `no sync` of its own; what fits beside the same one."""
-    candidates = ranks(2).run(sweep, fits)[0]["candidates"]
+    candidates, groups = ranks(2).run(sweep, fits)[0]
     names = ["NaiveDDP", "OverlapDDP", "BucketedDDP inf MB", "BucketedDDP 25 MB", "torch DDP 25 MB"]
     names += ["BucketedDDP 0.01 MB", "torch DDP 0.01 MB"]
     rows = [candidate for candidate in candidates if candidate["name"] != "no sync"]
     assert [row["name"] for row in rows] == names
-    assert len(candidates) - len(rows) == (1 if fits else len(names))
+    assert len(candidates) - len(rows) == groups == (1 if fits else len(names))
     assert [row["collectives_per_step"] for row in rows[:4]] == [15, 15, 1, 1]
     assert rows[5]["collectives_per_step"] > 1
     for candidate in candidates:

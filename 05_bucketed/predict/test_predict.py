@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from common.testing import harness
@@ -97,6 +98,15 @@ def test_noise_makes_no_cost_negative():
 def test_the_slower_rank_sets_the_pace():
     samples = {"alone": {"seconds": [[1.0, 5.0, 1.0, 5.0], [2.0, 1.0, 2.0, 1.0]]}}
     assert calibrate.typical(samples, "alone") == calibrate.middle([2.0, 5.0, 2.0, 5.0]) == 3.5
+
+
+def wrappers():
+    rungs = ["02", "03", "04", "05"]
+    return [type(calibrate.wrap(nn.Linear(1, 1), rung, 25.0)).__name__ for rung in rungs]
+
+
+def test_wrapper_of_each_rung(ranks):
+    assert ranks(1).run(wrappers) == [["NaiveDDP", "FlatDDP", "OverlapDDP", "BucketedDDP"]]
 
 
 # The prediction

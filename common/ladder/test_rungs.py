@@ -1,10 +1,7 @@
 """The rungs beside each other: a small run, and what is refused."""
 
-import pytest
-
 from common.ladder import rungs
-from common.ladder.draw_rungs import LABELS
-from common.testing.harness import ROOT, check_wrong_input, read_json
+from common.testing.harness import NANO_CALLS, QUICK, ROOT, check_wrong_input, read_json
 
 
 def test_wrong_input(monkeypatch, capsys):
@@ -12,19 +9,17 @@ def test_wrong_input(monkeypatch, capsys):
     check_wrong_input(rungs.main, script, "--size", "huge", monkeypatch, capsys)
 
 
-@pytest.mark.full
 def test_run(forked, tmp_path):
-    files = {name: tmp_path / name for name in ("json", "plot")}
-    words = ["--size", "deep", "--steps", "1", "--warmup", "0", "--batch-size", "1"]
-    for name, file in files.items():
-        words += [f"--{name}", file]
+    json, picture = tmp_path / "x.json", tmp_path / "x.png"
+    words = [*QUICK, "--device", "cpu", "--json", json, "--plot", picture]
     status, output = forked(2, ROOT / "common/ladder/rungs.py", *words, cwd=tmp_path)
     assert status == 0, output
-    result = read_json(files["json"], "rungs")
-    candidates = result["models"]["deep"]["candidates"]
-    assert [one["name"] for one in candidates] == list(LABELS)
-    assert [one["collectives_per_step"] for one in candidates[:4]] == [0, 195, 1, 195]
-    assert files["plot"].read_bytes().startswith(b"\x89PNG")
+    candidates = read_json(json, "rungs")["models"]["nano"]["candidates"]
+    counts = {one["name"]: one["collectives_per_step"] for one in candidates}
+    assert list(counts.items()) == list(NANO_CALLS.items())
+    summary = output[output.index("step ÷ no sync") :].splitlines()
+    assert [line.split()[-1] for line in summary[1:7]] == [str(n) for n in NANO_CALLS.values()]
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_results_of_an_earlier_run_do_not_outlive_a_run_that_fails(forked, tmp_path):
