@@ -141,10 +141,14 @@ def test_what_is_measured_does_not_change_what_is_predicted():
     assert all(short < long for short, long in zip(before, after, strict=True))
 
 
-def test_best_bucket_is_named_with_its_noise(capsys):
-    entry = entry_with([0.3, 0.3, 0.3, 0.30, 0.25, 0.26, 0.27, 0.28])
+def test_table_and_best_bucket(capsys):
+    """A step alone takes 170 ms; the best bucket is named with its noise."""
+    entry = entry_with([0.34, 0.3, 0.3, 0.30, 0.25, 0.26, 0.27, 0.28])
     predict.print_rows(entry)
-    last = capsys.readouterr().out.splitlines()[-1]
+    _, first, *_, last = capsys.readouterr().out.splitlines()
+    predicted = entry["rows"][0]["predicted_seconds"]
+    in_ms, error = f"{1000 * predicted:.1f}", f"{100 * (predicted / 0.34 - 1):+.1f}"
+    assert first.split() == ["02", in_ms, "340.0", f"{predicted / 0.17:.3f}", "2.000", error, "%"]
     assert "measured 10 MB" in last and ("the noise" in last) == ("predicted 10 MB" not in last)
 
 
