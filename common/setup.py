@@ -126,7 +126,6 @@ def add_training_arguments(parser: Parser, sizes: dict, steps: int) -> None:
     add("--steps", type=one, default=steps, help="steps that are measured")
     add("--warmup", type=whole_number(0), default=5, help="steps before them")
     add("--seed", type=whole_number(0), default=0)
-    add("--no-baseline", action="store_true", help="measure this stage alone, to save memory")
     add("--json", type=output_file, metavar="FILE", help="everything measured, raw")
     add_process_group_arguments(parser)
 
@@ -136,6 +135,7 @@ def add_verify_arguments(parser: Parser) -> None:
     add = parser.add_argument
     file = {"type": output_file, "metavar": "FILE"}
     add("--no-verify", action="store_true", help="only measure")
+    add("--no-baseline", action="store_true", help="measure this stage alone, to save memory")
     add("--data", metavar="DIR", help="verify on MNIST from this folder instead of the digits")
     add("--download", action="store_true", help="fetch MNIST into --data first")
     add("--save", **file, help="the verified classifier's state_dict")

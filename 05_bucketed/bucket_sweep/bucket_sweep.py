@@ -15,7 +15,6 @@ Source: Stanford CS336, assignment 2, "DDP bucketed benchmarking".
 import math
 import os
 import sys
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -46,8 +45,8 @@ def constants(network) -> tuple[float, float]:
 # ==================================================================================================
 # Below this line: the measurement, the table, the picture.
 
-RUNGS = {"NaiveDDP": "02", "OverlapDDP": "04", "BucketedDDP": "05"}  # of simulate.py
 NO_LIMIT = math.inf  # a bucket size: one bucket for everything
+RUNGS = {"NaiveDDP": "02", "OverlapDDP": "04", "BucketedDDP": "05"}  # of simulate.py
 STYLES = {  # of the picture: mark, colour
     "NaiveDDP": ("D", "#CC79A7"),
     "OverlapDDP": ("^", "#009E73"),
@@ -56,16 +55,11 @@ STYLES = {  # of the picture: mark, colour
 }
 
 
-def kinds_and_sizes(args) -> list[tuple[str, float | None]]:
+def kinds_and_sizes(bucket_sizes_mb: list[float]) -> list[tuple[str, float | None]]:
     """What is measured: (kind, bucket size in MB), None where there are no buckets."""
-    pairs = []
-    if not args.no_baseline:
-        pairs += [("NaiveDDP", None), ("OverlapDDP", None)]
-    pairs.append(("BucketedDDP", NO_LIMIT))
-    for megabytes in sorted(set(args.bucket_sizes_mb), reverse=True):
-        pairs.append(("BucketedDDP", megabytes))
-        if not args.no_baseline:
-            pairs.append(("torch DDP", megabytes))
+    pairs = [("NaiveDDP", None), ("OverlapDDP", None), ("BucketedDDP", NO_LIMIT)]
+    for megabytes in sorted(set(bucket_sizes_mb), reverse=True):
+        pairs += [("BucketedDDP", megabytes), ("torch DDP", megabytes)]
     return pairs
 
 
@@ -74,27 +68,19 @@ def label(kind: str, megabytes: float | None) -> str:
     return kind if megabytes is None else f"{kind} {megabytes:g} MB"
 
 
-def wrap(training, kind: str, megabytes: float | None, gradient_as_bucket_view: bool):
-    """The model, wrapped as (kind, bucket size in MB) wants it."""
-    from bucketed import BucketedDDP
-    from naive_ddp import NaiveDDP
-    from overlap_ddp import OverlapDDP
+def wrap(training, kind: str, megabytes: float | None):
+    """The model of a calibrate.Training, wrapped as (kind, bucket size in MB) wants it."""
+    import calibrate
 
-    if kind == "NaiveDDP":
-        return NaiveDDP(training.model)
-    if kind == "OverlapDDP":
-        return OverlapDDP(training.model)
-    if kind == "BucketedDDP":
-        return BucketedDDP(training.model, megabytes)
+    if kind in RUNGS:
+        return calibrate.wrap(training.model, RUNGS[kind], megabytes)
 
     def mark_last_gradient(_):
         training.watch.mark("last gradient")
 
     # torch DDP waits within backward. What it exposes begins with the first layer's gradient.
     training.model.token_embedding.weight.register_post_accumulate_grad_hook(mark_last_gradient)
-    return DistributedDataParallel(
-        training.model, bucket_cap_mb=megabytes, gradient_as_bucket_view=gradient_as_bucket_view
-    )
+    return DistributedDataParallel(training.model, bucket_cap_mb=megabytes)
 
 
 def all_fit(replicas: int, gradient_bytes: int, device: torch.device) -> bool:
@@ -113,42 +99,87 @@ def all_fit(replicas: int, gradient_bytes: int, device: torch.device) -> bool:
     return bool(fits)
 
 
-def measure(pairs: list, args, batch_shape: tuple[int, int], alone, device) -> dict:
+def measure(pairs: list, args, batch_shape: tuple[int, int], alone, device) -> tuple:
     """Measure (kind, bucket size) pairs in turn with `no sync` and the experiments of calibrate.py.
 
-    `alone`: the calibrate.Training of those two; each pair has one of its own. Returns "rows",
-    "no_sync", and what simulate.py has to know: "step" and "network".
+    `alone`: the calibrate.Training of those two; each pair has one of its own. Returns a dict for
+    each candidate, `no sync` first, and the Network that was found.
     """
     import calibrate
     from simulate import simulate
 
     from common import report, timing
 
-    candidates = {"no sync": partial(alone.step, alone.model)}
-    for kind, megabytes in pairs:
+    steps = {"no sync": partial(alone.step, alone.model)}
+    for pair in pairs:
         training = calibrate.Training(args, batch_shape, device)
-        model = wrap(training, kind, megabytes, args.gradient_as_bucket_view)
-        candidates[label(kind, megabytes)] = partial(training.step, model)
-    everything = calibrate.with_experiments(candidates, alone, every=3)
+        steps[label(*pair)] = partial(training.step, wrap(training, *pair))
+    everything = calibrate.with_experiments(steps, alone, every=3)
     samples = timing.measure(everything, args.steps, args.warmup)
     gradient_bytes = [parameter.nbytes for parameter in alone.parameters]
     step, network = calibrate.step_and_network(samples, gradient_bytes, dist.get_world_size())
-    step_alone = step.forward + step.backward + step.optimizer
     no_sync = report.percentiles(samples["no sync"]["step_seconds"])[0]
-    rows = []
-    for kind, megabytes in pairs:
+    candidates = []
+    for kind, megabytes in [("no sync", None), *pairs]:
         name = label(kind, megabytes)
-        row = {"kind": kind, "bucket_size_mb": megabytes, **samples[name]}
-        row["buckets"] = timing.count_collectives(candidates[name])
-        p50 = report.percentiles(row["step_seconds"])[0]
-        row["ratio_to_no_sync"] = p50 / no_sync
-        row["overhead_seconds"] = p50 - no_sync
-        row["simulated_seconds"] = None  # torch DDP is not one of those that simulate.py knows
+        candidate = {"name": name, "kind": kind, "bucket_size_mb": megabytes, **samples[name]}
+        candidate["collectives_per_step"] = timing.count_collectives(steps[name])
+        p50 = report.percentiles(candidate["step_seconds"])[0]
+        candidate["ratio_to_no_sync"] = p50 / no_sync
+        candidate["overhead_seconds"] = p50 - no_sync
+        candidate["simulated_seconds"] = None  # torch DDP is none that simulate.py knows
         if kind in RUNGS:
             simulated = simulate(step, network, RUNGS[kind], megabytes or 25.0)
-            row["simulated_seconds"] = simulated.step_seconds - step_alone
-        rows.append(row)
-    return {"rows": rows, "no_sync": samples["no sync"], "step": step, "network": network}
+            candidate["simulated_seconds"] = simulated.step_seconds - step.seconds_alone
+        candidates.append(candidate)
+    return candidates, network
+
+
+def sweep(args, device: torch.device) -> dict:
+    """Measure all candidates; returns what --json writes."""
+    import calibrate
+    from bucketed import SIZES, LanguageModel
+
+    from common import report
+    from common.setup import say
+
+    result = report.begin("05_bucketed/bucket_sweep", args, device)
+    model = report.describe(LanguageModel, SIZES, args, replicas=2)
+    gradient_bytes = model["parameters"] * getattr(torch, args.dtype).itemsize
+    batch_shape = model["batch_size"], model["context_length"]
+    pairs = kinds_and_sizes(args.bucket_sizes_mb)
+    alone = calibrate.Training(args, batch_shape, device)
+    groups = [pairs]
+    order = "interleaved"
+    if not all_fit(len(pairs) + 1, gradient_bytes, device):
+        groups = [[pair] for pair in pairs]  # the memory of each is free again before the next
+        order = "one at a time against the same no sync"
+    candidates = []
+    networks = []
+    for group in groups:
+        measured, network = measure(group, args, batch_shape, alone, device)
+        candidates += measured
+        networks.append(network)
+
+    bandwidth, call = constants(networks[0])
+    for candidate in candidates:
+        if candidate["kind"] != "no sync":
+            buckets = candidate["collectives_per_step"]
+            candidate["formula_seconds"] = overhead(buckets, gradient_bytes, bandwidth, call)
+    best = gradient_bytes / best_number_of_buckets(gradient_bytes, bandwidth, call) / 2**20
+    found = f"w = {bandwidth / 1e9:.2f} GB/s, o = {1e6 * call:.0f} µs"
+    megabytes = f"s = {gradient_bytes / 2**20:.1f} MB of gradients"
+    say(f"calibrated: {found}; with {megabytes} the formula's best bucket has {best:.1f} MB")
+    floor = report.milliseconds(candidates[0]["step_seconds"])[0]
+    say(f"{len(pairs)} candidates and no sync, {order}; no sync: {floor} ms")
+    return result | {
+        "model": model,
+        "gradient_bytes": gradient_bytes,
+        "bandwidth": bandwidth,
+        "call_seconds": call,
+        "formula_best_mb": best,
+        "candidates": candidates,
+    }
 
 
 def print_rows(rows: list[dict]) -> None:
@@ -160,11 +191,11 @@ def print_rows(rows: list[dict]) -> None:
     table = []
     for row in rows:
         size = "-" if row["bucket_size_mb"] is None else f"{row['bucket_size_mb']:g}"
-        cells = [row["kind"], size, str(row["buckets"])]
+        cells = [row["kind"], size, str(row["collectives_per_step"])]
         cells += report.milliseconds(row["step_seconds"])
         cells.append(f"{row['ratio_to_no_sync']:.3f}")
         cells.append(report.milliseconds(row["exposed_comm_seconds"])[0])
-        for key in ("overhead_seconds", "predicted_seconds", "simulated_seconds"):
+        for key in ("overhead_seconds", "formula_seconds", "simulated_seconds"):
             cells.append("-" if row[key] is None else f"{1000 * row[key]:.1f}")
         cells.append(f"{one_bucket['ratio_to_no_sync'] / row['ratio_to_no_sync']:.3f}")
         table.append(cells)
@@ -177,110 +208,48 @@ def print_rows(rows: list[dict]) -> None:
     say("bucket for everything (inf MB).")
 
 
-def sweep(args, device: torch.device) -> None:
-    """Measure all candidates, print the table, write the files."""
-    import bucketed
-    import calibrate
-
-    from common import report
-    from common.setup import say
-
-    result = report.begin("05_bucketed/bucket_sweep", args, device)
-    model = report.describe(bucketed.LanguageModel, bucketed.SIZES, args, replicas=2)
-    gradient_bytes = model["parameters"] * getattr(torch, args.dtype).itemsize
-    batch_shape = model["batch_size"], model["context_length"]
-    pairs = kinds_and_sizes(args)
-    at_once = all_fit(len(pairs) + 1, gradient_bytes, device)
-    alone = calibrate.Training(args, batch_shape, device)
-    if at_once:
-        groups = [measure(pairs, args, batch_shape, alone, device)]
-    else:  # the memory of each is free again before the next
-        groups = [measure([pair], args, batch_shape, alone, device) for pair in pairs]
-
-    rows = [row for group in groups for row in group["rows"]]
-    bandwidth, call = constants(groups[0]["network"])
-    for row in rows:
-        row["predicted_seconds"] = overhead(row["buckets"], gradient_bytes, bandwidth, call)
-    best = gradient_bytes / best_number_of_buckets(gradient_bytes, bandwidth, call) / 2**20
-    result |= {
-        "model": model,
-        "gradient_bytes": gradient_bytes,
-        "bandwidth": bandwidth,
-        "call_seconds": call,
-        "predicted_best_mb": best,
-        "rows": rows,
-        "no_sync": [group["no_sync"] for group in groups],
-        "simulated": [[asdict(group["step"]), asdict(group["network"])] for group in groups],
-    }
-    found = f"w = {bandwidth / 1e9:.2f} GB/s, o = {1e6 * call:.0f} µs"
-    megabytes = f"s = {gradient_bytes / 2**20:.1f} MB of gradients"
-    say(f"calibrated: {found}; with {megabytes} the formula's best bucket has {best:.1f} MB")
-    order = "interleaved" if at_once else "one at a time against the same no sync"
-    floor = report.milliseconds(groups[0]["no_sync"]["step_seconds"])[0]
-    say(f"{len(pairs)} candidates and no sync, {order}; no sync: {floor} ms")
-    print_rows(rows)
-    say_the_best(result)
-    if args.plot and dist.get_rank() == 0:
-        draw(result, args.plot)
-        say(f"written: {args.plot}")
-    report.write_json(args.json, result)
-
-
-def say_the_best(result: dict) -> None:
+def say_the_best(rows: list[dict], formula_best_mb: float) -> None:
     """The last line: the best bucket, and how it compares with torch DDP's best."""
     from common.setup import say
 
     def ratio(row):  # to the no sync beside it, so that rows of different groups compare, too
         return row["ratio_to_no_sync"]
 
-    bucketed = [row for row in result["rows"] if row["kind"] == "BucketedDDP"]
+    bucketed = [row for row in rows if row["kind"] == "BucketedDDP"]
+    of_torch = [row for row in rows if row["kind"] == "torch DDP"]
     best = min(bucketed, key=ratio)
     by_model = min(bucketed, key=lambda row: row["simulated_seconds"])
-    result["measured_best_mb"] = best["bucket_size_mb"]
+    bar = min(of_torch, key=ratio)
     line = f"best BucketedDDP: {best['bucket_size_mb']:g} MB, "
-    line += f"by the formula {result['predicted_best_mb']:.1f} MB, "
-    line += f"by the model {by_model['bucket_size_mb']:g} MB"
-    of_torch = [row for row in result["rows"] if row["kind"] == "torch DDP"]
-    if of_torch:
-        bar = min(of_torch, key=ratio)
-        line += f"; {ratio(best) / ratio(bar):.3f} × the best torch DDP"
-        line += f" ({bar['bucket_size_mb']:g} MB)"
+    line += f"by the formula {formula_best_mb:.1f} MB, "
+    line += f"by the model {by_model['bucket_size_mb']:g} MB; "
+    line += f"{ratio(best) / ratio(bar):.3f} × the best torch DDP ({bar['bucket_size_mb']:g} MB)"
     say(line)
 
 
-def points_of(rows: list[dict], kind: str, key: str) -> tuple[list, list]:
-    """Numbers of buckets, and the milliseconds of rows of this kind; one point for each number."""
-    points = {}
-    for row in rows:
-        if row["kind"] == kind and row[key] is not None:
-            points.setdefault(row["buckets"], 1000 * row[key])
-    numbers = sorted(points)
-    return numbers, [points[buckets] for buckets in numbers]
-
-
-def draw(result: dict, path: Path) -> None:
+def draw(result: dict, rows: list[dict], path: Path) -> None:
     """Overhead over the number of buckets: measured points, simulated ones, the formula's curve."""
     import numpy
     from matplotlib.figure import Figure
 
-    rows = result["rows"]
     figure = Figure(figsize=(9, 5.5), dpi=120, layout="constrained")
     axes = figure.subplots()
     for kind, (marker, color) in STYLES.items():
         look = {"marker": marker, "color": color, "markersize": 8}
-        measured = points_of(rows, kind, "overhead_seconds")
-        if measured[0]:
-            axes.plot(*measured, linestyle=":", label=f"{kind}, measured", **look)
-        simulated = points_of(rows, kind, "simulated_seconds")
-        if simulated[0]:
-            axes.plot(*simulated, markerfacecolor="none", label=f"{kind}, simulated", **look)
-    most = max(row["buckets"] for row in rows)
+        of_kind = [row for row in rows if row["kind"] == kind]
+        buckets = [row["collectives_per_step"] for row in of_kind]
+        measured = [1000 * row["overhead_seconds"] for row in of_kind]
+        axes.plot(buckets, measured, linestyle=":", label=f"{kind}, measured", **look)
+        if kind in RUNGS:
+            simulated = [1000 * row["simulated_seconds"] for row in of_kind]
+            look["markerfacecolor"] = "none"
+            axes.plot(buckets, simulated, label=f"{kind}, simulated", **look)
+    most = max(row["collectives_per_step"] for row in rows)
     buckets = numpy.geomspace(1, max(most, 2), 200)
-    seconds = overhead(
-        buckets, result["gradient_bytes"], result["bandwidth"], result["call_seconds"]
-    )
-    label = "the course's formula: s/(n·w) + n·o"
-    axes.plot(buckets, 1000 * seconds, color="black", label=label)
+    of_network = result["bandwidth"], result["call_seconds"]
+    formula = 1000 * overhead(buckets, result["gradient_bytes"], *of_network)
+    curve = "the course's formula: s/(n·w) + n·o"
+    axes.plot(buckets, formula, color="black", label=curve)
     where = "{world_size} ranks, {backend} on {device}".format(**result)
     megabytes = result["gradient_bytes"] / 2**20
     title = f"What synchronization costs: {result['model']['size']} model, {megabytes:.0f} MB"
@@ -296,22 +265,14 @@ def draw(result: dict, path: Path) -> None:
 
 def main():
     folder = Path(__file__).resolve().parent
-    stage = folder.parent
-    root = stage.parent
-    others = [stage / "predict", root / "02_naive_ddp", root / "04_overlap_ddp"]
-    sys.path[:0] = [str(path) for path in (folder, stage, root, *others)]
+    sys.path[:0] = [str(folder), str(folder.parent / "predict")]
     try:
-        import bucketed
-        import calibrate  # noqa: F401
-        import naive_ddp  # noqa: F401
-        import overlap_ddp  # noqa: F401
-        import simulate  # noqa: F401
+        import calibrate
+        from bucketed import SIZES
 
-        from common import setup
+        from common import report, setup
     except ModuleNotFoundError as error:
-        needed = (
-            "the repository's folder common/, the scripts of 02, 04, 05 and 05_bucketed/predict"
-        )
+        needed = "the repository's folder common/, the scripts of 02 to 05 and 05_bucketed/predict"
         sys.exit(f"error: {error}: copy {needed} beside this script")
 
     allowed = "a number above 0, at most 1000000; one bucket for all is measured anyway"
@@ -319,17 +280,21 @@ def main():
     parser = setup.Parser(__doc__)
     add = parser.add_argument
     add("--bucket-sizes-mb", type=setup.list_of(size), default="0.25,1,5,25", metavar="MB,MB,…")
-    setup.add_training_arguments(parser, bucketed.SIZES, steps=10)
+    setup.add_training_arguments(parser, SIZES, steps=10)
     parser.set_defaults(size="deep")
-    add("--gradient-as-bucket-view", action="store_true", help="torch DDP's option of that name")
     setup.add_plot_arguments(parser, "bucket_sweep.png")
     args = parser.parse_args()
 
     with setup.process_group(args) as device:
-        if dist.get_world_size() == 1:
-            nproc = "torchrun's argument --nproc-per-node (NPROC of make)"
-            setup.fail(f"{nproc}: '1' rank sends nothing; allowed are 2 and more")
-        sweep(args, device)
+        calibrate.refuse_one_rank()
+        result = sweep(args, device)
+        rows = [row for row in result["candidates"] if row["kind"] != "no sync"]
+        print_rows(rows)
+        say_the_best(rows, result["formula_best_mb"])
+        if args.plot and dist.get_rank() == 0:
+            draw(result, rows, args.plot)
+            setup.say(f"written: {args.plot}")
+        report.write_json(args.json, result)
 
 
 if __name__ == "__main__":

@@ -1,21 +1,22 @@
 """05/bucket_sweep: the formula, the guard of memory, and the script from outside."""
 
 import argparse
+import math
 import os
 import sys
 from pathlib import Path
 from unittest import mock
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
 
+from common import timing
 from common.testing import harness
 
 FOLDER = Path(__file__).resolve().parent
-STAGE = FOLDER.parent
-OTHERS = [STAGE / "predict", STAGE.parent / "02_naive_ddp", STAGE.parent / "04_overlap_ddp"]
-sys.path[:0] = [str(path) for path in (FOLDER, STAGE, *OTHERS)]
+sys.path[:0] = [str(FOLDER), str(FOLDER.parent / "predict")]
 
 import bucket_sweep  # noqa: E402
 from simulate import Network, Step, simulate  # noqa: E402
@@ -59,24 +60,59 @@ def test_memory_is_enough_on_all_or_none(ranks):
     ranks(2).run(memory_is_enough_on_all_or_none)
 
 
-def sweep_one_at_a_time(folder):
+def sweep(fits):
     options = {"size": "nano", "batch_size": 1, "context_length": 8, "dtype": "float32", "seed": 0}
     options |= {"steps": 1, "warmup": 0, "bucket_sizes_mb": [0.01, 25.0, 25.0], "device": "cpu"}
-    options |= {"no_baseline": True, "gradient_as_bucket_view": False, "plot": None}
-    args = argparse.Namespace(**options, json=folder / "sweep.json")
-    with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2"):
-        with mock.patch.object(bucket_sweep, "all_fit", return_value=False):
-            bucket_sweep.sweep(args, torch.device("cpu"))
+    with (
+        mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2"),
+        mock.patch.object(bucket_sweep, "all_fit", return_value=fits),
+        mock.patch.object(timing, "measure", wraps=timing.measure) as measure,
+    ):
+        result = bucket_sweep.sweep(argparse.Namespace(**options), torch.device("cpu"))
+    return result["candidates"], measure.call_count
 
 
-def test_what_does_not_fit_is_measured_one_at_a_time(ranks, tmp_path):
-    """Each with a `no sync` of its own; without the baseline only BucketedDDP."""
-    ranks(2).run(sweep_one_at_a_time, tmp_path)
-    result = harness.read_json(tmp_path / "sweep.json", "05_bucketed/bucket_sweep")
-    rows = [(row["kind"], row["bucket_size_mb"]) for row in result["rows"]]
-    assert rows == [("BucketedDDP", None), ("BucketedDDP", 25.0), ("BucketedDDP", 0.01)]
-    assert len(result["no_sync"]) == len(result["simulated"]) == 3
-    assert [row["buckets"] for row in result["rows"][:2]] == [1, 1] < [result["rows"][2]["buckets"]]
+@pytest.mark.parametrize("fits", [True, False])
+def test_what_does_not_fit_is_measured_one_at_a_time(ranks, fits):
+    """Each beside a `no sync` of its own; what fits beside the same one."""
+    candidates, groups = ranks(2).run(sweep, fits)[0]
+    names = ["NaiveDDP", "OverlapDDP", "BucketedDDP inf MB", "BucketedDDP 25 MB", "torch DDP 25 MB"]
+    names += ["BucketedDDP 0.01 MB", "torch DDP 0.01 MB"]
+    rows = [candidate for candidate in candidates if candidate["name"] != "no sync"]
+    assert [row["name"] for row in rows] == names
+    assert len(candidates) - len(rows) == groups == (1 if fits else len(names))
+    assert [row["collectives_per_step"] for row in rows[:4]] == [15, 15, 1, 1]
+    assert rows[5]["collectives_per_step"] > 1
+    for candidate in candidates:
+        p50 = numpy.median(candidate["step_seconds"])
+        if candidate["name"] == "no sync":
+            floor = p50
+        assert candidate["ratio_to_no_sync"] == pytest.approx(p50 / floor)
+        assert candidate["overhead_seconds"] == pytest.approx(p50 - floor)
+
+
+def row(kind, megabytes, step):
+    """Of the table; a step without synchronization takes 0.2 s."""
+    times = {"step_seconds": [[step] * 2] * 2, "exposed_comm_seconds": [[0.03] * 2] * 2}
+    times |= {"overhead_seconds": step - 0.2, "formula_seconds": 0.01, "simulated_seconds": step}
+    names = {"kind": kind, "bucket_size_mb": megabytes, "collectives_per_step": 7}
+    return names | times | {"ratio_to_no_sync": step / 0.2}
+
+
+def test_table_and_last_line(capsys):
+    rows = [row("BucketedDDP", megabytes, step) for megabytes, step in ((math.inf, 0.3), (5, 0.25))]
+    rows.append(row("torch DDP", 5, 0.24) | {"simulated_seconds": None})
+    bucket_sweep.print_rows(rows)
+    bucket_sweep.say_the_best(rows, 4.0)
+    _, first, second, third, *_, last = capsys.readouterr().out.splitlines()
+    assert first.split()[:4] == "BucketedDDP inf 7 300.0".split()
+    assert first.split()[-6:] == "1.500 30.0 100.0 10.0 300.0 1.000".split()
+    assert second.split()[-6:] == "1.250 30.0 50.0 10.0 250.0 1.200".split()
+    assert third.split()[-6:] == "1.200 30.0 40.0 10.0 - 1.250".split()
+    assert last == (
+        "best BucketedDDP: 5 MB, by the formula 4.0 MB, by the model 5 MB; "
+        "1.042 × the best torch DDP (5 MB)"
+    )
 
 
 @pytest.mark.full
@@ -92,16 +128,12 @@ def test_run(forked, tmp_path, device):
     recorded = recorded.replace("gloo on cpu", f"{result['backend']} on {device}")
     for shown, expected in zip(shape_of(output), shape_of(recorded), strict=True):
         assert shown == expected
-    rows = [(row["kind"], row["bucket_size_mb"], row["buckets"]) for row in result["rows"]]
-    assert rows[:3] == [
-        ("NaiveDDP", None, 195),
-        ("OverlapDDP", None, 195),
-        ("BucketedDDP", None, 1),
-    ]
-    assert [kind for kind, _, _ in rows[3:]] == ["BucketedDDP", "torch DDP"] * 4
-    assert [size for _, size, _ in rows[3:]] == [25, 25, 5, 5, 1, 1, 0.25, 0.25]
-    for row in result["rows"]:
-        assert [len(of_rank) for of_rank in row["step_seconds"]] == [2, 2]
+    candidates = result["candidates"]
+    assert [one["collectives_per_step"] for one in candidates[:4]] == [0, 195, 195, 1]
+    assert [one["kind"] for one in candidates[4:]] == ["BucketedDDP", "torch DDP"] * 4
+    assert [one["bucket_size_mb"] for one in candidates[4:]] == [25, 25, 5, 5, 1, 1, 0.25, 0.25]
+    for one in candidates:
+        assert [len(of_rank) for of_rank in one["step_seconds"]] == [2, 2]
     assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -120,11 +152,7 @@ def test_one_rank_is_refused(forked):
     assert "'1' rank sends nothing; allowed are 2 and more" in output, output
 
 
-SIZES = ["0", "-1", "x", "", "nan", "inf", "1e30"]
-WRONG = [("--steps", "0"), ("--plot", "/"), *(("--bucket-sizes-mb", size) for size in SIZES)]
-
-
-@pytest.mark.parametrize("option, value", WRONG)
-def test_wrong_input(option, value, monkeypatch, capsys):
-    main = bucket_sweep.main
-    harness.check_wrong_input(main, SCRIPT, option, value, monkeypatch, capsys)
+@pytest.mark.parametrize("value", ["0", "x", "", "nan", "inf", "1e30"])
+def test_wrong_input(value, monkeypatch, capsys):
+    option = "--bucket-sizes-mb"
+    harness.check_wrong_input(bucket_sweep.main, SCRIPT, option, value, monkeypatch, capsys)

@@ -12,13 +12,29 @@ noisy machine is another one a few seconds later.
 They print nothing: `make 05_bucketed/predict` does.
 """
 
+import sys
 import time
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
 import numpy
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+STAGES = ["02_naive_ddp", "03_flat_ddp", "04_overlap_ddp", "05_bucketed"]
+sys.path[:0] = [str(ROOT), *(str(ROOT / stage) for stage in STAGES)]
+
+import bucketed  # noqa: E402
+from flat_ddp import FlatDDP  # noqa: E402
+from naive_ddp import NaiveDDP  # noqa: E402
+from overlap_ddp import OverlapDDP  # noqa: E402
+from simulate import Network, Step  # noqa: E402
+
+from common.setup import fail, without_gloo_greeting  # noqa: E402
+from common.timing import Stopwatch  # noqa: E402
 
 MB = 2**20
 SMALL_CALLS = [1024, 16 * 1024, 64 * 1024, 256 * 1024, MB] * 13  # bytes
@@ -26,14 +42,23 @@ LARGE_CALL = 25 * MB
 BESIDE = {"small": 64 * 1024, "large": 4 * MB}  # bytes of a call beside compute
 
 
+def refuse_one_rank() -> None:
+    if dist.get_world_size() == 1:
+        nproc = "torchrun's argument --nproc-per-node (NPROC of make)"
+        fail(f"{nproc}: '1' rank sends nothing; allowed are 2 and more")
+
+
+def wrap(model, rung: str, bucket_size_mb: float | None):
+    """The model in the wrapper of the rung "02", "03", "04", or "05" with buckets of this size."""
+    if rung == "05":
+        return bucketed.BucketedDDP(model, bucket_size_mb)
+    return {"02": NaiveDDP, "03": FlatDDP, "04": OverlapDDP}[rung](model)
+
+
 class Training:
     """The model of bucketed.py, its optimizer and this rank's batch."""
 
     def __init__(self, args, batch_shape: tuple[int, int], device: torch.device):
-        import bucketed
-
-        from common.timing import Stopwatch
-
         shape = bucketed.SIZES[args.size][:5]
         torch.manual_seed(args.seed + dist.get_rank())
         self.tokens, self.targets = torch.randint(shape[-1], (2, *batch_shape), device=device)
@@ -59,9 +84,8 @@ class Training:
 
         Several wrappers may share a model: only the one whose forward runs acts.
         """
-        from bucketed import train_step
-
-        _, times = train_step(wrapped, self.optimizer, self.watch, self.tokens, self.targets)
+        batch = self.tokens, self.targets
+        _, times = bucketed.train_step(wrapped, self.optimizer, self.watch, *batch)
         return times
 
     def compute_with_hooks(self, hook: Callable) -> None:
@@ -72,26 +96,21 @@ class Training:
             handle.remove()
 
 
-def step_alone(training: Training) -> Callable[[], dict]:
+def step_alone(training: Training) -> dict:
+    """A step that sends nothing."""
     watch = training.watch
-
-    def alone():
-        training.compute_with_hooks(watch.mark)
-        training.optimizer.step()
-        training.optimizer.zero_grad()
-        return {
-            "forward": watch.seconds("start", "forward"),
-            "backward": watch.seconds("forward", "backward"),
-            "ready": [watch.seconds("forward", parameter) for parameter in training.parameters],
-        }
-
-    return alone
+    training.compute_with_hooks(watch.mark)
+    training.optimizer.step()
+    training.optimizer.zero_grad()
+    return {
+        "forward": watch.seconds("start", "forward"),
+        "backward": watch.seconds("forward", "backward"),
+        "ready": [watch.seconds("forward", parameter) for parameter in training.parameters],
+    }
 
 
 def python_of_hooks(training: Training) -> Callable[[], dict]:
     """What a hook of 04 and 05 does, with all-reduces of a single rank, which send nothing."""
-    from common.setup import without_gloo_greeting
-
     world_size = dist.get_world_size()
     with without_gloo_greeting():
         groups = [dist.new_group([rank]) for rank in range(world_size)]
@@ -193,7 +212,7 @@ def with_experiments(rungs: dict, training: Training, every: int = 1) -> dict[st
 
     The small calls come again after every so many rungs.
     """
-    candidates = {"alone": step_alone(training), "hooks": python_of_hooks(training)}
+    candidates = {"alone": partial(step_alone, training), "hooks": python_of_hooks(training)}
     candidates["large"] = calls([LARGE_CALL], False, training)
     for name, size in BESIDE.items():
         candidates[f"beside {name}"] = beside(size, training)
@@ -227,7 +246,7 @@ def typical(samples: dict, experiment: str, quantity: str = "seconds") -> float:
     return middle(values.max(axis=0))
 
 
-def step_and_network(samples: dict, gradient_bytes: list[int], ranks: int):
+def step_and_network(samples: dict, gradient_bytes: list[int], ranks: int) -> tuple[Step, Network]:
     """The (Step, Network) that the experiments say. No sample of a rung goes in.
 
     `samples`: {experiment: {quantity: [rank][step]}}, as timing.measure returns it;
@@ -237,9 +256,7 @@ def step_and_network(samples: dict, gradient_bytes: list[int], ranks: int):
     return step, network_of(samples, step.forward + step.backward, ranks)
 
 
-def step_of(samples: dict, gradient_bytes: list[int]):
-    from simulate import Step
-
+def step_of(samples: dict, gradient_bytes: list[int]) -> Step:
     backward = typical(samples, "alone", "backward")
     moments = numpy.median(numpy.array(samples["alone"]["ready"]), axis=(0, 1))  # by gradient
     moments *= backward / max(moments.max(), backward)  # none after the end
@@ -255,9 +272,7 @@ def step_of(samples: dict, gradient_bytes: list[int]):
     )
 
 
-def network_of(samples: dict, compute_seconds: float, ranks: int):
-    from simulate import Network
-
+def network_of(samples: dict, compute_seconds: float, ranks: int) -> Network:
     alpha, per_byte, call = costs_alone(samples)
     call_beside, per_byte_beside = costs_beside_compute(samples)
     # A call of a size spends a part of its time on its fixed cost and the rest on its bytes, and

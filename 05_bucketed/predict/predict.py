@@ -27,31 +27,19 @@ def label(rung: str, bucket_size_mb: float | None) -> str:
     return rung if bucket_size_mb is None else f"{rung}, {bucket_size_mb:g} MB"
 
 
-def wrap(model, rung: str, bucket_size_mb: float | None):
-    """The model in the wrapper of a rung."""
-    from bucketed import BucketedDDP
-    from flat_ddp import FlatDDP
-    from naive_ddp import NaiveDDP
-    from overlap_ddp import OverlapDDP
-
-    if rung == "05":
-        return BucketedDDP(model, bucket_size_mb)
-    return {"02": NaiveDDP, "03": FlatDDP, "04": OverlapDDP}[rung](model)
-
-
 def measure(args, device: torch.device) -> dict:
     """The experiments and the rungs in turn: an entry of "models" of the JSON."""
-    import bucketed
     import calibrate
+    from bucketed import SIZES, LanguageModel
 
     from common import report, timing
 
-    described = report.describe(bucketed.LanguageModel, bucketed.SIZES, args, replicas=3)
+    described = report.describe(LanguageModel, SIZES, args, replicas=3)
     batch_shape = described["batch_size"], described["context_length"]
     training = calibrate.Training(args, batch_shape, device)
     rungs = {}
     for row in ROWS:
-        rungs[label(*row)] = partial(training.step, wrap(training.model, *row))
+        rungs[label(*row)] = partial(training.step, calibrate.wrap(training.model, *row))
     candidates = calibrate.with_experiments(rungs, training)
     samples = timing.measure(candidates, args.steps, args.warmup)
     return {
@@ -63,7 +51,7 @@ def measure(args, device: torch.device) -> dict:
 
 
 def predict(entry: dict, world_size: int) -> None:
-    """Add to an entry of "models" what the model says: "step", "network", and to each row."""
+    """Add to an entry of "models" what the model says: of the step, of the network, of each row."""
     import calibrate
     from simulate import simulate
 
@@ -71,11 +59,11 @@ def predict(entry: dict, world_size: int) -> None:
     step, network = calibrate.step_and_network(experiments, gradient_bytes, world_size)
     entry["step"] = asdict(step)
     entry["network"] = asdict(network)
+    entry["seconds_alone"] = step.seconds_alone
     for row, (rung, bucket_size_mb) in zip(entry["rows"], ROWS, strict=True):
         predicted = simulate(step, network, rung, bucket_size_mb or 25.0)
         row["measured_seconds"] = calibrate.middle(row["step_seconds"])
         row["predicted_seconds"] = predicted.step_seconds
-        row["predicted_exposed_seconds"] = predicted.exposed_seconds
         row["error"] = row["predicted_seconds"] / row["measured_seconds"] - 1
 
 
@@ -83,13 +71,7 @@ def predict(entry: dict, world_size: int) -> None:
 # Below this line: the table, the picture, main.
 
 COLORS = {"02": "#CC79A7", "03": "#E69F00", "04": "#009E73", "05": "#0072B2"}
-MARKERS = "o^sDvP*X"  # of the models
 TICKS = (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 7, 10, 15, 20)
-
-
-def seconds_alone(entry: dict) -> float:
-    """A step that sends nothing."""
-    return sum(entry["step"][part] for part in ("forward", "backward", "optimizer"))
 
 
 def print_parameters(entry: dict) -> None:
@@ -122,7 +104,7 @@ def print_rows(entry: dict) -> None:
     from common import report
     from common.setup import say
 
-    floor = seconds_alone(entry)
+    floor = entry["seconds_alone"]
     table = []
     for row in entry["rows"]:
         both = row["predicted_seconds"], row["measured_seconds"]
@@ -157,8 +139,8 @@ def middle_halves_meet(row: dict, other: dict) -> bool:
     return bool(low <= other_high and other_low <= high)
 
 
-def say_where_it_goes(entry: dict, rung: str, bucket_size_mb: float) -> None:
-    """Why a step takes longer than alone: switch the causes off, one after the other."""
+def say_where_it_goes(entry: dict) -> None:
+    """Why a step of 05 takes longer than alone: switch the causes off, one after the other."""
     from simulate import Network, Step, simulate
 
     from common.setup import say
@@ -168,24 +150,19 @@ def say_where_it_goes(entry: dict, rung: str, bucket_size_mb: float) -> None:
     apart = replace(network, compute_speed=1.0, transfer_speed=1.0, call_speeds=None)
     without_python = replace(step, hook=0.0, launch=0.0)
     without_copies = replace(without_python, copy_bandwidth=math.inf)
-
-    def seconds(step, network):
-        return simulate(step, network, rung, bucket_size_mb).step_seconds
-
-    whole = seconds(step, network)
-    alone = seconds_alone(entry)
-    left = whole
+    with_all = simulate(step, network, "05", 25.0).step_seconds
+    left = with_all
     shares = []
     for cause, without_it in (
-        ("each slows the other", seconds(step, apart)),
-        ("Python", seconds(without_python, apart)),
-        ("copies", seconds(without_copies, apart)),
-        ("waiting for what cannot hide", alone),
+        ("each slows the other", simulate(step, apart, "05", 25.0).step_seconds),
+        ("Python", simulate(without_python, apart, "05", 25.0).step_seconds),
+        ("copies", simulate(without_copies, apart, "05", 25.0).step_seconds),
+        ("waiting for what cannot hide", entry["seconds_alone"]),
     ):
         shares.append(f"{cause} {1000 * (left - without_it):.1f}")
         left = without_it
-    name = label(rung, bucket_size_mb)
-    say(f"{name}: {1000 * (whole - alone):.1f} ms above alone: {', '.join(shares)}")
+    above = 1000 * (with_all - entry["seconds_alone"])
+    say(f"05, 25 MB: {above:.1f} ms above alone: {', '.join(shares)}")
 
 
 def print_errors(result: dict) -> None:
@@ -211,11 +188,11 @@ def draw(result: dict, path: Path) -> None:
     figure = Figure(figsize=(7, 6), dpi=120, layout="constrained")
     axes = figure.subplots()
     largest = 1.0
-    for marker, (size, entry) in zip(MARKERS, result["models"].items(), strict=False):
+    for marker, (size, entry) in zip("o^", result["models"].items(), strict=False):
         look = {"marker": marker, "linestyle": "none", "markerfacecolor": "none"}
         for row in entry["rows"]:
-            predicted = row["predicted_seconds"] / seconds_alone(entry)
-            measured = row["measured_seconds"] / seconds_alone(entry)
+            predicted = row["predicted_seconds"] / entry["seconds_alone"]
+            measured = row["measured_seconds"] / entry["seconds_alone"]
             largest = max(largest, predicted, measured)
             color = COLORS[row["name"][:2]]
             axes.plot(predicted, measured, color=color, markersize=9, markeredgewidth=2, **look)
@@ -239,18 +216,10 @@ def draw(result: dict, path: Path) -> None:
 
 
 def main():
-    folder = Path(__file__).resolve().parent
-    stage = folder.parent
-    root = stage.parent
-    neighbours = [root / name for name in ("02_naive_ddp", "03_flat_ddp", "04_overlap_ddp")]
-    sys.path[:0] = [str(path) for path in (folder, stage, root, *neighbours)]
+    sys.path.insert(0, str(Path(__file__).resolve().parent))
     try:
-        import bucketed
-        import calibrate  # noqa: F401
-        import flat_ddp  # noqa: F401
-        import naive_ddp  # noqa: F401
-        import overlap_ddp  # noqa: F401
-        import simulate  # noqa: F401
+        import calibrate
+        from bucketed import SIZES
 
         from common import report, setup
     except ModuleNotFoundError as error:
@@ -258,15 +227,13 @@ def main():
         sys.exit(f"error: {error}: copy {needed} beside this script")
 
     parser = setup.Parser(__doc__)
-    setup.add_training_arguments(parser, bucketed.SIZES, steps=12)
+    setup.add_training_arguments(parser, SIZES, steps=12)
     parser.set_defaults(size="tiny,deep", warmup=2)  # these two, one after the other
     setup.add_plot_arguments(parser, "predict.png")
     args = parser.parse_args()
 
     with setup.process_group(args) as device:
-        if dist.get_world_size() == 1:
-            nproc = "torchrun's argument --nproc-per-node (NPROC of make)"
-            setup.fail(f"{nproc}: '1' rank sends nothing; allowed are 2 and more")
+        calibrate.refuse_one_rank()
         result = report.begin("05_bucketed/predict", args, device)
         result["models"] = {}
         for size in args.size.split(","):
@@ -277,7 +244,7 @@ def main():
             predict(entry, result["world_size"])
             print_parameters(entry)
             print_rows(entry)
-            say_where_it_goes(entry, "05", 25.0)
+            say_where_it_goes(entry)
         print_errors(result)
         if args.plot and dist.get_rank() == 0:
             draw(result, args.plot)

@@ -34,6 +34,11 @@ class Step:
     hook: float = 0.0  # seconds of Python in 04 and 05 for each gradient
     launch: float = 0.0  # and for each call
 
+    @property
+    def seconds_alone(self) -> float:
+        """A step that sends nothing."""
+        return self.forward + self.backward + self.optimizer
+
 
 @dataclass(frozen=True)
 class Network:
@@ -227,14 +232,12 @@ def main():
     add("--bucket-size-mb", type=positive, default=25.0, help="of 05")
     add("--bandwidth", type=positive, default=2.0, metavar="GB/s", help="of what leaves a rank")
     add("--hop", type=whole, default=50, metavar="µs", help="latency from rank to rank")
-    add("--calls-at-once", type=whole, default=2, help="in flight; the others wait for their turn")
     args = parser.parse_args()
     network = Network(
         ranks=args.ranks,
         hop=1e-6 * args.hop,
         bandwidth=1e9 * args.bandwidth,
         call=100e-6,
-        calls_at_once=args.calls_at_once,
         compute_speed=0.9,
         transfer_speed=0.9,
     )

@@ -1,12 +1,11 @@
-"""Pictures of what rungs.py measured: where each rung's median step goes, in stacked bars."""
+"""Pictures of where each candidate's median step goes, in stacked bars."""
 
 from pathlib import Path
 
 from common import report, setup
 
-NO_SYNC = "no sync"
 LABELS = {
-    NO_SYNC: "no sync",
+    "no sync": "no sync",
     "NaiveDDP": "02\nnaive",
     "FlatDDP": "03\nflat",
     "OverlapDDP": "04\noverlap",
@@ -17,18 +16,17 @@ COLORS = {"compute": "#56B4E9", "exposed communication": "#D55E00", "optimizer":
 
 
 def medians(measured: dict) -> dict[str, dict]:
-    """By candidate the medians of a step and its parts, in units of the step of `no sync`.
+    """By candidate the medians of a step and its parts, in steps of the first one, `no sync`.
 
     `measured` is an entry of "models" of the JSON.
     """
-    by_name = {candidate["name"]: candidate for candidate in measured["candidates"]}
-    floor = report.percentiles(by_name[NO_SYNC]["step_seconds"])[0]
+    floor = report.percentiles(measured["candidates"][0]["step_seconds"])[0]
     rows = {}
-    for name, candidate in by_name.items():
+    for candidate in measured["candidates"]:
         step = report.percentiles(candidate["step_seconds"])[0]
-        exposed = report.percentiles(candidate["exposed_comm_seconds"])[0]
+        exposed = report.percentiles(candidate.get("exposed_comm_seconds", 0.0))[0]
         optimizer = report.percentiles(candidate["optimizer_seconds"])[0]
-        rows[name] = {
+        rows[candidate["name"]] = {
             "compute": (step - exposed - optimizer) / floor,
             "exposed communication": exposed / floor,
             "optimizer": optimizer / floor,
@@ -46,8 +44,12 @@ def draw_models(result: dict, path: Path) -> None:
     figure = Figure(figsize=(10, 4.6), dpi=120, layout="constrained")
     panels = figure.subplots(1, len(models), sharey=True, squeeze=False)[0]
     for panel, (size, measured) in zip(panels, models.items(), strict=True):
-        draw_panel(panel, medians(measured))
-        panel.set_title(describe(size, measured), fontsize=11)
+        rows = medians(measured)
+        draw_panel(panel, rows)
+        tensors = rows["NaiveDDP"]["collectives"]  # one all-reduce for each
+        millions = measured["model"]["parameters"] / 1e6
+        title = f"{size}: {tensors} tensors, {millions:.1f} million parameters"
+        panel.set_title(title, fontsize=11)
     panels[0].set_ylabel("median step, in steps without synchronization")
     caption = "One training step of each rung, {world_size} ranks, {backend} on {device}"
     if result["network"]:
@@ -59,20 +61,20 @@ def draw_networks(results: dict[str, dict], path: Path) -> None:
     """Several runs, by label: a row of panels for each model, a column for each run."""
     from matplotlib.figure import Figure
 
-    sizes = list(next(iter(results.values()))["models"])
-    figure = Figure(figsize=(4.2 * len(results), 3.6 * len(sizes)), dpi=100, layout="constrained")
-    grid = figure.subplots(len(sizes), len(results), sharey="row", squeeze=False)
-    for panels, size in zip(grid, sizes, strict=True):
+    models = next(iter(results.values()))["models"]
+    figure = Figure(figsize=(4.2 * len(results), 3.6 * len(models)), dpi=100, layout="constrained")
+    grid = figure.subplots(len(models), len(results), sharey="row", squeeze=False)
+    for panels, (size, measured) in zip(grid, models.items(), strict=True):
         for panel, (label, result) in zip(panels, results.items(), strict=True):
             draw_panel(panel, medians(result["models"][size]))
             panel.set_title(f"{size}, {label}", fontsize=11)
-        panels[0].set_ylabel("median step ÷ no sync")
-    finish(figure, grid[0][0], "One training step of each rung on each network", path)
+        panels[0].set_ylabel(f"median step ÷ {measured['candidates'][0]['name']}")
+    finish(figure, grid[0][0], "One training step of each candidate", path)
 
 
 def draw_panel(panel, rows: dict[str, dict]) -> None:
     """A stacked bar for each rung; `rows` is what `medians` returns."""
-    labels = [LABELS[name] for name in rows]
+    labels = [LABELS.get(name, name) for name in rows]
     bottom = [0.0] * len(rows)
     for part, color in COLORS.items():
         heights = [row[part] for row in rows.values()]
@@ -82,13 +84,6 @@ def draw_panel(panel, rows: dict[str, dict]) -> None:
     panel.bar_label(bars, totals, padding=2, fontsize=10)
     panel.axhline(1, color="black", linestyle=":", linewidth=1)
     panel.margins(y=0.12)
-
-
-def describe(size: str, measured: dict) -> str:
-    """A model in words."""
-    millions = measured["model"]["parameters"] / 1e6
-    tensors = medians(measured)["NaiveDDP"]["collectives"]  # one all-reduce for each
-    return f"{size}: {tensors} tensors, {millions:.1f} million parameters"
 
 
 def finish(figure, panel, caption: str, path: Path) -> None:

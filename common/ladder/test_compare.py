@@ -2,51 +2,51 @@
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 
 import common.ladder.compare
 from common.ladder import draw_rungs
-from common.ladder.compare import summarize
 
 
-def result(stage="05_bucketed", name="BucketedDDP", step=0.8, **changes):
-    """What --json writes, by hand: three candidates, ten samples each."""
-
-    def candidate(name, step, exposed):
-        return {
-            "name": name,
-            "step_seconds": [step] * 10,
-            "exposed_comm_seconds": [exposed] * 10,
-            "optimizer_seconds": [0.1] * 10,
-            "collectives_per_step": 4,
-        }
-
+def candidate(name, step, exposed, **changes):
+    """One of the candidates of a result: two ranks, two steps each."""
     return {
-        "stage": stage,
-        "world_size": 2,
-        "device": "cpu",
-        "backend": "gloo",
-        "model": {"size": "tiny"},
-        "candidates": [
-            candidate("no sync", 0.5, 0.0),
-            candidate(name, step, 0.2),
-            candidate("torch DDP", 1.0, 0.3),
-        ],
+        "name": name,
+        "step_seconds": [[step] * 2] * 2,
+        "exposed_comm_seconds": [[exposed] * 2] * 2,
+        "optimizer_seconds": [[0.1] * 2] * 2,
+        "collectives_per_step": 4,
         **changes,
     }
+
+
+def result(name="BucketedDDP", step=0.8, **changes):
+    """What --json of a stage writes, by hand."""
+    head = {"stage": "05_bucketed", "world_size": 2, "device": "cpu", "backend": "gloo"}
+    floor = candidate("no sync", 0.5, 0.0)
+    candidates = [floor, candidate(name, step, 0.2), candidate("torch DDP", 1.0, 0.3)]
+    return head | {"model": {"size": "tiny"}, "candidates": candidates} | changes
+
+
+def of_rungs(step=0.8, **changes):
+    """What rungs.py writes."""
+    both = result("NaiveDDP", step)
+    measured = {"model": both.pop("model"), "candidates": both.pop("candidates")}
+    return both | {"stage": "rungs", "models": {"tiny": measured}} | changes
 
 
 @pytest.fixture
 def compare(tmp_path, monkeypatch, capsys):
     """compare(result, …): what the command line does with these: exit status, output, errors."""
 
-    def run(*results, words=(), labels=()):
+    def run(*results, words=()):
         arguments = []
-        for number, content in enumerate(results):
-            file = tmp_path / f"{number}.json"
+        for label, content in zip("ab", results, strict=False):
+            file = tmp_path / f"{label}.json"
             file.write_text(content if isinstance(content, str) else json.dumps(content))
-            arguments.append(f"{labels[number]}={file}" if labels else str(file))
+            arguments.append(f"{label}={file}")
         monkeypatch.setattr(sys, "argv", ["compare.py", *arguments, *map(str, words)])
         try:
             status = common.ladder.compare.main()
@@ -57,126 +57,97 @@ def compare(tmp_path, monkeypatch, capsys):
     return run
 
 
-def test_summary():
-    row = summarize("a.json", result())
-    assert row["name"] == "BucketedDDP" and row["collectives"] == 4
-    times = [round(row[key], 6) for key in ("step", "exposed", "optimizer", "compute")]
-    assert times == [800, 200, 100, 500]
-    assert (row["no sync"], row["torch DDP"]) == (1.6, 0.8)
+def rows_of(output):
+    return [line.split() for line in output.splitlines()]
 
 
-def test_summary_without_baselines():
-    row = summarize("a.json", result(candidates=result()["candidates"][1:2]))
-    assert row["no sync"] is None and row["torch DDP"] is None
-
-
-def test_compare_draws_and_says_the_change(compare, tmp_path):
-    results = [result(), result(stage="02_naive_ddp", name="NaiveDDP"), result(step=0.6)]
-    words = ["--plot", str(tmp_path / "compare.png")]
-    status, output, errors = compare(*results, words=words)
+def test_stages_stand_beside_each_other(compare, tmp_path):
+    picture = tmp_path / "compare.png"
+    after = result("NaiveDDP", step=0.6)
+    del after["candidates"][0]["exposed_comm_seconds"]
+    status, output, errors = compare(result(), after, words=["--plot", picture])
     assert not status, errors
-    rows = [line.split() for line in output.splitlines()]
-    assert rows[1] == ["0.json", "BucketedDDP", "800.0", "1.600", "0.800", "200.0", "4", "-"]
-    assert rows[2][:2] == ["1.json", "NaiveDDP"] and rows[2][-1] == "-"
-    assert rows[3][0] == "2.json" and rows[3][-2:] == ["-25.0", "%"]
-    assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
+    rows = rows_of(output)
+    assert rows[0][-5:] == ["/torch", "DDP", "all-reduces", "step,", "ms"]
+    assert rows[1] == "tiny, a no sync 1.000 0.0 0.500 4 500.0".split()
+    assert rows[2] == "tiny, a BucketedDDP 1.600 200.0 0.800 4 800.0".split()
+    assert rows[4] == "tiny, b no sync 1.000 - 0.500 4 500.0".split()
+    assert rows[5] == "tiny, b NaiveDDP 1.200 200.0 0.600 4 600.0".split()
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(
-    "other, what",
-    [
-        (result(world_size=3), "world_size differ: 3 and 2"),
-        (result(device="cuda"), "device differ: cuda and cpu"),
-        (result(model={"size": "xl"}), "model differ"),
-        ({"stage": "05"}, "no 'candidates'"),
-        ("{", "cannot be read"),
-    ],
-)
-def test_compare_names_what_differs(compare, other, what):
-    status, _, errors = compare(result(), other)
-    assert status == 2 and what in errors and "1.json" in errors and len(errors.splitlines()) == 1
+def test_without_baselines_the_ms_are_left(compare):
+    alone = result(candidates=[candidate("BucketedDDP", 0.8, 0.2)])
+    _, output, _ = compare(alone, alone)
+    assert rows_of(output)[2] == "tiny, b BucketedDDP 1.000 200.0 - 4 800.0".split()
+    assert "ratios to BucketedDDP" in output
 
 
-def test_compare_says_first_what_else_differs(compare):
-    before = result(torch="2.9", threads_per_rank=1, options={"bucket_size_mb": 25.0, "json": "a"})
-    after = result(torch="2.9", threads_per_rank=2, options={"bucket_size_mb": 1.0, "json": "b"})
-    _, output, _ = compare(before, after)
-    assert output.splitlines()[:3] == [
-        "threads_per_rank differs: 0.json: 1; 1.json: 2",
-        "--bucket-size-mb differs: 0.json: 25.0; 1.json: 1.0",
-        "file        wrapper  step ms  /no sync  /torch DDP  exposed ms  collectives  change",
-    ]
-
-
-def test_compare_per_rank(compare):
-    by_rank = {"step_seconds": [[0.1, 0.3], [0.2, 0.6]], "exposed_comm_seconds": [[0, 0.2], [0, 0]]}
-    own = result()["candidates"][1] | by_rank
-    floor = own | {"name": "no sync"}
-    del floor["exposed_comm_seconds"]
-    status, output, _ = compare(result(candidates=[floor, own]), words=["--per-rank"])
-    rows = [line.split() for line in output.splitlines()]
-    rows = rows[rows.index(["0.json,", "by", "rank,", "in", "ms"]) + 1 :]
-    assert not status and rows[0] == "rank step min max exposed min max".split()
-    assert rows[1] == ["no", "sync", "0", "200.0", "100.0", "300.0", "-", "-", "-"]
-    assert rows[3] == ["BucketedDDP", "0", "200.0", "100.0", "300.0", "100.0", "0.0", "200.0"]
-    assert rows[4] == ["BucketedDDP", "1", "400.0", "200.0", "600.0", "0.0", "0.0", "0.0"]
-
-
-def test_compare_per_rank_needs_samples_by_rank(compare):
-    status, _, errors = compare(result(), words=["--per-rank"])
-    assert status == 2 and "argument --per-rank: 0.json holds no samples by rank\n" in errors
-
-
-def test_compare_refuses_a_missing_file(compare):
-    status, _, errors = compare(words=["nothing.json"])
-    assert status == 2 and "nothing.json: cannot be read" in errors
-
-
-def of_rungs(world_size=2, step=0.3):
-    """What rungs.py writes, by hand: one model, three candidates."""
-
-    def candidate(name, step, exposed, collectives):
-        times = {"step_seconds": [step], "exposed_comm_seconds": [exposed]}
-        times |= {"optimizer_seconds": [0.02], "collectives_per_step": collectives}
-        return {"name": name, **times}
-
-    candidates = [
-        candidate("no sync", 0.2, 0, 0),
-        candidate("NaiveDDP", step, 0.08, 27),
-        candidate("torch DDP", 0.25, 0.04, 3),
-    ]
-    measured = {"model": {"size": "tiny", "parameters": 10**6}, "candidates": candidates}
-    head = {"stage": "rungs", "world_size": world_size, "device": "cpu", "backend": "gloo"}
-    return head | {"models": {"tiny": measured}}
+def test_networks_stand_beside_each_other(compare, tmp_path):
+    """The table has the columns of the recording."""
+    picture = tmp_path / "networks.png"
+    status, output, errors = compare(of_rungs(), of_rungs(1.5), words=["--plot", picture])
+    assert not status, errors
+    recorded = Path(__file__).with_name("reference_output_hosts.txt").read_text().splitlines()
+    lines = output.splitlines()
+    assert lines[0].split() == recorded[0].split() and lines[-2] in recorded
+    assert rows_of(output)[2] == "tiny, a NaiveDDP 1.600 200.0 0.800 4".split()
+    assert rows_of(output)[5] == "tiny, b NaiveDDP 3.000 200.0 1.500 4".split()
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_medians_are_in_steps_without_synchronization():
     naive = draw_rungs.medians(of_rungs()["models"]["tiny"])["NaiveDDP"]
-    parts = {"compute": 1.0, "exposed communication": 0.4, "optimizer": 0.1}
-    assert naive == pytest.approx(parts | {"step": 1.5, "collectives": 27})
-
-
-def test_networks_stand_beside_each_other(compare, tmp_path):
-    picture = tmp_path / "networks.png"
-    labels = ["loopback", "1 Gbit/s"]
-    status, output, errors = compare(
-        of_rungs(), of_rungs(step=0.9), labels=labels, words=["--plot", picture]
-    )
-    assert not status, errors
-    rows = [line.split() for line in output.splitlines()]
-    assert rows[2] == ["tiny,", "loopback", "NaiveDDP", "1.500", "80.0", "1.200", "27"]
-    assert rows[5] == ["tiny,", "1", "Gbit/s", "NaiveDDP", "4.500", "80.0", "3.600", "27"]
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    parts = {"compute": 1.0, "exposed communication": 0.4, "optimizer": 0.2}
+    assert naive == pytest.approx(parts | {"step": 1.6, "collectives": 4})
 
 
 @pytest.mark.parametrize(
-    "other, what",
+    "first, other, what",
     [
-        (of_rungs(3), "b: cannot be compared with a, their world_size differ: 3 and 2"),
-        (result(), "their models differ"),
-        ({"stage": "rungs", "models": {"tiny": {}}}, "has no 'candidates'"),
+        (result(), result(world_size=3), "b: cannot be compared with a, their world_size differ"),
+        (result(), result(device="cuda"), "their device differ: cuda and cpu"),
+        (result(), result(model={"size": "xl"}), "their models differ"),
+        (result(), result(candidates=[candidate("NaiveDDP", 1, 0)]), "their baselines differ"),
+        (of_rungs(), of_rungs(world_size=3), "their world_size differ: 3 and 2"),
+        (of_rungs(), result(model={"size": "deep"}), "their models differ"),
+        (result(), {"stage": "05"}, "b.json: is not a result of --json (KeyError('model'))"),
+        (of_rungs(), of_rungs(models={"tiny": {"model": 0}}), "'candidates'"),
+        (result(), "[]", "b.json: is not a result of --json"),
+        (result(), "{", "b.json: is not a result of --json"),
     ],
 )
-def test_networks_that_do_not_compare_are_one_line(compare, other, what):
-    status, _, errors = compare(of_rungs(), other, labels="ab")
+def test_what_does_not_compare_is_one_line(compare, first, other, what):
+    status, _, errors = compare(first, other)
     assert status == 2 and what in errors and errors.count("\n") == 1, errors
+
+
+def test_a_missing_file_is_one_line(compare):
+    status, _, errors = compare(words=["nothing.json"])
+    assert status == 2 and "nothing.json: is not a result" in errors and errors.count("\n") == 1
+
+
+def test_what_else_differs_is_said_first(compare):
+    before = result(torch="2.9", threads_per_rank=1, options={"bucket_size_mb": 25.0, "json": "a"})
+    after = result(torch="2.9", threads_per_rank=2, options={"bucket_size_mb": 1.0, "json": "b"})
+    _, output, _ = compare(before, after)
+    assert output.splitlines()[:2] == [
+        "threads_per_rank differs: a: 1; b: 2",
+        "--bucket-size-mb differs: a: 25.0; b: 1.0",
+    ]
+    assert output.splitlines()[2].startswith("model, network")
+
+
+def test_per_rank(compare):
+    floor = candidate("no sync", 0.5, 0.0, step_seconds=[[0.1, 0.3], [0.2, 0.6]])
+    del floor["exposed_comm_seconds"]
+    by_rank = {"exposed_comm_seconds": [[0, 0.2], [0, 0]]}
+    own = candidate("BucketedDDP", 0.4, 0.0, **by_rank)
+    status, output, _ = compare(result(candidates=[floor, own]), words=["--per-rank"])
+    rows = rows_of(output)
+    rows = rows[rows.index("tiny, a, by rank, in ms".split()) + 1 :]
+    assert not status and rows[0] == "rank step min max exposed min max".split()
+    assert rows[1] == "no sync 0 200.0 100.0 300.0 - - -".split()
+    assert rows[2] == "no sync 1 400.0 200.0 600.0 - - -".split()
+    assert rows[3] == "BucketedDDP 0 400.0 400.0 400.0 100.0 0.0 200.0".split()
+    assert rows[4] == "BucketedDDP 1 400.0 400.0 400.0 0.0 0.0 0.0".split()

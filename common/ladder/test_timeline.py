@@ -1,6 +1,5 @@
 """The timeline, on a hand-written trace, and recorded by a small run."""
 
-import itertools
 import sys
 
 import pytest
@@ -36,9 +35,6 @@ def test_timeline_reads_a_step():
     assert [name for name, _, _ in phases] == ["forward", "backward", "sync", "optimizer"]
     assert phases[0][1:] == (0.0, 0.03) and phases[3][1:] == (0.09, 0.01)
     assert lanes == {7: [(0.04, 0.02), (0.065, 0.02)], 8: [(0.05, 0.03)]}
-    for blocks in lanes.values():
-        for (start, duration), (following, _) in itertools.pairwise(blocks):
-            assert start + duration <= following
 
 
 def test_timeline_takes_the_gpu_s_own_spans():

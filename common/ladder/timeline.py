@@ -7,12 +7,10 @@
 Without files: `no sync` and stages 02 to 05 train one after another in one process group, and
 three steps of each are profiled. Their traces (timeline_02_naive_ddp.json, …) lie beside the
 picture; chrome://tracing and ui.perfetto.dev show them, too. With files: only draws what --trace of
-a stage has recorded. The file's name is the label.
+a stage has recorded.
 
-Each rung has a compute lane (forward, backward, sync, optimizer) and a communication lane with
-every collective as a block of its own, a sub-lane per thread of gloo's or CUDA stream of NCCL's;
-gloo's all-gathers and all-to-alls, which FSDP needs, have a sub-lane and a colour each.
-Where a rung exposes communication it is marked, and so is the packing and unpacking of stage 03.
+Each rung has a compute lane and a communication lane, with a sub-lane per thread of gloo's or CUDA
+stream of NCCL's; gloo's all-gathers and all-to-alls, which FSDP needs, have a sub-lane each.
 """
 
 import sys
@@ -102,4 +100,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -163,7 +163,7 @@ def test_without_the_rights_of_root(script, tmp_path):
 @pytest.mark.full
 def test_the_rungs_know_the_network_and_write_files_of_their_own(script, tmp_path):
     picture, raw = tmp_path / "x.png", tmp_path / "x.json"
-    flags = f"--sizes nano --steps 1 --warmup 0 --plot {picture} --json {raw}"
+    flags = f"--size nano --steps 1 --warmup 0 --plot {picture} --json {raw}"
     status, output = script(hosts(f"ARGS={flags}", delay="0.3ms"), env=NO_MAKE).wait(300)
     assert status == 0 and picture.exists(), output
     result = json.loads(raw.read_text())

@@ -22,11 +22,20 @@ def test_file_alone(path, tmp_path):
     harness.check_script_alone(path, tmp_path)
 
 
-@pytest.mark.full  # in the fast part test_rungs.py runs 02 to 04, and the next test 05
+@pytest.mark.full  # the next two are the fast part
 @each
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_run(launched, tmp_path, path, world_size):
     harness.check_run(launched, path, tmp_path, world_size)
+
+
+@pytest.mark.parametrize("path", SCRIPTS[:-1], ids=lambda path: path.stem)
+def test_run_on_a_small_mnist(forked, tmp_path, path):
+    harness.write_mnist(tmp_path / "data", 320, 10)
+    words = [*harness.QUICK, "--device", "cpu", "--data", tmp_path / "data"]
+    status, output = forked(2, path, *words, *harness.files_in(tmp_path), cwd=tmp_path)
+    assert status == 0, output
+    harness.check_output(output, path, tmp_path, 2, "cpu")
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.full)])
@@ -63,18 +72,16 @@ def test_stopped_rank(script, path):
     harness.check_stopped_rank(script, path, "--no-verify", *harness.LONG)
 
 
-@each
-def test_wrong_input(path, monkeypatch, capsys):
+BUCKET_SIZE = (SCRIPTS[-1], "--bucket-size-mb", "nan")
+
+
+@pytest.mark.parametrize(
+    "path, option, value", [*((path, "--size", "huge") for path in SCRIPTS), BUCKET_SIZE]
+)
+def test_wrong_input(path, option, value, monkeypatch, capsys):
     """One of many: test_setup.py has what the parser refuses."""
     main = main_of(path, monkeypatch)
-    harness.check_wrong_input(main, path, "--size", "huge", monkeypatch, capsys)
-
-
-@pytest.mark.parametrize("value", ["0", "-1", "x", "", "nan"])
-def test_wrong_bucket_size(value, monkeypatch, capsys):
-    main = main_of(SCRIPTS[-1], monkeypatch)
-    option = "--bucket-size-mb"
-    harness.check_wrong_input(main, SCRIPTS[-1], option, value, monkeypatch, capsys)
+    harness.check_wrong_input(main, path, option, value, monkeypatch, capsys)
 
 
 def test_save_without_verify(monkeypatch, capsys, tmp_path):
