@@ -209,22 +209,21 @@ def end_with_launcher() -> None:
     os._exit(1)
 
 
-def timeout_of(args) -> timedelta:
-    return timedelta(seconds=min(args.timeout, 1e6))  # infinity is no timedelta
-
-
 def connect(args) -> dist.TCPStore:
     """A connection to the launcher's store."""
-    address = (args.master_addr, args.master_port)
-    return dist.TCPStore(*address, is_master=False, timeout=timeout_of(args))
+    timeout = timedelta(seconds=args.timeout)
+    return dist.TCPStore(args.master_addr, args.master_port, is_master=False, timeout=timeout)
 
 
 def join_trainers(rank: int, args) -> None:
     """Join the process group in which DDP averages."""
-    store = dist.PrefixStore("trainers", connect(args))
-    size = args.trainers
-    timeout = timeout_of(args)
-    dist.init_process_group(args.backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    dist.init_process_group(
+        args.backend,
+        store=dist.PrefixStore("trainers", connect(args)),
+        rank=rank,
+        world_size=args.trainers,
+        timeout=timedelta(seconds=args.timeout),
+    )
 
 
 def join_rpc(rank: int, names: list[str], args) -> None:
@@ -241,7 +240,7 @@ def join_rpc(rank: int, names: list[str], args) -> None:
     options = rpc.TensorPipeRpcBackendOptions(
         init_method="launcher://",
         num_worker_threads=1 if is_server else 4,
-        rpc_timeout=timeout_of(args).total_seconds(),
+        rpc_timeout=args.timeout,
         # Plain TCP. What torch adds to it on one host (shared memory, 16 more connections per pair)
         # took more CPU time with messages as small as these.
         _transports=["uv"],
