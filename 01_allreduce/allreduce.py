@@ -101,7 +101,6 @@ def ring_all_reduce(tensor: torch.Tensor) -> None:
 # Below this line: the demonstration, the benchmark, main.
 
 ROW_SECONDS = 6.0  # where all calls of a row would take longer, fewer are made
-PROCESS_BYTES = 300 * 2**20  # of memory for a rank with nothing but torch in it
 HEADER = ["algorithm", "ranks", "MB", "count", "mean, ms", "p50", "p75", "p90", "p95"]
 HEADER += ["algbw", "busbw", "ratio", "#wrong"]
 WIDTHS = [9, 5, 6, 5, 8, 7, 7, 7, 7, 5, 5, 5, 6]
@@ -275,12 +274,12 @@ def measure(
 
 def why_not(backend: str, world_size: int, size_bytes: int) -> str | None:
     """Why this machine cannot run this combination; None if it can."""
-    from common.setup import available_memory
+    from common.setup import TORCH_BYTES, available_memory
 
     gpus = torch.cuda.device_count()
     if backend == "nccl" and gpus < world_size:
         return f"needs {world_size} GPUs, and torch finds {gpus}"
-    needed = world_size * (size_bytes + PROCESS_BYTES)
+    needed = world_size * (size_bytes + TORCH_BYTES)
     free = available_memory()
     if backend == "gloo" and needed > free:
         return f"needs {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} are free"
