@@ -175,8 +175,6 @@ def read_arguments():
     add("--warmup-cycles", dest="warmup", type=steps_of, help="upstream's, in epochs")
     add("--lookup", choices=[*LOOKUPS, "both"], default="parallel", help=lookup)
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="of the dense net")
-    add("--master-addr", default="127.0.0.1", help="the address to listen on")
-    add("--master-port", type=whole_number(0, 65535), default=0, help="0: one that is free")
     add("--timeout", type=setup.positive_number, default=300.0, help="seconds to wait for others")
     add("--seed", type=whole_number(0), default=0)
     add("--no-verify", action="store_true", help="only measure")
@@ -244,7 +242,7 @@ def begin(args):
     say(f"rank 0 to {args.trainers - 1}: trainers, {dense}")
     tables = f"a table of {args.embeddings} × {args.embedding_dim} each"
     say(f"rank {args.trainers} to {last - 1}: parameter servers, {tables}")
-    meeting = f"all meet at {args.master_addr} port {args.master_port}"
+    meeting = f"all meet at 127.0.0.1 port {args.port}"
     say(f"rank {last}: master; RPC over TensorPipe (TCP); {meeting}")
     measured = f"{args.steps} steps are measured, after {args.warmup} to warm up"
     say(f"{measured}; an epoch is {EPOCH} steps")

@@ -10,7 +10,6 @@ fails after --timeout seconds, and the master then asks all for a sign of life. 
 master while the trainers train, so it counts heartbeats in the store, which the launcher watches.
 """
 
-import ipaddress
 import logging
 import os
 import signal
@@ -28,7 +27,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed import rpc
 
-from common.setup import fail, progress, without_gloo_greeting
+from common.setup import progress, without_gloo_greeting
+
+HOST = "127.0.0.1"
 
 
 def names_of_ranks(trainers: int, servers: int) -> list[str]:
@@ -74,30 +75,17 @@ def run(args, begin, master) -> None:
 def listen(args) -> dist.TCPStore:
     """The store, on a socket of our own: torch's would listen on every interface.
 
-    Completes args.master_addr and args.master_port.
+    Sets args.port.
     """
-    try:
-        found = socket.getaddrinfo(args.master_addr, args.master_port, type=socket.SOCK_STREAM)
-        family, _, _, _, address = found[0]
-        listener = socket.create_server(address[:2], family=family)
-    except (OSError, UnicodeError) as error:
-        flag = "--master-port" if args.master_port else "--master-addr"
-        reason = getattr(error, "strerror", None) or error
-        place = f"'{args.master_addr}' port {args.master_port}"
-        fail(f"argument {flag}: cannot listen on {place}: {reason}")
-    args.master_addr, args.master_port = listener.getsockname()[:2]
-    if ipaddress.ip_address(args.master_addr).is_loopback:
-        # RPC, gloo and nccl too; otherwise the host name's interface, or what is set there.
-        interfaces = [name for _, name in socket.if_nameindex()]
-        loopback = next(name for name in interfaces if name.startswith("lo"))
-        for library in ("TP", "GLOO", "NCCL"):
-            os.environ[f"{library}_SOCKET_IFNAME"] = loopback
+    listener = socket.create_server((HOST, 0))
+    args.port = listener.getsockname()[1]
+    # RPC, gloo and nccl listen there, too.
+    interfaces = [name for _, name in socket.if_nameindex()]
+    loopback = next(name for name in interfaces if name.startswith("lo"))
+    for library in ("TP", "GLOO", "NCCL"):
+        os.environ[f"{library}_SOCKET_IFNAME"] = loopback
     return dist.TCPStore(
-        args.master_addr,
-        args.master_port,
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
+        HOST, args.port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
     )
 
 
@@ -212,7 +200,7 @@ def end_with_launcher() -> None:
 def connect(args) -> dist.TCPStore:
     """A connection to the launcher's store."""
     timeout = timedelta(seconds=args.timeout)
-    return dist.TCPStore(args.master_addr, args.master_port, is_master=False, timeout=timeout)
+    return dist.TCPStore(HOST, args.port, is_master=False, timeout=timeout)
 
 
 def join_trainers(rank: int, args) -> None:
