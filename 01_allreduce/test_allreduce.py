@@ -152,8 +152,9 @@ def test_a_refused_tensor_leaves_nothing_behind(ranks, name, world_size):
 # The measurement and the model
 
 
-def wrong_of_broken_ones():
+def seconds_and_wrong():
     def leaves_one_out(tensor):
+        time.sleep(0.02 * dist.get_rank())
         dist.all_reduce(tensor[:-1])
 
     def swaps_chunks(tensor):
@@ -161,13 +162,23 @@ def wrong_of_broken_ones():
         tensor.copy_(tensor.roll(len(tensor) // 2))
 
     algorithms = {"gloo": dist.all_reduce, "one out": leaves_one_out, "swapped": swaps_chunks}
-    _, _, wrong = measure(algorithms, torch.empty(2**18), 2, 1)
-    return wrong
+    return measure(algorithms, torch.empty(2**18), 2, 1)
 
 
-def test_wrong_elements_are_counted(ranks):
-    for wrong in ranks(2).run(wrong_of_broken_ones):
+def test_wrong_elements_are_counted_and_the_slowest_rank_is_timed(ranks):
+    for seconds, warmups, wrong in ranks(2).run(seconds_and_wrong):
         assert wrong["gloo"] == 0 and wrong["one out"] == 3 * 2 and wrong["swapped"] > 2**18
+        assert warmups == 1 and len(seconds["one out"]) == 2
+        assert min(seconds["one out"]) > 0.02
+
+
+def test_a_row_of_the_table(capsys):
+    """busbw of 4 ranks is algbw · 6/4; the ratio to the backend's, whose p50 is 50 ms here."""
+    row = {"algorithm": "ring", "world_size": 4, "size_bytes": 10**8, "warmup": 5, "wrong": 7}
+    row |= {"seconds": [0.1] * 20, "mean": 0.1, "p50": 0.1}
+    allreduce.print_measured(row, 0.05)
+    cells = capsys.readouterr().out.split()
+    assert cells[3] == "20+5" and cells[-4:] == ["1.00", "1.50", "0.50", "7"]
 
 
 def seconds_of_calls():
@@ -243,10 +254,12 @@ def test_the_pictures_ticks_are_sizes_and_plain_numbers(tmp_path, monkeypatch):
     """Two sizes, less than a decade apart: matplotlib's own would be 2 × 10⁰ and so on."""
     figures = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
-    row = {"algorithm": "gloo", "world_size": 2}
+    row = {"algorithm": "gloo", "world_size": 4}
     rows = [row | {"size_bytes": 2**20, "p50": 2e-3}, row | {"size_bytes": 2**22, "p50": 7e-3}]
     alpha_beta.draw(tmp_path / "a.png", rows, [], 1e10)
     figures[0].draw_without_rendering()
+    busbw = [1.5 * 2**20 / 2e-3 / 1e9, 1.5 * 2**22 / 7e-3 / 1e9]
+    assert figures[0].axes[0].lines[0].get_ydata() == pytest.approx(busbw)
     for axes in figures[0].axes:
         words = [label.get_text() for label in axes.get_xticklabels(which="both")]
         assert words == ["1", "4"]
@@ -274,13 +287,13 @@ def test_script_measures_fits_and_draws(forked, tmp_path):
     assert result["options"]["steps"] == 3 and result["seconds"] > 0
     assert result["copy_bytes_per_second"] > 0 and len(result["fits"]) == 2
     rows = [row for row in result["rows"] if row["algorithm"] in ("gloo", "ring")]
-    assert {(row["algorithm"], row["world_size"], row["size_bytes"]) for row in rows} == {
+    measured = sorted((row["algorithm"], row["world_size"], row["size_bytes"]) for row in rows)
+    assert measured == [
         ("gloo", 2, 2**19),
-        ("ring", 2, 2**19),
         ("gloo", 2, 2**25),
+        ("ring", 2, 2**19),
         ("ring", 2, 2**25),
-    }
-    assert len(rows) == 4
+    ]
     for row in rows:
         assert row["wrong"] == 0 and len(row["seconds"]) == 3 and row["threads_per_rank"] >= 1
         assert 0 < min(row["seconds"]) <= row["mean"] <= max(row["seconds"])
