@@ -424,8 +424,15 @@ def ranks_of(run):
 
 @pytest.mark.full
 @harness.needs_proc
-@pytest.mark.parametrize("path, name", [(SCRIPT, "ring"), (SHARED, "shared")])
-@pytest.mark.parametrize("fault", harness.FAULTS)
+@pytest.mark.parametrize(
+    "path, name, fault",
+    [
+        (SCRIPT, "ring", "SIGKILL of a rank"),
+        (SCRIPT, "ring", "SIGTERM of the launcher"),
+        (SCRIPT, "ring", "Ctrl-C"),
+        (SHARED, "shared", "SIGKILL of a rank"),
+    ],
+)
 def test_faults(script, tmp_path, path, name, fault):
     """With spawned ranks; nothing stays in the shared memory."""
     memory = names_in(SHARED_MEMORY)
