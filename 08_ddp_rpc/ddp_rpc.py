@@ -292,12 +292,12 @@ def new_model(args, servers, seed, process_group=None):
     return model, model.optimizer()
 
 
-def call_all(names, function, *arguments):
+def call_all(names, function, *arguments, **limit):
     """Call a function on many processes at once; the results in their order.
 
-    There is no limit of time: the launcher notices a process that dies.
+    limit: timeout=0 for what may take longer than --timeout. Who trains is missed by the others.
     """
-    answers = [rpc.rpc_async(name, function, arguments, timeout=0) for name in names]
+    answers = [rpc.rpc_async(name, function, arguments, **limit) for name in names]
     return torch.futures.wait_all(answers)
 
 
@@ -379,7 +379,7 @@ def verify(args, trainers, servers):
     before = call_all(servers, weight_copy)
     replicas = []
     rows = set()
-    for replica, looked_up in call_all(trainers, verify_replicas, *arguments):
+    for replica, looked_up in call_all(trainers, verify_replicas, *arguments, timeout=0):
         replicas.append(replica)
         rows |= looked_up
     if not all(torch.equal(replica, replicas[0]) for replica in replicas):
@@ -447,7 +447,7 @@ def run_master(args, names, result):
     servers = names[args.trainers : -1]
     result["verify"] = None if args.no_verify else verify(args, trainers, servers)
     call_all(servers, create_table, args.embeddings, args.embedding_dim, args.seed)
-    result["trainers"] = call_all(trainers, train, args, servers)
+    result["trainers"] = call_all(trainers, train, args, servers, timeout=0)
     say()
     result |= summarize(args, result["trainers"])
     report.write_json(args.json, result)
