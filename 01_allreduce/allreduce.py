@@ -33,7 +33,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 PIECE_BYTES = 2 * 2**20  # smaller: waking threads per message shows; larger: less of it overlaps
 IN_FLIGHT = 3  # receives posted ahead, each into a buffer of one piece: few, to stay in the cache
@@ -101,7 +100,7 @@ def ring_all_reduce(tensor: torch.Tensor) -> None:
 # ==================================================================================================
 # Below this line: the demonstration, the benchmark, main.
 
-PROCESS_BYTES = 300 * 2**20  # of memory for a rank with nothing but torch in it
+ROW_SECONDS = 6.0  # where all calls of a row would take longer, fewer are made
 HEADER = ["algorithm", "ranks", "MB", "count", "mean, ms", "p50", "p75", "p90", "p95"]
 HEADER += ["algbw", "busbw", "ratio", "#wrong"]
 WIDTHS = [9, 5, 6, 5, 8, 7, 7, 7, 7, 5, 5, 5, 6]
@@ -156,7 +155,6 @@ def benchmark(
     sizes_bytes: list[int],
     steps: int,
     warmup: int,
-    row_seconds: float,
     rows_file: str,
     more_algorithms: dict[str, Callable] | None = None,
 ) -> None:
@@ -180,7 +178,7 @@ def benchmark(
         latencies[name] = {"awake": awake, "asleep": asleep}
     for size_bytes in sizes_bytes:
         tensor = torch.empty(size_bytes // 4, device=device)
-        samples, warmups, wrong = measure(algorithms, tensor, steps, warmup, row_seconds)
+        samples, warmups, wrong = measure(algorithms, tensor, steps, warmup)
         if dist.get_rank() != 0:
             continue
         p50_of_backend = percentiles(samples[backend])[0]
@@ -220,15 +218,11 @@ def print_measured(row: dict, p50_of_backend: float) -> None:
 
 
 def measure(
-    algorithms: dict[str, Callable],
-    tensor: torch.Tensor,
-    steps: int,
-    warmup: int,
-    row_seconds: float,
+    algorithms: dict[str, Callable], tensor: torch.Tensor, steps: int, warmup: int
 ) -> tuple[dict, int, dict]:
     """Call the algorithms in turn (A B A B …), so that noise meets them alike, and check each call.
 
-    Calls that together would take longer than row_seconds are left out, warm-ups and counted ones
+    Calls that together would take longer than ROW_SECONDS are left out, warm-ups and counted ones
     in proportion; four calls stay. Returns {algorithm: seconds of the slowest rank per counted
     call}, the number of warm-ups, {algorithm: wrong elements}.
     """
@@ -252,7 +246,7 @@ def measure(
         left = time_left(began, done, calls)
         for name, all_reduce in algorithms.items():
             where = f"{world_size} ranks, {tensor.nbytes / 2**20:g} MB"
-            progress(f"{where}: call {done + 1} of {math.ceil(calls)}{left}: {name}")
+            progress(f"{where}: call {done + 1} of {calls}{left}: {name}")
             for part in parts:
                 torch.add(pattern[: len(part)], rank, out=part)
             dist.barrier()
@@ -268,7 +262,7 @@ def measure(
         done += 1
         if done == 1:  # all ranks agree on every time, so they agree on the number of calls
             longest = max(times[0] for times in seconds.values())
-            calls = min(calls, max(4, row_seconds / longest))
+            calls = min(calls, max(4, math.ceil(ROW_SECONDS / longest)))
     warmups = min(done - 1, math.ceil(done * warmup / (warmup + steps)))
     for name in algorithms:
         total = torch.tensor(wrong[name], device=tensor.device)
@@ -280,21 +274,16 @@ def measure(
 
 def why_not(backend: str, world_size: int, size_bytes: int) -> str | None:
     """Why this machine cannot run this combination; None if it can."""
-    from common.setup import available_memory
+    from common.setup import TORCH_BYTES, available_memory
 
-    needed = size_bytes + PROCESS_BYTES
     gpus = torch.cuda.device_count()
     if backend == "nccl" and gpus < world_size:
         return f"needs {world_size} GPUs, and torch finds {gpus}"
-    if backend == "gloo":
-        needed *= world_size
-        free = available_memory()
-    else:  # the ranks of gloo-cuda share the GPUs, and nccl's have one each
-        needed *= math.ceil(world_size / gpus)
-        free = min(torch.cuda.mem_get_info(gpu)[0] for gpu in range(min(gpus, world_size)))
-    if needed <= free:
-        return None
-    return f"needs {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} are free"
+    needed = world_size * (size_bytes + TORCH_BYTES)
+    free = available_memory()
+    if backend == "gloo" and needed > free:
+        return f"needs {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} are free"
+    return None
 
 
 def copy_bandwidth() -> float:
@@ -314,13 +303,19 @@ def grid_of(args, has_gpu: bool) -> list[tuple[str, int]]:
     return grid
 
 
-def run_grid(args, ranks_do: Callable, folder: str, rows_file: Path, skipped: list[dict]) -> None:
-    """Measure every backend with every world size; what this machine cannot run goes to skipped."""
+def run_grid(args, result: dict, ranks_measure: Callable, rows_file: Path) -> None:
+    """Measure every backend with every world size, and say what this machine cannot run."""
     from spawn import run_ranks
 
     from common.report import print_row
-    from common.setup import progress
+    from common.setup import progress, say, threads_per_rank
 
+    backends = ",".join(args.backends)
+    world_sizes = ",".join(map(str, args.world_sizes))
+    copy = result["copy_bytes_per_second"] / 1e9
+    say(f"{result['stage']}: torch {torch.__version__}, {backends} with {world_sizes} ranks")
+    say(f"{threads_per_rank(1)} cores shared by the ranks, memory copy {copy:.2f} GB/s")
+    print_row(HEADER, WIDTHS)
     for backend, world_size in grid_of(args, torch.cuda.is_available()):
         possible = []
         sizes_of_reason = {}
@@ -332,11 +327,9 @@ def run_grid(args, ranks_do: Callable, folder: str, rows_file: Path, skipped: li
                 sizes_of_reason.setdefault(reason, []).append(size)
         if possible:
             progress(f"{backend}: {world_size} ranks are started")
-            options = (possible, args.steps, args.warmup, args.row_seconds, str(rows_file))
-            run_ranks(world_size, folder, ranks_do, backend, *options)
+            options = (possible, args.steps, args.warmup, str(rows_file))
+            run_ranks(world_size, ranks_measure, backend, *options)
         for reason, sizes in sizes_of_reason.items():
-            row = {"algorithm": backend, "world_size": world_size}
-            skipped.append({**row, "sizes_bytes": sizes, "reason": reason})
             names = ",".join(f"{size / 2**20:g}" for size in sizes)
             cells = [backend, str(world_size), names, f"not run: {reason}"]
             print_row(cells, [*WIDTHS[:3], 0])
@@ -344,28 +337,21 @@ def run_grid(args, ranks_do: Callable, folder: str, rows_file: Path, skipped: li
 
 def sizes_in_bytes(sizes_mb: list[float]) -> list[int]:
     """The sizes of --sizes-mb in whole float32s."""
-    from common.setup import fail
-
-    for size in sizes_mb:
-        if not 4 <= size * 2**20 < 2**60:
-            limits = "is less than one float32, or more than any machine has"
-            fail(f"argument --sizes-mb: {size:g} MB {limits}")
     return [int(size * 2**18) * 4 for size in sizes_mb]
 
 
 def add_grid_arguments(parser, sizes_mb: str) -> None:
     """Sizes, numbers of ranks and calls; `sizes_mb` is the default of --sizes-mb."""
-    from common.setup import list_of, positive_number, whole_number
+    from common.setup import checked, list_of, whole_number
 
-    number_of_ranks = whole_number(1)
+    def is_possible(megabytes: float) -> bool:
+        return 2**-18 <= megabytes < 2**40
 
-    def only(text):
-        return [number_of_ranks(text)]
-
+    size = checked(float, is_possible, "a size in MB, of one float32 at least")
+    numbers = list_of(whole_number(1))
     add = parser.add_argument
-    add("--sizes-mb", type=list_of(positive_number), default=sizes_mb)
-    add("--world-sizes", type=list_of(number_of_ranks), default="2,4,6", help="numbers of ranks")
-    add("--nproc", dest="world_sizes", type=only, metavar="N", help="only this number of ranks")
+    add("--sizes-mb", type=list_of(size), default=sizes_mb)
+    add("--nproc", dest="world_sizes", type=numbers, default="2,4,6", help="numbers of ranks")
     add("--steps", type=whole_number(1), default=20, old_names=["--iters"], help="measured calls")
     add("--warmup", type=whole_number(0), default=5, help="calls before them, not measured")
 
@@ -374,25 +360,16 @@ def read_arguments(description: str, picture: str):
     """The command line, checked; `picture` is the file's name if no --plot names another."""
     from common import setup
 
+    backend = setup.checked(str, lambda name: name in ("gloo", "nccl"), "gloo or nccl")
+    backends = {"type": setup.list_of(backend), "default": "gloo,nccl"}
     parser = setup.Parser(description)
     add = parser.add_argument
     add("--demo", action="store_true", help="measure nothing")
-    add("--backends", type=setup.list_of(str), default="gloo,nccl", help="of them what is here")
+    add("--backends", **backends, help="of them what is here")
     add_grid_arguments(parser, "1,10,100,1000")
-    fewer = "fewer calls where all would take longer than this; inf: always all"
-    add("--row-seconds", type=setup.positive_number, default=6.0, help=fewer)
     add("--json", type=setup.output_file, metavar="FILE", help="everything measured, raw")
     setup.add_plot_arguments(parser, picture)
-    args = parser.parse_args()
-    for name in ("json", "plot"):
-        chosen = getattr(args, name) not in (None, parser.get_default(name))
-        if args.demo and chosen:
-            setup.fail(f"argument --{name}: not with --demo, which measures nothing")
-    for name in args.backends:
-        if name not in ("gloo", "nccl"):
-            setup.fail(f"argument --backends: {name!r} is neither gloo nor nccl")
-    sizes_in_bytes(args.sizes_mb)
-    return args
+    return parser.parse_args()
 
 
 def begin(stage: str, args) -> dict:
@@ -402,16 +379,16 @@ def begin(stage: str, args) -> dict:
     """
     from common import report
 
-    devices = ["cuda" if backend == "nccl" else "cpu" for backend in args.backends]
-    names = {"cpu": report.processor_name(), "cuda": None}
+    devices = {"gloo": "cpu", "nccl": "cuda"}
+    names = {"gloo": report.processor_name(), "nccl": None}
     if torch.cuda.is_available():
-        names["cuda"] = torch.cuda.get_device_name()
+        names["nccl"] = torch.cuda.get_device_name()
     return {
         "stage": stage,
         "torch": torch.__version__,
         "backend": args.backends,
-        "device": devices,
-        "device_name": [names[device] for device in devices],
+        "device": [devices[backend] for backend in args.backends],
+        "device_name": [names[backend] for backend in args.backends],
         "world_size": args.world_sizes,
         "threads_per_rank": None,
         "options": dict(vars(args)),
@@ -430,7 +407,7 @@ def run(args, stage: str, ranks_show: Callable, ranks_measure: Callable) -> None
     from common import report, setup
 
     result = begin(stage, args)
-    result |= {"copy_bytes_per_second": None, "rows": [], "skipped": [], "fits": []}
+    result |= {"copy_bytes_per_second": None, "rows": [], "fits": []}
     status = 0
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C
     with tempfile.TemporaryDirectory() as temporary:
@@ -438,27 +415,16 @@ def run(args, stage: str, ranks_show: Callable, ranks_measure: Callable) -> None
         rows_file.touch()
         try:
             setup.progress("demonstration: 4 ranks are started")
-            run_ranks(4, temporary, ranks_show, "gloo")
-            if args.demo:
-                return
-            setup.progress("memory copy")
-            copy = copy_bandwidth()
-            result["copy_bytes_per_second"] = copy
-            backends = ",".join(args.backends)
-            world_sizes = ",".join(map(str, args.world_sizes))
-            cores = setup.threads_per_rank(1)
-            setup.say(f"{stage}: torch {torch.__version__}, {backends} with {world_sizes} ranks")
-            setup.say(f"{cores} cores shared by the ranks, memory copy {copy / 1e9:.2f} GB/s")
-            report.print_row(HEADER, WIDTHS)
-            run_grid(args, ranks_measure, temporary, rows_file, result["skipped"])
+            run_ranks(4, ranks_show, "gloo")
+            if not args.demo:
+                result["copy_bytes_per_second"] = copy_bandwidth()
+                run_grid(args, result, ranks_measure, rows_file)
         except KeyboardInterrupt:
             setup.say("interrupted: what is measured so far follows")
             status = 130
-        except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-            reason = str(error).strip().splitlines()[-1]
+        except RuntimeError as error:
             setup.progress()
-            message = f"{Path(sys.argv[0]).name}: error: a rank ended: {reason}"
-            print(message, file=sys.stderr, flush=True)
+            print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr, flush=True)
             status = 1
         for line in rows_file.read_text().splitlines(keepends=True):
             if line.endswith("\n"):  # the last one may have been cut off

@@ -52,19 +52,19 @@ def call_seconds(
     small buckets do, and the threads that wait for messages are awake. With one, all ranks meet
     before each call and then sleep so many seconds: threads and cores have to be woken.
     """
+    from common.timing import Stopwatch
+
     tensor = torch.zeros(256, device=device)
+    watch = Stopwatch(device)
     seconds = []
     for _ in range(calls):
         if pause > 0:
             dist.barrier()
             time.sleep(pause)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        start = time.perf_counter()
+        watch.mark("start")
         all_reduce(tensor)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - start)
+        watch.mark("end")
+        seconds.append(watch.seconds("start", "end"))
     median = torch.tensor(sorted(seconds)[calls // 2], dtype=torch.float64, device=device)
     dist.all_reduce(median, dist.ReduceOp.MAX)
     return median.item()
@@ -119,17 +119,6 @@ LOOKS = {
 }
 
 
-def ticks_of(sizes: list[float]) -> list[float]:
-    """The measured sizes that are far enough from each other to be written below a log axis."""
-    sizes = sorted(set(sizes))
-    apart = (sizes[-1] / sizes[0]) ** (1 / 9)
-    ticks = sizes[:1]
-    for size in sizes[1:]:
-        if size >= apart * ticks[-1]:
-            ticks.append(size)
-    return ticks
-
-
 def draw(path: Path, rows: list[dict], fits: list[dict], copy: float) -> None:
     """Draw busbw over size and, beside it, time over size with the fitted model.
 
@@ -162,11 +151,11 @@ def draw(path: Path, rows: list[dict], fits: list[dict], copy: float) -> None:
     bandwidth.set(title="Bus bandwidth", ylabel="busbw, GB/s")
     time.set(title="Time: measured (marks) and fitted model (lines)")
     time.set(ylabel="time of the slowest rank, ms")
-    ticks = ticks_of([row["size_bytes"] / 2**20 for row in rows])
+    ticks = sorted({row["size_bytes"] / 2**20 for row in rows})
     for axes in (bandwidth, time):
         axes.set(xscale="log", yscale="log", xlabel="tensor size, MB")
         axes.grid(alpha=0.3)
-        axes.set_xticks(ticks, [f"{size:g}" if size >= 1 else f"{size:.2g}" for size in ticks])
+        axes.set_xticks(ticks, [f"{size:g}" for size in ticks])
         axes.set_xticks([], minor=True)
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter("{x:g}")

@@ -15,13 +15,13 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 
-def run_ranks(world_size: int, folder: str, function, backend: str, *arguments) -> None:
+def run_ranks(world_size: int, function, backend: str, *arguments) -> None:
     """Run function(device, backend, *arguments) on world_size ranks of this host.
 
     The function must be at the top level of a module, because a spawned process imports it by its
-    name. No rank is left when this returns or raises: KeyboardInterrupt for SIGINT and SIGTERM.
+    name. No rank is left when this returns or raises: KeyboardInterrupt for SIGINT and SIGTERM,
+    RuntimeError when a rank has failed.
     """
-    _, store = tempfile.mkstemp(dir=folder)  # the ranks meet in a file: no port to fight for
     signals = {signal.SIGINT, signal.SIGTERM}
     received = []
 
@@ -31,6 +31,8 @@ def run_ranks(world_size: int, folder: str, function, backend: str, *arguments) 
     # Only noted at first: an exception while a rank is half started would leave that rank behind.
     for number in signals:
         signal.signal(number, note)
+    handle, store = tempfile.mkstemp()  # the ranks meet in a file: no port to fight for
+    os.close(handle)
     # Blocking is inherited, so that no rank that starts greets Ctrl-C with a traceback.
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     of_start_rank = (world_size, store, function, backend, *arguments)
@@ -43,11 +45,15 @@ def run_ranks(world_size: int, folder: str, function, backend: str, *arguments) 
             raise KeyboardInterrupt
         while not ranks.join():
             pass
+    except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+        reason = str(error).strip().splitlines()[-1]
+        raise RuntimeError(f"a rank ended: {reason}") from None
     finally:
         for process in ranks.processes:
             process.kill()
             process.join()
-        for file in ranks.error_files:  # torch's own, in which a rank leaves its traceback
+        # error_files: torch's own, in which a rank leaves its traceback
+        for file in [store, *ranks.error_files]:
             Path(file).unlink(missing_ok=True)
 
 

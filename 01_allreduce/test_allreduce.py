@@ -1,4 +1,4 @@
-"""Tests of 01_allreduce: the ring against the backend, the fit, the script from outside."""
+"""Tests of 01_allreduce: what all three all-reduces promise, the fit, the script from outside."""
 
 import json
 import multiprocessing
@@ -12,19 +12,27 @@ import time
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
-import allreduce
-import alpha_beta
 import pytest
-import spawn
 import torch
 import torch.distributed as dist
-from allreduce import IN_FLIGHT, PIECE_BYTES, differing_sums, main, measure, ring_all_reduce
-from alpha_beta import fit
 from matplotlib.figure import Figure
 
-from common.testing.harness import ROOT, check_script_alone, masked, read_json, wait_for_line
+sys.path.insert(0, str(Path(__file__).parent / "shared_memory"))
+sys.path.insert(0, str(Path(__file__).parent / "alternate_ring"))
+
+import allreduce
+import alpha_beta
+import spawn
+from allreduce import IN_FLIGHT, PIECE_BYTES, differing_sums, measure, ring_all_reduce
+from alpha_beta import fit
+from alternate_ring import alternate_ring_all_reduce
+from shared_memory import SMALL_PIECE, SharedMemoryAllReduce
+
+from common.testing import harness
+from common.testing.harness import ROOT, SHARED_MEMORY, masked, names_in, read_json, wait_for_line
 
 SCRIPT = Path(__file__).with_name("allreduce.py")
+SHARED = Path(__file__).parent / "shared_memory" / "shared_memory.py"
 PNG = b"\x89PNG"
 SMALL = ["--sizes-mb", "0.5,1", "--nproc", "2", "--steps", "3", "--warmup", "1"]
 
@@ -37,23 +45,40 @@ def rows_in(folder):
     return json.loads((folder / "a.json").read_text())["rows"]
 
 
-# The ring
+# What all three promise
 
 
+def all_reduce_of(name):
+    """On a rank: one of the three all-reduces."""
+    if name == "shared":
+        return SharedMemoryAllReduce(piece_bytes=SMALL_PIECE, timeout=30)
+    return {"ring": ring_all_reduce, "alternate": alternate_ring_all_reduce}[name]
+
+
+each = pytest.mark.parametrize("name", ["ring", "alternate", "shared"])
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+DTYPES += [torch.int64, torch.int32, torch.uint8, torch.complex64]
+
+
+def differing(name, lengths, dtypes):
+    return differing_sums(all_reduce_of(name), lengths, dtypes)
+
+
+@each
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, pytest.param(5, marks=pytest.mark.full)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64, torch.bfloat16])
-def test_ring_equals_all_reduce(ranks, world_size, dtype):
-    lengths = [0, 1, world_size - 1, world_size, world_size + 1, 9973, 10**6]
-    results = ranks(world_size).run(differing_sums, ring_all_reduce, lengths, [dtype])
-    assert results == [[]] * world_size
+def test_sum_equals_all_reduce(ranks, name, world_size):
+    """With empty chunks or parts, with one piece and with many, and pieces one element off."""
+    floats = SMALL_PIECE // 4
+    lengths = [0, 1, world_size - 1, world_size + 1, floats - 1, floats, floats + 1, 9973]
+    assert ranks(world_size).run(differing, name, lengths, DTYPES) == [[]] * world_size
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_more_pieces_than_in_flight(ranks, world_size):
-    """Every buffer is used more than once; chunks differ in length and in number of pieces."""
+    """The ring uses every buffer more than once; chunks differ in length and number of pieces."""
     length = world_size * (IN_FLIGHT + 1) * PIECE_BYTES // 8
     lengths = [length - 1, length, length + 1]
-    results = ranks(world_size).run(differing_sums, ring_all_reduce, lengths, [torch.float64])
+    results = ranks(world_size).run(differing, "ring", lengths, [torch.float64])
     assert results == [[]] * world_size
 
 
@@ -66,60 +91,70 @@ def test_a_wrong_sum_is_noticed(ranks):
     assert results == [[(100, torch.float32)]] * 2
 
 
-def sums_of_random_numbers(length):
-    """The ring's sum and the backend's."""
+def sums_of_random_numbers(name, length):
+    """Its sum and the backend's."""
     numbers = torch.Generator().manual_seed(dist.get_rank())
-    ring = torch.randn(length, dtype=torch.float64, generator=numbers)
-    backend = ring.clone()
-    ring_all_reduce(ring)
+    ours = torch.randn(length, dtype=torch.float64, generator=numbers)
+    backend = ours.clone()
+    all_reduce_of(name)(ours)
     dist.all_reduce(backend)
-    return ring, backend
+    return ours, backend
 
 
-def test_random_numbers(ranks):
-    """The backend's sum is near (the order rounds differently); all ranks' own are the same."""
-    results = ranks(4).run(sums_of_random_numbers, 100_003)
-    for ring, backend in results:
-        assert (ring - backend).abs().max() < 1e-14
-        assert torch.equal(ring, results[0][0])
+@each
+def test_random_numbers(ranks, name):
+    """The backend's sum is near (the order rounds differently); all ranks' own are the same.
+
+    But for the alternate ring: there every rank adds in another order, as its docstring warns.
+    """
+    results = ranks(4).run(sums_of_random_numbers, name, 100_003)
+    for ours, backend in results:
+        assert (ours - backend).abs().max() < 1e-14
+    are_equal = all(torch.equal(ours, results[0][0]) for ours, _ in results)
+    assert are_equal == (name != "alternate")
 
 
-def sums_of_shapes():
+def sums_of_shapes(name):
+    all_reduce = all_reduce_of(name)
     tensor = torch.full((3, 5, 7), dist.get_rank() + 1.0, requires_grad=True)
-    ring_all_reduce(tensor)
+    all_reduce(tensor)
     scalar = torch.tensor(1)
-    ring_all_reduce(scalar)
+    all_reduce(scalar)
     return tensor.unique().tolist(), scalar.item()
 
 
-def test_any_shape_in_place(ranks):
-    assert ranks(3).run(sums_of_shapes) == [([6.0], 3)] * 3
+@each
+def test_any_shape_in_place(ranks, name):
+    assert ranks(3).run(sums_of_shapes, name) == [([6.0], 3)] * 3
 
 
-def refused_then_summed():
+def refused_then_summed(name):
     """Tensors that are refused; the sum that the next, correct call returns, of few and of many."""
+    all_reduce = all_reduce_of(name)
     for tensor in (torch.arange(12.0)[::2], torch.ones(4, 6).t(), torch.ones(6, device="meta")):
         with pytest.raises(RuntimeError, match="contiguous CPU tensor"):
-            ring_all_reduce(tensor)
+            all_reduce(tensor)
     few = torch.arange(12.0)[::2].contiguous()
     many = torch.ones(PIECE_BYTES)
-    ring_all_reduce(few)
-    ring_all_reduce(many)
+    all_reduce(few)
+    all_reduce(many)
     return few.tolist(), many.unique().tolist()
 
 
+@each
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_a_refused_tensor_leaves_nothing_behind(ranks, world_size):
+def test_a_refused_tensor_leaves_nothing_behind(ranks, name, world_size):
     """Receives that were posted before the error would swallow the next call's messages."""
     expected = [2.0 * world_size * number for number in range(6)], [float(world_size)]
-    assert ranks(world_size).run(refused_then_summed, timeout=20) == [expected] * world_size
+    assert ranks(world_size).run(refused_then_summed, name, timeout=20) == [expected] * world_size
 
 
 # The measurement and the model
 
 
-def wrong_of_broken_ones():
+def seconds_and_wrong():
     def leaves_one_out(tensor):
+        time.sleep(0.02 * dist.get_rank())
         dist.all_reduce(tensor[:-1])
 
     def swaps_chunks(tensor):
@@ -127,13 +162,23 @@ def wrong_of_broken_ones():
         tensor.copy_(tensor.roll(len(tensor) // 2))
 
     algorithms = {"gloo": dist.all_reduce, "one out": leaves_one_out, "swapped": swaps_chunks}
-    _, _, wrong = measure(algorithms, torch.empty(2**18), 2, 1, 10.0)
-    return wrong
+    return measure(algorithms, torch.empty(2**18), 2, 1)
 
 
-def test_wrong_elements_are_counted(ranks):
-    for wrong in ranks(2).run(wrong_of_broken_ones):
+def test_wrong_elements_are_counted_and_the_slowest_rank_is_timed(ranks):
+    for seconds, warmups, wrong in ranks(2).run(seconds_and_wrong):
         assert wrong["gloo"] == 0 and wrong["one out"] == 3 * 2 and wrong["swapped"] > 2**18
+        assert warmups == 1 and len(seconds["one out"]) == 2
+        assert min(seconds["one out"]) > 0.02
+
+
+def test_a_row_of_the_table(capsys):
+    """busbw of 4 ranks is algbw · 6/4; the ratio to the backend's, whose p50 is 50 ms here."""
+    row = {"algorithm": "ring", "world_size": 4, "size_bytes": 10**8, "warmup": 5, "wrong": 7}
+    row |= {"seconds": [0.1] * 20, "mean": 0.1, "p50": 0.1}
+    allreduce.print_measured(row, 0.05)
+    cells = capsys.readouterr().out.split()
+    assert cells[3] == "20+5" and cells[-4:] == ["1.00", "1.50", "0.50", "7"]
 
 
 def seconds_of_calls():
@@ -189,46 +234,32 @@ def test_fit_keeps_alpha_at_zero_or_above():
 
 
 @pytest.mark.parametrize(
-    "sizes, times, world_size", [([1e6], [1.0], 2), ([1e6, 1e7], [1.0, 2.0], 1), ([], [], 2)]
-)
-def test_fit_says_when_there_is_nothing_to_fit(sizes, times, world_size):
-    with pytest.raises(ValueError):
-        fit(sizes, times, world_size)
-
-
-def test_no_fit_is_a_row_of_the_table(capsys):
-    row = {"algorithm": "ring", "world_size": 2, "size_bytes": 8, "p50": 1.0}
-    assert alpha_beta.fit_all([row | {"awake": 1e-4, "asleep": 2e-4}]) == []
-    lines = masked(capsys.readouterr().out)
-    assert "ring # - - no fit: needs two ranks and two sizes # #" in lines
-
-
-@pytest.mark.parametrize(
-    "sizes, ticks",
+    "sizes, times, world_size, reason",
     [
-        ([10, 1, 10], [1, 10]),
-        ([1, 10, 100, 1000], [1, 10, 100, 1000]),
-        ([5], [5]),
-        ([2.0**k for k in range(21)], [2.0**k for k in range(0, 21, 3)]),
+        ([8], [1.0], 2, "needs two ranks and two sizes"),
+        ([8, 16], [1.0, 2.0], 1, "needs two ranks and two sizes"),
+        ([8, 16], [2.0, 1.0], 2, "the time does not grow with the size"),
     ],
 )
-def test_ticks_are_measured_sizes(sizes, ticks):
-    assert alpha_beta.ticks_of(sizes) == ticks
+def test_no_fit_is_a_row_of_the_table(sizes, times, world_size, reason, capsys):
+    row = {"algorithm": "ring", "world_size": world_size, "awake": 1e-4, "asleep": 2e-4}
+    rows = []
+    for size, seconds in zip(sizes, times, strict=True):
+        rows.append(row | {"size_bytes": size, "p50": seconds})
+    assert alpha_beta.fit_all(rows) == []
+    assert f"ring # - - no fit: {reason} # #" in masked(capsys.readouterr().out)
 
 
 def test_the_pictures_ticks_are_sizes_and_plain_numbers(tmp_path, monkeypatch):
     """Two sizes, less than a decade apart: matplotlib's own would be 2 × 10⁰ and so on."""
     figures = []
-    save = Figure.savefig
-
-    def note(figure, *arguments, **options):
-        save(figure, *arguments, **options)
-        figures.append(figure)
-
-    monkeypatch.setattr(Figure, "savefig", note)
-    row = {"algorithm": "gloo", "world_size": 2}
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    row = {"algorithm": "gloo", "world_size": 4}
     rows = [row | {"size_bytes": 2**20, "p50": 2e-3}, row | {"size_bytes": 2**22, "p50": 7e-3}]
     alpha_beta.draw(tmp_path / "a.png", rows, [], 1e10)
+    figures[0].draw_without_rendering()
+    busbw = [1.5 * 2**20 / 2e-3 / 1e9, 1.5 * 2**22 / 7e-3 / 1e9]
+    assert figures[0].axes[0].lines[0].get_ydata() == pytest.approx(busbw)
     for axes in figures[0].axes:
         words = [label.get_text() for label in axes.get_xticklabels(which="both")]
         assert words == ["1", "4"]
@@ -256,13 +287,13 @@ def test_script_measures_fits_and_draws(forked, tmp_path):
     assert result["options"]["steps"] == 3 and result["seconds"] > 0
     assert result["copy_bytes_per_second"] > 0 and len(result["fits"]) == 2
     rows = [row for row in result["rows"] if row["algorithm"] in ("gloo", "ring")]
-    assert {(row["algorithm"], row["world_size"], row["size_bytes"]) for row in rows} == {
+    measured = sorted((row["algorithm"], row["world_size"], row["size_bytes"]) for row in rows)
+    assert measured == [
         ("gloo", 2, 2**19),
-        ("ring", 2, 2**19),
         ("gloo", 2, 2**25),
+        ("ring", 2, 2**19),
         ("ring", 2, 2**25),
-    }
-    assert len(rows) == 4
+    ]
     for row in rows:
         assert row["wrong"] == 0 and len(row["seconds"]) == 3 and row["threads_per_rank"] >= 1
         assert 0 < min(row["seconds"]) <= row["mean"] <= max(row["seconds"])
@@ -301,7 +332,7 @@ def arguments_of(monkeypatch, *words):
 
 
 def test_grid(monkeypatch):
-    args = arguments_of(monkeypatch, "--backends", "gloo,nccl", "--world-sizes", "2,4")
+    args = arguments_of(monkeypatch, "--backends", "gloo,nccl", "--nproc", "2,4")
     everywhere = [("gloo", 2), ("gloo", 4), ("nccl", 2), ("nccl", 4)]
     assert allreduce.grid_of(args, has_gpu=False) == everywhere
     on_gpu = [("gloo-cuda", 2), ("gloo-cuda", 4), ("nccl", 1)]
@@ -315,53 +346,33 @@ def test_arguments(monkeypatch):
     assert (args.world_sizes, args.steps, args.plot) == ([3], 7, None)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["--sizes-mb", "0"],
-        ["--sizes-mb", "1,x"],
-        ["--sizes-mb", "inf"],
-        ["--sizes-mb", "nan"],
-        ["--world-sizes", "2,"],
-        ["--nproc", "0"],
-        ["--backends", "mpi"],
-        ["--backends", ""],
-        ["--row-seconds", "0"],
-        ["--json", "a.json", "--demo"],
-        ["--plot", "a.png", "--demo"],
-    ],
-    ids=" ".join,
-)
+WRONG = ["--sizes-mb 0", "--sizes-mb x", "--sizes-mb inf", "--sizes-mb nan", "--nproc 0"]
+WRONG += ["--backends mpi", "--backends "]
+
+
+@pytest.mark.parametrize("words", WRONG)
 def test_bad_input_is_one_line(words, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *words])
-    with pytest.raises(SystemExit) as end:
-        main()
-    output, error = capsys.readouterr()
-    assert end.value.code == 2 and output == ""
-    assert error.startswith(f"allreduce.py: error: argument {words[0]}: ")
-    assert error.count("\n") == 1
+    option, value = words.split(" ")
+    harness.check_wrong_input(allreduce.main, SCRIPT, option, value, monkeypatch, capsys)
 
 
 def test_file_alone(tmp_path):
-    check_script_alone(SCRIPT, tmp_path)
+    harness.check_script_alone(SCRIPT, tmp_path)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("words, written", [([], ["01_allreduce.png"]), (["--no-plot"], [])])
-def test_only_the_picture_is_written_that_no_flag_names(forked, tmp_path, words, written):
+def test_only_the_picture_is_written_that_no_flag_names(forked, tmp_path):
     """In a checkout of its own, without results/."""
     for folder in ("01_allreduce", "common"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
     before = {path for path in tmp_path.rglob("*") if path.suffix != ".pyc"}
     path = tmp_path / "01_allreduce" / "allreduce.py"
-    status, output = forked(None, path, "--backends", "gloo", *SMALL, *words, cwd=tmp_path)
+    status, output = forked(None, path, "--backends", "gloo", *SMALL, cwd=tmp_path)
     assert status == 0, output
     new = {path for path in tmp_path.rglob("*") if path.suffix != ".pyc"} - before
     results = tmp_path / "results"
-    assert {path for path in new if path.name != "__pycache__"} == {
-        results,
-        *(results / name for name in written),
-    }
+    written = {path for path in new if path.name != "__pycache__"}
+    assert written == {results, results / "01_allreduce.png"}
 
 
 def test_progress_on_a_terminal_and_none_in_a_pipe(forked):
@@ -382,36 +393,69 @@ def test_a_closed_pipe_loses_no_file(forked, tmp_path):
     assert (tmp_path / "a.png").read_bytes().startswith(PNG)
 
 
-# What ends it early: each run would take minutes, and is hit when the first sizes are measured.
-LONG = ["--backends", "gloo", "--sizes-mb", "0.5,1,400", "--world-sizes", "2,4"]
-LONG += ["--steps", "100000", "--row-seconds", "0.3"]
-RING_HAS_1_MB = "ring           2       1 "
+# What ends it early: each run would take a minute, and is hit when the first sizes are measured.
+LONG = ["--backends", "gloo", "--sizes-mb", "0.5,1,400", "--nproc", "2,4"]
 
 
-def check_interrupted(status, output, folder):
-    assert status == 130 and "Traceback" not in output, output
-    assert "interrupted" in output and "model" in output and "β, GB/s" in output
+def check_kept(output, folder):
+    """What was measured has been fitted, drawn and written."""
+    assert "Traceback" not in output and "model" in output and "β, GB/s" in output, output
     assert len(rows_in(folder)) >= 4
     assert (folder / "a.png").exists()
 
 
 def test_ctrl_c_keeps_what_is_measured(forked, tmp_path):
     run = forked.start(None, SCRIPT, *LONG, *files_in(tmp_path))
-    run.wait_for("\n" + RING_HAS_1_MB)
+    run.wait_for("\nring           2       1 ")
     os.kill(run.processes[0].pid, signal.SIGINT)
-    check_interrupted(*run.wait(30), tmp_path)
+    status, output = run.wait(30)
+    assert status == 130 and "interrupted" in output
+    check_kept(output, tmp_path)
+
+
+def ranks_of(run):
+    """The processes of its ranks."""
+    found = []
+    for process in run.processes():
+        if b"spawn_main" in Path(f"/proc/{process}/cmdline").read_bytes():
+            found.append(process)
+    return found
 
 
 @pytest.mark.full
-def test_ctrl_c_of_spawned_ranks_keeps_what_is_measured(script, tmp_path):
-    run = script([sys.executable, SCRIPT, *LONG, *files_in(tmp_path)])
-    wait_for_line(run, RING_HAS_1_MB)
-    run.process.send_signal(signal.SIGINT)
-    check_interrupted(*run.wait(30), tmp_path)
+@harness.needs_proc
+@pytest.mark.parametrize(
+    "path, name, fault",
+    [
+        (SCRIPT, "ring", "SIGKILL of a rank"),
+        (SCRIPT, "ring", "SIGTERM of the launcher"),
+        (SCRIPT, "ring", "Ctrl-C"),
+        (SHARED, "shared", "SIGKILL of a rank"),
+    ],
+)
+def test_faults(script, tmp_path, path, name, fault):
+    """With spawned ranks; nothing stays in the shared memory."""
+    memory = names_in(SHARED_MEMORY)
+    run = script([sys.executable, path, *LONG, *files_in(tmp_path)])
+    wait_for_line(run, f"{name:9}      2       1 ")
+    if fault == "SIGKILL of a rank":
+        ranks = ranks_of(run)
+        assert len(ranks) == 2
+        os.kill(ranks[-1], signal.SIGKILL)
+    else:
+        number = signal.SIGINT if fault == "Ctrl-C" else signal.SIGTERM
+        run.process.send_signal(number)
+    status, rest = run.wait(30)  # fails if a process is left
+    if fault == "SIGKILL of a rank":
+        assert status == 1 and rest.count(f"{path.name}: error: a rank ended: ") == 1, rest
+    else:
+        assert status == 130 and "interrupted" in rest, rest
+    check_kept(rest, tmp_path)
+    assert not harness.left_in(SHARED_MEMORY, memory)
 
 
 @pytest.mark.distributed
-def test_ctrl_c_while_ranks_are_started_leaves_none(tmp_path, monkeypatch):
+def test_ctrl_c_while_ranks_are_started_leaves_none(monkeypatch):
     """Any thread of the launcher may get the signal: that the main one blocks it is not enough."""
     popen = SpawnProcess._Popen
     before = multiprocessing.active_children()
@@ -432,7 +476,7 @@ def test_ctrl_c_while_ranks_are_started_leaves_none(tmp_path, monkeypatch):
     monkeypatch.setattr(SpawnProcess, "_Popen", staticmethod(start_rank))
     try:
         with pytest.raises(KeyboardInterrupt):
-            spawn.run_ranks(3, str(tmp_path), allreduce.demonstrate, "gloo")
+            spawn.run_ranks(3, allreduce.demonstrate, "gloo")
     finally:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -440,28 +484,3 @@ def test_ctrl_c_while_ranks_are_started_leaves_none(tmp_path, monkeypatch):
     for process in left:
         process.kill()
     assert not left
-
-
-@pytest.mark.full
-def test_sigterm_leaves_no_process(script):
-    run = script([sys.executable, SCRIPT, "--no-plot"])
-    run.process.stdout.readline()  # the demonstration's ranks are alive now
-    run.process.send_signal(signal.SIGTERM)
-    status, rest = run.wait(30)
-    assert status == 130 and "Traceback" not in rest, rest
-
-
-@pytest.mark.full
-@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="finding the ranks needs /proc")
-def test_a_rank_that_dies_ends_all(script, tmp_path):
-    run = script([sys.executable, SCRIPT, *LONG, *files_in(tmp_path)])
-    wait_for_line(run, RING_HAS_1_MB)
-    ranks = []
-    for process in run.processes():
-        if b"spawn_main" in Path(f"/proc/{process}/cmdline").read_bytes():
-            ranks.append(process)
-    assert len(ranks) == 2
-    os.kill(ranks[-1], signal.SIGKILL)
-    status, rest = run.wait(30)
-    assert status == 1 and rest.count("error: a rank ended") == 1 and "Traceback" not in rest, rest
-    assert "model" in rest and (tmp_path / "a.png").exists()

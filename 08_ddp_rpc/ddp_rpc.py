@@ -15,9 +15,8 @@ torch/distributed/benchmarks/benchmark_ddp_rpc.py; Li et al., "Scaling Distribut
 with the Parameter Server", OSDI 2014.
 """
 
-import argparse
+import copy
 import math
-import queue
 import sys
 import time
 from datetime import datetime, timezone
@@ -45,7 +44,7 @@ table = None  # this server's nn.EmbeddingBag
 def create_table(embeddings: int, embedding_dim: int, seed: int) -> None:
     """Make this server's table, float32 [embeddings, embedding_dim]; it replaces an older one."""
     global table
-    torch.manual_seed(seed)
+    torch.manual_seed(seed + rpc.get_worker_info().id)  # each server's table is another one
     table = nn.EmbeddingBag(embeddings, embedding_dim, mode="sum")
 
 
@@ -153,53 +152,41 @@ def training_step(
 def read_arguments():
     """The command line, checked and completed; upstream's names of flags are understood, too."""
     from common import setup
-    from common.setup import whole_number
+    from common.setup import checked, whole_number
 
+    def steps_of(epochs: str) -> int:
+        return EPOCH * whole_number(0)(epochs)
+
+    count = whole_number(1, 64)
+    steps = checked(int, lambda n: n > 0 and n % EPOCH == 0, f"a multiple of {EPOCH} above 0")
+    warmup = checked(int, lambda n: n >= 0 and n % EPOCH == 0, f"0 or a multiple of {EPOCH}")
+    rows = {"type": whole_number(1), "default": 300, "help": "rows of each server's table"}
+    columns = f"its columns (default: the fewest that give all servers {DENSE_INPUT} together)"
+    lookup = "ask all servers at once, or one after another; both: epoch by epoch in turn"
     parser = setup.Parser(__doc__)
     add = parser.add_argument
-    count = whole_number(1, 64)
     add("--nproc", type=count, default=2, help="so many trainers, and as many servers")
     add("--trainers", type=count, old_names=["--number-trainers"], help="(default: --nproc)")
     add("--servers", type=count, old_names=["--number-ps"], help="(default: --nproc)")
-    rows = {"default": 300, "help": "rows of each server's table"}
-    add("--embeddings", type=whole_number(1), old_names=["--number-embeddings"], **rows)
-    columns = f"its columns; servers × columns must be a multiple of {DENSE_INPUT}"
-    smallest = "(default: the smallest that is: 256 with 2 servers, 64 with 8)"
-    add("--embedding-dim", type=whole_number(1), help=f"{columns} {smallest}")
-    steps = f"measured; a multiple of {EPOCH}"
-    add("--steps", type=whole_epochs(EPOCH), default=1000, help=steps)
-    warmup = f"steps before them, not measured; a multiple of {EPOCH}"
-    add("--warmup", type=whole_epochs(0), default=50, help=warmup)
-    # Upstream's flag, which counts epochs.
-    hidden = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
-    cycles = whole_number(0)
-    add("--warmup-cycles", dest="warmup", type=lambda text: EPOCH * cycles(text), **hidden)
-    in_turn = "ask all servers at once, or one after another; both: epoch by epoch in turn"
-    add("--lookup", choices=[*LOOKUPS, "both"], default="parallel", help=in_turn)
+    add("--embeddings", old_names=["--number-embeddings"], **rows)
+    add("--embedding-dim", type=whole_number(1), help=columns)
+    add("--steps", type=steps, default=1000, help=f"measured; {EPOCH} are an epoch")
+    add("--warmup", type=warmup, default=50, help="steps before them, not measured")
+    add("--warmup-cycles", dest="warmup", type=steps_of, help="upstream's, in epochs")
+    add("--lookup", choices=[*LOOKUPS, "both"], default="parallel", help=lookup)
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="of the dense net")
-    add("--master-addr", default="127.0.0.1", help="the address to listen on")
-    add("--master-port", type=whole_number(0, 65535), default=0, help="0: one that is free")
-    waiting = "seconds to wait for the others"
-    add("--timeout", type=setup.positive_number, default=300.0, help=waiting)
+    add("--timeout", type=setup.positive_number, default=300.0, help="seconds to wait for others")
     add("--seed", type=whole_number(0), default=0)
     add("--no-verify", action="store_true", help="only measure")
     add("--json", type=setup.output_file, metavar="FILE", help="everything measured, raw")
     args = parser.parse_args()
     args.trainers = args.trainers or args.nproc
     args.servers = args.servers or args.nproc
+    args.lookups = LOOKUPS if args.lookup == "both" else [args.lookup]
+    args.timeout = min(args.timeout, 1e6)  # infinity is no timedelta
     check_sizes(args)
     choose_device(args)
     return args
-
-
-def whole_epochs(minimum: int):
-    """A type for argparse: a number of steps that makes whole epochs."""
-    from common.setup import checked
-
-    def is_allowed(steps: int) -> bool:
-        return steps >= minimum and steps % EPOCH == 0
-
-    return checked(int, is_allowed, f"a multiple of {EPOCH} that is at least {minimum}")
 
 
 def check_sizes(args):
@@ -213,14 +200,13 @@ def check_sizes(args):
             f"argument --embedding-dim: '{args.embedding_dim}' is not a multiple of {multiple}: "
             f"the columns of {args.servers} servers have to make rows of {DENSE_INPUT}"
         )
-    table_bytes = 4 * args.embeddings * args.embedding_dim
-    needed = args.servers * table_bytes * (1 + args.trainers)
+    tables_bytes = 4 * args.servers * args.embeddings * args.embedding_dim
+    needed = tables_bytes * (1 + args.trainers)  # each trainer has a gradient there
     available = available_memory()
     if needed > available:
         fail(
-            f"argument --embeddings: '{args.embeddings}' rows of {args.embedding_dim} columns on "
-            f"{args.servers} servers, with a gradient per trainer, take {needed / 1e9:.0f} GB, and "
-            f"this host has {available / 1e9:.0f} left: use fewer"
+            f"argument --embeddings: '{args.embeddings}' rows of {args.embedding_dim} columns need "
+            f"{needed / 1e9:.0f} GB, and this host has {available / 1e9:.0f} left: use fewer"
         )
 
 
@@ -245,22 +231,10 @@ def begin(args):
     from common.report import processor_name, topology
     from common.setup import say, threads_per_rank
 
+    on_gpu = args.device == "cuda"
     last = args.trainers + args.servers
-    result = {
-        "stage": "08_ddp_rpc",
-        "torch": torch.__version__,
-        "backend": args.backend,
-        "device": args.device,
-        "device_name": processor_name(),
-        "world_size": last + 1,  # everybody: trainers, servers and the master
-        "threads_per_rank": threads_per_rank(last),  # the master only waits
-        "options": dict(vars(args)),
-        "started": datetime.now(timezone.utc),
-        "cuda": torch.version.cuda,
-    }
-    if args.device == "cuda":
-        result["device_name"] = torch.cuda.get_device_name()
-    ranks = f"{last + 1} ranks, {result['threads_per_rank']} threads per rank"
+    threads = threads_per_rank(last)  # the master only waits
+    ranks = f"{last + 1} ranks, {threads} threads per rank"
     say(f"08_ddp_rpc: torch {torch.__version__}, {args.backend} on {args.device}, {ranks}")
     say(f"CUDA {torch.version.cuda or 'none'}, {torch.cuda.device_count()} GPUs; {topology()}")
     parameters = sum(parameter.numel() for parameter in dense_net().parameters())
@@ -268,11 +242,22 @@ def begin(args):
     say(f"rank 0 to {args.trainers - 1}: trainers, {dense}")
     tables = f"a table of {args.embeddings} × {args.embedding_dim} each"
     say(f"rank {args.trainers} to {last - 1}: parameter servers, {tables}")
-    meeting = f"all meet at {args.master_addr} port {args.master_port}"
+    meeting = f"all meet at 127.0.0.1 port {args.port}"
     say(f"rank {last}: master; RPC over TensorPipe (TCP); {meeting}")
     measured = f"{args.steps} steps are measured, after {args.warmup} to warm up"
     say(f"{measured}; an epoch is {EPOCH} steps")
-    return result
+    return {
+        "stage": "08_ddp_rpc",
+        "torch": torch.__version__,
+        "backend": args.backend,
+        "device": args.device,
+        "device_name": torch.cuda.get_device_name() if on_gpu else processor_name(),
+        "world_size": last + 1,  # everybody: trainers, servers and the master
+        "threads_per_rank": threads,
+        "options": dict(vars(args)),
+        "started": datetime.now(timezone.utc),
+        "cuda": torch.version.cuda,
+    }
 
 
 def random_batches(steps: int, embeddings: int, rows_of_bag: int, generator: torch.Generator):
@@ -296,11 +281,6 @@ def rows_per_bag(args) -> int:
     return args.servers * args.embedding_dim // DENSE_INPUT
 
 
-def lookups(args) -> list[str]:
-    """The kinds of lookup to measure, in turn."""
-    return LOOKUPS if args.lookup == "both" else [args.lookup]
-
-
 def new_model(args, servers, seed, process_group=None):
     """On a trainer: the model and its optimizer. Trainers share the GPUs if these are fewer."""
     torch.manual_seed(seed)
@@ -312,40 +292,13 @@ def new_model(args, servers, seed, process_group=None):
     return model, model.optimizer()
 
 
-def call_all(names, function, *arguments):
+def call_all(names, function, *arguments, **limit):
     """Call a function on many processes at once; the results in their order.
 
-    There is no limit of time: the launcher notices a process that dies.
+    limit: timeout=0 for what may take longer than --timeout. Who trains is missed by the others.
     """
-    answers = [rpc.rpc_async(name, function, arguments, timeout=0) for name in names]
+    answers = [rpc.rpc_async(name, function, arguments, **limit) for name in names]
     return torch.futures.wait_all(answers)
-
-
-def create_tables(args, servers, embeddings):
-    """Have every server make its table, each with a seed of its own."""
-    answers = []
-    for i, server in enumerate(servers):
-        arguments = (embeddings, args.embedding_dim, args.seed + i)
-        answers.append(rpc.rpc_async(server, create_table, arguments))
-    torch.futures.wait_all(answers)
-
-
-class PlainModel(nn.Module):
-    """The same model without DDP and RPC: a copy of all its weights in one process."""
-
-    def __init__(self, model: HybridModel, tables: list[torch.Tensor]):
-        super().__init__()
-        self.device = model.device
-        self.dense = dense_net().to(model.device)
-        self.dense.load_state_dict(model.dense.module.state_dict())
-        self.tables = nn.ModuleList()
-        for weight in tables:
-            self.tables.append(nn.EmbeddingBag.from_pretrained(weight, freeze=False, mode="sum"))
-
-    def forward(self, indices, offsets):
-        columns = [embedding(indices, offsets) for embedding in self.tables]
-        rows = torch.cat(columns, dim=1).reshape(-1, DENSE_INPUT)
-        return self.dense(rows.to(self.device))
 
 
 def verify_one_trainer(args, servers, embeddings):
@@ -358,15 +311,22 @@ def verify_one_trainer(args, servers, embeddings):
     with without_gloo_greeting():
         alone = dist.new_group([0], use_local_synchronization=True)
     model, optimizer = new_model(args, servers, args.seed, alone)
-    plain = PlainModel(model, call_all(servers, weight_copy))
+    # The same model without DDP and RPC: a copy of all its weights.
+    dense = copy.deepcopy(model.dense.module)
+    tables = nn.ModuleList()
+    for weight in call_all(servers, weight_copy):
+        tables.append(nn.EmbeddingBag.from_pretrained(weight, freeze=False, mode="sum"))
+    plain = nn.ModuleList([dense, tables])
     plain_optimizer = torch.optim.SGD(plain.parameters(), lr=LEARNING_RATE)
 
     generator = torch.Generator().manual_seed(args.seed)
     for step, batch in enumerate(random_batches(20, embeddings, rows_per_bag(args), generator)):
         training_step(model, optimizer, batch, LOOKUPS[step % 2])
         indices, offsets, targets = batch
-        loss = F.cross_entropy(plain(indices, offsets), targets.to(model.device))
-        loss.backward()
+        columns = [embedding(indices, offsets) for embedding in tables]
+        rows = torch.cat(columns, dim=1).reshape(-1, DENSE_INPUT)
+        logits = dense(rows.to(model.device))
+        F.cross_entropy(logits, targets.to(model.device)).backward()
         plain_optimizer.step()
         plain_optimizer.zero_grad()
     weights = [*model.dense.parameters(), *call_all(servers, weight_copy)]
@@ -402,8 +362,9 @@ def verify(args, trainers, servers):
     progress("verify: one trainer with all servers, against a plain model in one process")
     embeddings = min(args.embeddings, 300)  # the plain model has all tables in one process
     tolerance = 1e-5
-    create_tables(args, servers, embeddings)
+    tables = (create_table, embeddings, args.embedding_dim, args.seed)
     arguments = (args, servers, embeddings)
+    call_all(servers, *tables)
     difference = rpc.rpc_sync("trainer0", verify_one_trainer, arguments, timeout=0)
     away = f"{difference:.1e} away from a plain model in one process"
     if not difference <= tolerance:
@@ -414,11 +375,11 @@ def verify(args, trainers, servers):
     )
 
     progress("verify: all trainers with all servers")
-    create_tables(args, servers, embeddings)
+    call_all(servers, *tables)
     before = call_all(servers, weight_copy)
     replicas = []
     rows = set()
-    for replica, looked_up in call_all(trainers, verify_replicas, *arguments):
+    for replica, looked_up in call_all(trainers, verify_replicas, *arguments, timeout=0):
         replicas.append(replica)
         rows |= looked_up
     if not all(torch.equal(replica, replicas[0]) for replica in replicas):
@@ -440,7 +401,7 @@ def verify(args, trainers, servers):
 def train(args, servers):
     """Runs on every trainer. Returns its name, what it measured and the loss of every epoch.
 
-    What it measured: {lookup: {quantity: one value per measured epoch}}.
+    What it measured: {lookup: [{"seconds", "lookup_seconds", "examples"} of an epoch]}.
     """
     from common.setup import progress, say, time_left
 
@@ -451,7 +412,7 @@ def train(args, servers):
     model, optimizer = new_model(args, servers, args.seed)
     generator = torch.Generator().manual_seed(args.seed + dist.get_rank())
     losses = []
-    measured = {lookup: no_samples() for lookup in lookups(args)}
+    measured = {lookup: [] for lookup in args.lookups}
     began = time.perf_counter()
     for epoch in range(1, epochs + 1):
         if name == "trainer0":
@@ -466,50 +427,12 @@ def train(args, servers):
             seconds = time.perf_counter() - start
             losses.append(loss)
             if epoch > warmup:
-                samples["seconds"].append(seconds)
-                samples["lookup_seconds"].append(model.lookup_seconds)
-                samples["examples"].append(sum(len(offsets) for _, offsets, _ in batches))
+                sample = {"seconds": seconds, "lookup_seconds": model.lookup_seconds}
+                sample["examples"] = sum(len(offsets) for _, offsets, _ in batches)
+                samples.append(sample)
         if name == "trainer0" and epoch % between_reports == 0 and epoch < epochs:
             say(f"epoch {epoch} of {epochs}, loss of trainer0 {loss:.3f}")
     return {"name": name, "lookups": measured, "loss": losses}
-
-
-def no_samples() -> dict:
-    """Where the samples go: seconds of each epoch, seconds of lookups in it, examples in it."""
-    return {"seconds": [], "lookup_seconds": [], "examples": []}
-
-
-def pool(results, lookup):
-    """The samples of all trainers with one kind of lookup together."""
-    pooled = no_samples()
-    for result in results:
-        for quantity, values in result["lookups"][lookup].items():
-            pooled[quantity] += values
-    return pooled
-
-
-WIDTHS = [20, 7, 5, 7, 5, 7, 5, 7, 5, 8]  # of the table's columns
-
-
-def print_header():
-    from common import report
-
-    cells = [""]
-    for percentile in ("p50", "p75", "p90", "p95"):
-        cells += [percentile, "ex./s"]
-    report.print_row([*cells, "lookups"], WIDTHS)
-
-
-def print_samples(name, samples, epochs):
-    """A row of the table: what one trainer has measured with one kind of lookup, or all have."""
-    from common import report
-
-    examples = sum(samples["examples"]) / epochs
-    cells = [name]
-    for seconds in report.percentiles(samples["seconds"]):
-        cells += [f"{seconds:.3f}", f"{examples / seconds:.0f}"]
-    share = sum(samples["lookup_seconds"]) / sum(samples["seconds"])
-    report.print_row([*cells, f"{100 * share:.0f} %"], WIDTHS)
 
 
 def run_master(args, names, result):
@@ -518,48 +441,55 @@ def run_master(args, names, result):
     names: of all ranks, for RPC. result: the head of the JSON.
     """
     from common import report
+    from common.setup import say
 
     trainers = names[: args.trainers]
     servers = names[args.trainers : -1]
     result["verify"] = None if args.no_verify else verify(args, trainers, servers)
-    create_tables(args, servers, args.embeddings)
-    result["trainers"] = train_all(args, trainers, servers)
+    call_all(servers, create_table, args.embeddings, args.embedding_dim, args.seed)
+    result["trainers"] = call_all(trainers, train, args, servers, timeout=0)
+    say()
     result |= summarize(args, result["trainers"])
     report.write_json(args.json, result)
 
 
-def train_all(args, trainers, servers):
-    """Have the trainers train; print the rows of each when it has finished. Returns all results."""
-    from common.setup import say
+def total(epochs: list[dict], quantity: str) -> float:
+    """The sum of one quantity over epochs."""
+    return sum(epoch[quantity] for epoch in epochs)
 
-    finished = queue.Queue()
-    for name in trainers:
-        answer = rpc.rpc_async(name, train, (args, servers), timeout=0)
-        answer.add_done_callback(finished.put)
-    results = []
-    for _ in trainers:
-        result = finished.get().wait()
-        if not results:
-            say()
-            print_header()
-        results.append(result)
-        for lookup, samples in result["lookups"].items():
-            print_samples(f"{result['name']} {lookup}", samples, args.steps // EPOCH)
-    return sorted(results, key=lambda result: trainers.index(result["name"]))
+
+def row(args, name: str, epochs: list[dict]) -> list[str]:
+    """A row of the table, of the epochs of one trainer or of all."""
+    from common.report import percentiles
+
+    examples = total(epochs, "examples") / (args.steps // EPOCH)  # of all in the same epoch
+    cells = [name]
+    for seconds in percentiles([epoch["seconds"] for epoch in epochs]):
+        cells += [f"{seconds:.3f}", f"{examples / seconds:.0f}"]
+    share = total(epochs, "lookup_seconds") / total(epochs, "seconds")
+    return [*cells, f"{100 * share:.0f} %"]
 
 
 def summarize(args, results):
-    """Print what all trainers measured together; returns it for the JSON."""
+    """Print what the trainers measured, each and all together; returns the latter for the JSON."""
+    from common.report import print_table
     from common.setup import say
 
+    rows = []
+    pooled = {lookup: [] for lookup in args.lookups}
+    for result in results:
+        for lookup, epochs in result["lookups"].items():
+            pooled[lookup] += epochs
+            rows.append(row(args, f"{result['name']} {lookup}", epochs))
     rates = {}
     waits = {}
-    for lookup in lookups(args):
-        samples = pool(results, lookup)
-        print_samples(f"all {lookup}", samples, args.steps // EPOCH)
-        seconds = sum(samples["seconds"]) / args.trainers  # they train at the same time
-        rates[lookup] = sum(samples["examples"]) / seconds
-        waits[lookup] = sum(samples["lookup_seconds"])
+    for lookup, epochs in pooled.items():
+        rows.append(row(args, f"all {lookup}", epochs))
+        seconds = total(epochs, "seconds") / args.trainers  # they train at the same time
+        rates[lookup] = total(epochs, "examples") / seconds
+        waits[lookup] = total(epochs, "lookup_seconds")
+    header = ["", "p50", "ex./s", "p75", "ex./s", "p90", "ex./s", "p95", "ex./s", "lookups"]
+    print_table(header, rows)
     say("seconds per epoch at each percentile, and examples (bags) per second at that pace;")
     say("lookups: their share of the time; all: samples pooled, examples summed")
     if args.lookup == "both":

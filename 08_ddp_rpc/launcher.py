@@ -10,7 +10,6 @@ fails after --timeout seconds, and the master then asks all for a sign of life. 
 master while the trainers train, so it counts heartbeats in the store, which the launcher watches.
 """
 
-import ipaddress
 import logging
 import os
 import signal
@@ -28,7 +27,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed import rpc
 
-from common.setup import fail, progress, without_gloo_greeting
+from common.setup import progress, without_gloo_greeting
+
+HOST = "127.0.0.1"
 
 
 def names_of_ranks(trainers: int, servers: int) -> list[str]:
@@ -74,30 +75,17 @@ def run(args, begin, master) -> None:
 def listen(args) -> dist.TCPStore:
     """The store, on a socket of our own: torch's would listen on every interface.
 
-    Completes args.master_addr and args.master_port.
+    Sets args.port.
     """
-    try:
-        found = socket.getaddrinfo(args.master_addr, args.master_port, type=socket.SOCK_STREAM)
-        family, _, _, _, address = found[0]
-        listener = socket.create_server(address[:2], family=family)
-    except (OSError, UnicodeError) as error:
-        flag = "--master-port" if args.master_port else "--master-addr"
-        reason = getattr(error, "strerror", None) or error
-        place = f"'{args.master_addr}' port {args.master_port}"
-        fail(f"argument {flag}: cannot listen on {place}: {reason}")
-    args.master_addr, args.master_port = listener.getsockname()[:2]
-    if ipaddress.ip_address(args.master_addr).is_loopback:
-        # RPC, gloo and nccl too; otherwise the host name's interface, or what is set there.
-        interfaces = [name for _, name in socket.if_nameindex()]
-        loopback = next(name for name in interfaces if name.startswith("lo"))
-        for library in ("TP", "GLOO", "NCCL"):
-            os.environ[f"{library}_SOCKET_IFNAME"] = loopback
+    listener = socket.create_server((HOST, 0))
+    args.port = listener.getsockname()[1]
+    # RPC, gloo and nccl listen there, too.
+    interfaces = [name for _, name in socket.if_nameindex()]
+    loopback = next(name for name in interfaces if name.startswith("lo"))
+    for library in ("TP", "GLOO", "NCCL"):
+        os.environ[f"{library}_SOCKET_IFNAME"] = loopback
     return dist.TCPStore(
-        args.master_addr,
-        args.master_port,
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
+        HOST, args.port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
     )
 
 
@@ -209,22 +197,21 @@ def end_with_launcher() -> None:
     os._exit(1)
 
 
-def timeout_of(args) -> timedelta:
-    return timedelta(seconds=min(args.timeout, 1e6))  # infinity is no timedelta
-
-
 def connect(args) -> dist.TCPStore:
     """A connection to the launcher's store."""
-    address = (args.master_addr, args.master_port)
-    return dist.TCPStore(*address, is_master=False, timeout=timeout_of(args))
+    timeout = timedelta(seconds=args.timeout)
+    return dist.TCPStore(HOST, args.port, is_master=False, timeout=timeout)
 
 
 def join_trainers(rank: int, args) -> None:
     """Join the process group in which DDP averages."""
-    store = dist.PrefixStore("trainers", connect(args))
-    size = args.trainers
-    timeout = timeout_of(args)
-    dist.init_process_group(args.backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    dist.init_process_group(
+        args.backend,
+        store=dist.PrefixStore("trainers", connect(args)),
+        rank=rank,
+        world_size=args.trainers,
+        timeout=timedelta(seconds=args.timeout),
+    )
 
 
 def join_rpc(rank: int, names: list[str], args) -> None:
@@ -241,7 +228,7 @@ def join_rpc(rank: int, names: list[str], args) -> None:
     options = rpc.TensorPipeRpcBackendOptions(
         init_method="launcher://",
         num_worker_threads=1 if is_server else 4,
-        rpc_timeout=timeout_of(args).total_seconds(),
+        rpc_timeout=args.timeout,
         # Plain TCP. What torch adds to it on one host (shared memory, 16 more connections per pair)
         # took more CPU time with messages as small as these.
         _transports=["uv"],

@@ -13,18 +13,16 @@ n/2 times as long. A flaw of its own: every rank adds in another order, so that 
 between ranks in their last bits, and replicas that should stay equal drift apart.
 
     make 01_allreduce/alternate_ring                       (both, measured in turn; a minute)
-    python 01_allreduce/alternate_ring/alternate_ring.py --sizes-mb 1 --world-sizes 2,4
+    python 01_allreduce/alternate_ring/alternate_ring.py --sizes-mb 1 --nproc 2,4
 
 Source: Stanford CS336, assignment 2 (2026), "alternate ring all-reduce".
 """
 
 import sys
-import tempfile
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 
 def alternate_ring_all_reduce(tensor: torch.Tensor) -> None:
@@ -52,16 +50,6 @@ def alternate_ring_all_reduce(tensor: torch.Tensor) -> None:
         leaving, arriving = arriving, leaving
 
 
-def largest_size(alpha: float, beta: float, world_size: int) -> float:
-    """Up to so many bytes the alternate ring is ahead, with α seconds a step and β bytes a second.
-
-    It is where both of the formulas above are equal. Infinity with two ranks or one.
-    """
-    if world_size <= 2:
-        return float("inf")
-    return alpha * beta * world_size / (world_size - 2)
-
-
 # ==================================================================================================
 # Below this line: the measurement beside the ring.
 
@@ -79,7 +67,7 @@ def compare(device, backend: str, sizes_bytes: list[int], steps: int, warmup: in
     world_size = dist.get_world_size()
     for size_bytes in sizes_bytes:
         tensor = torch.empty(size_bytes // 4)
-        samples, _, wrong = measure(algorithms, tensor, steps, warmup, row_seconds=3.0)
+        samples, _, wrong = measure(algorithms, tensor, steps, warmup)
         ring = percentiles(samples["ring"])[0]
         alternate = percentiles(samples["alternate"])[0]
         cells = [str(world_size), f"{size_bytes / 2**20:g}"]
@@ -107,16 +95,13 @@ def main():
     sizes = sizes_in_bytes(args.sizes_mb)
     setup.say(f"{stage.name}/{folder.name}: torch {torch.__version__}, gloo")
     report.print_row(HEADER, WIDTHS)
-    with tempfile.TemporaryDirectory() as temporary:
-        try:
-            for world_size in args.world_sizes:
-                options = (sizes, args.steps, args.warmup)
-                run_ranks(world_size, temporary, compare, "gloo", *options)
-        except KeyboardInterrupt:
-            sys.exit(130)
-        except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-            reason = str(error).strip().splitlines()[-1]
-            sys.exit(f"alternate_ring.py: error: a rank ended: {reason}")
+    try:
+        for world_size in args.world_sizes:
+            run_ranks(world_size, compare, "gloo", sizes, args.steps, args.warmup)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except RuntimeError as error:
+        sys.exit(f"alternate_ring.py: error: {error}")
     setup.say(
         "p50 of the slowest rank; n/2: the ratio of the bytes; #wrong: wrong elements of both"
     )

@@ -269,8 +269,6 @@ def main():
     stage = folder.parent
     sys.path[:0] = [str(folder), str(stage), str(stage.parent)]
     try:
-        import alpha_beta  # noqa: F401
-        import spawn  # noqa: F401
         from allreduce import read_arguments, run
 
         import common.setup  # noqa: F401

@@ -1,4 +1,7 @@
-"""Tests of the all-reduce through shared memory: sums, late and dying ranks, nothing left."""
+"""Tests of the all-reduce through shared memory: late and dying ranks, nothing left.
+
+test_allreduce.py has what it shares with the other two.
+"""
 
 import os
 import signal
@@ -16,18 +19,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import shared_memory
 from allreduce import differing_sums
-from shared_memory import DTYPES, PART_BYTES, SMALL_PIECE, SharedMemoryAllReduce
+from shared_memory import PART_BYTES, SMALL_PIECE, SharedMemoryAllReduce
 
-from common.testing.harness import (
-    SHARED_MEMORY,
-    Ranks,
-    check_script_alone,
-    left_in,
-    masked,
-    names_in,
-    read_json,
-    wait_for_line,
-)
+from common.testing import harness
+from common.testing.harness import SHARED_MEMORY, Ranks, left_in, masked, names_in, read_json
 
 SCRIPT = Path(__file__).with_name("shared_memory.py")
 slow = pytest.mark.full
@@ -36,65 +31,14 @@ slow = pytest.mark.full
 # Sums
 
 
-def differing(lengths, dtypes, piece_bytes):
-    return differing_sums(SharedMemoryAllReduce(piece_bytes=piece_bytes), lengths, dtypes)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, *(pytest.param(n, marks=slow) for n in (5, 8))])
-def test_sum_equals_all_reduce(ranks, world_size):
-    """Of all dtypes, with empty parts, with one piece and with many, and pieces one element off."""
-    floats = SMALL_PIECE // 4
-    lengths = [0, 1, world_size - 1, world_size + 1, floats - 1, floats, floats + 1, 9973]
-    assert ranks(world_size).run(differing, lengths, DTYPES, SMALL_PIECE) == [[]] * world_size
+def differing(lengths):
+    return differing_sums(SharedMemoryAllReduce(), lengths, [torch.float32])
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=slow)])
 def test_pieces_of_the_default_size(ranks, world_size):
     lengths = [5 * world_size * PART_BYTES // 4 + 1, 7]
-    assert ranks(world_size).run(differing, lengths, [torch.float32], 0) == [[]] * world_size
-
-
-def sums_of_random_numbers(length):
-    """The sum in float32, and in float64 by the backend."""
-    tensor = torch.randn(length, generator=torch.Generator().manual_seed(dist.get_rank()))
-    exact = tensor.double()
-    SharedMemoryAllReduce(piece_bytes=SMALL_PIECE, timeout=30)(tensor)
-    dist.all_reduce(exact)
-    return tensor, exact
-
-
-def test_random_numbers(ranks):
-    results = ranks(4).run(sums_of_random_numbers, 100_003)
-    for tensor, exact in results:
-        assert (tensor - exact).abs().max() < 1e-5
-        assert torch.equal(tensor, results[0][0])
-
-
-def sums_of_shapes():
-    all_reduce = SharedMemoryAllReduce(timeout=30)
-    tensor = torch.full((3, 5, 7), dist.get_rank() + 1.0, requires_grad=True)
-    all_reduce(tensor)
-    scalar = torch.tensor(1)
-    all_reduce(scalar)
-    return tensor.unique().tolist(), scalar.item()
-
-
-def test_any_shape_in_place(ranks):
-    assert ranks(3).run(sums_of_shapes) == [([6.0], 3)] * 3
-
-
-def refused_then_summed():
-    all_reduce = SharedMemoryAllReduce(timeout=30)
-    for tensor in (torch.arange(12.0)[::2], torch.ones(4, 6).t(), torch.ones(6, device="meta")):
-        with pytest.raises(RuntimeError, match="contiguous CPU tensor"):
-            all_reduce(tensor)
-    tensor = torch.arange(12.0)[::2].contiguous()
-    all_reduce(tensor)
-    return tensor.tolist()
-
-
-def test_a_refused_tensor_leaves_nothing_behind(ranks):
-    assert ranks(2).run(refused_then_summed) == [[4.0 * number for number in range(6)]] * 2
+    assert ranks(world_size).run(differing, lengths) == [[]] * world_size
 
 
 def wrong_in_many_calls(calls, late):
@@ -259,31 +203,8 @@ def test_script(forked, tmp_path):
 
 
 def test_bad_input_is_one_line(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--nproc", "0"])
-    with pytest.raises(SystemExit) as end:
-        shared_memory.main()
-    error = capsys.readouterr().err
-    assert end.value.code == 2 and error.count("\n") == 1
-    assert error.startswith("shared_memory.py: error: argument --nproc: ")
-
-
-@pytest.mark.full
-@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="finding the ranks needs /proc")
-def test_a_killed_benchmark_leaves_nothing(script):
-    memory = names_in(SHARED_MEMORY)
-    grid = ["--backends", "gloo", "--sizes-mb", "1,400", "--nproc", "2", "--no-plot"]
-    calls = ["--steps", "100000", "--row-seconds", "0.3"]
-    run = script([sys.executable, SCRIPT, *grid, *calls])
-    wait_for_line(run, "shared")
-    ranks = []
-    for process in run.processes():
-        if b"spawn_main" in Path(f"/proc/{process}/cmdline").read_bytes():
-            ranks.append(process)
-    os.kill(ranks[-1], signal.SIGKILL)
-    status, rest = run.wait(30)  # fails if a process is left
-    assert status == 1 and "error: a rank ended" in rest, rest
-    assert not left_in(SHARED_MEMORY, memory)
+    harness.check_wrong_input(shared_memory.main, SCRIPT, "--nproc", "0", monkeypatch, capsys)
 
 
 def test_file_alone(tmp_path):
-    check_script_alone(SCRIPT, tmp_path)
+    harness.check_script_alone(SCRIPT, tmp_path)

@@ -44,10 +44,8 @@ RESNET = 07_resnet_ddp/resnet_ddp.py --threads $(THREADS) --results results/07_p
 	  run $(PYTHON) $(RESNET) --global-batch 32 && run $(TORCHRUN) $(RESNET) --no-sync || exit; \
 	done)
 
-GRIDS := $(foreach run,1 2 3,results/shared_memory_$(run).json)
 01_allreduce/shared_memory/reference_output_three_runs.txt: FORCE | results
-	for file in $(GRIDS); do $(RUN) $(@D) ARGS="--no-plot --json $$file" || exit; done
-	$(PYTHON) 01_allreduce/alpha_beta.py $(GRIDS) --plot $(@D)/shared_memory.png > $(keep)
+	$(call three_runs,$(RUN) $(@D) ARGS="--plot $(@D)/shared_memory.png")
 05_bucketed/predict/reference_output_extrapolate.txt: FORCE | results
 	$(PYTHON) $(@D)/extrapolate.py --plot $(@D)/extrapolate.png > $(keep)
 common/ladder/reference_output_compare.txt: FORCE | results
