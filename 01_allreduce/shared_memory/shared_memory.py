@@ -270,13 +270,13 @@ def which(status: os.stat_result) -> tuple[int, int]:
 
 
 def together(function: Callable, process_group=None):
-    """What function() returns, called on every rank; RuntimeError on all if one has an exception."""
+    """What function() returns, called on every rank; RuntimeError on all if one of them fails."""
     problem = None
     result = None
     try:
         result = function()
     except Exception as error:  # MemoryError, mmap's ValueError: the others would wait for ever
-        problem = f"rank {dist.get_rank(process_group)}: {error or type(error).__name__}"
+        problem = f"rank {dist.get_rank(process_group)}: {str(error) or type(error).__name__}"
     problems = [None] * dist.get_world_size(process_group)
     dist.all_gather_object(problems, problem, process_group)
     if any(problems):
