@@ -34,6 +34,7 @@ import sys
 import tempfile
 import time
 import uuid
+import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -43,6 +44,8 @@ import torch.distributed as dist
 
 PART_BYTES = 2**19  # of a piece, per rank; smaller: waiting costs more; larger: it leaves the cache
 LINE = 128  # bytes from flag to flag: each has a cache line of its own, on Apple's processors too
+BROKEN = 0  # the place of a byte that is set when a call has failed
+NONCE = slice(16, 32)  # the place of random bytes that tell this memory from any other
 YIELDS = 50  # so often a waiting rank offers its core to others before it begins to sleep
 STORES_IN_ORDER = platform.machine() in ("x86_64", "AMD64")
 
@@ -59,9 +62,10 @@ class SharedMemoryAllReduce:
 
     A call takes a contiguous CPU tensor of any shape, length and dtype that can be added, the same
     on every rank, and sums it in place; all ranks get the same bits. Any other tensor is a
-    RuntimeError before anything is written: the next call works. If a rank doesn't come within
-    `timeout` seconds, because it has died or is elsewhere, the others get a RuntimeError; the
-    object is then of no more use.
+    RuntimeError before anything is written: if all ranks have it, the next call works. If a rank
+    doesn't come within `timeout` seconds, because it has died or is elsewhere, or comes with
+    another tensor, or for another call, the others get a RuntimeError. The object is then of no
+    more use, and says so to every rank that calls it.
 
     **How a rank says something.** By a count of its own in the shared memory: a single byte, which
     cannot be read half-written, modulo 256. No rank is ever more than three steps ahead of another.
@@ -79,23 +83,36 @@ class SharedMemoryAllReduce:
         self.world_size = dist.get_world_size(process_group)
         self.timeout = timeout
         piece_bytes = piece_bytes or PART_BYTES * min(self.world_size, 8)
-        flags = self.world_size * LINE
+        lines = (self.world_size + 1) * LINE  # the first one is for all ranks
         slots = self.world_size + 1  # the last one is for the sums
-        self.file, self.memory = open_shared_memory(flags + 2 * slots * piece_bytes, process_group)
-        data = torch.frombuffer(self.memory, dtype=torch.uint8, offset=flags)
-        self.slots = data.view(2, slots, piece_bytes)
+        self.file, self.memory = open_shared_memory(lines + 2 * slots * piece_bytes, process_group)
+        data = torch.frombuffer(self.memory, dtype=torch.uint8)
+        self.slots = data[lines:].view(2, slots, piece_bytes)
+        self.words = data[LINE:lines].view(torch.int64).view(self.world_size, -1)
+        self.calls = 0
         self.pieces = 0  # so many are done: the next one goes through the set of slots 0, 1, 0, 1 …
         self.count = 0  # so often this rank has said that something is there
 
     def __call__(self, tensor: torch.Tensor) -> None:
+        self.calls += 1
         if tensor.device.type != "cpu" or not tensor.is_contiguous():
             needs = "SharedMemoryAllReduce needs a contiguous CPU tensor"
             raise RuntimeError(f"{needs}; .contiguous() makes one")
         flat = tensor.detach().view(-1)
         if self.world_size == 1 or len(flat) == 0:
             return
-        slots = self.slots.view(tensor.dtype)
+        self.check_whole()
+        try:
+            self.sum(flat)
+        except BaseException:  # an interrupt, too: nobody knows any more who has read what
+            self.memory[BROKEN] = 1
+            raise
+
+    def sum(self, flat: torch.Tensor) -> None:
+        """The four moves, piece by piece."""
+        slots = self.slots.view(flat.dtype)
         pieces = flat.split(slots.shape[2])
+        self.words[self.rank, 1] = zlib.crc32(f"{self.calls} {len(flat)} {flat.dtype}".encode())
         brought = self.bring(pieces[0], slots[self.pieces % 2])
         for number, piece in enumerate(pieces, start=1):
             slots_of_piece = slots[self.pieces % 2]
@@ -105,6 +122,8 @@ class SharedMemoryAllReduce:
             my_part = piece[start:end]
 
             self.wait(brought)
+            if number == 1:
+                self.check_words()
             for rank in range(self.world_size):
                 if rank != self.rank:
                     my_part.add_(slots_of_piece[rank, start:end])
@@ -118,6 +137,18 @@ class SharedMemoryAllReduce:
             piece[:start].copy_(sums[:start])
             piece[end:].copy_(sums[end : len(piece)])
             self.pieces += 1
+
+    def check_whole(self) -> None:
+        if self.memory[BROKEN]:
+            raise RuntimeError(
+                "SharedMemoryAllReduce: a call has failed on some rank: make a new one"
+            )
+
+    def check_words(self) -> None:
+        """Every rank must be in the same call, with as long a tensor of the same dtype."""
+        if len(set(self.words[:, 1].tolist())) > 1:
+            differ = "the ranks' tensors differ, or a rank has left out a call"
+            raise RuntimeError(f"SharedMemoryAllReduce: {differ}")
 
     def part(self, length: int) -> tuple[int, int]:
         """Where this rank's part of a piece begins and ends; it may be empty."""
@@ -141,7 +172,7 @@ class SharedMemoryAllReduce:
         """Tell the others that one thing more is there. Returns the count that says so."""
         self.fence()
         self.count += 1
-        self.memory[self.rank * LINE] = self.count % 256
+        self.memory[(1 + self.rank) * LINE] = self.count % 256
         return self.count
 
     def wait(self, count: int) -> None:
@@ -151,9 +182,10 @@ class SharedMemoryAllReduce:
         sleeps for a tenth of what it has waited.
         """
         for rank in range(self.world_size):
-            flag = rank * LINE
+            flag = (1 + rank) * LINE
             tries = 0
             while (self.memory[flag] - count) % 256 > 127:  # still behind
+                self.check_whole()
                 tries += 1
                 if tries == 1:
                     began = time.monotonic()
@@ -179,34 +211,52 @@ def open_shared_memory(size: int, process_group=None) -> tuple:
 
     RuntimeError on every rank if one of them cannot have it. On Linux this memory never has a name:
     the others reach it as a file that rank 0 has open. Elsewhere it is a file in the folder for
-    temporary files, which every rank removes as soon as all have it open or one has failed.
+    temporary files, which every rank removes as soon as all have it open or one has failed. The
+    same path may lead to another file, where ranks have containers of their own: so rank 0 tells
+    which file it is, and what is in it.
     """
     is_first = dist.get_rank(process_group) == 0
     nameless = hasattr(os, "memfd_create")
-    file = None
     path = os.path.join(tempfile.gettempdir(), f"all-reduce-{uuid.uuid4().hex}")
-    if is_first and nameless:
-        file = os.fdopen(os.memfd_create("all-reduce"), "r+b")
-        path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
-    proposals = [None] * dist.get_world_size(process_group)
-    dist.all_gather_object(proposals, (path, socket.gethostname(), size), process_group)
-    path = proposals[0][0]
-    hosts = {host for _, host, _ in proposals}
-    sizes = {size for _, _, size in proposals}
+    nonce = uuid.uuid4().bytes
 
     def create():
-        if len(hosts) > 1 or len(sizes) > 1:
-            raise OSError("not all ranks are on one host, or want the same size")
-        if is_first:
-            with open(path, "r+b" if nameless else "xb") as new:
-                new.write(bytes(size))  # has the memory now, or fails now, and not in a later call
+        if not is_first:
+            return None
+        if nameless:
+            new = os.fdopen(os.memfd_create("all-reduce"), "r+b")
+        else:
+            new = open(path, "x+b")
+        new.write(bytes(size))  # has the memory now, or fails now, and not in a later call
+        new.seek(NONCE.start)
+        new.write(nonce)
+        new.flush()
+        return new
 
     def join():
-        opened = file or open(path, "r+b")
-        return opened, mmap.mmap(opened.fileno(), size)
+        if len({(host, size) for *_, host, size in proposals}) > 1:
+            raise OSError("not all ranks are on one host, or want the same size")
+        opened = file
+        if not is_first:
+            if which(os.stat(path)) != expected_file:
+                raise OSError(f"{path} is another file for this rank")
+            opened = open(path, "r+b")
+        memory = mmap.mmap(opened.fileno(), size)
+        if memory[NONCE] != expected_nonce:
+            raise OSError(f"{path} has another content for this rank")
+        return opened, memory
 
     try:
-        together(create, process_group)
+        file = together(create, process_group)
+        identity = None
+        if is_first:
+            identity = which(os.fstat(file.fileno()))
+            if nameless:
+                path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
+        proposals = [None] * dist.get_world_size(process_group)
+        mine = path, identity, nonce, socket.gethostname(), size
+        dist.all_gather_object(proposals, mine, process_group)
+        path, expected_file, expected_nonce, _, _ = proposals[0]
         return together(join, process_group)
     finally:
         if not nameless:
@@ -214,14 +264,19 @@ def open_shared_memory(size: int, process_group=None) -> tuple:
                 os.unlink(path)
 
 
+def which(status: os.stat_result) -> tuple[int, int]:
+    """Which file it is, among all of this host."""
+    return status.st_dev, status.st_ino
+
+
 def together(function: Callable, process_group=None):
-    """What function() returns, called on every rank; RuntimeError on all if one has an OSError."""
+    """What function() returns, called on every rank; RuntimeError on all if one of them fails."""
     problem = None
     result = None
     try:
         result = function()
-    except OSError as error:
-        problem = f"rank {dist.get_rank(process_group)}: {error}"
+    except Exception as error:  # MemoryError, mmap's ValueError: the others would wait for ever
+        problem = f"rank {dist.get_rank(process_group)}: {str(error) or type(error).__name__}"
     problems = [None] * dist.get_world_size(process_group)
     dist.all_gather_object(problems, problem, process_group)
     if any(problems):

@@ -3,6 +3,7 @@
 test_allreduce.py has what it shares with the other two.
 """
 
+import mmap
 import os
 import signal
 import socket
@@ -122,6 +123,101 @@ def refusal(sizes, hosts):
 def test_every_rank_refuses(ranks, sizes, hosts):
     for message in ranks(2).run(refusal, sizes, hosts):
         assert message.startswith("no shared memory: ") and "one host" in message
+
+
+def problem_of_one_rank(error):
+    """What it says where rank 1 cannot map the memory, for a reason of any kind."""
+
+    def fails(*_):
+        raise error
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(mmap, "mmap", fails)
+        with pytest.raises(RuntimeError) as said:
+            SharedMemoryAllReduce(piece_bytes=64)
+    return str(said.value)
+
+
+@pytest.mark.parametrize("error", [MemoryError(), ValueError("mmap length"), OSError("no")])
+def test_any_problem_of_a_rank_is_an_error_on_all(ranks, error):
+    for message in ranks(2).run(problem_of_one_rank, error):
+        assert message.startswith("no shared memory: rank 1: ")
+
+
+def takes_another_file(path):
+    """As in containers of their own: what rank 0 names is, for rank 1, a file of its own."""
+    rank = dist.get_rank()
+    processes = [None] * 2
+    dist.all_gather_object(processes, os.getpid())
+    files = []
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 0:
+            patch.setattr(os, "getpid", lambda: processes[1])
+        else:
+            files = [path.open("r+b") for _ in range(100)]  # whatever number rank 0's has
+        with pytest.raises(RuntimeError, match=r"rank 1: /proc/.* is another file"):
+            SharedMemoryAllReduce()
+    for file in files:
+        file.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="is found by its name there")
+def test_a_file_of_somebody_else_is_left_alone(ranks, tmp_path):
+    content = bytes([7]) * 2**23
+    path = tmp_path / "data"
+    path.write_bytes(content)
+    ranks(2).run(takes_another_file, path)
+    assert path.read_bytes() == content
+
+
+def is_broken_after_a_timeout():
+    """Rank 1 is late; neither it nor a second try of rank 0 gets a sum."""
+    all_reduce = SharedMemoryAllReduce(timeout=0.2)
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError, match="timed out"):
+            all_reduce(torch.ones(6))
+    dist.barrier()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="a call has failed on some rank"):
+            all_reduce(torch.ones(6))
+
+
+def is_broken_after_an_interrupt():
+    all_reduce = SharedMemoryAllReduce(timeout=30)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    if dist.get_rank() == 0:
+        all_reduce.announce = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            all_reduce(torch.ones(6))
+        del all_reduce.announce
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="a call has failed on some rank"):
+            all_reduce(torch.ones(6))
+
+
+def tells_different_calls():
+    """Other lengths, other dtypes; a tensor that one rank alone has been refused."""
+    rank = dist.get_rank()
+    for tensor in (torch.ones(6 + rank), torch.ones(6, dtype=[torch.int32, torch.float32][rank])):
+        with pytest.raises(RuntimeError, match="tensors differ|has failed on some rank"):
+            SharedMemoryAllReduce(timeout=30)(tensor)
+    all_reduce = SharedMemoryAllReduce(timeout=30)
+    if rank == 0:
+        with pytest.raises(RuntimeError, match="contiguous"):
+            all_reduce(torch.ones(4, 6).t())
+    with pytest.raises(RuntimeError, match="left out a call|has failed on some rank"):
+        all_reduce(torch.ones(24))
+
+
+@pytest.mark.parametrize(
+    "check", [is_broken_after_a_timeout, is_broken_after_an_interrupt, tells_different_calls]
+)
+def test_no_rank_gets_a_wrong_sum(ranks, check):
+    ranks(2).run(check)
 
 
 @pytest.mark.parametrize("piece_bytes", [-64, 1, 100])

@@ -1,7 +1,7 @@
 r"""06, FSDP: split parameters, gradients and optimizer state over the ranks (ZeRO, stage 3).
 
 Every rank keeps 1/N of each weight, of its gradient and of its optimizer state. A weight is put
-together (all-gather) while the layer before it computes, and given up after use; backward does
+together (all-gather) while the module before it computes, and given up after use; backward does
 the same in reverse, and adds up each gradient (reduce-scatter) as soon as it is complete.
 
     make 06_sharded_optimizer/fsdp NPROC=2                                (see also ARGS="--help")
@@ -13,8 +13,10 @@ Source: Rajbhandari et al., "ZeRO", SC 2020, sections 5.2 and 5.3; Zhao et al., 
 Experiences on Scaling Fully Sharded Data Parallel", VLDB 2023; Stanford CS336, assignment 2 (2026).
 """
 
+import hashlib
 import sys
 from collections import deque
+from contextlib import contextmanager
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -24,50 +26,45 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_map
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 # torch 2.13 has renamed it, and warns of the old name.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class Unit:
-    """A weight that is split: this rank's flat shard, and how the whole is gathered and reduced."""
+class ShardedWeight:
+    """A weight of which every rank keeps 1/N: this rank has `shard`, the parameter for it."""
 
-    def __init__(self, name: str, weight: nn.Parameter, compute_dtype, process_group):
+    def __init__(self, name: str, module, weight: nn.Parameter, compute_dtype, process_group):
         self.name = name
+        self.module = module  # whose forward reads it
         self.shape = weight.shape
+        self.dtype = weight.dtype  # in which it travels
+        if compute_dtype and weight.is_floating_point():
+            self.dtype = compute_dtype
         self.process_group = process_group
-        self.dtype = compute_dtype or weight.dtype
-        mine = self.parts(weight.detach())[dist.get_rank(process_group)].clone()
+        mine = self.split(weight.detach())[dist.get_rank(process_group)].clone()
         self.shard = nn.Parameter(mine, weight.requires_grad)
 
-    def parts(self, whole: torch.Tensor) -> torch.Tensor:
-        """[world_size, length]: the shards of all ranks; zeros fill up the last."""
+    def split(self, whole: torch.Tensor) -> torch.Tensor:
+        """[world_size, 1, length]: a row for each rank; zeros fill up the last."""
         world_size = dist.get_world_size(self.process_group)
         flat = whole.flatten()
         missing = -flat.numel() % world_size
         if missing:
             flat = F.pad(flat, (0, missing))
-        return flat.view(world_size, -1)
-
-    def gather(self, dtype: torch.dtype) -> "Gathering":
-        """Begin to put it together in this dtype."""
-        return Gathering(self, dtype)
-
-    def reduce(self, gradient: torch.Tensor) -> "Reduction":
-        """Begin to add up the gradient of the whole weight."""
-        return Reduction(self, gradient)
+        return flat.view(world_size, *[1] * (whole.ndim - 1), -1)
 
 
 class Gathering:
     """A weight on its way to all ranks: wait() returns the whole."""
 
-    def __init__(self, unit: Unit, dtype: torch.dtype):
-        self.shape = unit.shape
-        self.sent = unit.shard.detach().to(dtype)  # what travels must outlive the work
-        world_size = dist.get_world_size(unit.process_group)
-        self.room = self.sent.new_empty(len(self.sent) * world_size)
-        self.work = all_gather_single(self.room, self.sent, unit.process_group, async_op=True)
+    def __init__(self, weight: ShardedWeight, dtype: torch.dtype):
+        self.shape = weight.shape
+        self.sent = weight.shard.detach().to(dtype).flatten()  # must outlive the work
+        self.room = self.sent.new_empty(dist.get_world_size(weight.process_group) * len(self.sent))
+        group = weight.process_group
+        self.work = all_gather_single(self.room, self.sent, group=group, async_op=True)
 
     def wait(self) -> torch.Tensor:
         self.work.wait()
@@ -75,54 +72,182 @@ class Gathering:
 
 
 class Reduction:
-    """A gradient on its way to the owners of its parts: wait() adds the mean to shard.grad.
+    """A gradient on its way to the owners of its parts: wait() adds the mean to shard.grad."""
 
-    By all-to-all, as gloo's reduce_scatter is an all-reduce, of twice the bytes: every rank gets
-    all ranks' gradients of its shard, and adds them up itself, in the shard's dtype.
-    """
-
-    def __init__(self, unit: Unit, gradient: torch.Tensor):
-        self.shard = unit.shard
-        self.sent = unit.parts(gradient)  # what travels must outlive the work
-        self.received = torch.empty_like(self.sent)
-        self.work = dist.all_to_all_single(
-            self.received, self.sent, group=unit.process_group, async_op=True
-        )
+    def __init__(self, weight: ShardedWeight, gradient: torch.Tensor):
+        self.shard = weight.shard
+        self.world_size = dist.get_world_size(weight.process_group)
+        # What is sent must outlive the work.
+        self.sent, self.received, self.work = begin_reduce_scatter(weight.split(gradient), weight)
 
     def wait(self) -> None:
         self.work.wait()
-        world_size = len(self.received)
-        mean = self.received[0].to(self.shard.dtype) / world_size
-        for gradient in self.received[1:]:
-            mean.add_(gradient, alpha=1 / world_size)
+        mean = self.received.sum(0, dtype=self.shard.dtype) / self.world_size
         if self.shard.grad is not None:
-            mean = self.shard.grad + mean
+            mean += self.shard.grad
         self.shard.grad = mean
 
 
-class Schedule:
-    """What all ranks do, in which order: recorded as each phase first runs, then kept to."""
+class Gather(torch.autograd.Function):
+    """From a shard to the whole weight; backward, from the gradient of that to the shard's."""
 
-    def __init__(self, prefetch: bool, process_group):
-        self.prefetch = prefetch
+    @staticmethod
+    def forward(ctx, shard, model, weight):
+        ctx.model = model
+        ctx.weight = weight
+        ctx.reduced_in = None  # the backward that has used this
+        return model.gather(weight)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        check_gradient(ctx, gradient)
+        ctx.model.reduce(ctx.weight, gradient)
+        return None, None, None  # the shard gets its gradient when the reduction ends
+
+
+class FSDP(nn.Module):
+    """Keep 1/N of each weight, of its gradient and of its optimizer state on N ranks.
+
+    What has one dimension (biases, norms) stays whole. parameters() has the shards: construct the
+    optimizer afterwards. In `compute_dtype` weights travel, and the modules that have some compute;
+    gradients are added up in the weight's own. ValueError, RuntimeError: what cannot be done.
+    """
+
+    def __init__(self, module, compute_dtype=None, process_group=None, prefetch=True):
+        super().__init__()
+        check_module(module, process_group)
+        broadcast_from_rank_0(module, process_group)
+        self.module = module
+        self.compute_dtype = compute_dtype
         self.process_group = process_group
-        self.recorded = {}  # phase -> [("gather" or "reduce", unit)]
+        self.weights = put_shards_into(self)  # shard -> ShardedWeight
+        self.replicated = [p for p in module.parameters() if p not in self.weights]
+        self.order = Order(self, prefetch)  # in which all ranks launch; a reader can skip it
+        self.ahead = deque()  # the Gatherings of what the next module needs
+        self.reduction = None  # the Reduction in flight; there is only one
+        self.whole = {}  # identity -> ShardedWeight, of the weights that are whole right now
+        self.layout = layout(module)
+
+    def forward(self, *inputs, **kwargs):
+        check_forward(self)
+        with self.order.forward(), saved_tensors_hooks(self.pack, self.unpack):
+            return self.module(*inputs, **kwargs)
+
+    def before_forward(self, part: nn.Module, inputs: tuple, kwargs: dict):
+        """Hide each shard behind the whole weight: Python finds attributes before parameters."""
+        self.order.enter_module()
+        for owner, key, parameter in read_by(part):
+            if parameter in self.weights:
+                whole = Gather.apply(parameter, self, self.weights[parameter])
+                self.whole[identity(whole)] = self.weights[parameter]
+                owner.__dict__[key] = whole
+        return cast_the_rest(self, part, inputs, kwargs)  # to compute_dtype
+
+    def after_forward(self, part: nn.Module, *_):
+        """Let go of the whole weights."""
+        for owner, key, _ in read_by(part):
+            if key in owner.__dict__:
+                self.whole.pop(identity(owner.__dict__.pop(key)), None)
+        forget(part)
+
+    def pack(self, tensor: torch.Tensor) -> tuple:
+        """What autograd keeps for backward: of a whole weight only which one it is."""
+        weight = self.whole.get(identity(tensor))
+        if weight is None or tensor.dtype != weight.dtype:
+            return tensor.detach(), tensor._version
+        view = tensor.shape, tensor.stride(), tensor.storage_offset()
+        return weight, weight.shard._version, view
+
+    def unpack(self, packed: tuple) -> torch.Tensor:
+        """Backward needs it: gather the weight again."""
+        kept, version, *view = packed
+        check_version(kept, version)
+        if not view:
+            return kept
+        self.order.enter_backward()
+        return self.gather(kept).as_strided(*view[0])
+
+    def gather(self, weight: ShardedWeight) -> torch.Tensor:
+        """The whole weight; what the next module needs sets out meanwhile."""
+        self.order.catch_up("gather", weight)
+        gathering = self.ahead.popleft() if self.ahead else Gathering(weight, weight.dtype)
+        whole = gathering.wait()
+        for following in self.order.next_weights():
+            self.ahead.append(Gathering(following, following.dtype))
+        return whole
+
+    def reduce(self, weight: ShardedWeight, gradient: torch.Tensor) -> None:
+        """Begin to reduce a gradient; the one before it has arrived by then."""
+        self.order.catch_up("reduce", weight)
+        if self.reduction:
+            self.reduction.wait()
+        self.reduction = Reduction(weight, gradient)
+
+    def finish_gradient_synchronization(self) -> None:
+        """Average all gradients. Call it after backward(), before optimizer.step()."""
+        self.order.finish_backward()
+        if self.reduction:
+            self.reduction.wait()
+        self.reduction = None
+        give_zeros_to_unused(self.module)
+        average(self.replicated, self.process_group)
+
+    def gather_full_params(self) -> dict[str, torch.Tensor]:
+        """The state_dict of the whole module, on every rank; all ranks must call it."""
+        return full_state(self)
+
+    def load_full_params(self, params: dict[str, torch.Tensor]) -> None:
+        """Take this rank's part of what gather_full_params() returned, there on any ranks."""
+        load_full_state(self, params)
+
+
+# ==================================================================================================
+# Below this line: the order, clipping and saving, what stages 02 and 03 teach, guards, and main.
+# verify and the benchmark are in measure.py, the table of the memory is in memory.py.
+
+
+class Order:
+    """The same collectives in the same order on all ranks, also when these take other branches.
+
+    Every phase (forward, backward, inference) is recorded when it first runs, and all ranks must
+    then do the same. From then on every rank takes all steps of the record: those that it needs
+    when it comes to them, others before them or at the end. What it gathers in vain it drops, and
+    to a reduction it gives zeros.
+    """
+
+    def __init__(self, model: FSDP, prefetch: bool):
+        self.model = model
+        self.prefetch = prefetch
+        self.recorded = {}  # phase -> [("gather" or "reduce", weight)]
         self.phase = None  # forward, backward or inference, while one runs
         self.complete = False  # nothing has interrupted the phase
         self.done = []  # the steps of this phase, as in `recorded`
         self.coming = deque()  # those that are recorded and still to be taken
-        self.held = {}  # address -> unit, of the whole weights that modules have right now
-        self.ahead = None  # the Gathering of the next weight
-        self.reduction = None  # the Reduction in flight; there is only one
 
     def begin(self, phase: str) -> None:
         self.phase = phase
         self.complete = False
         self.done = []
         self.coming = deque(self.recorded.get(phase, ()))
-        self.held = {}
+        self.model.whole.clear()
+
+    @contextmanager
+    def forward(self):
+        """Around a forward of the whole model."""
+        self.begin("forward" if torch.is_grad_enabled() else "inference")
+        try:
+            yield
+            self.complete = True
+        finally:
+            self.end()
+
+    def enter_module(self) -> None:
+        """Before a module's forward. In backward a checkpoint is computed again."""
+        if self.phase not in ("forward", "inference"):
+            self.enter_backward()
 
     def enter_backward(self) -> None:
+        """Before what only backward does; the first time, backward begins."""
         check_backward(self)
         if self.phase is None:
             self.begin("backward")
@@ -131,49 +256,48 @@ class Schedule:
     def succeed(self) -> None:
         self.complete = True
 
-    def reach(self, kind: str, unit: Unit, gradient: torch.Tensor | None = None):
-        """Take this step, but first all that come before it: whatever this rank does with them."""
-        check_step(self, kind, unit)
-        while self.coming:
-            step = self.coming.popleft()
-            if step == (kind, unit):
-                break
-            self.take(*step)
-        return self.take(kind, unit, gradient)
+    def finish_backward(self) -> None:
+        if self.phase is None:
+            self.begin("backward")  # all ranks do, whether they had a loss or not
+        self.end()
 
-    def take(self, kind: str, unit: Unit, gradient: torch.Tensor | None = None):
-        """Gather a weight and return it, the next one on its way; or begin to reduce a gradient."""
-        self.done.append((kind, unit))
+    def catch_up(self, kind: str, weight: ShardedWeight) -> None:
+        """Before this step: take those that come first, whatever this rank does with them."""
+        check_step(self, kind, weight)
+        while self.coming and self.coming[0] != (kind, weight):
+            self.take(*self.coming[0])
+        if self.coming:
+            self.coming.popleft()
+        self.done.append((kind, weight))
+
+    def take(self, kind: str, weight: ShardedWeight) -> None:
+        """A step that only other ranks need."""
         if kind == "gather":
-            gathering = self.ahead or unit.gather(unit.dtype)
-            whole = gathering.wait()
-            following = self.next_gathered()
-            self.ahead = following.gather(following.dtype) if following else None
-            return whole
-        self.finish_reduction()
-        if gradient is None:  # this rank did not use the weight
-            gradient = unit.shard.new_zeros(unit.shape, dtype=unit.dtype)
-        self.reduction = unit.reduce(gradient)
+            self.model.gather(weight)
+        else:
+            zeros = weight.shard.new_zeros(weight.shape, dtype=weight.dtype)
+            self.model.reduce(weight, zeros)
 
-    def next_gathered(self) -> Unit | None:
-        """The weight to fetch while the one before it is used."""
-        if self.prefetch:
-            for kind, unit in self.coming:
-                if kind == "gather":
-                    return unit
-        return None
+    def next_weights(self) -> list[ShardedWeight]:
+        """What the next module needs and is not on its way yet, as far as it is recorded."""
+        if not self.prefetch:
+            return []
+        needed = []
+        for weight in [weight for kind, weight in self.coming if kind == "gather"]:
+            if weight in needed:
+                break
+            if needed and weight.module is not needed[0].module:
+                break
+            needed.append(weight)
+        return needed[len(self.model.ahead) :]
 
-    def finish_reduction(self) -> None:
-        reduction = self.reduction
-        self.reduction = None
-        if reduction:
-            reduction.wait()
+    def __getstate__(self):
+        raise RuntimeError("FSDP cannot be copied or pickled: gather_full_params() can be saved")
 
     def end(self) -> None:
-        """Take the steps that this rank did not need, so that all ranks take the same."""
+        """Take the steps that this rank did not need; keep the record of a complete phase."""
         while self.coming:
-            self.take(*self.coming.popleft())
-        self.finish_reduction()
+            self.take(*self.coming[0])
         phase = self.phase
         self.phase = None
         if phase not in self.recorded and (self.complete or phase == "backward"):
@@ -181,149 +305,134 @@ class Schedule:
         if self.complete:
             self.recorded[phase] = self.done
 
-    def pack(self, tensor: torch.Tensor):
-        """What autograd keeps for backward: of a whole weight only which one it is."""
-        if tensor.layout == torch.strided:
-            unit = self.held.get(tensor.untyped_storage().data_ptr())
-            if unit and tensor.dtype == unit.dtype:
-                return unit, (tensor.shape, tensor.stride(), tensor.storage_offset())
-        return tensor.detach(), tensor._version
 
-    def unpack(self, packed) -> torch.Tensor:
-        kept, how = packed
-        if isinstance(kept, Unit):
-            self.enter_backward()
-            return self.reach("gather", kept).as_strided(*how)
-        check_version(kept, how)
-        return kept
+# torch 2.14 has renamed it, and warns of the old name.
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class Gather(torch.autograd.Function):
-    """From a shard to the whole weight; backward, from the gradient of that to the shard's."""
+def begin_reduce_scatter(sent: torch.Tensor, weight: ShardedWeight) -> tuple:
+    """What each rank shall have: (what is sent, [summands, *shape of a shard], work).
 
-    @staticmethod
-    def forward(ctx, shard, schedule, unit):
-        ctx.schedule = schedule
-        ctx.unit = unit
-        ctx.reduced_in = None  # the list of steps in which backward has reduced it
-        return schedule.reach("gather", unit)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        ctx.schedule.enter_backward()
-        check_gradient(ctx, gradient)
-        ctx.reduced_in = ctx.schedule.done
-        ctx.schedule.reach("reduce", ctx.unit, gradient)
-        return None, None, None  # the shard gets its gradient when the reduction ends
-
-
-class FSDP(nn.Module):
-    """Keep 1/N of each chosen weight, of its gradient and of its optimizer state on N ranks.
-
-    `shard` chooses the modules whose `weight` is split, by class or by a function of the module;
-    by default all that own a matrix of that name, as Linear and Embedding do, torch's and yours.
-    The rest is replicated. parameters() has the flat shards: construct the optimizer afterwards.
-    In `compute_dtype` the chosen modules compute and send; shards and their gradients keep the
-    weight's dtype. ValueError if the module cannot be wrapped, RuntimeError on wrong use.
+    gloo's reduce-scatter is an all-reduce, of twice the bytes. So every rank gets all ranks'
+    gradients of its shard, and adds them up itself, in the shard's dtype, as others do, too.
     """
+    group = weight.process_group
+    if dist.get_backend(group) == "gloo":
+        received = torch.empty_like(sent)
+        work = dist.all_to_all_single(received, sent, group=group, async_op=True)
+    else:
+        sent = sent.to(weight.shard.dtype)
+        received = torch.empty_like(sent[:1])
+        work = reduce_scatter_single(received, sent, group=group, async_op=True)
+    return sent, received, work
 
-    def __init__(self, module, compute_dtype=None, process_group=None, shard=None, prefetch=True):
-        super().__init__()
-        self.module = module
-        self.process_group = process_group
-        chosen = check_module(module, process_group, shard)
-        broadcast_from_rank_0(module, process_group)
-        self.schedule = Schedule(prefetch, process_group)
-        self.replicated = []
-        for parameter in module.parameters():
-            if parameter.requires_grad and parameter not in chosen:
-                self.replicated.append(parameter)
-        units = {}  # weight -> Unit
-        for weight, name in chosen.items():
-            units[weight] = Unit(name, weight, compute_dtype, process_group)
-        for part in module.modules():
-            self._put_shards_into(part, units, compute_dtype)
-        self.units = {unit.shard: unit for unit in units.values()}
-        self.layout = layout(module)
 
-    def _put_shards_into(self, part: nn.Module, units: dict, compute_dtype) -> None:
-        """Replace a module's chosen weights by their shards; hooks hide these while it computes."""
-        own = {key: p for key, p in part._parameters.items() if p is not None}
-        shards = {key: units[p].shard for key, p in own.items() if p in units}
-        part._parameters.update(shards)
-        if shards:
-            dtype = compute_dtype
-        elif own and compute_dtype:  # its inputs may come from a module that is sharded
-            dtype = next(iter(own.values())).dtype
+def clip_grad_norm(model: FSDP, max_norm: float) -> torch.Tensor:
+    """After the finish: scale all gradients to a norm of at most max_norm; returns what it was."""
+    check_finished(model)
+    square = sum_of_squares(model, model.weights)
+    dist.all_reduce(square, group=model.process_group)
+    square += sum_of_squares(model, model.replicated)  # once, because all ranks have them
+    norm = square.sqrt()
+    nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
+    return norm
+
+
+def sum_of_squares(model: FSDP, parameters) -> torch.Tensor:
+    """Of their gradients, in float32 at least."""
+    total = torch.zeros((), device=next(model.parameters()).device)
+    for parameter in parameters:
+        if parameter.requires_grad:
+            dtype = torch.promote_types(parameter.grad.dtype, torch.float32)
+            total = total + torch.linalg.vector_norm(parameter.grad, dtype=dtype).square()
+    return total
+
+
+@torch.no_grad()
+def full_state(model: FSDP) -> dict[str, torch.Tensor]:
+    """Copies: of all parameters, whole, and of the buffers that a state_dict has."""
+    state = {}
+    for name, parameter in model.module.named_parameters(remove_duplicate=False):
+        weight = model.weights.get(parameter)
+        if weight:
+            state[name] = Gathering(weight, parameter.dtype).wait()
         else:
-            return
-        before = partial(self._before_forward, dtype)
-        part.register_forward_pre_hook(before, with_kwargs=True)
-        part.register_forward_hook(self._after_forward, always_call=True)
+            state[name] = parameter.detach().clone()
+    for name, buffer in persistent_buffers(model.module).items():
+        state[name] = buffer.clone()
+    return state
 
-    def forward(self, *inputs, **kwargs):
-        check_forward(self)
-        self.schedule.begin("forward" if torch.is_grad_enabled() else "inference")
-        try:
-            with saved_tensors_hooks(self.schedule.pack, self.schedule.unpack):
-                outputs = self.module(*inputs, **kwargs)
-            self.schedule.complete = True
-        finally:
-            self.schedule.end()
-        return outputs
 
-    def _before_forward(self, dtype, part: nn.Module, inputs: tuple, kwargs: dict):
-        """Hide the shard behind the whole weight: attributes are found before parameters."""
-        if self.schedule.phase not in ("forward", "inference"):
-            # A checkpoint is computed again. It keeps all weights of its part until they are used.
-            self.schedule.enter_backward()
-        for key, parameter in part._parameters.items():
-            unit = self.units.get(parameter)
-            if unit:
-                whole = Gather.apply(parameter, self.schedule, unit)
-                self.schedule.held[whole.untyped_storage().data_ptr()] = unit
-                part.__dict__[key] = whole
-            else:
-                part.__dict__[key] = cast(parameter, dtype)
-        return tree_map(partial(cast, dtype=dtype), (inputs, kwargs))
+@torch.no_grad()
+def load_full_state(model: FSDP, state: dict[str, torch.Tensor]) -> None:
+    rank = dist.get_rank(model.process_group)
+    for name, parameter in model.module.named_parameters(remove_duplicate=False):
+        weight = model.weights.get(parameter)
+        check_shape(name, state[name], weight or parameter)
+        value = state[name]
+        if weight:
+            value = weight.split(value)[rank]
+        parameter.copy_(value)
+    for name, buffer in persistent_buffers(model.module).items():
+        buffer.copy_(state[name])
 
-    def _after_forward(self, part: nn.Module, *_):
-        for key in part._parameters:
-            hidden = part.__dict__.pop(key, None)
-            if hidden is not None:
-                self.schedule.held.pop(hidden.untyped_storage().data_ptr(), None)
 
-    def finish_gradient_synchronization(self) -> None:
-        """Average all gradients. Call it after backward(), before optimizer.step()."""
-        if self.schedule.phase is None:
-            self.schedule.begin("backward")  # all ranks do, whether they had a loss or not
-        self.schedule.end()
-        give_zeros_to_unused(self.module)
-        average(self.replicated, self.process_group)
+def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    """{name: buffer}, of those that a state_dict has."""
+    buffers = {}
+    for prefix, part in module.named_modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None and name not in part._non_persistent_buffers_set:
+                buffers[f"{prefix}.{name}".lstrip(".")] = buffer
+    return buffers
 
-    @torch.no_grad()
-    def gather_full_params(self) -> dict[str, torch.Tensor]:
-        """{name in the wrapped module: the whole parameter}: copies, on every rank."""
-        params = {}
-        for name, parameter in self.module.named_parameters(remove_duplicate=False):
-            unit = self.units.get(parameter)
-            if unit:
-                params[name] = unit.gather(parameter.dtype).wait()
-            else:
-                params[name] = parameter.clone()
-        return params
 
-    @torch.no_grad()
-    def load_full_params(self, params: dict[str, torch.Tensor]) -> None:
-        """Take this rank's part of what gather_full_params() returned, there on any ranks."""
-        rank = dist.get_rank(self.process_group)
-        for name, parameter in self.module.named_parameters(remove_duplicate=False):
-            unit = self.units.get(parameter)
-            check_shape(name, params[name], unit or parameter)
-            value = params[name]
-            if unit:
-                value = unit.parts(value)[rank]
-            parameter.copy_(value)
+# Which parameters are sharded, and where they are read.
+
+
+def put_shards_into(model: FSDP) -> dict[nn.Parameter, ShardedWeight]:
+    """Replace the weights of the wrapped module by shards, and have its hooks called.
+
+    Returns {shard: ShardedWeight}.
+    """
+    options = model.compute_dtype, model.process_group
+    names = {parameter: name for name, parameter in model.module.named_parameters()}
+    weights = {}  # the whole parameter -> ShardedWeight
+    for part in model.module.modules():
+        for _, _, parameter in read_by(part):
+            if parameter.ndim >= 2 and parameter not in weights:
+                weights[parameter] = ShardedWeight(names[parameter], part, parameter, *options)
+    for part in model.module.modules():
+        shards = {key: weights[p].shard for key, p in part._parameters.items() if p in weights}
+        part._parameters.update(shards)
+        if shards:  # one rank's part must not be saved and loaded as if it were all
+            part.register_state_dict_pre_hook(refuse_to_save)
+            part.register_load_state_dict_pre_hook(refuse_to_load)
+    for part in model.module.modules():
+        if read_by(part):
+            # First of all, because other hooks may compute with the weight.
+            before = model.before_forward
+            part.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+            part.register_forward_hook(model.after_forward, always_call=True)
+    for weight in weights.values():
+        weight.shard.is_shard = True  # for refuse_optimizer
+    return {weight.shard: weight for weight in weights.values()}
+
+
+def read_by(part: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
+    """What the forward of a module reads: (the module that owns a parameter, its name there, it).
+
+    Its own parameters, and those of the modules within it that nobody calls: lists of parameters,
+    and the projection in nn.MultiheadAttention, which takes that one's weight for itself.
+    """
+    found = [(part, key, p) for key, p in part._parameters.items() if p is not None]
+    for name, child in part.named_children():
+        never_called = type(child).forward is nn.Module.forward
+        if isinstance(part, nn.MultiheadAttention) and name == "out_proj":
+            never_called = True
+        if never_called:
+            found += read_by(child)
+    return found
 
 
 def cast(value, dtype: torch.dtype | None):
@@ -333,24 +442,31 @@ def cast(value, dtype: torch.dtype | None):
     return value
 
 
-def clip_grad_norm(model: FSDP, max_norm: float) -> torch.Tensor:
-    """After the finish: scale all gradients to a norm of at most max_norm; returns what it was."""
-    shards = [shard for shard in model.units if shard.requires_grad]
-    square = nn.utils.get_total_norm([shard.grad for shard in shards]).square()
-    dist.all_reduce(square, group=model.process_group)
-    # The rest counts once: all ranks have it.
-    square += nn.utils.get_total_norm([other.grad for other in model.replicated]).square()
-    norm = square.sqrt()
-    nn.utils.clip_grads_with_norm_([*shards, *model.replicated], max_norm, norm)
-    return norm
+def cast_the_rest(model: FSDP, part: nn.Module, inputs: tuple, kwargs: dict) -> tuple:
+    """With compute_dtype: the arguments of a module, and what it reads and is not sharded.
+
+    A module without a weight, like a norm, computes in its own dtype.
+    """
+    if model.compute_dtype:
+        parameters = read_by(part)
+        sharded = any(parameter in model.weights for _, _, parameter in parameters)
+        dtype = model.compute_dtype if sharded else parameters[0][2].dtype
+        for owner, key, parameter in parameters:
+            if parameter not in model.weights:
+                owner.__dict__[key] = cast(parameter, dtype)
+        inputs = tuple(cast(value, dtype) for value in inputs)
+        kwargs = {key: cast(value, dtype) for key, value in kwargs.items()}
+    return inputs, kwargs
 
 
-# ==================================================================================================
-# Below this line: what stages 02 and 03 teach, guards, and main. verify and the benchmark are
-# in measure.py, the table of the memory is in memory.py.
+# Private in torch, which has no public name for any of these; nothing else here calls them.
 
 
-# Private in torch, which has no public name for either; nothing else here calls them.
+def identity(tensor: torch.Tensor) -> int:
+    """The same for all views of one memory, also on `meta`, where there is no address."""
+    if tensor.layout != torch.strided:
+        return 0
+    return tensor.untyped_storage()._cdata
 
 
 def in_backward() -> bool:
@@ -360,6 +476,12 @@ def in_backward() -> bool:
 def call_after_backward(function) -> None:
     """Call it when the backward that runs now has succeeded."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def forget(part: nn.Module) -> None:
+    """A recurrent module has a list of its weights, too: have it made again."""
+    if isinstance(part, nn.RNNBase):
+        part._init_flat_weights()
 
 
 def broadcast_from_rank_0(module: nn.Module, process_group) -> None:
@@ -379,8 +501,8 @@ def give_zeros_to_unused(module: nn.Module) -> None:
 
 def average(parameters: list[nn.Parameter], process_group) -> None:
     """Average gradients with one all-reduce per dtype."""
-    for dtype in sorted({p.dtype for p in parameters}, key=str):
-        gradients = [p.grad for p in parameters if p.dtype == dtype]
+    for dtype in sorted({p.dtype for p in parameters if p.requires_grad}, key=str):
+        gradients = [p.grad for p in parameters if p.dtype == dtype and p.requires_grad]
         flat = torch.cat([gradient.flatten() for gradient in gradients])
         dist.all_reduce(flat.div_(dist.get_world_size(process_group)), group=process_group)
         means = flat.split([gradient.numel() for gradient in gradients])
@@ -388,47 +510,28 @@ def average(parameters: list[nn.Parameter], process_group) -> None:
             gradient.copy_(mean.view_as(gradient))
 
 
-def owns_matrix(part: nn.Module) -> bool:
-    """What FSDP shards by default: a module with a matrix called `weight`, whose forward runs."""
-    weight = part._parameters.get("weight")
-    # MultiheadAttention takes the weight of its out_proj, but never calls it.
-    runs = not isinstance(part, nn.modules.linear.NonDynamicallyQuantizableLinear)
-    return weight is not None and weight.ndim == 2 and runs
+# Guards.
 
 
-def is_chosen(part: nn.Module, shard) -> bool:
-    """What the option `shard` says of a module: by class, by a function, or by default."""
-    if isinstance(shard, type | tuple):
-        return isinstance(part, shard)
-    return (shard or owns_matrix)(part)
-
-
-def check_module(module: nn.Module, process_group, shard) -> dict[nn.Parameter, str]:
-    """{weight that `shard` chooses: its name}; ValueError, on all ranks, if there is a mistake."""
+def check_module(module: nn.Module, process_group) -> None:
+    """ValueError, on all ranks, if the module cannot be wrapped."""
     if dist.get_rank(process_group) < 0:
         raise ValueError("this rank is not a member of process_group: wrap on its members only")
     tensors = dict(module.named_parameters()) | dict(module.named_buffers())
     if any(nn.parameter.is_lazy(tensor) for tensor in tensors.values()):
         raise ValueError("a lazy module has no shapes yet: run one forward before you wrap it")
-    chosen = {}
-    parts = {}  # name -> module
-    for name, part in module.named_modules():
-        if is_chosen(part, shard) and part._parameters.get("weight") is not None:
-            parts[name] = part
-            chosen.setdefault(part.weight, f"{name}.weight".lstrip("."))
     mine = []
     for name, tensor in tensors.items():
         kind = f"{tuple(tensor.shape)} {tensor.dtype} requires_grad={tensor.requires_grad}"
-        mine.append(f"{name} {kind} sharded={tensor in chosen}")
+        mine.append(f"{name} {kind}")
     check_same(mine, process_group, ValueError, "models differ")
     if any(hasattr(part, "finish_gradient_synchronization") for part in module.modules()):
         raise ValueError("a module can be wrapped only once: wrap the plain one, model.module")
-    if not chosen:
-        raise ValueError("there is no weight to shard: `shard` chooses no module that owns one")
-    for name, part in parts.items():
+    if not any(parameter.ndim >= 2 for parameter in module.parameters()):
+        raise ValueError("there is no weight to shard: no parameter has two dimensions")
+    for name, part in module.named_modules():
         if getattr(part, "sparse", False) or getattr(part, "max_norm", None) is not None:
             raise ValueError(f"{name}: sparse gradients and max_norm are not supported")
-    return chosen
 
 
 def layout(module: nn.Module) -> list[tuple]:
@@ -436,54 +539,71 @@ def layout(module: nn.Module) -> list[tuple]:
 
 
 def check_forward(model: FSDP) -> None:
-    if model.schedule.phase == "backward":
+    if model.order.phase == "backward":
         raise RuntimeError("call finish_gradient_synchronization() after every backward()")
     if layout(model.module) != model.layout:
         raise RuntimeError("parameters were frozen, thawed, replaced, moved or cast: wrap again")
 
 
-def check_backward(schedule: Schedule) -> None:
+def check_backward(order: Order) -> None:
     if not in_backward():
         raise RuntimeError("the weights are sharded: call the FSDP model, not a part of it")
-    if schedule.phase in ("forward", "inference"):
+    if order.phase in ("forward", "inference"):
         raise RuntimeError("backward() inside of forward is not supported")
 
 
 def check_gradient(ctx: Gather, gradient: torch.Tensor) -> None:
+    order = ctx.model.order
+    order.enter_backward()
     if gradient.requires_grad:
         raise RuntimeError("backward(create_graph=True) is not supported")
-    if ctx.reduced_in is ctx.schedule.done:
-        ctx.schedule.complete = False  # what was recorded is more than one backward
-        raise RuntimeError(f"{ctx.unit.name}: backward() ran twice: finish in between")
+    if ctx.reduced_in is order.done:
+        order.complete = False  # what was recorded is more than one backward
+        raise RuntimeError(f"{ctx.weight.name}: backward() ran twice: finish in between")
+    ctx.reduced_in = order.done
 
 
-def check_version(kept: torch.Tensor, version: int) -> None:
+def check_version(kept: torch.Tensor | ShardedWeight, version: int) -> None:
     """What autograd checks by itself, but not where there are hooks for what it keeps."""
-    if kept._version != version:
+    if isinstance(kept, ShardedWeight):
+        if kept.shard._version != version:
+            what = f"{kept.name} was changed between forward and backward"
+            raise RuntimeError(f"{what}: optimizer.step() comes after backward()")
+    elif kept._version != version:
         shape = tuple(kept.shape)
         raise RuntimeError(f"a tensor {shape} that backward needs was changed in place after use")
 
 
-def check_shape(name: str, value: torch.Tensor, expected: Unit | nn.Parameter) -> None:
+def check_finished(model: FSDP) -> None:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if model.order.phase or any(parameter.grad is None for parameter in trained):
+        raise RuntimeError("call finish_gradient_synchronization() before clip_grad_norm()")
+
+
+def check_shape(name: str, value: torch.Tensor, expected: ShardedWeight | nn.Parameter) -> None:
     if value.shape != expected.shape:
         shapes = f"{tuple(value.shape)}, not {tuple(expected.shape)}"
         raise ValueError(f"{name} has shape {shapes}")
 
 
-def check_step(schedule: Schedule, kind: str, unit: Unit) -> None:
+def check_step(order: Order, kind: str, weight: ShardedWeight) -> None:
     """RuntimeError before a step that the other ranks would not expect."""
-    if schedule.phase not in schedule.recorded:
-        check_agreement(schedule, f"{kind} {unit.name}, {schedule.phase}")
-    elif schedule.phase == "backward" and not schedule.coming:
-        raise RuntimeError(f"{unit.name}: backward() ran twice: finish in between")
-    elif (kind, unit) not in schedule.coming:
-        first = f"it comes later or more often than in the first {schedule.phase}"
-        raise RuntimeError(f"{kind} {unit.name}: {first}; schedule.recorded.clear() records anew")
+    if order.phase not in order.recorded:
+        check_agreement(order, f"{kind} {weight.name}, {order.phase}")
+    elif order.phase == "backward" and not order.coming:
+        raise RuntimeError(f"{weight.name}: backward() ran twice: finish in between")
+    elif (kind, weight) not in order.coming:
+        first = f"it comes later or more often than in the first {order.phase}"
+        raise RuntimeError(f"{kind} {weight.name}: {first}; order.recorded.clear() records anew")
 
 
 def check_same(mine: list[str], process_group, error: type, what: str) -> None:
     """Raise this error on all ranks if their lists differ; it names the first difference."""
     of_ranks = [None] * dist.get_world_size(process_group)
+    digest = hashlib.sha256("\n".join(mine).encode()).digest()
+    dist.all_gather_object(of_ranks, digest, group=process_group)
+    if len(set(of_ranks)) == 1:
+        return
     dist.all_gather_object(of_ranks, mine, group=process_group)
     for rank, theirs in enumerate(of_ranks):
         for expected, found in zip_longest(of_ranks[0], theirs, fillvalue="nothing"):
@@ -491,18 +611,41 @@ def check_same(mine: list[str], process_group, error: type, what: str) -> None:
                 raise error(f"{what}: rank 0 has {expected}, rank {rank} has {found}")
 
 
-def check_agreement(schedule: Schedule, step: str) -> None:
-    """While a schedule is recorded: RuntimeError on all ranks if their next steps differ."""
+def check_agreement(order: Order, step: str) -> None:
+    """While an order is recorded: RuntimeError on all ranks if their next steps differ."""
     what = "in the first step all ranks must use the same layers in the same order"
-    check_same([step], schedule.process_group, RuntimeError, what)
+    check_same([step], order.model.process_group, RuntimeError, what)
+
+
+def refuse_to_save(part: nn.Module, *_) -> None:
+    raise RuntimeError("state_dict() would have this rank's shards: gather_full_params() has all")
+
+
+def refuse_to_load(part: nn.Module, *_) -> None:
+    raise RuntimeError("the weights are sharded: load_full_params() instead of load_state_dict()")
+
+
+def refuse_optimizer(optimizer: torch.optim.Optimizer, *_) -> None:
+    """Before a step of any optimizer: some look at a whole weight, and here it is a shard."""
+    names = [kind.__name__ for kind in type(optimizer).__mro__]
+    for name in ("Adafactor", "LBFGS", "Muon"):
+        if name in names:
+            for group in optimizer.param_groups:
+                if any(hasattr(parameter, "is_shard") for parameter in group["params"]):
+                    raise RuntimeError(f"{name} needs whole weights, and FSDP's are sharded")
+
+
+register_optimizer_step_pre_hook(refuse_optimizer)
 
 
 def main():
     folder = Path(__file__).resolve().parent
     sys.path[:0] = [str(folder), str(folder.parent), str(folder.parent.parent)]
     try:
+        import accounting
         import measure
         import memory
+        from sharded_optimizer import SIZES, LanguageModel
 
         from common import report, setup
     except ModuleNotFoundError as error:
@@ -510,7 +653,7 @@ def main():
         sys.exit(f"error: {error}: {needed} fsdp.py, too")
 
     parser = setup.Parser(__doc__)
-    setup.add_training_arguments(parser, measure.SIZES, steps=6)
+    setup.add_training_arguments(parser, SIZES, steps=6)
     setup.add_verify_arguments(parser)
     setup.add_plot_arguments(parser, "fsdp.png")
     parser.set_defaults(warmup=3)  # five candidates, and all within a minute
@@ -518,6 +661,18 @@ def main():
     add("--no-prefetch", action="store_true", help="gather a weight when it is needed, not before")
     add("--compute-dtype", choices=["float16", "bfloat16"], help="in which FSDP's layers compute")
     add("--no-memory", action="store_true", help="no table and picture of the memory")
+    add(
+        "--accounting",
+        action="store_true",
+        help="only this: what each rank of many would hold, on the device meta",
+    )
+    add(
+        "--ranks",
+        type=setup.list_of(setup.whole_number(2)),
+        default=[8, 64, 1024],
+        metavar="N,N,…",
+        help="numbers of ranks for --accounting (default: 8,64,1024)",
+    )
     args = parser.parse_args()
     if args.save and args.no_verify:
         parser.error("argument --save: not with --no-verify, which trains no classifier")
@@ -525,10 +680,13 @@ def main():
         parser.error("argument --plot: not with --no-memory, which leaves nothing to draw")
 
     wrap = partial(FSDP, prefetch=not args.no_prefetch)
+    if args.accounting:
+        accounting.show(args, wrap)
+        return
     with setup.process_group(args) as device:
         result = report.begin("06_sharded_optimizer/fsdp", args, device)
         replicas = 1 if args.no_baseline else 4
-        model = report.describe(measure.LanguageModel, measure.SIZES, args, replicas)
+        model = report.describe(LanguageModel, SIZES, args, replicas)
         result["model"] = model
         result["verify"] = None
         if not args.no_verify:

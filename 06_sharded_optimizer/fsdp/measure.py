@@ -1,4 +1,4 @@
-"""06, FSDP: what fsdp.py verifies and measures, and the model for it.
+"""06, FSDP: what fsdp.py verifies and measures.
 
 fsdp.py uses it; it has no command line of its own.
 """
@@ -11,76 +11,20 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from sharded_optimizer import SIZES, LanguageModel
 from torch import nn
-
-SIZES = {  # d_model, d_ff, layers, heads, vocabulary, sequences per rank and step, tokens in each
-    "nano": (64, 256, 2, 2, 1_000, 4, 64),
-    "tiny": (512, 2048, 4, 8, 10_000, 4, 64),
-    "deep": (128, 512, 32, 4, 1_000, 4, 64),
-    "small": (768, 3072, 12, 12, 10_000, 4, 128),
-    "medium": (1024, 4096, 24, 16, 10_000, 4, 128),
-    "large": (1280, 5120, 36, 20, 10_000, 4, 128),
-    "xl": (1600, 6400, 48, 25, 10_000, 4, 128),
-    "2.7b": (2560, 10_240, 32, 32, 10_000, 4, 128),
-    "xl-2026": (2560, 10_240, 32, 32, 10_000, 4, 512),
-    "10b": (4608, 12_288, 50, 36, 10_000, 4, 512),
-}
-
-
-class Block(nn.Module):
-    """Causal attention and feed-forward, pre-norm: four Linears, whose forward really runs."""
-
-    def __init__(self, d_model, d_ff, heads):
-        super().__init__()
-        self.heads = heads
-        self.attention_norm = nn.LayerNorm(d_model, bias=False)
-        self.query_key_value = nn.Linear(d_model, 3 * d_model, bias=False)
-        self.output = nn.Linear(d_model, d_model, bias=False)
-        self.feed_forward_norm = nn.LayerNorm(d_model, bias=False)
-        self.up = nn.Linear(d_model, d_ff, bias=False)
-        self.down = nn.Linear(d_ff, d_model, bias=False)
-
-    def forward(self, x):
-        batch, context, _ = x.shape
-        parts = self.query_key_value(self.attention_norm(x)).chunk(3, dim=-1)
-        query, key, value = (
-            part.view(batch, context, self.heads, -1).transpose(1, 2) for part in parts
-        )
-        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.output(attended.transpose(1, 2).reshape(x.shape))
-        return x + self.down(F.gelu(self.up(self.feed_forward_norm(x))))
-
-
-class LanguageModel(nn.Module):
-    """A causal transformer: tokens int64 [batch, context] -> logits [batch, context, vocabulary].
-
-    Without biases and positions, as in the other stages. nn.MultiheadAttention is not in it,
-    because it takes the weights of its parts without calling them.
-    """
-
-    def __init__(self, d_model, d_ff, layers, heads, vocabulary):
-        super().__init__()
-        self.token_embedding = nn.Embedding(vocabulary, d_model)
-        self.layers = nn.ModuleList(Block(d_model, d_ff, heads) for _ in range(layers))
-        self.norm = nn.LayerNorm(d_model, bias=False)
-        self.head = nn.Linear(d_model, vocabulary, bias=False)
-
-    def forward(self, tokens):
-        x = self.token_embedding(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(self.norm(x))
 
 
 def fully_sharded(model: nn.Module) -> nn.Module:
-    """torch's fully_shard with the same units: every Linear and Embedding by itself."""
+    """torch's fully_shard with the same units: every Linear, Embedding and attention by itself."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
-    layers = [part for part in model.modules() if isinstance(part, nn.Linear | nn.Embedding)]
-    for layer in layers:
-        fully_shard(layer, mesh=mesh)
+    # Not its subclass: attention reads the weight of that one without calling it.
+    for part in list(model.modules()):
+        if type(part) in (nn.Linear, nn.Embedding, nn.MultiheadAttention):
+            fully_shard(part, mesh=mesh)
     return fully_shard(model, mesh=mesh)
 
 

@@ -10,8 +10,8 @@ fsdp.py uses it; it has no command line of its own.
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from measure import SIZES, LanguageModel, fully_sharded
-from sharded_optimizer import ShardedOptimizer
+from measure import fully_sharded
+from sharded_optimizer import SIZES, LanguageModel, ShardedOptimizer
 from torch import nn
 
 PARTS = {  # and their colours

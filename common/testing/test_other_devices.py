@@ -92,8 +92,8 @@ def test_sharded_optimizer():
 
 @pytest.mark.parametrize("compute_dtype", [None, torch.bfloat16])
 def test_fsdp(compute_dtype):
-    fsdp, measured = module_of("", "fsdp"), module_of("", "measure")
-    model, tokens = language_model(measured)
+    fsdp = module_of("", "fsdp")
+    model, tokens = language_model(module_of("06_sharded_optimizer"))
     model = fsdp.FSDP(model, compute_dtype)
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(2):
