@@ -125,7 +125,7 @@ def theory(size: str, world_size: int) -> dict[str, float]:
 def show(args, wrap) -> None:
     """The table, by rank 0."""
     from common import report
-    from common.setup import fail
+    from common.setup import fail, progress, say
 
     if os.environ.get("RANK", "0") != "0":
         return
@@ -142,14 +142,23 @@ def show(args, wrap) -> None:
     }
     rows = []
     for world_size in args.ranks:
+        progress(f"a step of one of {world_size} ranks")
         expected = theory(args.size, world_size)
         for name, how in candidates.items():
             parts = account(args.size, world_size, *how)
             total = sum(parts)
             fits = [gpu for gpu in GPUS if total < gpu * 2**30]
-            row = [f"{name}, {world_size} ranks", *[f"{part / 2**20:,.0f}" for part in parts]]
+            row = [f"{world_size} ranks, {name}", *[f"{part / 2**20:,.0f}" for part in parts]]
             row += [f"{total / 2**20:,.0f}", f"{expected[name] / 2**20:,.0f}"]
             row += [f"{total / expected[name]:.3f}", f"{fits[0]} GB" if fits else "none"]
             rows.append(row)
+    progress()
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in LanguageModel(*SIZES[args.size][:5]).parameters())
+    say(f"{args.size} model: {parameters / 1e6:,.1f} million parameters, float32, AdamW; rank 0")
     header = ["MB", "parameters", "gradients", "optimizer state", "whole weights", "all"]
     report.print_table([*header, "theory", "/theory", "fits into"], rows)
+    say("MB: 2^20 bytes; counted in a training step on the device meta, without activations;")
+    say("whole weights: the most at any time of what is gathered and of whole gradients;")
+    say("theory: 4, 4 and 8 bytes per parameter, each divided by the ranks that share it, and with")
+    say("FSDP the whole weights of one moment in backward; fits into: a GPU of 24, 40 or 80 GB.\n")
