@@ -214,9 +214,7 @@ def takes_groups_in_mid_training():
         assert twins.sharded.owners.items() >= owners.items()
         kept = list(twins.sharded.state.values())[: len(state)]
         torch.testing.assert_close(kept, state, rtol=0, atol=0)
-        if (
-            optimizer_cls is torch.optim.Adagrad
-        ):  # older torch makes its state in the constructor only
+        if optimizer_cls is torch.optim.Adagrad:  # older ones have state only when constructed
             for parameter in twins.plain[3:]:
                 fresh = optimizer_cls([parameter], **options)
                 twins.unsharded.state[parameter] = fresh.state[parameter]
