@@ -38,7 +38,8 @@ def read(arguments: list[str]) -> dict[str, dict]:
                 result["models"] = {result["model"]["size"]: result}
             results[label] = result
             found = conditions(result)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            check_samples(result)
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             fail(f"{path}: is not a result of --json ({error!r})")
         first = next(iter(results))
         for key, expected in conditions(results[first]).items():
@@ -55,6 +56,16 @@ def conditions(result: dict) -> dict:
     found["models"] = {size: models[size]["model"] for size in models}
     found["baselines"] = [measured["candidates"][0]["name"] for measured in models.values()]
     return found
+
+
+def check_samples(result: dict) -> None:
+    """An exception, if a candidate has no step of some rank, or something that is no number."""
+    for measured in result["models"].values():
+        for candidate in measured["candidates"]:
+            for steps in candidate["step_seconds"]:
+                fmean(steps)
+            candidate["step_seconds"][0]
+    result.get("options", {}).items()
 
 
 def differences(results: dict[str, dict]) -> list[str]:

@@ -30,6 +30,10 @@ def result(name="BucketedDDP", step=0.8, **changes):
     return head | {"model": {"size": "tiny"}, "candidates": candidates} | changes
 
 
+NO_SAMPLES = candidate("no sync", 0.5, 0.0, step_seconds=[])
+RAGGED = candidate("no sync", 0.5, 0.0, step_seconds=[[0.5], []])
+
+
 def of_rungs(step=0.8, **changes):
     """What rungs.py writes."""
     both = result("NaiveDDP", step)
@@ -115,6 +119,12 @@ def test_medians_are_in_steps_without_synchronization():
         (of_rungs(), of_rungs(models={"tiny": {"model": 0}}), "'candidates'"),
         (result(), "[]", "b.json: is not a result of --json"),
         (result(), "{", "b.json: is not a result of --json"),
+        (result(), '"tiny"', "b.json: is not a result of --json"),
+        (result(), result(options=None), "b.json: is not a result of --json"),
+        (result(), result(candidates=[]), "b.json: is not a result of --json"),
+        (result(), result(candidates=None), "b.json: is not a result of --json"),
+        (result(), result(candidates=[NO_SAMPLES]), "b.json: is not a result of --json"),
+        (result(), result(candidates=[RAGGED]), "b.json: is not a result of --json"),
     ],
 )
 def test_what_does_not_compare_is_one_line(compare, first, other, what):
