@@ -215,7 +215,7 @@ def test_when_the_launcher_is_killed_nothing_is_left(script, moment):
     deadline = time.monotonic() + 30  # the others may still be importing torch
     while run.processes() and time.monotonic() < deadline:
         time.sleep(0.1)
-    status, output = run.wait()
+    status, output = run.wait(5)
     assert status == -9, output
 
 
