@@ -207,14 +207,15 @@ def test_when_the_launcher_is_ended_all_end(forked):
 
 @needs_proc
 @pytest.mark.full
-def test_when_the_launcher_is_killed_nothing_is_left(script):
+@pytest.mark.parametrize("moment", ["rank 4: master", VERIFIED])
+def test_when_the_launcher_is_killed_nothing_is_left(script, moment):
     run = script([sys.executable, *ENDLESS])
-    wait_for_line(run, "rank 4: master")
+    wait_for_line(run, moment)
     run.process.send_signal(signal.SIGKILL)
     deadline = time.monotonic() + 30  # the others may still be importing torch
     while run.processes() and time.monotonic() < deadline:
         time.sleep(0.1)
-    status, output = run.wait()
+    status, output = run.wait(5)
     assert status == -9, output
 
 
