@@ -82,7 +82,7 @@ class Reduction:
 
     def wait(self) -> None:
         self.work.wait()
-        mean = self.received.sum(0, dtype=self.shard.dtype) / self.world_size
+        mean = self.received.sum(0, dtype=self.shard.dtype).div_(self.world_size)
         if self.shard.grad is not None:
             mean += self.shard.grad
         self.shard.grad = mean
