@@ -76,13 +76,12 @@ class Reduction:
 
     def __init__(self, weight: ShardedWeight, gradient: torch.Tensor):
         self.shard = weight.shard
-        self.world_size = dist.get_world_size(weight.process_group)
         # What is sent must outlive the work.
         self.sent, self.received, self.work = begin_reduce_scatter(weight.split(gradient), weight)
 
     def wait(self) -> None:
         self.work.wait()
-        mean = self.received.sum(0, dtype=self.shard.dtype).div_(self.world_size)
+        mean = self.received.mean(0, dtype=self.shard.dtype)
         if self.shard.grad is not None:
             mean += self.shard.grad
         self.shard.grad = mean
@@ -179,16 +178,18 @@ class FSDP(nn.Module):
     def reduce(self, weight: ShardedWeight, gradient: torch.Tensor) -> None:
         """Begin to reduce a gradient; the one before it has arrived by then."""
         self.order.catch_up("reduce", weight)
+        self.finish_reduction()
+        self.reduction = Reduction(weight, gradient)
+
+    def finish_reduction(self) -> None:
         if self.reduction:
             self.reduction.wait()
-        self.reduction = Reduction(weight, gradient)
+        self.reduction = None
 
     def finish_gradient_synchronization(self) -> None:
         """Average all gradients. Call it after backward(), before optimizer.step()."""
         self.order.finish_backward()
-        if self.reduction:
-            self.reduction.wait()
-        self.reduction = None
+        self.finish_reduction()
         give_zeros_to_unused(self.module)
         average(self.replicated, self.process_group)
 
@@ -311,10 +312,10 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 
 def begin_reduce_scatter(sent: torch.Tensor, weight: ShardedWeight) -> tuple:
-    """What each rank shall have: (what is sent, [summands, *shape of a shard], work).
+    """What each rank shall have: (what is sent, tensors whose mean is this rank's, work).
 
-    gloo's reduce-scatter is an all-reduce, of twice the bytes. So every rank gets all ranks'
-    gradients of its shard, and adds them up itself, in the shard's dtype, as others do, too.
+    gloo's reduce-scatter is an all-reduce, of twice the bytes. So there every rank gets all ranks'
+    gradients of its shard. They are averaged in the shard's dtype either way.
     """
     group = weight.process_group
     if dist.get_backend(group) == "gloo":
@@ -323,7 +324,8 @@ def begin_reduce_scatter(sent: torch.Tensor, weight: ShardedWeight) -> tuple:
     else:
         sent = sent.to(weight.shard.dtype)
         received = torch.empty_like(sent[:1])
-        work = reduce_scatter_single(received, sent, group=group, async_op=True)
+        average = dist.ReduceOp.AVG
+        work = reduce_scatter_single(received, sent, average, group=group, async_op=True)
     return sent, received, work
 
 

@@ -105,6 +105,7 @@ def account_for(args, device, wrap, make_optimizer) -> dict:
     if not isinstance(model, nn.parallel.DistributedDataParallel):  # there they stay, in buckets
         gradients = [parameter.grad for parameter in model.parameters()]
         made = held_bytes(gradient for gradient in gradients if gradient is not None)
+    in_flight = min(in_flight, total - made)  # a gradient may be as large as some whole weight
     if device.type == "cuda":
         in_flight = total - made
     note("forward and backward", in_flight, total - in_flight - made)
