@@ -20,6 +20,8 @@ def fully_sharded(model: nn.Module) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
+    # Nothing here writes into what attention returns.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
     mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
     # Not its subclass: attention reads the weight of that one without calling it.
     for part in list(model.modules()):
@@ -202,8 +204,6 @@ def benchmark(args, device, batch_shape, wrap):
 
     candidates = {name: candidate(wrap) for name, wrap in wraps.items()}
     samples = timing.measure(candidates, args.steps, args.warmup)
-    # The hooks of what counts make fully_shard's output a view; nothing writes to it.
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
     for name, step in candidates.items():
         samples[name]["sent_bytes"] = bytes_of_a_step(step)
         trace = args.trace if name == "FSDP" else None

@@ -50,7 +50,8 @@ def read_step(
             kind = event["name"].removeprefix("gloo:")
             lane = kind if is_gloo and kind in KINDS else event["tid"]
             lanes.setdefault(lane, []).append(span(event))
-    if "sync" in step and not on_gpu:
+    # FSDP, too, packs the few gradients that are whole, in a millisecond.
+    if "sync" in step and not on_gpu and not set(lanes) & set(KINDS):
         phases += [(name, *span(block)) for name, block in packing(events, step["sync"])]
     phases.sort(key=lambda phase: phase[1])
     order = sorted(lanes, key=lambda lane: (lane not in KINDS, lane))
