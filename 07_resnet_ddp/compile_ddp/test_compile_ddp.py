@@ -101,6 +101,7 @@ def test_memory(ranks):
     assert 3 * parameters <= ddp < 3 * parameters + 4 * logits  # and buckets
 
 
+@pytest.mark.full
 def test_what_lowers_the_peak_of_fsdp(ranks):
     """Units of one block, where parameters take the memory; checkpoints, where activations do."""
 
@@ -155,6 +156,7 @@ def test_a_failure_is_one_whatever_its_text_begins_with(ranks):
         assert outcomes[3] == ("result", None)
 
 
+@pytest.mark.full
 def test_matrix(forked, tmp_path):
     words = [*TOY, "--dynamo", "eager", "--fsdp_wrap", "--json", tmp_path / "json"]
     status, output = forked(2, SCRIPT, *words)
