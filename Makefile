@@ -104,7 +104,8 @@ read:
 
 ##   make hosts [RATE=1gbit DELAY=0.2ms]     make compare on a network between two hosts, which
 ##                                           Linux plays here (SCRIPT=… runs another script)
-NETWORK = '$(or $(RATE),1gbit)' '$(or $(DELAY),0.2ms)'
+QUOTED = '$(subst ','\'',$(1))'
+NETWORK = $(call QUOTED,$(or $(RATE),1gbit)) $(call QUOTED,$(or $(DELAY),0.2ms))
 hosts: $(RUNTIME)
 	@exec bash common/launch/hosts.sh $(PYTHON) $(NETWORK) $(or $(SCRIPT),common/ladder/rungs.py) $(ARGS)
 

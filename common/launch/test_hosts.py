@@ -94,7 +94,7 @@ def test_no_rate(rate):
         bytes_per_second(rate)
 
 
-@pytest.mark.parametrize("delay", ["long", "-1ms", "1min", "11s", "0,2ms"])
+@pytest.mark.parametrize("delay", ["long", "-1ms", "1min", "2s", "0,2ms"])
 def test_no_time(delay):
     with pytest.raises(ValueError, match=f"DELAY='{delay}' is not a time"):
         seconds(delay)
@@ -113,6 +113,7 @@ NO_MAKE = {"MAKEFLAGS": "", "MFLAGS": ""}
     "word, message",
     [
         ("RATE=fast", "is not a rate"),
+        ("RATE=1g'bit", "is not a rate"),
         ("DELAY=long", "is not a time"),
         ("SCRIPT=nothing.py", "is not a file"),
     ],
