@@ -14,6 +14,7 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 SC 2020, section 5.1 (P_os); Stanford CS336, assignment 2, "Optimizer state sharding".
 """
 
+import hashlib
 import sys
 from functools import partial
 from itertools import chain, zip_longest
@@ -83,7 +84,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         except Exception as error:  # the other ranks must hear of it, or they would wait for us
             failure = error
             lines = [f"{type(error).__name__}: {error}"]
-        difference = first_difference(self._gather(lines))
+        difference = self._first_difference(lines)
         if difference:
             failure = ValueError(f"the ranks' parameters differ: {difference}")
         if failure:
@@ -213,6 +214,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
         dist.all_gather_object(of_ranks, mine, group=self.process_group)
         return of_ranks
 
+    def _first_difference(self, mine: list[str]) -> str | None:
+        """The first line in which a rank differs from rank 0, said in words."""
+        digest = hashlib.sha256("\n".join(mine).encode()).digest()
+        if len(set(self._gather(digest))) == 1:
+            return None
+        of_ranks = self._gather(mine)
+        for rank, theirs in enumerate(of_ranks):
+            pairs = zip_longest(of_ranks[0], theirs, fillvalue="nothing")
+            for number, (expected, found) in enumerate(pairs):
+                if expected != found:
+                    return f"as number {number} rank 0 has {expected}, rank {rank} has {found}"
+        return None
+
     def _move(self, values: dict, source: int, target: int) -> dict:
         """On rank `target` a copy, on CPU, of rank `source`'s values; elsewhere of the own."""
         copies = dict(values)
@@ -234,16 +248,6 @@ def layout(tensor: torch.Tensor) -> str:
     """What two tensors must share to hold the same values in the same places."""
     shape = tuple(tensor.shape)
     return f"{shape} {tensor.dtype} strides={tensor.stride()} {tensor.device.type}"
-
-
-def first_difference(of_ranks: list[list[str]]) -> str | None:
-    """The first line in which a rank differs from rank 0, said in words."""
-    for rank, theirs in enumerate(of_ranks):
-        pairs = zip_longest(of_ranks[0], theirs, fillvalue="nothing")
-        for number, (expected, found) in enumerate(pairs):
-            if expected != found:
-                return f"as number {number} rank 0 has {expected}, rank {rank} has {found}"
-    return None
 
 
 # ==================================================================================================
