@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
@@ -136,11 +137,35 @@ def own():
 
 
 FULL = pytest.mark.full
-BUILDS = [plain, tied, frozen, recomputed, recomputed_reentrant, transformer, own, Unusual]
+
+
+class TiedByHand(nn.Module):
+    """Reads the weight of a child; it may, because it owns it, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+        self.head = self.embedding.weight
+
+    def forward(self, tokens):
+        return F.linear(torch.tanh(self.embedding(tokens)), self.head)
+
+
+BUILDS = [
+    TiedByHand,
+    plain,
+    tied,
+    frozen,
+    recomputed,
+    recomputed_reentrant,
+    transformer,
+    own,
+    Unusual,
+]
 # Whole weights at a time, with prefetch and without, where that is not 2 and 1: what a checkpoint
 # computes again is together; attention has two weights, the LSTM, too, and Unusual one of its own.
 MOST = {"recomputed": (3, 2), "recomputed_reentrant": (3, 2), "transformer": (3, 2)}
-MOST |= {"Unusual": (5, 3)}
+MOST |= {"Unusual": (5, 3), "TiedByHand": (2, 2)}
 
 
 def batch_of(step):
@@ -215,7 +240,7 @@ def all_train_like_one_process(builds, optimizers):
     [
         (2, [plain, frozen, recomputed_reentrant, transformer, Unusual], OPTIMIZERS[:1]),
         (2, [transformer], OPTIMIZERS[1:2]),
-        (3, [tied], OPTIMIZERS),
+        (3, [tied, TiedByHand], OPTIMIZERS[:2]),
         *(pytest.param(n, BUILDS, OPTIMIZERS, marks=FULL) for n in (1, 2, 3)),
     ],
 )
@@ -1150,9 +1175,40 @@ def decays_what_has_two_dimensions():
     assert largest_difference(model.gather_full_params(), twin) < 1e-12
 
 
+class ReadsItsChild(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.child = nn.Linear(6, 6, bias=False)
+
+    def forward(self, x):
+        return F.linear(x, self.child.weight)
+
+
+def differs_as_the_page_says():
+    """The rows of the page that are no errors of our own."""
+    x = torch.ones(2, 6)
+    with pytest.raises(RuntimeError):  # about shapes
+        FSDP(ReadsItsChild())(x)
+    model = FSDP(chain().float())
+    seen = []
+    model.module[0].weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad))
+    with saved_tensors_hooks(lambda tensor: seen.append("saved") or tensor, lambda tensor: tensor):
+        loss = model(x).sum()
+    with pytest.raises(RuntimeError, match="not to have been used in the graph"):
+        torch.autograd.grad(loss, list(model.parameters()))
+    model.finish_gradient_synchronization()
+    train_step(model, x)
+    assert seen == [None]
+    embedding, head = nn.Embedding(6, 8), nn.Linear(8, 6, bias=False)
+    head.weight = embedding.weight
+    first, second = FSDP(nn.Sequential(embedding)), FSDP(nn.Sequential(head))
+    assert first.module[0].weight is not second.module[0].weight
+
+
 @pytest.mark.parametrize(
     "check",
     [
+        differs_as_the_page_says,
         losses_overflow_on_one_rank,
         every_optimizer_is_right_or_refused,
         leaves_containers_alone,
