@@ -1194,7 +1194,7 @@ def differs_as_the_page_says():
     model.module[0].weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad))
     with saved_tensors_hooks(lambda tensor: seen.append("saved") or tensor, lambda tensor: tensor):
         loss = model(x).sum()
-    with pytest.raises(RuntimeError, match="not to have been used in the graph"):
+    with pytest.raises(RuntimeError, match="to not have been used in the graph"):
         torch.autograd.grad(loss, list(model.parameters()))
     model.finish_gradient_synchronization()
     train_step(model, x)
