@@ -62,23 +62,26 @@ def fake_ranks(world_size: int):
         of_ranks[:] = [mine] * len(of_ranks)
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
-    with patch.object(dist, "all_gather_object", as_all_say):
-        yield
-    dist.destroy_process_group()
+    try:
+        with patch.object(dist, "all_gather_object", as_all_say):
+            yield
+    finally:
+        dist.destroy_process_group()
 
 
 def account(size: str, world_size: int, wrap, make_optimizer) -> list[int]:
     """Bytes of parameters, gradients, optimizer state, and at most of whole weights beside them."""
     from common.memory import held_bytes
 
-    with fake_ranks(world_size), torch.device("meta"):
-        model = LanguageModel(*SIZES[size][:5])
+    with fake_ranks(world_size):
+        with torch.device("meta"):
+            model = LanguageModel(*SIZES[size][:5])
+            tokens = torch.zeros(1, 8, dtype=torch.long)
         whole = [parameter for parameter in model.parameters() if parameter.ndim == 2]
         padded = {4 * world_size * -(-weight.numel() // world_size) for weight in whole}
         sizes = padded | {weight.nbytes for weight in whole}
         model = wrap(model)
         optimizer = make_optimizer(model.parameters(), lr=1e-4)
-        tokens = torch.zeros(1, 8, dtype=torch.long)
         for _ in range(2):  # FSDP knows what comes next in the second
             optimizer.zero_grad()
             with WholeWeights(model, sizes) as gathered:
