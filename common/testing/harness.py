@@ -542,7 +542,7 @@ def check_fault(
 ) -> None:
     """The run is hit at that line of its output ("": when its ranks start).
 
-    All of it ends within 30 s, and leaves nothing behind.
+    All of it ends, and leaves nothing behind.
     """
     memory = names_in(SHARED_MEMORY)
     compiler_cache = os.path.join(tempfile.gettempdir(), "torchinductor_of_tests")  # torch makes it
