@@ -28,9 +28,6 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-# torch 2.13 has renamed it, and warns of the old name.
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
 
 class ShardedWeight:
     """A weight of which every rank keeps 1/N: this rank has `shard`, the parameter for it."""
@@ -47,7 +44,7 @@ class ShardedWeight:
         self.shard = nn.Parameter(mine, weight.requires_grad)
 
     def split(self, whole: torch.Tensor) -> torch.Tensor:
-        """[world_size, 1, length]: a row for each rank; zeros fill up the last."""
+        """[world_size, 1, length]: a row for each rank, of a matrix; zeros fill up the end."""
         world_size = dist.get_world_size(self.process_group)
         flat = whole.flatten()
         missing = -flat.numel() % world_size
@@ -72,7 +69,10 @@ class Gathering:
 
 
 class Reduction:
-    """A gradient on its way to the owners of its parts: wait() adds the mean to shard.grad."""
+    """A gradient on its way to the owners of its parts: wait() adds the mean to shard.grad.
+
+    By reduce-scatter; by all-to-all on gloo, where each rank then has all summands of its part.
+    """
 
     def __init__(self, weight: ShardedWeight, gradient: torch.Tensor):
         self.shard = weight.shard
@@ -119,12 +119,12 @@ class FSDP(nn.Module):
         self.module = module
         self.compute_dtype = compute_dtype
         self.process_group = process_group
-        self.weights = put_shards_into(self)  # shard -> ShardedWeight
+        self.weights = put_shards_into(self)  # shard -> ShardedWeight; registers the hooks
         self.replicated = [p for p in module.parameters() if p not in self.weights]
         self.order = Order(self, prefetch)  # in which all ranks launch; a reader can skip it
         self.ahead = deque()  # the Gatherings of what the next module needs
         self.reduction = None  # the Reduction in flight; there is only one
-        self.whole = {}  # identity -> ShardedWeight, of the weights that are whole right now
+        self.whole = {}  # identity -> ShardedWeight, of the whole weights that a forward has
         self.layout = layout(module)
 
     def forward(self, *inputs, **kwargs):
@@ -133,7 +133,7 @@ class FSDP(nn.Module):
             return self.module(*inputs, **kwargs)
 
     def before_forward(self, part: nn.Module, inputs: tuple, kwargs: dict):
-        """Hide each shard behind the whole weight: Python finds attributes before parameters."""
+        """A hook. Hides each shard behind the whole weight: attributes come before parameters."""
         self.order.enter_module()
         for owner, key, parameter in read_by(part):
             if parameter in self.weights:
@@ -143,7 +143,7 @@ class FSDP(nn.Module):
         return cast_the_rest(self, part, inputs, kwargs)  # to compute_dtype
 
     def after_forward(self, part: nn.Module, *_):
-        """Let go of the whole weights."""
+        """A hook. Lets go of the whole weights."""
         for owner, key, _ in read_by(part):
             if key in owner.__dict__:
                 self.whole.pop(identity(owner.__dict__.pop(key)), None)
@@ -158,7 +158,7 @@ class FSDP(nn.Module):
         return weight, weight.shard._version, view
 
     def unpack(self, packed: tuple) -> torch.Tensor:
-        """Backward needs it: gather the weight again."""
+        """What backward needs: a weight is gathered again, all else is as it was kept."""
         kept, version, *view = packed
         check_version(kept, version)
         if not view:
@@ -187,7 +187,7 @@ class FSDP(nn.Module):
         self.reduction = None
 
     def finish_gradient_synchronization(self) -> None:
-        """Average all gradients. Call it after backward(), before optimizer.step()."""
+        """Complete all gradients. Call it after backward(), before optimizer.step()."""
         self.order.finish_backward()
         self.finish_reduction()
         give_zeros_to_unused(self.module)
@@ -198,7 +198,7 @@ class FSDP(nn.Module):
         return full_state(self)
 
     def load_full_params(self, params: dict[str, torch.Tensor]) -> None:
-        """Take this rank's part of what gather_full_params() returned, there on any ranks."""
+        """Take this rank's part of what gather_full_params() returned on any number of ranks."""
         load_full_state(self, params)
 
 
@@ -307,7 +307,8 @@ class Order:
             self.recorded[phase] = self.done
 
 
-# torch 2.14 has renamed it, and warns of the old name.
+# torch has renamed them (2.13, 2.14), and warns of the old names.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 

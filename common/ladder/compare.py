@@ -59,13 +59,15 @@ def conditions(result: dict) -> dict:
 
 
 def check_samples(result: dict) -> None:
-    """An exception, if a candidate has no step of some rank, or something that is no number."""
+    """ValueError or TypeError, if a candidate has no numbers from some rank."""
+    if result.get("options", {}) is None:
+        raise ValueError("no options")
     for measured in result["models"].values():
         for candidate in measured["candidates"]:
+            if not candidate["step_seconds"]:
+                raise ValueError(f"no steps of {candidate['name']}")
             for steps in candidate["step_seconds"]:
-                fmean(steps)
-            candidate["step_seconds"][0]
-    result.get("options", {}).items()
+                fmean(steps)  # raises if there is none, or something that is no number
 
 
 def differences(results: dict[str, dict]) -> list[str]:
