@@ -9,15 +9,14 @@ the same in reverse, and adds up each gradient (reduce-scatter) as soon as it is
     torchrun --nnodes 2 --node-rank R --nproc-per-node 8 --master-addr HOST0 --master-port 29400 \
         06_sharded_optimizer/fsdp/fsdp.py                               (two hosts; R is 0 on HOST0)
 
-Source: Rajbhandari et al., "ZeRO", SC 2020, sections 5.2 and 5.3; Zhao et al., "PyTorch FSDP:
-Experiences on Scaling Fully Sharded Data Parallel", VLDB 2023; Stanford CS336, assignment 2 (2026).
+Source: Rajbhandari et al., "ZeRO", SC 2020, sections 5.2 and 5.3; Zhao et al., "PyTorch FSDP",
+VLDB 2023; Stanford CS336, assignment 2 (2026).
 """
 
 import hashlib
 import sys
 from collections import deque
 from contextlib import contextmanager
-from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 
@@ -32,13 +31,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 class ShardedWeight:
     """A weight of which every rank keeps 1/N: this rank has `shard`, the parameter for it."""
 
-    def __init__(self, name: str, module, weight: nn.Parameter, compute_dtype, process_group):
+    def __init__(self, name: str, module, weight: nn.Parameter, dtype, process_group):
         self.name = name
         self.module = module  # whose forward reads it
         self.shape = weight.shape
-        self.dtype = weight.dtype  # in which it travels
-        if compute_dtype and weight.is_floating_point():
-            self.dtype = compute_dtype
+        self.dtype = dtype  # in which it travels
         self.process_group = process_group
         mine = self.split(weight.detach())[dist.get_rank(process_group)].clone()
         self.shard = nn.Parameter(mine, weight.requires_grad)
@@ -46,10 +43,7 @@ class ShardedWeight:
     def split(self, whole: torch.Tensor) -> torch.Tensor:
         """[world_size, 1, length]: a row for each rank, of a matrix; zeros fill up the end."""
         world_size = dist.get_world_size(self.process_group)
-        flat = whole.flatten()
-        missing = -flat.numel() % world_size
-        if missing:
-            flat = F.pad(flat, (0, missing))
+        flat = pad_to_multiple(world_size, whole.flatten())
         return flat.view(world_size, *[1] * (whole.ndim - 1), -1)
 
 
@@ -60,8 +54,7 @@ class Gathering:
         self.shape = weight.shape
         self.sent = weight.shard.detach().to(dtype).flatten()  # must outlive the work
         self.room = self.sent.new_empty(dist.get_world_size(weight.process_group) * len(self.sent))
-        group = weight.process_group
-        self.work = all_gather_single(self.room, self.sent, group=group, async_op=True)
+        self.work = all_gather_single(self.room, self.sent, weight.process_group, async_op=True)
 
     def wait(self) -> torch.Tensor:
         self.work.wait()
@@ -69,14 +62,11 @@ class Gathering:
 
 
 class Reduction:
-    """A gradient on its way to the owners of its parts: wait() adds the mean to shard.grad.
-
-    By reduce-scatter; by all-to-all on gloo, where each rank then has all summands of its part.
-    """
+    """A gradient on its way to the owners of its parts: wait() adds the mean to shard.grad."""
 
     def __init__(self, weight: ShardedWeight, gradient: torch.Tensor):
         self.shard = weight.shard
-        # What is sent must outlive the work.
+        # By all-to-all on gloo, which has no real one. What is sent must outlive the work.
         self.sent, self.received, self.work = begin_reduce_scatter(weight.split(gradient), weight)
 
     def wait(self) -> None:
@@ -94,7 +84,6 @@ class Gather(torch.autograd.Function):
     def forward(ctx, shard, model, weight):
         ctx.model = model
         ctx.weight = weight
-        ctx.reduced_in = None  # the backward that has used this
         return model.gather(weight)
 
     @staticmethod
@@ -107,9 +96,9 @@ class Gather(torch.autograd.Function):
 class FSDP(nn.Module):
     """Keep 1/N of each weight, of its gradient and of its optimizer state on N ranks.
 
-    What has one dimension (biases, norms) stays whole. parameters() has the shards: construct the
-    optimizer afterwards. In `compute_dtype` weights travel, and the modules that have some compute;
-    gradients are added up in the weight's own. ValueError, RuntimeError: what cannot be done.
+    Biases and norms stay whole. parameters() has the shards: construct the optimizer afterwards.
+    In `compute_dtype` weights travel, and the modules that have some compute; gradients are added
+    up in the weight's own. ValueError, RuntimeError: what cannot be done.
     """
 
     def __init__(self, module, compute_dtype=None, process_group=None, prefetch=True):
@@ -117,54 +106,44 @@ class FSDP(nn.Module):
         check_module(module, process_group)
         broadcast_from_rank_0(module, process_group)
         self.module = module
-        self.compute_dtype = compute_dtype
         self.process_group = process_group
-        self.weights = put_shards_into(self)  # shard -> ShardedWeight; registers the hooks
-        self.replicated = [p for p in module.parameters() if p not in self.weights]
         self.order = Order(self, prefetch)  # in which all ranks launch; a reader can skip it
+        self.weights = put_shards_into(self, compute_dtype)  # shard -> ShardedWeight; adds hooks
         self.ahead = deque()  # the Gatherings of what the next module needs
         self.reduction = None  # the Reduction in flight; there is only one
         self.whole = {}  # identity -> ShardedWeight, of the whole weights that a forward has
-        self.layout = layout(module)
 
     def forward(self, *inputs, **kwargs):
         check_forward(self)
-        with self.order.forward(), saved_tensors_hooks(self.pack, self.unpack):
+        with self.order.forward(), saved_tensors_hooks(*with_versions(self.pack, self.unpack)):
             return self.module(*inputs, **kwargs)
 
-    def before_forward(self, part: nn.Module, inputs: tuple, kwargs: dict):
+    def before_forward(self, part: nn.Module, *_):
         """A hook. Hides each shard behind the whole weight: attributes come before parameters."""
-        self.order.enter_module()
-        for owner, key, parameter in read_by(part):
-            if parameter in self.weights:
-                whole = Gather.apply(parameter, self, self.weights[parameter])
-                self.whole[identity(whole)] = self.weights[parameter]
-                owner.__dict__[key] = whole
-        return cast_the_rest(self, part, inputs, kwargs)  # to compute_dtype
+        for owner, key, weight in sharded_in(self, part):
+            whole = Gather.apply(weight.shard, self, weight)
+            self.whole[identity(whole)] = weight
+            owner.__dict__[key] = whole
 
     def after_forward(self, part: nn.Module, *_):
         """A hook. Lets go of the whole weights."""
         for owner, key, _ in read_by(part):
             if key in owner.__dict__:
                 self.whole.pop(identity(owner.__dict__.pop(key)), None)
-        forget(part)
 
-    def pack(self, tensor: torch.Tensor) -> tuple:
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor | tuple:
         """What autograd keeps for backward: of a whole weight only which one it is."""
         weight = self.whole.get(identity(tensor))
         if weight is None or tensor.dtype != weight.dtype:
-            return tensor.detach(), tensor._version
-        view = tensor.shape, tensor.stride(), tensor.storage_offset()
-        return weight, weight.shard._version, view
+            return tensor.detach()
+        return weight, tensor.shape, tensor.stride(), tensor.storage_offset()
 
-    def unpack(self, packed: tuple) -> torch.Tensor:
+    def unpack(self, kept: torch.Tensor | tuple) -> torch.Tensor:
         """What backward needs: a weight is gathered again, all else is as it was kept."""
-        kept, version, *view = packed
-        check_version(kept, version)
-        if not view:
+        if torch.is_tensor(kept):
             return kept
-        self.order.enter_backward()
-        return self.gather(kept).as_strided(*view[0])
+        weight, *view = kept
+        return self.gather(weight).as_strided(*view)
 
     def gather(self, weight: ShardedWeight) -> torch.Tensor:
         """The whole weight; what the next module needs sets out meanwhile."""
@@ -190,8 +169,7 @@ class FSDP(nn.Module):
         """Complete all gradients. Call it after backward(), before optimizer.step()."""
         self.order.finish_backward()
         self.finish_reduction()
-        give_zeros_to_unused(self.module)
-        average(self.replicated, self.process_group)
+        average_replicated(self)  # biases, norms
 
     def gather_full_params(self) -> dict[str, torch.Tensor]:
         """The state_dict of the whole module, on every rank; all ranks must call it."""
@@ -222,6 +200,8 @@ class Order:
         self.recorded = {}  # phase -> [("gather" or "reduce", weight)]
         self.phase = None  # forward, backward or inference, while one runs
         self.complete = False  # nothing has interrupted the phase
+        self.layout = None  # of the parameters, when they were sharded
+        self.reduced = set()  # the Gathers whose backward ran in this phase
         self.done = []  # the steps of this phase, as in `recorded`
         self.coming = deque()  # those that are recorded and still to be taken
 
@@ -229,6 +209,7 @@ class Order:
         self.phase = phase
         self.complete = False
         self.done = []
+        self.reduced = set()
         self.coming = deque(self.recorded.get(phase, ()))
         self.model.whole.clear()
 
@@ -242,8 +223,8 @@ class Order:
         finally:
             self.end()
 
-    def enter_module(self) -> None:
-        """Before a module's forward. In backward a checkpoint is computed again."""
+    def enter_module(self, *_) -> None:
+        """A hook, before a module's forward. In backward a checkpoint is computed again."""
         if self.phase not in ("forward", "inference"):
             self.enter_backward()
 
@@ -264,6 +245,8 @@ class Order:
 
     def catch_up(self, kind: str, weight: ShardedWeight) -> None:
         """Before this step: take those that come first, whatever this rank does with them."""
+        if self.phase is None or in_backward():
+            self.enter_backward()
         check_step(self, kind, weight)
         while self.coming and self.coming[0] != (kind, weight):
             self.take(*self.coming[0])
@@ -312,6 +295,11 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+def pad_to_multiple(number: int, flat: torch.Tensor) -> torch.Tensor:
+    missing = -len(flat) % number
+    return F.pad(flat, (0, missing)) if missing else flat
+
+
 def begin_reduce_scatter(sent: torch.Tensor, weight: ShardedWeight) -> tuple:
     """What each rank shall have: (what is sent, tensors whose mean is this rank's, work).
 
@@ -335,7 +323,7 @@ def clip_grad_norm(model: FSDP, max_norm: float) -> torch.Tensor:
     check_finished(model)
     square = sum_of_squares(model, model.weights)
     dist.all_reduce(square, group=model.process_group)
-    square += sum_of_squares(model, model.replicated)  # once, because all ranks have them
+    square += sum_of_squares(model, replicated(model))  # once, because all ranks have them
     norm = square.sqrt()
     nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
     return norm
@@ -393,32 +381,43 @@ def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
 # Which parameters are sharded, and where they are read.
 
 
-def put_shards_into(model: FSDP) -> dict[nn.Parameter, ShardedWeight]:
+def put_shards_into(model: FSDP, compute_dtype) -> dict[nn.Parameter, ShardedWeight]:
     """Replace the weights of the wrapped module by shards, and have its hooks called.
 
     Returns {shard: ShardedWeight}.
     """
-    options = model.compute_dtype, model.process_group
     names = {parameter: name for name, parameter in model.module.named_parameters()}
     weights = {}  # the whole parameter -> ShardedWeight
     for part in model.module.modules():
         for _, _, parameter in read_by(part):
             if parameter.ndim >= 2 and parameter not in weights:
-                weights[parameter] = ShardedWeight(names[parameter], part, parameter, *options)
+                dtype = parameter.dtype
+                if compute_dtype and parameter.is_floating_point():
+                    dtype = compute_dtype
+                what = names[parameter], part, parameter, dtype
+                weights[parameter] = ShardedWeight(*what, model.process_group)
     for part in model.module.modules():
         shards = {key: weights[p].shard for key, p in part._parameters.items() if p in weights}
         part._parameters.update(shards)
         if shards:  # one rank's part must not be saved and loaded as if it were all
             part.register_state_dict_pre_hook(refuse_to_save)
             part.register_load_state_dict_pre_hook(refuse_to_load)
-    for part in model.module.modules():
-        if read_by(part):
-            # First of all, because other hooks may compute with the weight.
-            before = model.before_forward
-            part.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
-            part.register_forward_hook(model.after_forward, always_call=True)
+    for part in filter(read_by, model.module.modules()):
+        # The last one here is called first of all: other hooks may compute with the weight.
+        if compute_dtype:
+            part.register_forward_pre_hook(
+                lambda *call: cast_the_rest(model, compute_dtype, *call),
+                with_kwargs=True,
+                prepend=True,
+            )
+        part.register_forward_pre_hook(model.before_forward, prepend=True)
+        part.register_forward_pre_hook(model.order.enter_module, prepend=True)
+        part.register_forward_hook(model.after_forward, always_call=True)
+        if isinstance(part, nn.RNNBase):
+            part.register_forward_hook(forget, always_call=True)
     for weight in weights.values():
         weight.shard.is_shard = True  # for refuse_optimizer
+    model.order.layout = layout(model.module)
     return {weight.shard: weight for weight in weights.values()}
 
 
@@ -438,28 +437,37 @@ def read_by(part: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
     return found
 
 
-def cast(value, dtype: torch.dtype | None):
-    """In this dtype, if it is a tensor of floating-point numbers and a dtype is given."""
-    if dtype and torch.is_tensor(value) and value.is_floating_point():
+def sharded_in(model: FSDP, part: nn.Module) -> list[tuple[nn.Module, str, ShardedWeight]]:
+    """As read_by: those that are sharded."""
+    weights = model.weights
+    return [(owner, key, weights[p]) for owner, key, p in read_by(part) if p in weights]
+
+
+def replicated(model: FSDP) -> list[nn.Parameter]:
+    """What every rank has whole: biases and norms."""
+    return [parameter for parameter in model.module.parameters() if parameter not in model.weights]
+
+
+def cast(value, dtype: torch.dtype):
+    """In this dtype, if it is a tensor of floating-point numbers."""
+    if torch.is_tensor(value) and value.is_floating_point():
         return value.to(dtype)
     return value
 
 
-def cast_the_rest(model: FSDP, part: nn.Module, inputs: tuple, kwargs: dict) -> tuple:
-    """With compute_dtype: the arguments of a module, and what it reads and is not sharded.
+def cast_the_rest(model: FSDP, dtype, part: nn.Module, inputs: tuple, kwargs: dict) -> tuple:
+    """A hook, for compute_dtype: the arguments of a module, and what it reads and is not sharded.
 
     A module without a weight, like a norm, computes in its own dtype.
     """
-    if model.compute_dtype:
-        parameters = read_by(part)
-        sharded = any(parameter in model.weights for _, _, parameter in parameters)
-        dtype = model.compute_dtype if sharded else parameters[0][2].dtype
-        for owner, key, parameter in parameters:
-            if parameter not in model.weights:
-                owner.__dict__[key] = cast(parameter, dtype)
-        inputs = tuple(cast(value, dtype) for value in inputs)
-        kwargs = {key: cast(value, dtype) for key, value in kwargs.items()}
-    return inputs, kwargs
+    parameters = read_by(part)
+    if not sharded_in(model, part):
+        dtype = parameters[0][2].dtype
+    for owner, key, parameter in parameters:
+        if parameter not in model.weights:
+            owner.__dict__[key] = cast(parameter, dtype)
+    inputs = tuple(cast(value, dtype) for value in inputs)
+    return inputs, {key: cast(value, dtype) for key, value in kwargs.items()}
 
 
 # Private in torch, which has no public name for any of these; nothing else here calls them.
@@ -481,10 +489,9 @@ def call_after_backward(function) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
-def forget(part: nn.Module) -> None:
-    """A recurrent module has a list of its weights, too: have it made again."""
-    if isinstance(part, nn.RNNBase):
-        part._init_flat_weights()
+def forget(part: nn.RNNBase, *_) -> None:
+    """A hook. A recurrent module has a list of its weights, too: have it made again."""
+    part._init_flat_weights()
 
 
 def broadcast_from_rank_0(module: nn.Module, process_group) -> None:
@@ -495,19 +502,17 @@ def broadcast_from_rank_0(module: nn.Module, process_group) -> None:
         tensor.detach().copy_(dense)
 
 
-def give_zeros_to_unused(module: nn.Module) -> None:
-    """A gradient of zeros for each parameter that this rank did not use."""
-    for parameter in module.parameters():
+def average_replicated(model: FSDP) -> None:
+    """With one all-reduce per dtype. What this rank did not use has a gradient of zeros."""
+    for parameter in model.module.parameters():
         if parameter.requires_grad and parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-
-
-def average(parameters: list[nn.Parameter], process_group) -> None:
-    """Average gradients with one all-reduce per dtype."""
-    for dtype in sorted({p.dtype for p in parameters if p.requires_grad}, key=str):
-        gradients = [p.grad for p in parameters if p.dtype == dtype and p.requires_grad]
+    group = model.process_group
+    trained = [parameter for parameter in replicated(model) if parameter.requires_grad]
+    for dtype in sorted({parameter.dtype for parameter in trained}, key=str):
+        gradients = [parameter.grad for parameter in trained if parameter.dtype == dtype]
         flat = torch.cat([gradient.flatten() for gradient in gradients])
-        dist.all_reduce(flat.div_(dist.get_world_size(process_group)), group=process_group)
+        dist.all_reduce(flat.div_(dist.get_world_size(group)), group=group)
         means = flat.split([gradient.numel() for gradient in gradients])
         for gradient, mean in zip(gradients, means, strict=True):
             gradient.copy_(mean.view_as(gradient))
@@ -544,7 +549,7 @@ def layout(module: nn.Module) -> list[tuple]:
 def check_forward(model: FSDP) -> None:
     if model.order.phase == "backward":
         raise RuntimeError("call finish_gradient_synchronization() after every backward()")
-    if layout(model.module) != model.layout:
+    if layout(model.module) != model.order.layout:
         raise RuntimeError("parameters were frozen, thawed, replaced, moved or cast: wrap again")
 
 
@@ -560,21 +565,33 @@ def check_gradient(ctx: Gather, gradient: torch.Tensor) -> None:
     order.enter_backward()
     if gradient.requires_grad:
         raise RuntimeError("backward(create_graph=True) is not supported")
-    if ctx.reduced_in is order.done:
+    if ctx in order.reduced:
         order.complete = False  # what was recorded is more than one backward
         raise RuntimeError(f"{ctx.weight.name}: backward() ran twice: finish in between")
-    ctx.reduced_in = order.done
+    order.reduced.add(ctx)
 
 
-def check_version(kept: torch.Tensor | ShardedWeight, version: int) -> None:
-    """What autograd checks by itself, but not where there are hooks for what it keeps."""
-    if isinstance(kept, ShardedWeight):
-        if kept.shard._version != version:
-            what = f"{kept.name} was changed between forward and backward"
+def with_versions(pack, unpack) -> tuple:
+    """These two hooks, with a check that autograd makes by itself, but not where there are hooks:
+    that nobody has changed in the meantime what backward needs.
+    """
+
+    def pack_with_version(tensor):
+        kept = pack(tensor)
+        watched = kept if torch.is_tensor(kept) else kept[0].shard
+        return kept, watched, watched._version
+
+    def unpack_with_version(packed):
+        kept, watched, version = packed
+        if watched._version != version:
+            if torch.is_tensor(kept):
+                what = f"a tensor {tuple(kept.shape)} that backward needs"
+                raise RuntimeError(f"{what} was changed in place after use")
+            what = f"{kept[0].name} was changed between forward and backward"
             raise RuntimeError(f"{what}: optimizer.step() comes after backward()")
-    elif kept._version != version:
-        shape = tuple(kept.shape)
-        raise RuntimeError(f"a tensor {shape} that backward needs was changed in place after use")
+        return unpack(kept)
+
+    return pack_with_version, unpack_with_version
 
 
 def check_finished(model: FSDP) -> None:
@@ -682,7 +699,9 @@ def main():
     if args.no_memory and args.plot and args.plot != parser.get_default("plot"):
         parser.error("argument --plot: not with --no-memory, which leaves nothing to draw")
 
-    wrap = partial(FSDP, prefetch=not args.no_prefetch)
+    def wrap(module, compute_dtype=None, prefetch=not args.no_prefetch):
+        return FSDP(module, compute_dtype, prefetch=prefetch)
+
     if args.accounting:
         accounting.show(args, wrap)
         return

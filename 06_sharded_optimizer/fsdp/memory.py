@@ -116,19 +116,21 @@ def account_for(args, device, wrap, make_optimizer) -> dict:
 
 
 def theory(result) -> dict:
-    """{candidate: bytes of each rank's parameters, gradients, state, weights in flight}."""
+    """{candidate: bytes of each rank's parameters, gradients, state, and of what is in flight}."""
     itemsize = getattr(torch, result["model"]["dtype"]).itemsize
     with torch.device("meta"):
         weights = LanguageModel(*SIZES[result["model"]["size"]][:5]).parameters()
-    sizes = sorted((itemsize * weight.numel() for weight in weights), reverse=True)
+    sizes = [itemsize * weight.numel() for weight in weights]
     everything = sum(sizes)
-    two_layers = sum(sizes[:2])
+    # At the end of backward, when all gradients are there: the last one, sent and received. In a
+    # language model it is the embedding's, and the largest.
+    last_gradient = 2 * max(sizes)
     ranks = result["world_size"]
     return {
         "unsharded": 4 * everything,
         "ShardedOptimizer": 2 * everything + 2 * everything / ranks,
-        "torch fully_shard": 4 * everything / ranks + two_layers,
-        "FSDP": 4 * everything / ranks + two_layers,
+        "torch fully_shard": 4 * everything / ranks + last_gradient,
+        "FSDP": 4 * everything / ranks + last_gradient,
     }
 
 
@@ -153,7 +155,7 @@ def show(result, plot):
     say("forward and backward: the most at any time, with the gradients that are there at the end;")
     say("in flight: blocks of a whole weight's size (gathered, its gradient, what is received);")
     say("theory: 4, 4 and 8 bytes per parameter, each divided by the ranks that share it; with")
-    say("fully_shard and FSDP the two largest weights in addition.\n")
+    say("fully_shard and FSDP the largest gradient in addition, sent and received.\n")
     if plot and dist.get_rank() == 0:
         draw(result, plot)
         say(f"written: {plot}")

@@ -1263,8 +1263,8 @@ def test_script(script, tmp_path):
     assert names == ["no sync", "torch DDP", "torch fully_shard", *ours]
     whole = 4 * result["model"]["parameters"]
     for parts in result["memory_bytes"]["FSDP"]["forward and backward"]:
-        two_layers = 2 * 4 * 512 * 10_000
-        assert sum(parts[:-1]) <= 1.05 * (4 * whole / 2 + two_layers)
+        sent_and_received = 2 * 4 * 512 * 10_000
+        assert sum(parts[:-1]) <= 1.05 * (4 * whole / 2 + sent_and_received)
         assert all(
             0.99 < part / expected < 1.01
             for part, expected in zip(parts, (whole / 2, whole / 2, whole), strict=False)
