@@ -35,6 +35,9 @@ else
 HOSTS = --standalone
 endif
 TORCHRUN = $(PYTHON) -m common.launch.torchrun $(HOSTS) --nproc-per-node $(NPROC)
+# BACKEND=shared starts a script by way of one that makes this backend known.
+VIA = $(if $(filter shared,$(BACKEND)),01_allreduce/shared_memory/with_shared.py )
+FLAGS_GIVEN = $(if $(BACKEND),--backend $(BACKEND) )$(ARGS)
 
 .NOTPARALLEL:
 .PHONY: help setup test test-full test-torch clean-torch soak hosts lint format all reference clean \
@@ -69,14 +72,14 @@ GIVEN_NPROC := $(if $(filter file,$(origin NPROC)),,--nproc $(NPROC))
 SCRIPT_OF = $(1)/$(shell echo $(notdir $(1)) | sed 's/^[0-9]*_//').py
 WITH_TORCHRUN = $(shell grep '^    torchrun --standalone' $(call SCRIPT_OF,$@))
 $(filter-out 07_resnet_ddp,$(LESSONS)): $(RUNTIME)
-	@$(if $(WITH_TORCHRUN),$(TORCHRUN) $(call SCRIPT_OF,$@),$(PYTHON) $(call SCRIPT_OF,$@) \
-	  $(GIVEN_NPROC)) $(ARGS)
+	@$(if $(WITH_TORCHRUN),$(TORCHRUN) $(VIA)$(call SCRIPT_OF,$@),$(PYTHON) $(call SCRIPT_OF,$@) \
+	  $(GIVEN_NPROC)) $(FLAGS_GIVEN)
 
 # Every process has the same number of threads, also the single one. The flags are checked for all
 # ranks before it starts.
 THREADS = $(shell cores=$$(getconf _NPROCESSORS_ONLN); \
 	echo $$(( cores > $(NPROC) ? cores / $(NPROC) : 1 )))
-RESNET_DDP = 07_resnet_ddp/resnet_ddp.py --threads $(THREADS) --results results $(ARGS)
+RESNET_DDP = $(VIA)07_resnet_ddp/resnet_ddp.py --threads $(THREADS) --results results $(FLAGS_GIVEN)
 RANKS = $$(( $(NPROC) * $(or $(NNODES),1) ))
 AS_RANK_0 = RANK=0 LOCAL_RANK=0 WORLD_SIZE=$(RANKS) LOCAL_WORLD_SIZE=$(NPROC)
 07_resnet_ddp: $(RUNTIME)
@@ -92,7 +95,7 @@ endif
 ##   make compare                            02 to 05 in turn, two models: results/compare.png
 ##   make timeline                           a step of 02 to 05 on one axis: results/timeline.png
 compare: $(RUNTIME)
-	@$(TORCHRUN) common/ladder/rungs.py $(ARGS)
+	@$(TORCHRUN) $(VIA)common/ladder/rungs.py $(FLAGS_GIVEN)
 timeline: $(RUNTIME)
 	@$(TORCHRUN) common/ladder/timeline.py $(ARGS)
 
@@ -172,5 +175,6 @@ clean:
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 ##
 ## NPROC: ranks on this host. PYTHON=python3: an interpreter that has torch, instead of .venv.
+## BACKEND=gloo, nccl or shared: what carries the bytes; shared: memory (01_allreduce/shared_memory)
 ## Several hosts, on each:
 ## make 05_bucketed NPROC=8 NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 [MASTER_PORT=29400]

@@ -158,7 +158,9 @@ def add_plot_arguments(parser: Parser, name: str) -> None:
 def add_process_group_arguments(parser: Parser) -> None:
     """The flags that `process_group` reads."""
     devices = ["auto", "cpu", "cuda"]
-    backends = ["auto", "gloo", "nccl"]
+    of_torch = ("undefined", "gloo", "nccl", "xccl", "ucc", "mpi", "fake")
+    registered = [name for name in dist.Backend.backend_list if name not in of_torch]
+    backends = ["auto", "gloo", "nccl", *registered]
     add = parser.add_argument
     add("--device", choices=devices, default="auto", help="auto: CUDA if there is one")
     add("--backend", choices=backends, default="auto", help="auto: nccl if a GPU per rank")

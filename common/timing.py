@@ -61,11 +61,18 @@ def measure(candidates: dict[str, Callable[[], dict]], steps: int, warmup: int) 
 
 
 class CollectiveCounter(TorchDispatchMode):
-    """Counts the collectives that start within it: it sees every operator that torch runs."""
+    """Counts the collectives that start within it: it sees every operator that torch runs.
+
+    A backend that is written in Python runs none, and counts by itself.
+    """
 
     def __init__(self):
         super().__init__()
-        self.count = 0
+        self.count = -getattr(dist.group.WORLD, "collectives", 0)
+
+    def __exit__(self, *error):
+        self.count += getattr(dist.group.WORLD, "collectives", 0)
+        return super().__exit__(*error)
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         starts = operator.namespace in ("c10d", "_c10d_functional")

@@ -19,7 +19,7 @@ from common.report import milliseconds, print_table, ratio
 from common.setup import Parser, fail, output_file, say
 
 # Where these differ, the reader must know; of the options all but those that name files.
-NOTED = ("torch", "device_name", "threads_per_rank")
+NOTED = ("torch", "backend", "device_name", "threads_per_rank")
 FILES = ("json", "plot", "trace", "save")
 
 
@@ -52,7 +52,7 @@ def read(arguments: list[str]) -> dict[str, dict]:
 def conditions(result: dict) -> dict:
     """Where these differ, step times say nothing about the stages."""
     models = result["models"]
-    found = {key: result[key] for key in ("world_size", "device", "backend")}
+    found = {key: result[key] for key in ("world_size", "device")}
     found["models"] = {size: models[size]["model"] for size in models}
     found["baselines"] = [measured["candidates"][0]["name"] for measured in models.values()]
     return found

@@ -6,13 +6,16 @@ so that their steps can be compared with each other. Two models show what each i
 `tiny` has 27 large tensors, `deep` 195 small ones.
 
     make compare                                                        (see also ARGS="--help")
+    make compare BACKEND=shared        (through memory; 05 and torch DDP over gloo, too, in turn)
     torchrun --standalone --nproc-per-node 2 common/ladder/rungs.py
 """
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 STAGES = ["02_naive_ddp", "03_flat_ddp", "04_overlap_ddp", "05_bucketed"]
@@ -27,7 +30,6 @@ from common import report, setup  # noqa: E402
 from common.ladder import draw_rungs  # noqa: E402
 
 WRAPPERS = dict(zip(STAGES, [naive_ddp.NaiveDDP, FlatDDP, OverlapDDP, BucketedDDP], strict=True))
-REPLICAS = len(WRAPPERS) + 2  # no sync and torch DDP
 
 
 def read_arguments():
@@ -43,6 +45,18 @@ def read_arguments():
     # What the benchmark of a stage has besides.
     parser.set_defaults(no_baseline=False, gradient_as_bucket_view=False, trace=None)
     return parser.parse_args()
+
+
+def beside_shared() -> dict:
+    """What a backend of one's own is to be compared with: gloo; and where its best bucket is."""
+    with setup.without_gloo_greeting():
+        gloo = dist.new_group(backend="gloo")
+    buckets = {f"05, {mb:g} MB": partial(BucketedDDP, bucket_size_mb=mb) for mb in (8.0, 2.0)}
+    return buckets | {
+        "05 over gloo": partial(BucketedDDP, process_group=gloo),
+        "torch DDP over gloo": partial(DistributedDataParallel, process_group=gloo),
+        "torch DDP, views": partial(DistributedDataParallel, gradient_as_bucket_view=True),
+    }
 
 
 def remove_earlier(*paths: Path | None) -> None:
@@ -72,6 +86,8 @@ def main():
     args = read_arguments()
     others = {"FlatDDP": FlatDDP, "OverlapDDP": OverlapDDP, "BucketedDDP": BucketedDDP}
     with setup.process_group(args) as device:
+        if args.backend == "shared":
+            others |= beside_shared()
         remove_earlier(args.json, args.plot)
         result = report.begin("rungs", args, device)
         result["network"] = args.network
@@ -79,7 +95,7 @@ def main():
         for size in args.size.split(","):
             setup.say()
             args.size = size
-            model = report.describe(naive_ddp.LanguageModel, naive_ddp.SIZES, args, REPLICAS)
+            model = report.describe(naive_ddp.LanguageModel, naive_ddp.SIZES, args, 3 + len(others))
             candidates = naive_ddp.benchmark(args, {}, device, model, others)
             result["models"][size] = {"model": model, "candidates": candidates}
         print_summary({size: draw_rungs.medians(of) for size, of in result["models"].items()})

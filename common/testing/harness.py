@@ -7,6 +7,7 @@ import os
 import pty
 import random
 import re
+import runpy
 import signal
 import struct
 import subprocess
@@ -43,7 +44,10 @@ def ready_processes():
 
 
 class Ranks:
-    """Processes joined by gloo that stay alive between tests, so that each imports torch once."""
+    """Processes joined by gloo that stay alive between tests, so that each imports torch once.
+
+    `make test BACKEND=shared` joins them by that backend.
+    """
 
     def __init__(self, world_size: int):
         context = ready_processes()
@@ -104,8 +108,11 @@ def _serve(rank: int, world_size: int, store: str, pipe, output: Path) -> None:
     os.dup2(file, 1)
     os.dup2(file, 2)
     torch.set_num_threads(1)
+    backend = os.environ.get("BACKEND", "gloo")
+    if backend == "shared":
+        runpy.run_path(str(ROOT / "01_allreduce" / "shared_memory" / "with_shared.py"))
     dist.init_process_group(
-        "gloo",
+        backend,
         store=dist.FileStore(store, world_size),
         rank=rank,
         world_size=world_size,

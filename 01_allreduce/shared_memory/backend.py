@@ -1,0 +1,204 @@
+"""01: a backend of one's own for torch.distributed, `shared`: through memory, and not sockets.
+
+A backend is the object that torch.distributed hands every collective to. gloo, nccl and MPI have
+theirs in C++; this one is a page of Python around the three collectives of shared_memory.py. What
+it cannot do itself it hands on to a gloo group inside.
+
+    import backend                                      # registers it
+    dist.init_process_group("shared")                   # or dist.new_group(backend="shared")
+
+Whatever is written with torch.distributed then runs over it, torch's own DDP, too. A script that
+knows nothing of it is started by way of with_shared.py: make 05_bucketed BACKEND=shared.
+
+Source: torch.distributed, Backend.register_backend. (torch's documentation of October 2026 has a
+base class for this, BackendBase, which no release up to 2.15 has.)
+"""
+
+import queue
+import sys
+import threading
+import weakref
+from concurrent.futures import Future
+from datetime import timedelta
+from functools import partialmethod
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from shared_memory import SharedMemory  # noqa: E402
+
+SUM = dist.ReduceOp.SUM
+MEAN = dist.ReduceOp.AVG
+SECONDS_TO_FINISH = 1.0  # for calls that are under way when a group is destroyed
+# Beside backward a meeting of the ranks costs each a turn on its core: fewer of them, so larger
+# pieces than a call alone wants. And a thread that waits should sleep soon.
+PIECE_BYTES = 4 * 2**20
+YIELDS = 3
+
+
+class SharedWork(dist.Work):
+    """A collective on its way. Its caller goes on computing, and waits when it needs the result."""
+
+    def __init__(self, tensors: list[torch.Tensor]):
+        super().__init__()
+        self.tensors = tensors  # they must outlive the call
+        self.outcome = Future()
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Until it is done; raises what went wrong. Ctrl-C is heard meanwhile."""
+        self.outcome.result(timeout.total_seconds() or None)
+        return True
+
+    def is_completed(self) -> bool:
+        return self.outcome.done()
+
+    def exception(self) -> BaseException | None:
+        return self.outcome.exception() if self.outcome.done() else None
+
+    def get_future(self) -> torch.futures.Future:
+        """For DDP, whose reducer is in C++."""
+        future = torch.futures.Future()
+
+        def hand_over(outcome):
+            if outcome.exception():
+                future.set_exception(outcome.exception())
+            else:
+                future.set_result(self.tensors)
+
+        self.outcome.add_done_callback(hand_over)
+        return future
+
+
+class SharedProcessGroup(dist.ProcessGroup):
+    """All-reduce, all-gather and reduce-scatter through memory, for ranks of one host.
+
+    A thread makes the calls, in their order, while the caller computes: torch's kernels let go of
+    Python's lock, and so does backward. As in gloo, every rank has to make the same calls in the
+    same order. One that fails on some rank fails on all, and makes the group useless.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: timedelta):
+        super().__init__(rank, world_size)
+        self.gloo = dist.ProcessGroupGloo(store, rank, world_size, timeout)
+        kind = dist.ProcessGroup.BackendType.GLOO
+        self._set_default_backend(kind)  # for what torch's C++ does without asking this class
+        for device in ("cpu", "cuda"):
+            self._register_backend(torch.device(device), kind, self.gloo)
+        self.collectives = 0  # so many have begun; torch sees none of them
+        self.memory = None
+        self.calls = queue.SimpleQueue()
+        try:
+            seconds = timeout.total_seconds()
+            self.memory = SharedMemory(store, rank, world_size, PIECE_BYTES, seconds, YIELDS)
+        except TimeoutError:
+            raise
+        except RuntimeError:  # on all ranks: they are not on one host
+            return
+        worker = threading.Thread(target=make_calls, args=(self.calls,), daemon=True)
+        worker.start()
+        weakref.finalize(self, end, self.calls, self.memory, worker)  # at the latest at exit
+
+    def launch(self, tensors: list[torch.Tensor], call, *arguments) -> SharedWork:
+        self.collectives += 1
+        work = SharedWork(tensors)
+        self.calls.put((work, call, arguments))
+        return work
+
+    def by_gloo(self, name: str, *arguments, **options) -> dist.Work:
+        self.collectives += 1
+        return getattr(self.gloo, name)(*arguments, **options)
+
+    def can_do(self, tensors: list[torch.Tensor], operation=SUM) -> bool:
+        """Or it is gloo's: CUDA, several hosts, other operations, whatever is wrong."""
+        kinds = {(each.device.type, each.layout, each.dtype, each.numel()) for each in tensors}
+        device, layout, dtype, _ = next(iter(kinds))
+        has_mean = dtype.is_floating_point or dtype.is_complex
+        known = operation == SUM or (operation == MEAN and has_mean)
+        in_memory = device == "cpu" and layout == torch.strided and dtype != torch.bool
+        return self.memory is not None and len(kinds) == 1 and known and in_memory
+
+    def allreduce(self, tensors, opts=None):
+        opts = opts or dist.AllreduceOptions()
+        if len(tensors) > 1 or not self.can_do(tensors, opts.reduceOp):
+            return self.by_gloo("allreduce", tensors, opts)
+        mean = opts.reduceOp == MEAN
+        return self.launch(tensors, self.memory.all_reduce, tensors[0], mean)
+
+    def gather_into(self, outputs, tensor, *as_gloo_needs_it):
+        if not self.can_do([*outputs, tensor]):
+            return self.by_gloo(*as_gloo_needs_it)
+        return self.launch(outputs, self.memory.all_gather, outputs, tensor)
+
+    def scatter_from(self, inputs, output, operation, *as_gloo_needs_it):
+        if not self.can_do([*inputs, output], operation):
+            return self.by_gloo(*as_gloo_needs_it)
+        mean = operation == MEAN
+        return self.launch([output], self.memory.reduce_scatter, output, inputs, mean)
+
+    # The same two with lists of tensors, and with one tensor that has a part for every rank.
+
+    def allgather(self, output_lists, inputs, opts=None):
+        opts = opts or dist.AllgatherOptions()
+        return self.gather_into(output_lists[0], inputs[0], "allgather", output_lists, inputs, opts)
+
+    def all_gather_single(self, output, tensor, opts=None):
+        opts = opts or dist.AllgatherOptions()
+        outputs = parts_of(output, self.size())
+        return self.gather_into(outputs, tensor, "_allgather_base", output, tensor, opts)
+
+    def reduce_scatter(self, outputs, input_lists, opts=None):
+        opts = opts or dist.ReduceScatterOptions()
+        as_gloo_needs_it = "reduce_scatter", outputs, input_lists, opts
+        return self.scatter_from(input_lists[0], outputs[0], opts.reduceOp, *as_gloo_needs_it)
+
+    def reduce_scatter_single(self, output, tensor, opts=None):
+        opts = opts or dist.ReduceScatterOptions()
+        as_gloo_needs_it = "_reduce_scatter_base", output, tensor, opts
+        inputs = parts_of(tensor, self.size())
+        return self.scatter_from(inputs, output, opts.reduceOp, *as_gloo_needs_it)
+
+    _allgather_base = all_gather_single  # their names before torch 2.13
+    _reduce_scatter_base = reduce_scatter_single
+
+
+# All others are gloo's, whatever this version of torch calls them. (The methods of ProcessGroup
+# would find gloo, too, but keep Python's lock while they wait for its threads: a deadlock.)
+KINDS = ("all", "barrier", "broadcast", "gather", "monitored", "recv", "reduce", "scatter", "send")
+for method in set(dir(dist.ProcessGroup)) & set(dir(dist.ProcessGroupGloo)):
+    if method.startswith(KINDS) and method not in vars(SharedProcessGroup):
+        setattr(SharedProcessGroup, method, partialmethod(SharedProcessGroup.by_gloo, method))
+
+
+def parts_of(tensor: torch.Tensor, world_size: int) -> list[torch.Tensor]:
+    """Equal parts, one after another in its memory; the whole if it has none."""
+    if not tensor.is_contiguous():
+        return [tensor]
+    return list(tensor.data.view(-1).tensor_split(world_size))
+
+
+def make_calls(calls: queue.SimpleQueue) -> None:
+    """The thread of a group: one call after another, until there is None."""
+    while (waiting := calls.get()) is not None:
+        work, call, arguments = waiting
+        try:
+            call(*arguments)
+        except BaseException as error:
+            work.outcome.set_exception(error)
+        else:
+            work.outcome.set_result(None)
+        del waiting, work, call, arguments  # or its tensors would stay until the next call
+
+
+def end(calls: queue.SimpleQueue, memory: SharedMemory, worker: threading.Thread) -> None:
+    """A call that still waits for another rank ends with an error, on both."""
+    calls.put(None)
+    if worker is not threading.current_thread():
+        worker.join(SECONDS_TO_FINISH)
+        memory.close()
+        worker.join()
+
+
+dist.Backend.register_backend("shared", SharedProcessGroup, devices=["cpu", "cuda"])

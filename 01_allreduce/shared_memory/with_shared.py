@@ -1,0 +1,21 @@
+r"""01: run a script in which the backend `shared` is known, and which need not know it itself.
+
+    make 05_bucketed BACKEND=shared
+    torchrun --standalone --nproc-per-node 2 01_allreduce/shared_memory/with_shared.py \
+        05_bucketed/bucketed.py --backend shared
+"""
+
+import runpy
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import backend  # noqa: E402, F401 (registers it)
+
+if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit("with_shared.py: error: name a script to run, and its flags")
+    del sys.argv[0]
+    sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))
+    runpy.run_path(sys.argv[0], run_name="__main__")
