@@ -3,6 +3,7 @@
 import collections
 import copy
 import io
+import os
 import pickle
 import sys
 import time
@@ -408,6 +409,7 @@ def messages():
     return {event.key: event.count for event in events if event.key.startswith("c10d::")}
 
 
+@pytest.mark.skipif("BACKEND" in os.environ, reason="torch shows none of another backend's")
 def test_few_messages(ranks):
     assert ranks(3).run(messages) == 3 * [{"c10d::broadcast_": 3}]  # for 40 parameters
 

@@ -184,7 +184,8 @@ def make_calls(calls: queue.SimpleQueue) -> None:
     while (waiting := calls.get()) is not None:
         work, call, arguments = waiting
         try:
-            call(*arguments)
+            with torch.inference_mode():  # or it could not write into tensors made in that mode
+                call(*arguments)
         except BaseException as error:
             work.outcome.set_exception(error)
         else:

@@ -699,8 +699,8 @@ def main():
     if args.no_memory and args.plot and args.plot != parser.get_default("plot"):
         parser.error("argument --plot: not with --no-memory, which leaves nothing to draw")
 
-    def wrap(module, compute_dtype=None, prefetch=not args.no_prefetch):
-        return FSDP(module, compute_dtype, prefetch=prefetch)
+    def wrap(module, compute_dtype=None, process_group=None, prefetch=not args.no_prefetch):
+        return FSDP(module, compute_dtype, process_group, prefetch)
 
     if args.accounting:
         accounting.show(args, wrap)

@@ -15,14 +15,15 @@ from sharded_optimizer import SIZES, LanguageModel
 from torch import nn
 
 
-def fully_sharded(model: nn.Module) -> nn.Module:
+def fully_sharded(model: nn.Module, process_group=None) -> nn.Module:
     """torch's fully_shard with the same units: every Linear, Embedding and attention by itself."""
-    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
     # Nothing here writes into what attention returns.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
-    mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
+    device = next(model.parameters()).device.type
+    mesh = DeviceMesh.from_group(process_group or dist.group.WORLD, device)
     # Not its subclass: attention reads the weight of that one without calling it.
     for part in list(model.modules()):
         if type(part) in (nn.Linear, nn.Embedding, nn.MultiheadAttention):
@@ -150,7 +151,7 @@ def bytes_of_a_step(step) -> int | None:
 
 def benchmark(args, device, batch_shape, wrap):
     """Time steps of a language model: no sync, torch DDP, torch fully_shard, FSDP."""
-    from common import timing
+    from common import setup, timing
 
     def torch_ddp(model):
         devices = [device] if device.type == "cuda" else None
@@ -165,6 +166,11 @@ def benchmark(args, device, batch_shape, wrap):
         if not args.no_prefetch:
             wraps |= {"FSDP, no prefetch": partial(ours, prefetch=False)}
         wraps |= {"FSDP": ours}
+    if args.backend == "shared" and not args.no_baseline:  # what gloo makes of the same
+        with setup.without_gloo_greeting():
+            gloo = dist.new_group(backend="gloo")
+        wraps["fully_shard over gloo"] = partial(fully_sharded, process_group=gloo)
+        wraps["FSDP over gloo"] = partial(ours, process_group=gloo)
     shape = SIZES[args.size][:5]
     torch.manual_seed(args.seed + dist.get_rank())
     tokens, targets = torch.randint(shape[-1], (2, *batch_shape), device=device)
