@@ -48,6 +48,10 @@ RESNET = 07_resnet_ddp/resnet_ddp.py --threads $(THREADS) --results results/07_p
 
 01_allreduce/shared_memory/reference_output_three_runs.txt: FORCE | results
 	$(call three_runs,$(RUN) $(@D) ARGS="--plot $(@D)/shared_memory.png")
+01_allreduce/shared_memory/reference_output_backend.txt: FORCE | results
+	$(call three_runs,$(RUN) compare BACKEND=shared \
+	  ARGS="--json results/shared.json --plot $(@D)/backend.png" && \
+	  $(RUN) 06_sharded_optimizer/fsdp BACKEND=shared ARGS="--no-verify --no-memory")
 05_bucketed/predict/reference_output_extrapolate.txt: FORCE | results
 	$(PYTHON) $(@D)/extrapolate.py --plot $(@D)/extrapolate.png > $(keep)
 common/ladder/reference_output_compare.txt: FORCE | results
