@@ -2,7 +2,6 @@
 ##
 NPROC ?= 2
 ARGS ?=
-N ?= 20
 LADDER := 02_naive_ddp 03_flat_ddp 04_overlap_ddp 05_bucketed
 STAGES := 01_allreduce $(LADDER) 06_sharded_optimizer 07_resnet_ddp 08_ddp_rpc
 LESSONS := $(patsubst %/README.md,%,$(wildcard 0?_*/README.md 0?_*/*/README.md))
@@ -35,12 +34,11 @@ else
 HOSTS = --standalone
 endif
 TORCHRUN = $(PYTHON) -m common.launch.torchrun $(HOSTS) --nproc-per-node $(NPROC)
-# BACKEND=shared starts a script by way of one that makes this backend known.
 VIA = $(if $(filter shared,$(BACKEND)),01_allreduce/shared_memory/with_shared.py )
 FLAGS_GIVEN = $(if $(BACKEND),--backend $(BACKEND) )$(ARGS)
 
 .NOTPARALLEL:
-.PHONY: help setup test test-full test-torch clean-torch soak hosts lint format all reference clean \
+.PHONY: help setup test test-full test-torch clean-torch hosts lint format all reference clean \
 	compare timeline read check-python $(LESSONS)
 help:
 	@sed -n 's/^## \{0,1\}//p' Makefile
@@ -75,8 +73,7 @@ $(filter-out 07_resnet_ddp,$(LESSONS)): $(RUNTIME)
 	@$(if $(WITH_TORCHRUN),$(TORCHRUN) $(VIA)$(call SCRIPT_OF,$@),$(PYTHON) $(call SCRIPT_OF,$@) \
 	  $(GIVEN_NPROC)) $(FLAGS_GIVEN)
 
-# Every process has the same number of threads, also the single one. The flags are checked for all
-# ranks before it starts.
+# Every process has the same number of threads. The flags are checked for all ranks first.
 THREADS = $(shell cores=$$(getconf _NPROCESSORS_ONLN); \
 	echo $$(( cores > $(NPROC) ? cores / $(NPROC) : 1 )))
 RESNET_DDP = $(VIA)07_resnet_ddp/resnet_ddp.py --threads $(THREADS) --results results $(FLAGS_GIVEN)
@@ -142,7 +139,6 @@ setup: $(RUNTIME)
 ##   make test-torch [TORCH="2.9.0 2.15.0"]  make test with these versions of torch, by default with
 ##                                           all that common/README.md lists; clean-torch: removes
 ##                                           the environments (one each, 5.5 GB, kept)
-##   make soak [N=20]                        the tests with several processes, N times
 # In parallel where PYTHON has pytest-xdist; ARGS="-n 0" one by one, as --pdb and -s need it.
 WORKERS = $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$(( cores < 4 ? cores : 4 )))
 HAS_XDIST = $(shell $(PYTHON) -c "import xdist; print(1)" 2> /dev/null)
@@ -155,9 +151,6 @@ test-torch:
 	@python3 common/testing/torch_versions.py '$(ARGS)' $(TORCH)
 clean-torch:
 	rm -rf "$${XDG_CACHE_HOME:-$$HOME/.cache}"/ddp-rung-by-rung/torch-*
-soak: $(RUNTIME) $(DEVELOPMENT)
-	@for round in $$(seq $(N)); do echo "round $$round of $(N)"; \
-	  $(PYTHON) -m pytest -q -m "distributed and not full" $(ARGS) || exit; done
 
 ##   make lint                               ruff: rules and format; make format puts it right
 lint: $(RUNTIME) $(DEVELOPMENT)

@@ -5,8 +5,8 @@
 
 The rungs on several networks, each with its label:
 
-    python -m common.ladder.compare loopback=results/compare.json "1 Gbit/s"=results/hosts.json \\
-        --plot results/networks.png
+    python -m common.ladder.compare "shared memory"=results/shared.json \\
+        loopback=results/compare.json "1 Gbit/s"=results/hosts.json --plot results/networks.png
 """
 
 import json
@@ -87,6 +87,15 @@ def differences(results: dict[str, dict]) -> list[str]:
     return lines
 
 
+def keep_what_all_have(results: dict[str, dict]) -> None:
+    """Of runs of `make compare`: over another backend there are more candidates than over gloo."""
+    measured = [of_size for result in results.values() for of_size in result["models"].values()]
+    names = [{candidate["name"] for candidate in each["candidates"]} for each in measured]
+    in_all = set.intersection(*names)
+    for each in measured:
+        each["candidates"] = [one for one in each["candidates"] if one["name"] in in_all]
+
+
 def print_candidates(results: dict[str, dict], of_stages: bool) -> None:
     """A row for each model, file and candidate; of stages with the step in ms, too."""
     first = next(iter(results.values()))
@@ -150,6 +159,8 @@ def main() -> None:
     if of_stages:  # networks differ on purpose
         for line in differences(results):
             say(line)
+    else:
+        keep_what_all_have(results)
     print_candidates(results, of_stages)
     if args.per_rank:
         for label, result in results.items():

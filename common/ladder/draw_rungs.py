@@ -68,7 +68,9 @@ def draw_networks(results: dict[str, dict], path: Path) -> None:
     from matplotlib.figure import Figure
 
     models = next(iter(results.values()))["models"]
-    figure = Figure(figsize=(4.2 * len(results), 3.6 * len(models)), dpi=100, layout="constrained")
+    width = min(4.2, 13 / len(results))  # of a panel: what is wider than a page becomes illegible
+    size = width * len(results), 3.6 * len(models)
+    figure = Figure(figsize=size, dpi=110, layout="constrained")
     grid = figure.subplots(len(models), len(results), sharey="row", squeeze=False)
     for panels, (size, measured) in zip(grid, models.items(), strict=True):
         for panel, (label, result) in zip(panels, results.items(), strict=True):

@@ -100,6 +100,16 @@ def test_networks_stand_beside_each_other(compare, tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_of_networks_it_shows_what_all_have(compare):
+    """Over a backend of one's own `make compare` has more candidates than over gloo."""
+    over_shared = of_rungs(backend="shared")
+    over_shared["models"]["tiny"]["candidates"].append(candidate("05 over gloo", 1.0, 0.1))
+    status, output, errors = compare(of_rungs(), over_shared)
+    assert not status, errors
+    names = [row[2] for row in rows_of(output)[1:7]]
+    assert names == 2 * ["no", "NaiveDDP", "torch"]
+
+
 def test_medians_are_in_steps_without_synchronization():
     naive = draw_rungs.medians(of_rungs()["models"]["tiny"])["NaiveDDP"]
     parts = {"compute": 1.0, "exposed communication": 0.4, "optimizer": 0.2}

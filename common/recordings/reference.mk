@@ -37,7 +37,6 @@ three_runs = @for run in 1 2 3; do echo "run $$run"; $(1) || exit; done > $(keep
 	for size in xl 10b; do $(RUN) $(@D) ARGS="--accounting --size $$size" || exit; done > $(keep)
 08_ddp_rpc/reference_output_8x8.txt: FORCE | results
 	$(call three_runs,$(RUN) $(@D) NPROC=8 ARGS="--lookup both --steps 200")
-# Single and DDP; half the batch, and no all-reduce.
 RESNET = 07_resnet_ddp/resnet_ddp.py --threads $(THREADS) --results results/07_parts --epochs 1
 07_resnet_ddp/reference_output_parts.txt: FORCE | results
 	$(call three_runs,for size in "64 --steps-per-epoch 23" "224 --steps-per-epoch 4"; do \
@@ -49,8 +48,7 @@ RESNET = 07_resnet_ddp/resnet_ddp.py --threads $(THREADS) --results results/07_p
 01_allreduce/shared_memory/reference_output_three_runs.txt: FORCE | results
 	$(call three_runs,$(RUN) $(@D) ARGS="--plot $(@D)/shared_memory.png")
 01_allreduce/shared_memory/reference_output_backend.txt: FORCE | results
-	$(call three_runs,$(RUN) compare BACKEND=shared \
-	  ARGS="--json results/shared.json --plot $(@D)/backend.png" && \
+	$(call three_runs,$(RUN) compare BACKEND=shared ARGS="--plot $(@D)/backend.png" && \
 	  $(RUN) 06_sharded_optimizer/fsdp BACKEND=shared ARGS="--no-verify --no-memory")
 05_bucketed/predict/reference_output_extrapolate.txt: FORCE | results
 	$(PYTHON) $(@D)/extrapolate.py --plot $(@D)/extrapolate.png > $(keep)
@@ -70,14 +68,15 @@ common/ladder/reference_output_timeline.txt: FORCE | results
 	for stage in $(LADDER); do $(DRAW) results/timeline_no_sync.json \
 	  results/timeline_$$stage.json --plot $$stage/timeline.png || exit; done
 
-# Two hosts. The quicker network needs more steps, because its steps scatter more.
 FAST := RATE=4gbit DELAY=0
 SLOW := RATE=1gbit DELAY=1ms
 common/ladder/reference_output_hosts.txt: common/ladder/reference_output_compare.txt
+	$(RUN) compare BACKEND=shared ARGS="--json results/shared.json --no-plot"
 	$(RUN) hosts $(FAST) ARGS="--json results/fast.json"
 	$(RUN) hosts $(SLOW) ARGS="--json results/slow.json"
-	$(PYTHON) -m common.ladder.compare loopback=results/compare.json "4 Gbit/s"=results/fast.json \
-	  "1 Gbit/s and 1 ms"=results/slow.json --plot $(@D)/hosts.png > $(keep)
+	$(PYTHON) -m common.ladder.compare "shared memory"=results/shared.json \
+	  loopback=results/compare.json "4 Gbit/s"=results/fast.json "1 Gbit/s, 1 ms"=results/slow.json \
+	  --plot $(@D)/hosts.png > $(keep)
 05_bucketed/bucket_sweep/reference_output_1gbit.txt: FORCE | results
 	$(RUN) hosts $(SLOW) SCRIPT=$(@D)/bucket_sweep.py \
 	  ARGS="--plot $(@D)/bucket_sweep_1gbit.png" > $(keep)
