@@ -5,7 +5,7 @@ from pathlib import Path
 from common import report, setup
 
 LABELS = {
-    "no sync": "no sync",
+    "no sync": "no\nsync",
     "NaiveDDP": "02\nnaive",
     "FlatDDP": "03\nflat",
     "OverlapDDP": "04\noverlap",
@@ -89,7 +89,9 @@ def draw_panel(panel, rows: dict[str, dict]) -> None:
         bars = panel.bar(labels, heights, bottom=bottom, color=color, width=0.65, label=part)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     totals = [f"{row['step']:.2f}" for row in rows.values()]
-    panel.bar_label(bars, totals, padding=2, fontsize=10)
+    small = min(10, 100 / len(rows))  # so that neighbours do not meet
+    panel.bar_label(bars, totals, padding=2, fontsize=small)
+    panel.tick_params(axis="x", labelsize=small - 1)
     panel.axhline(1, color="black", linestyle=":", linewidth=1)
     panel.margins(y=0.12)
 
