@@ -33,10 +33,9 @@ from shared_memory import SharedMemory  # noqa: E402
 SUM = dist.ReduceOp.SUM
 MEAN = dist.ReduceOp.AVG
 SECONDS_TO_FINISH = 1.0  # for calls that are under way when a group is destroyed
-# Beside backward a meeting of the ranks costs each a turn on its core: fewer of them, so larger
-# pieces than a call alone wants. And a thread that waits should sleep soon.
+# Beside backward each meeting of the ranks costs a turn on a core: larger pieces than alone.
 PIECE_BYTES = 4 * 2**20
-YIELDS = 3
+YIELDS = 3  # and a thread that waits sleeps soon
 
 
 class SharedWork(dist.Work):
@@ -56,7 +55,7 @@ class SharedWork(dist.Work):
         return self.outcome.done()
 
     def exception(self) -> BaseException | None:
-        return self.outcome.exception() if self.outcome.done() else None
+        return self.outcome.exception() if self.is_completed() else None
 
     def get_future(self) -> torch.futures.Future:
         """For DDP, whose reducer is in C++."""
@@ -93,8 +92,6 @@ class SharedProcessGroup(dist.ProcessGroup):
         try:
             seconds = timeout.total_seconds()
             self.memory = SharedMemory(store, rank, world_size, PIECE_BYTES, seconds, YIELDS)
-        except TimeoutError:
-            raise
         except RuntimeError:  # on all ranks: they are not on one host
             return
         worker = threading.Thread(target=make_calls, args=(self.calls,), daemon=True)
@@ -124,8 +121,7 @@ class SharedProcessGroup(dist.ProcessGroup):
         opts = opts or dist.AllreduceOptions()
         if len(tensors) > 1 or not self.can_do(tensors, opts.reduceOp):
             return self.by_gloo("allreduce", tensors, opts)
-        mean = opts.reduceOp == MEAN
-        return self.launch(tensors, self.memory.all_reduce, tensors[0], mean)
+        return self.launch(tensors, self.memory.all_reduce, tensors[0], opts.reduceOp == MEAN)
 
     def gather_into(self, outputs, tensor, *as_gloo_needs_it):
         if not self.can_do([*outputs, tensor]):
@@ -135,8 +131,7 @@ class SharedProcessGroup(dist.ProcessGroup):
     def scatter_from(self, inputs, output, operation, *as_gloo_needs_it):
         if not self.can_do([*inputs, output], operation):
             return self.by_gloo(*as_gloo_needs_it)
-        mean = operation == MEAN
-        return self.launch([output], self.memory.reduce_scatter, output, inputs, mean)
+        return self.launch([output], self.memory.reduce_scatter, output, inputs, operation == MEAN)
 
     # The same two with lists of tensors, and with one tensor that has a part for every rank.
 
@@ -186,10 +181,9 @@ def make_calls(calls: queue.SimpleQueue) -> None:
         try:
             with torch.inference_mode():  # or it could not write into tensors made in that mode
                 call(*arguments)
+            work.outcome.set_result(None)
         except BaseException as error:
             work.outcome.set_exception(error)
-        else:
-            work.outcome.set_result(None)
         del waiting, work, call, arguments  # or its tensors would stay until the next call
 
 

@@ -91,7 +91,7 @@ def draw_panel(panel, rows: dict[str, dict]) -> None:
     totals = [f"{row['step']:.2f}" for row in rows.values()]
     small = min(10, 100 / len(rows))  # so that neighbours do not meet
     panel.bar_label(bars, totals, padding=2, fontsize=small)
-    panel.tick_params(axis="x", labelsize=small - 1)
+    panel.tick_params(axis="x", labelsize=small - 1.5)
     panel.axhline(1, color="black", linestyle=":", linewidth=1)
     panel.margins(y=0.12)
 
