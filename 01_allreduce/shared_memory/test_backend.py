@@ -70,7 +70,7 @@ def collectives(group, length, dtype):
     results["asynchronous"] = tensor.clone()
     work = dist.all_reduce(results["asynchronous"], group=group, async_op=True)
     work.wait()
-    assert work.is_completed() and work.exception() is None
+    assert work.is_completed()
     results["of a part"] = numbers(4, length, dtype=dtype)
     dist.all_reduce(results["of a part"][1], group=group)
     results["transposed"] = numbers(length, 3, dtype=dtype).t()
