@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -222,6 +223,35 @@ def changes_no_version():
 
 def test_what_arrives_is_no_change(ranks):
     assert ranks(2).run(changes_no_version) == [0, 0]
+
+
+def sum_in_inference_mode():
+    shared, _ = groups()
+    with torch.inference_mode():
+        tensor = torch.ones(3)
+        dist.all_reduce(tensor, group=shared)
+    return tensor.tolist()
+
+
+def test_inference_mode(ranks):
+    assert ranks(2).run(sum_in_inference_mode) == [[2.0] * 3] * 2
+
+
+def lets_go_of_tensors():
+    """Once a call is done the group holds none of its tensors, though no other call follows."""
+    shared, _ = groups()
+    tensor = torch.ones(3)
+    alive = weakref.ref(tensor)
+    dist.all_reduce(tensor, group=shared)
+    del tensor
+    deadline = time.monotonic() + 10  # its thread may be about to
+    while alive() is not None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return alive() is None
+
+
+def test_a_call_holds_no_tensors_afterwards(ranks):
+    assert ranks(2).run(lets_go_of_tensors) == [True, True]
 
 
 # Training
