@@ -26,7 +26,7 @@ import spawn
 from allreduce import IN_FLIGHT, PIECE_BYTES, differing_sums, measure, ring_all_reduce
 from alpha_beta import fit
 from alternate_ring import alternate_ring_all_reduce
-from shared_memory import SMALL_PIECE, of_all_ranks
+from shared_memory import SMALL_PIECE, SharedMemoryAllReduce
 
 from common.testing import harness
 from common.testing.harness import ROOT, SHARED_MEMORY, masked, names_in, read_json, wait_for_line
@@ -51,7 +51,7 @@ def rows_in(folder):
 def all_reduce_of(name):
     """On a rank: one of the three all-reduces."""
     if name == "shared":
-        return of_all_ranks(piece_bytes=SMALL_PIECE, timeout=30).all_reduce
+        return SharedMemoryAllReduce(piece_bytes=SMALL_PIECE, timeout=30)
     return {"ring": ring_all_reduce, "alternate": alternate_ring_all_reduce}[name]
 
 

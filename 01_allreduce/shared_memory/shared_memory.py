@@ -14,9 +14,8 @@ Moves 1 and 2 are a reduce-scatter, 3 and 4 an all-gather, and all four an all-r
 so small that all of this happens in the processor's cache: main memory is read once and written
 once. There are two sets of slots, so that a rank brings the next piece before it waits.
 
-    group = dist.group.WORLD                                    # after init_process_group
-    shared = SharedMemory(group.get_group_store(), group.rank(), group.size())    # on every rank
-    shared.all_reduce(tensor)                                   # the sum over all ranks, in place
+    all_reduce = SharedMemoryAllReduce()      # on every rank, after init_process_group
+    all_reduce(tensor)                        # the sum over all ranks, in place
 
 The script verifies them, and measures them as `shared` in the grid of allreduce.py, whose flags it
 has. backend.py makes a backend of them, for all that is written with torch.distributed.
@@ -290,6 +289,18 @@ class SharedMemory:
         self.closed = True
 
 
+class SharedMemoryAllReduce(SharedMemory):
+    """For the ranks of a process group, of any backend; called like a function it is all_reduce."""
+
+    def __init__(self, process_group=None, piece_bytes: int = 0, timeout: float = 300.0):
+        group = process_group or dist.group.WORLD
+        of_group = group.get_group_store(), group.rank(), group.size()
+        super().__init__(*of_group, piece_bytes, timeout)
+
+    def __call__(self, tensor: torch.Tensor) -> None:
+        self.all_reduce(tensor)
+
+
 def in_one_row(tensor: torch.Tensor) -> torch.Tensor:
     """Its elements in one dimension: itself, or a copy if it is not contiguous.
 
@@ -429,11 +440,6 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def of_all_ranks(**options) -> SharedMemory:
-    group = dist.group.WORLD
-    return SharedMemory(group.get_group_store(), group.rank(), group.size(), **options)
-
-
 def differing_halves(shared: SharedMemory, length: int, dtype: torch.dtype) -> list[tuple]:
     """Those of reduce-scatter and all-gather whose results are not bitwise torch's."""
     rank = dist.get_rank()
@@ -460,8 +466,8 @@ def verify(device: torch.device, backend: str) -> None:
     world_size = dist.get_world_size()
     floats = SMALL_PIECE // 4
     lengths = [0, 1, world_size - 1, world_size + 1, floats - 1, floats, floats + 1, 9973]
-    shared = of_all_ranks(piece_bytes=SMALL_PIECE)
-    differing = differing_sums(shared.all_reduce, lengths, DTYPES)
+    shared = SharedMemoryAllReduce(piece_bytes=SMALL_PIECE)
+    differing = differing_sums(shared, lengths, DTYPES)
     for dtype in DTYPES:
         for length in lengths:
             differing += differing_halves(shared, length, dtype)
@@ -469,7 +475,7 @@ def verify(device: torch.device, backend: str) -> None:
         sys.exit(f"verify: FAILED, other results than {backend}'s of {differing}")
     what = f"3 collectives of {len(lengths)} lengths and {len(DTYPES)} dtypes"
     say(f"verify: passed, {what}, bitwise {backend}'s results")
-    demonstrate(device, backend, shared.all_reduce)
+    demonstrate(device, backend, shared)
 
 
 def measure_shared(device: torch.device, backend: str, *options) -> None:
@@ -479,8 +485,8 @@ def measure_shared(device: torch.device, backend: str, *options) -> None:
     if backend != "gloo":
         benchmark(device, backend, *options)
         return
-    shared = of_all_ranks()
-    benchmark(device, backend, *options, {"shared": shared.all_reduce})
+    shared = SharedMemoryAllReduce()
+    benchmark(device, backend, *options, {"shared": shared})
     measure_halves(shared, *options)
 
 

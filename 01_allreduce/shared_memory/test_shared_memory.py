@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import shared_memory
 from allreduce import differing_sums
-from shared_memory import PART_BYTES, SMALL_PIECE, SharedMemory, of_all_ranks
+from shared_memory import PART_BYTES, SMALL_PIECE, SharedMemory, SharedMemoryAllReduce
 
 from common.testing import harness
 from common.testing.harness import SHARED_MEMORY, Ranks, left_in, masked, names_in, read_json
@@ -33,7 +33,7 @@ slow = pytest.mark.full
 
 
 def differing(lengths):
-    return differing_sums(of_all_ranks().all_reduce, lengths, [torch.float32])
+    return differing_sums(SharedMemoryAllReduce(), lengths, [torch.float32])
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=slow)])
@@ -46,7 +46,7 @@ def wrong_in_many_calls(calls, late):
     """Wrong elements over calls of all sizes, to which a rank now and then comes late."""
     rank = dist.get_rank()
     world_size = dist.get_world_size()
-    all_reduce = of_all_ranks(piece_bytes=SMALL_PIECE, timeout=30).all_reduce
+    all_reduce = SharedMemoryAllReduce(piece_bytes=SMALL_PIECE, timeout=30)
     lengths = torch.randint(1, 5000, (calls,), generator=torch.Generator().manual_seed(0)).tolist()
     pattern = torch.arange(5000.0)
     wrong = 0
@@ -82,10 +82,9 @@ def sums_of_groups():
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     of_half = torch.tensor([rank])
     of_all = torch.tensor([rank])
-    half = groups[rank % 2]
-    shared_by_half = SharedMemory(half.get_group_store(), half.rank(), half.size(), timeout=30)
-    of_all_ranks(timeout=30).all_reduce(of_all)
-    shared_by_half.all_reduce(of_half)
+    all_reduce_half = SharedMemoryAllReduce(groups[rank % 2], timeout=30)
+    SharedMemoryAllReduce(timeout=30)(of_all)
+    all_reduce_half(of_half)
     return of_half.item(), of_all.item()
 
 
@@ -115,7 +114,7 @@ def refusal(sizes, hosts):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket, "gethostname", lambda: hosts[rank])
         with pytest.raises(RuntimeError) as error:
-            of_all_ranks(piece_bytes=sizes[rank])
+            SharedMemoryAllReduce(piece_bytes=sizes[rank])
     return str(error.value)
 
 
@@ -135,7 +134,7 @@ def problem_of_one_rank(error):
         if dist.get_rank() == 1:
             patch.setattr(mmap, "mmap", fails)
         with pytest.raises(RuntimeError) as said:
-            of_all_ranks(piece_bytes=64)
+            SharedMemoryAllReduce(piece_bytes=64)
     return str(said.value)
 
 
@@ -157,7 +156,7 @@ def takes_another_file(path):
         else:
             files = [path.open("r+b") for _ in range(100)]  # whatever number rank 0's has
         with pytest.raises(RuntimeError, match=r"rank 1: /proc/.* is another file"):
-            of_all_ranks()
+            SharedMemoryAllReduce()
     for file in files:
         file.close()
 
@@ -173,7 +172,7 @@ def test_a_file_of_somebody_else_is_left_alone(ranks, tmp_path):
 
 def is_broken_after_a_timeout():
     """Rank 1 is late; neither it nor a second try of rank 0 gets a sum."""
-    all_reduce = of_all_ranks(timeout=0.2).all_reduce
+    all_reduce = SharedMemoryAllReduce(timeout=0.2)
     if dist.get_rank() == 0:
         with pytest.raises(RuntimeError, match="timed out"):
             all_reduce(torch.ones(6))
@@ -184,7 +183,7 @@ def is_broken_after_a_timeout():
 
 
 def is_broken_after_an_interrupt():
-    shared = of_all_ranks(timeout=30)
+    shared = SharedMemoryAllReduce(timeout=30)
 
     def interrupted(*_):
         raise KeyboardInterrupt
@@ -216,12 +215,12 @@ def tells_different_calls():
         different.append(lambda shared: shared.all_gather(torch.ones(2, 3), torch.ones(3)))
     for call in different:
         with pytest.raises(RuntimeError, match="tensors differ|has failed on some rank"):
-            call(of_all_ranks(timeout=30))
+            call(SharedMemoryAllReduce(timeout=30))
 
 
 def tells_a_call_left_out():
     """A tensor that one rank alone has been refused."""
-    shared = of_all_ranks(timeout=30)
+    shared = SharedMemoryAllReduce(timeout=30)
     if dist.get_rank() == 0:
         with pytest.raises(RuntimeError, match="needs 2 tensors of 3 elements"):
             shared.reduce_scatter(torch.ones(3), torch.ones(3, 3))
@@ -268,7 +267,7 @@ def die(name, count):
 
     if dist.get_rank() == 1:
         setattr(owner, name, counted)
-    all_reduce = of_all_ranks(piece_bytes=SMALL_PIECE, timeout=TIMEOUT).all_reduce
+    all_reduce = SharedMemoryAllReduce(piece_bytes=SMALL_PIECE, timeout=TIMEOUT)
     for _ in range(3):
         all_reduce(torch.ones(3 * SMALL_PIECE))
 
