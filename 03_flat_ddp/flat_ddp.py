@@ -315,7 +315,8 @@ def benchmark(args, options, device, described, others=None):
             model = wrap(LanguageModel(*shape).to(getattr(torch, args.dtype)))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         watch = timing.Stopwatch(device)
-        if isinstance(model, nn.parallel.DistributedDataParallel):  # exposes from the last gradient
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            # It waits within backward: what it exposes begins at the last gradient.
             last = model.module.token_embedding.weight
             last.register_post_accumulate_grad_hook(lambda _: watch.mark("last gradient"))
         return lambda: train_step(model, optimizer, watch, tokens, targets)[1]

@@ -237,7 +237,7 @@ class SharedMemory:
 
     def check_whole(self) -> None:
         if self.memory[BROKEN]:
-            raise RuntimeError("shared memory: a call has failed on some rank: make a new group")
+            raise RuntimeError("shared memory: a call has failed on some rank: make a new one")
         if self.closed:
             raise RuntimeError("shared memory: it was closed while a call was under way")
 

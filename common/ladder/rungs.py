@@ -95,7 +95,8 @@ def main():
         for size in args.size.split(","):
             setup.say()
             args.size = size
-            model = report.describe(naive_ddp.LanguageModel, naive_ddp.SIZES, args, 3 + len(others))
+            replicas = len(others) + 3  # no sync, 02 and torch DDP
+            model = report.describe(naive_ddp.LanguageModel, naive_ddp.SIZES, args, replicas)
             candidates = naive_ddp.benchmark(args, {}, device, model, others)
             result["models"][size] = {"model": model, "candidates": candidates}
         print_summary({size: draw_rungs.medians(of) for size, of in result["models"].items()})
