@@ -294,13 +294,17 @@ def copy_bandwidth() -> float:
 
 
 def grid_of(args, has_gpu: bool) -> list[tuple[str, int]]:
-    """Every backend with every world size; with a GPU gloo on it and one rank of nccl, too."""
+    """Every backend with every world size; with a GPU gloo on it and one rank of nccl, too.
+
+    Of them those on --device, if that names one.
+    """
     grid = list(itertools.product(args.backends, args.world_sizes))
     if has_gpu and "gloo" in args.backends:
         grid += itertools.product(["gloo-cuda"], args.world_sizes)
     if has_gpu and "nccl" in args.backends and ("nccl", 1) not in grid:
         grid.append(("nccl", 1))  # what a call costs where nothing has to be sent
-    return grid
+    devices = {"gloo": "cpu", "gloo-cuda": "cuda", "nccl": "cuda"}
+    return [place for place in grid if args.device in ("auto", devices[place[0]])]
 
 
 def run_grid(args, result: dict, ranks_measure: Callable, rows_file: Path) -> None:
@@ -350,8 +354,9 @@ def add_grid_arguments(parser, sizes_mb: str) -> None:
     size = checked(float, is_possible, "a size in MB, of one float32 at least")
     numbers = list_of(whole_number(1))
     add = parser.add_argument
-    add("--sizes-mb", type=list_of(size), default=sizes_mb)
-    add("--nproc", dest="world_sizes", type=numbers, default="2,4,6", help="numbers of ranks")
+    add("--sizes-mb", type=list_of(size), default=sizes_mb, old_names=["--tensor_size_mb"])
+    ranks = {"dest": "world_sizes", "default": "2,4,6", "help": "numbers of ranks"}
+    add("--nproc", type=numbers, **ranks, old_names=["--world_size"])
     add("--steps", type=whole_number(1), default=20, old_names=["--iters"], help="measured calls")
     add("--warmup", type=whole_number(0), default=5, help="calls before them, not measured")
 
@@ -365,11 +370,17 @@ def read_arguments(description: str, picture: str):
     parser = setup.Parser(description)
     add = parser.add_argument
     add("--demo", action="store_true", help="measure nothing")
-    add("--backends", **backends, help="of them what is here")
+    add("--backends", **backends, help="of them what is here", old_names=["--backend"])
+    devices = ["auto", "cpu", "cuda"]
+    add("--device", choices=devices, default="auto", help="of the tensors; auto: all that is here")
     add_grid_arguments(parser, "1,10,100,1000")
     add("--json", type=setup.output_file, metavar="FILE", help="everything measured, raw")
     setup.add_plot_arguments(parser, picture)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if not grid_of(args, torch.cuda.is_available()):
+        without = f"leaves nothing of --backends {','.join(args.backends)}"
+        parser.error(f"argument --device: '{args.device}' {without}; allowed are auto, cpu, cuda")
+    return args
 
 
 def begin(stage: str, args) -> dict:

@@ -337,6 +337,10 @@ def test_grid(monkeypatch):
     assert allreduce.grid_of(args, has_gpu=False) == everywhere
     on_gpu = [("gloo-cuda", 2), ("gloo-cuda", 4), ("nccl", 1)]
     assert allreduce.grid_of(args, has_gpu=True) == everywhere + on_gpu
+    args.device = "cpu"
+    assert allreduce.grid_of(args, has_gpu=True) == everywhere[:2]
+    args.device = "cuda"
+    assert allreduce.grid_of(args, has_gpu=True) == everywhere[2:] + on_gpu
 
 
 def test_arguments(monkeypatch):
@@ -344,16 +348,28 @@ def test_arguments(monkeypatch):
     assert (args.world_sizes, args.plot) == ([2, 4, 6], ROOT / "results" / "01_allreduce.png")
     args = arguments_of(monkeypatch, "--nproc", "3", "--iters", "7", "--no-plot")
     assert (args.world_sizes, args.steps, args.plot) == ([3], 7, None)
+    theirs = "--world_size 4 --tensor_size_mb 10 --backend gloo --device cpu".split()
+    args = arguments_of(monkeypatch, *theirs)
+    assert (args.world_sizes, args.sizes_mb) == ([4], [10])
+    assert (args.backends, args.device) == (["gloo"], "cpu")
 
 
 WRONG = ["--sizes-mb 0", "--sizes-mb x", "--sizes-mb inf", "--sizes-mb nan", "--nproc 0"]
-WRONG += ["--backends mpi", "--backends "]
+WRONG += ["--backends mpi", "--backends ", "--device tpu"]
 
 
 @pytest.mark.parametrize("words", WRONG)
 def test_bad_input_is_one_line(words, monkeypatch, capsys):
     option, value = words.split(" ")
     harness.check_wrong_input(allreduce.main, SCRIPT, option, value, monkeypatch, capsys)
+
+
+def test_a_device_that_leaves_nothing_is_one_line(monkeypatch, capsys):
+    with pytest.raises(SystemExit) as end:
+        arguments_of(monkeypatch, "--backends", "nccl", "--device", "cpu")
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and said.count("\n") == 1
+    assert "argument --device: 'cpu' leaves nothing of --backends nccl" in said
 
 
 def test_file_alone(tmp_path):

@@ -334,6 +334,10 @@ def verify(args, options, device):
 
     rank, world_size = dist.get_rank(), dist.get_world_size()
     images, labels, test_images, test_labels = load_images(args.data, args.download, device)
+    used = len(images) // world_size * world_size  # equal shards, in the last batch too
+    if args.log_every or used < len(images):
+        share = f"rank r takes images r, r + {world_size}, … of every {64 * world_size}"
+        say(f"verify: {share}; {used} of {len(images)} are used")
 
     def classifier(seed):
         torch.manual_seed(seed)
@@ -347,8 +351,8 @@ def verify(args, options, device):
     watch = Stopwatch(device)
     shuffle = torch.Generator().manual_seed(args.seed)
     for epoch in (1, 2):
-        batches = torch.randperm(len(images), generator=shuffle).split(64 * world_size)
-        for step, batch in enumerate(batches[: len(images) // (64 * world_size)], 1):  # full ones
+        order = torch.randperm(len(images), generator=shuffle)[:used]
+        for step, batch in enumerate(order.split(64 * world_size), 1):
             shard = batch[rank::world_size]
             twin_optimizer.zero_grad()
             F.cross_entropy(twin(images[batch]), labels[batch]).backward()
@@ -432,8 +436,6 @@ def main():
     setup.add_training_arguments(parser, SIZES, steps=15)
     setup.add_verify_arguments(parser)
     add("--gradient-as-bucket-view", action="store_true", help="torch DDP's option of that name")
-    every = "verify: loss, time and exposed communication of rank 0 every N steps; 0: none"
-    add("--log-every", type=setup.whole_number(0), default=0, metavar="N", help=every)
     args = parser.parse_args()
     if args.save and args.no_verify:
         parser.error("argument --save: not with --no-verify, which trains no classifier")

@@ -319,9 +319,14 @@ def verify(args, device):
     learning rates.
     """
     from common.setup import load_images, say
+    from common.timing import Stopwatch
 
     rank, world_size = dist.get_rank(), dist.get_world_size()
     images, labels, test_images, test_labels = load_images(args.data, args.download, device)
+    used = len(images) // world_size * world_size  # equal shards, in the last batch too
+    if args.log_every or used < len(images):
+        share = f"rank r takes images r, r + {world_size}, … of every {64 * world_size}"
+        say(f"verify: {share}; {used} of {len(images)} are used")
 
     def build(make_optimizer):
         torch.manual_seed(args.seed)
@@ -333,22 +338,30 @@ def verify(args, device):
 
     sharded = build(SHARDED_ADAMW)
     plain = build(ADAMW)
+    watch = Stopwatch(device)
     shuffle = torch.Generator().manual_seed(args.seed)
     for epoch in range(1, 3):
         if epoch == 2:
             for model, optimizer, _ in (sharded, plain):
                 first_layer = list(model[0].requires_grad_(True).parameters())
                 optimizer.add_param_group({"params": first_layer, "lr": 1e-3})
-        for union in torch.randperm(len(images), generator=shuffle).split(64 * world_size):
-            if len(union) < 64 * world_size:
-                break  # a last batch that does not fill every rank's 64
+        order = torch.randperm(len(images), generator=shuffle)[:used]
+        for step, union in enumerate(order.split(64 * world_size), 1):
             shard = union[rank::world_size]
+            times = []  # of the sharded optimizer's step, then of AdamW's
             for model, optimizer, scheduler in (sharded, plain):
                 optimizer.zero_grad()
-                F.cross_entropy(model(images[shard]), labels[shard]).backward()
+                loss = F.cross_entropy(model(images[shard]), labels[shard])
+                loss.backward()
                 average_gradients(model)
+                watch.mark("averaged")
                 optimizer.step()
+                watch.mark("stepped")
+                times.append(f"{1000 * watch.seconds('averaged', 'stepped'):.2f} ms")
                 scheduler.step()
+            if args.log_every and step % args.log_every == 0:
+                optimizers = f"optimizer {times[0]}, AdamW {times[1]}"
+                say(f"verify: epoch {epoch}, step {step}: loss {loss:.4f}, {optimizers}")
         with torch.no_grad():
             logits = sharded[0](test_images)
         loss = F.cross_entropy(logits, test_labels).item()

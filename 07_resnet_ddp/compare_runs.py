@@ -12,6 +12,13 @@ import numpy
 # From Okabe and Ito's palette, which the colour-blind can tell apart.
 BLUE = "#0072B2"
 ORANGE = "#E69F00"
+PARTS = {  # of a batch, from bottom to top: what is measured, its name and its colour
+    "data_seconds": ("data", "#CC79A7"),
+    "forward_seconds": ("forward", "#56B4E9"),
+    "backward_seconds": ("backward", "#0072B2"),
+    "exposed_comm_seconds": ("exposed all-reduce", "#D55E00"),
+    "optimizer_seconds": ("optimizer", "#999999"),
+}
 
 # What runs must have in common to be compared, of the result's head and of its options; a
 # checkpoint, too, belongs to these options.
@@ -28,16 +35,17 @@ def summarize(result: dict) -> dict:
     caption = f"ResNet-18, {result['data']}, {options['image_size']} px, "
     caption += f"--global-batch {options['global_batch']}, {result['device']}, "
     caption += f"threads per rank: {result['threads_per_rank']}, {options['scaling']} scaling"
-    data = 1000 * numpy.mean(result["data_seconds"])
-    compute = 1000 * numpy.mean(result["compute_sync_seconds"])
+    parts = {part: 1000 * float(numpy.mean(result[part])) for part in PARTS}
+    batch = sum(parts.values())
     return {
         "name": result["name"],
         "caption": caption,
         "settings": settings,
         "world_size": result["world_size"],
         "total": result["train_seconds"],
-        "batch": data + compute,
-        "data share": data / (data + compute),
+        "batch": batch,
+        "parts": parts,
+        "data share": parts["data_seconds"] / batch,
         "throughput": result["images_per_second"],
         "accuracy": result["evaluations"][-1]["accuracy"],
     }
@@ -118,7 +126,7 @@ def draw_speedup(runs: list[dict], path: Path) -> None:
     colours = [BLUE] + [ORANGE] * (len(runs) - 1)
     panels = [
         ("total", "Total training time", "seconds"),
-        ("batch", "Mean batch time", "ms"),
+        ("batch", "Mean time of a batch", "ms"),
         ("throughput", "Throughput", "images/s over all ranks"),
         ("speedup", "Speed-up in throughput", "× single"),
     ]
@@ -128,6 +136,8 @@ def draw_speedup(runs: list[dict], path: Path) -> None:
         bars = axes.bar(names, heights, width=0.6, color=colours)
         axes.bar_label(bars, [three_digits(height) for height in heights], padding=2)
         axes.set(title=title, ylabel=unit, ylim=(0, 1.2 * max(heights)))
+        if key == "batch":
+            draw_parts(runs, axes)
 
     # The last panel shows what would be ideal as well.
     speedup = grid[-1]
@@ -138,6 +148,19 @@ def draw_speedup(runs: list[dict], path: Path) -> None:
     speedup.set_ylim(0, 1.3 * max(ideal))
     speedup.legend(loc="upper left")
     figure.savefig(path)
+
+
+def draw_parts(runs: list[dict], axes) -> None:
+    """The parts of a batch over the bars of the whole."""
+    names = [run["name"] for run in runs]
+    below = numpy.zeros(len(runs))
+    for part, (name, colour) in PARTS.items():
+        heights = [run["parts"][part] for run in runs]
+        axes.bar(names, heights, width=0.6, bottom=below, color=colour, label=name)
+        below += heights
+    handles, labels = axes.get_legend_handles_labels()
+    axes.legend(handles[::-1], labels[::-1], loc="upper right", fontsize=8)
+    axes.set_xlim(-0.5, len(runs) + 0.2)  # room for the legend
 
 
 def compare(folder: Path) -> None:

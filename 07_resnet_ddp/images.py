@@ -4,6 +4,7 @@ resnet_ddp.py imports this file when it runs. Every rank loads both sets whole; 
 takes from them is sharded_loaders' business.
 """
 
+import io
 import os
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import numpy
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from PIL import Image  # torchvision and matplotlib bring it along
 from torch.utils.data import Dataset
 
 
@@ -36,18 +38,40 @@ class Images(Dataset):
         return image, self.labels[i]
 
 
-def load_images(data: str | None, download: bool, image_size: int) -> tuple[Images, Images]:
+class Photographs:
+    """JPEGs in memory: indexing decodes one to uint8 [3, pixels, pixels], as ImageFolder does.
+
+    There are 64 different ones, of soft noise.
+    """
+
+    def __init__(self, pixels: int, random: torch.Generator):
+        self.files = []
+        for _ in range(64):
+            noise = torch.randint(256, (1, 3, pixels // 3, pixels // 3), generator=random)
+            [soft] = F.interpolate(noise.float(), (pixels, pixels), mode="bilinear")
+            file = io.BytesIO()
+            Image.fromarray(soft.byte().permute(1, 2, 0).numpy()).save(file, "JPEG")
+            self.files.append(file.getvalue())
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        image = Image.open(io.BytesIO(self.files[i % len(self.files)]))
+        return torch.from_numpy(numpy.array(image)).permute(2, 0, 1)
+
+
+def load_images(
+    data: str | None, download: bool, image_size: int, decode: int | None = None
+) -> tuple[Images, Images]:
     """Training and held-out images.
 
     The digits (1,500 and 297), CIFAR-10 from the folder `data` (50,000 and 10,000), or for
-    "synthetic" noise of CIFAR-10's shapes.
+    "synthetic" noise of CIFAR-10's shapes; or JPEGs of `decode` pixels a side, as many.
     """
     from common.setup import fail
 
     if data is None:
         return load_digits(image_size)
     if data == "synthetic":
-        return make_noise(image_size)
+        return make_noise(image_size, decode)
     try:
         return load_cifar10(data, download, image_size)
     except Exception as error:  # torchvision has many kinds: files missing, cut short, not CIFAR-10
@@ -70,20 +94,25 @@ def load_digits(image_size: int) -> tuple[Images, Images]:
     return Images(images[297:], labels[297:], mean, std, image_size), held_out
 
 
-def name_of(data: str | None) -> str:
-    """How the output calls the images of --data."""
+def name_of(data: str | None, decode: int | None = None) -> str:
+    """How the output calls the images of --data and --decode."""
+    if decode:
+        return f"synthetic JPEGs of {decode} × {decode} pixels"
     return {None: "digits", "synthetic": "synthetic CIFAR-10"}.get(data, "CIFAR-10")
 
 
-def make_noise(image_size: int) -> tuple[Images, Images]:
+def make_noise(image_size: int, decode: int | None) -> tuple[Images, Images]:
     """Noise in CIFAR-10's shapes, always the same: it costs what CIFAR-10 costs to load and train.
 
-    Accuracies say nothing.
+    Accuracies say nothing. `decode`: JPEGs of so many pixels a side instead.
     """
     random = torch.Generator().manual_seed(0)
     sets = []
     for count in (50_000, 10_000):
-        images = torch.randint(256, (count, 3, 32, 32), dtype=torch.uint8, generator=random)
+        if decode:
+            images = Photographs(decode, random)
+        else:
+            images = torch.randint(256, (count, 3, 32, 32), dtype=torch.uint8, generator=random)
         labels = torch.randint(10, (count,), generator=random)
         sets.append(Images(images, labels, [127.5] * 3, [73.9] * 3, image_size))
     return tuple(sets)

@@ -24,7 +24,7 @@ import math
 import os
 import sys
 import time
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 
@@ -61,13 +61,17 @@ def train(
 ):
     """Take one step per batch of (images, labels); yield its times, its loss and its accuracy.
 
-    The times are a stopwatch(device) with the marks start, data, end; loss and accuracy are this
-    rank's, on the device. Nothing here waits for a GPU: the marks are events in its stream, read by
-    whoever wants the numbers, when convenient. With synchronize=False a DDP model leaves out its
-    all-reduces (to see what they cost; the ranks then drift apart).
+    The times are a stopwatch(device) with the marks start, data, forward, last gradient, backward,
+    end; loss and accuracy are this rank's, on the device. Nothing here waits for a GPU: the marks
+    are events in its stream, read by whoever wants the numbers, when convenient. With
+    synchronize=False a DDP model leaves out its all-reduces (to see what they cost; the ranks then
+    drift apart).
     """
     model.train()
     watch = stopwatch(device)
+    # Backward reaches the first weight last. What DDP still has to wait for then is exposed.
+    first_weight = next(model.parameters())
+    hook = first_weight.register_post_accumulate_grad_hook(lambda _: watch.mark("last gradient"))
     watch.mark("start")
     for images, labels in batches:
         images = images.to(device, non_blocking=True)
@@ -78,7 +82,9 @@ def train(
             with torch.autocast(device.type, torch.bfloat16, enabled=amp):
                 logits = model(images)  # DDP first gives every rank the buffers of rank 0
                 loss = F.cross_entropy(logits, labels)
+            watch.mark("forward")
             loss.backward()  # DDP averages the gradients over the ranks meanwhile, bucket by bucket
+            watch.mark("backward")
         optimizer.step()  # the same gradients on all ranks, so the same weights
         optimizer.zero_grad()
         scheduler.step()
@@ -86,6 +92,7 @@ def train(
         yield watch, loss.detach(), (logits.argmax(1) == labels).double().mean()
         watch = stopwatch(device)
         watch.mark("start")
+    hook.remove()
 
 
 @torch.no_grad()
@@ -157,7 +164,15 @@ def build_optimizer(args, model: nn.Module, steps_per_epoch: int):
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, scale)
 
 
-MEASURED = ["data_seconds", "compute_sync_seconds", "loss", "accuracy"]  # of a rank's step
+SECONDS = {  # what is measured of a step: from one of train's marks to another
+    "data_seconds": ("start", "data"),
+    "compute_sync_seconds": ("data", "end"),
+    "forward_seconds": ("data", "forward"),
+    "backward_seconds": ("forward", "last gradient"),
+    "exposed_comm_seconds": ("last gradient", "backward"),
+    "optimizer_seconds": ("backward", "end"),
+}
+MEASURED = [*SECONDS, "loss", "accuracy"]  # of a rank's step
 
 
 def count_steps(args, train_set: Dataset, world_size: int) -> int:
@@ -256,12 +271,8 @@ def measure_epoch(outcomes, args, progress: dict, epoch: int, steps: int, device
 
 def read(watch, loss: torch.Tensor, accuracy: torch.Tensor) -> dict:
     """The numbers of a step that `train` yielded. Here, and only here, we wait for a GPU."""
-    return {
-        "data_seconds": watch.seconds("start", "data"),
-        "compute_sync_seconds": watch.seconds("data", "end"),
-        "loss": loss.item(),
-        "accuracy": accuracy.item(),
-    }
+    sample = {name: watch.seconds(start, end) for name, (start, end) in SECONDS.items()}
+    return sample | {"loss": loss.item(), "accuracy": accuracy.item()}
 
 
 def print_step(place: str, sample: dict, rate: float, left: str, device) -> None:
@@ -283,11 +294,21 @@ def print_report(result: dict, images: int) -> None:
     """Where the time of a batch went, over all steps of all ranks, and what came out."""
     from common import report, setup
 
-    data = torch.tensor(result["data_seconds"], dtype=torch.float64)
-    compute = torch.tensor(result["compute_sync_seconds"], dtype=torch.float64)
-    batch = data + compute
+    of_step = {}
+    for name in SECONDS:
+        of_step[name] = torch.tensor(result[name], dtype=torch.float64)
+    batch = of_step["data_seconds"] + of_step["compute_sync_seconds"]
+    shown = {
+        "data": of_step["data_seconds"],
+        "compute+sync": of_step["compute_sync_seconds"],
+        "- forward": of_step["forward_seconds"],
+        "- backward": of_step["backward_seconds"],
+        "- exposed": of_step["exposed_comm_seconds"],
+        "- optimizer": of_step["optimizer_seconds"],
+        "batch": batch,
+    }
     rows = []
-    for name, seconds in (("data", data), ("compute+sync", compute), ("batch", batch)):
+    for name, seconds in shown.items():
         total = seconds.sum() / result["world_size"]
         share = seconds.sum() / batch.sum()
         row = [name, f"{total:.1f}", f"{share:.1%}", f"{1000 * seconds.mean():.1f}"]
@@ -300,13 +321,6 @@ def print_report(result: dict, images: int) -> None:
         f"{images} images in {result['train_seconds']:.2f} s: {rate}; "
         f"held-out accuracy {accuracy:.2%}"
     )
-
-
-def can_write_into(folder: str) -> bool:
-    """Is this a folder that can be written to? It is made if it is not there."""
-    with suppress(OSError):
-        os.makedirs(folder, exist_ok=True)
-    return os.path.isdir(folder) and os.access(folder, os.W_OK)
 
 
 def add_arguments(parser) -> None:
@@ -337,14 +351,15 @@ def add_arguments(parser) -> None:
     add("--no-sync", action="store_true", help="DDP without its all-reduces, to see their cost")
     images = "CIFAR-10 from this folder instead of the digits; synthetic: noise of its shapes"
     add("--data", metavar="DIR|synthetic", help=images)
+    decode = "synthetic: JPEGs of N × N pixels, decoded when they are asked for"
+    add("--decode", type=whole(8, 4096), metavar="N", help=decode)
     add("--download", action="store_true", help="fetch CIFAR-10 into --data first")
     add("--checkpoint", **file, help="saved after each epoch, resumed from if there")
     add("--json", **file, help="everything measured, raw")
-    folder = setup.checked(str, can_write_into, "a folder that can be written to")
-    results = str(setup.ROOT / "results")
-    default = results if can_write_into(results) else None
+    results = setup.ROOT / "results"
+    default = results if setup.can_write_into(results) else None
     where = "the same as 07_single.json or 07_ddp_N.json; the comparison's picture goes there, too"
-    add("--results", type=folder, default=default, metavar="DIR", help=where)
+    add("--results", type=setup.output_folder, default=default, metavar="DIR", help=where)
     add("--check", action="store_true", help="only check the flags, for both runs that make starts")
     setup.add_process_group_arguments(parser)
 
@@ -390,6 +405,8 @@ def complete(args, parser, distributed: bool, world_size: int) -> None:
         parser.error(f"argument {flag}: {problem}")
     if args.download and args.data in (None, "synthetic"):
         parser.error("argument --download: needs --data DIR, the folder for CIFAR-10")
+    if args.decode and args.data != "synthetic":
+        parser.error("argument --decode: needs --data synthetic, because other images are no JPEGs")
     if not importlib.util.find_spec("torchvision"):
         parser.error("ResNet-18 is torchvision's, which is not installed: pip install torchvision")
 
@@ -420,7 +437,8 @@ def main():
     if args.check:
         setup.choose_device(args)
         if not args.download:
-            count_steps(args, load_images(args.data, False, args.image_size)[0], world_size)
+            train_set, _ = load_images(args.data, False, args.image_size)
+            count_steps(args, train_set, world_size)
         return
 
     with setup.process_group(args) as device:
@@ -429,7 +447,7 @@ def main():
         name = f"DDP × {world_size}" if distributed else "single"
         file = f"07_ddp_{world_size}.json" if distributed else "07_single.json"
         batch = batch_per_rank(args, world_size)
-        data = name_of(args.data)
+        data = name_of(args.data, args.decode)
         result |= describe_libraries()
         size = f"batch {world_size} × {batch}, {args.image_size} pixels"
         rate = f"learning rate {args.lr:g}"
@@ -440,7 +458,7 @@ def main():
         settings = {"data": data, "scaling": args.scaling}
         settings |= {option: getattr(args, option) for option in compare_runs.OPTIONS}
         settings |= {key: result[key] for key in ("world_size", "device", "threads_per_rank")}
-        sets = load_images(args.data, args.download, args.image_size)
+        sets = load_images(args.data, args.download, args.image_size, args.decode)
         progress = fit(args, distributed, device, settings, sets)
         if dist.get_rank() != 0:
             return

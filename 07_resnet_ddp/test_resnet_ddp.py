@@ -206,6 +206,12 @@ def check_result(path, world_size):
     assert result["images_per_second"] == pytest.approx(3 * 16 / result["train_seconds"])
     for data, compute in zip(result["data_seconds"], result["compute_sync_seconds"], strict=True):
         assert 0 < sum(data) + sum(compute) < 1.05 * result["train_seconds"] + 0.1
+    parts = ["forward_seconds", "backward_seconds", "exposed_comm_seconds", "optimizer_seconds"]
+    for rank in range(world_size):
+        for step in range(3):
+            of_step = [result[part][rank][step] for part in parts]
+            assert min(of_step) > 0
+            assert sum(of_step) == pytest.approx(result["compute_sync_seconds"][rank][step])
     return result
 
 
@@ -253,7 +259,7 @@ def test_results_go_to_the_repositorys_folder_if_one_can_write_there(tmp_path, m
         return parser.parse_args([]).results
 
     monkeypatch.setattr(setup, "ROOT", tmp_path)
-    assert results() == str(tmp_path / "results") and (tmp_path / "results").is_dir()
+    assert results() == tmp_path / "results" and (tmp_path / "results").is_dir()
     monkeypatch.setattr(setup, "ROOT", Path("/dev/null"))
     assert results() is None
 
@@ -281,15 +287,19 @@ def test_the_report_is_of_all_steps_and_ranks(capsys):
     for name, (first, second) in (
         ("data_seconds", (0.1, 0.3)),
         ("compute_sync_seconds", (1.0, 2.0)),
+        ("exposed_comm_seconds", (0.2, 0.4)),
     ):
         made[name][0][0] = first
         made[name][1][0] = second
     resnet_ddp.print_report(made, images=256)
     _, *rows, last = capsys.readouterr().out.splitlines()
-    # 0.1, 0.3 and 6 × 0.04 s; 1, 2 and 6 × 0.36 s; the sums. A half of all is a rank's.
+    # 0.1, 0.3 and 6 × 0.04 s; 1, 2 and 6 × 0.36 s; 0.2, 0.4 and 6 × 0.04 s; the sums of the first
+    # two. A half of all is a rank's.
     assert rows[0].split()[:5] == ["data", "0.3", "11.0%", "80.0", "40.0"]
     assert rows[1].split()[:5] == ["compute+sync", "2.6", "89.0%", "645.0", "360.0"]
-    assert rows[2].split()[:5] == ["batch", "2.9", "100.0%", "725.0", "400.0"]
+    assert [row.split()[1] for row in rows[2:6]] == "forward backward exposed optimizer".split()
+    assert rows[4].split()[2:6] == ["0.4", "14.5%", "105.0", "40.0"]
+    assert rows[6].split()[:5] == ["batch", "2.9", "100.0%", "725.0", "400.0"]
     assert last == "256 images in 1.60 s: 160.0 images/s over all ranks; held-out accuracy 95.00%"
 
 
@@ -460,12 +470,26 @@ def test_synthetic_images_have_the_shapes_of_cifar10_and_are_always_the_same():
     assert abs(sample.mean()) < 0.01 and abs(sample.std() - 1) < 0.01, "normalised"
 
 
-def test_synthetic_images_come_through_the_loader_and_are_called_so(forked, tmp_path):
-    words = [*TINY, "--epochs", 1, "--workers", 1, "--held-out", 8, "--data", "synthetic"]
+def test_photographs_are_jpegs_that_are_decoded_when_asked_for():
+    train_set, _ = images.load_images("synthetic", False, 32, decode=90)
+    assert len(train_set) == 50_000
+    assert all(file[:3] == b"\xff\xd8\xff" for file in train_set.images.files)
+    assert train_set.images[65].shape == (3, 90, 90)
+    assert torch.equal(train_set.images[65], train_set.images[1])
+    image, _ = train_set[0]
+    assert image.shape == (3, 32, 32) and image.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    "decode, name",
+    [([], "synthetic CIFAR-10"), (["--decode", 64], "synthetic JPEGs of 64 × 64 pixels")],
+)
+def test_synthetic_images_come_through_the_loader_and_are_called_so(forked, tmp_path, decode, name):
+    words = [*TINY, "--epochs", 1, "--workers", 1, "--held-out", 8, "--data", "synthetic", *decode]
     status, output = forked(None, SCRIPT, *words, "--results", tmp_path)
-    assert status == 0 and ", synthetic CIFAR-10, learning rate" in output, output
+    assert status == 0 and f", {name}, learning rate" in output, output
     result = json.loads((tmp_path / "07_single.json").read_text())
-    assert result["data"] == "synthetic CIFAR-10" and result["evaluations"][0]["images"] == 8
+    assert result["data"] == name and result["evaluations"][0]["images"] == 8
 
 
 # The comparison
@@ -486,6 +510,10 @@ def result(name, world_size, ms):
         "images_per_second": 64_000 / ms,
         "data_seconds": [[ms / 10_000] * 4 for _ in range(world_size)],
         "compute_sync_seconds": [[9 * ms / 10_000] * 4 for _ in range(world_size)],
+        "forward_seconds": [[3 * ms / 10_000] * 4 for _ in range(world_size)],
+        "backward_seconds": [[4 * ms / 10_000] * 4 for _ in range(world_size)],
+        "exposed_comm_seconds": [[ms / 10_000] * 4 for _ in range(world_size)],
+        "optimizer_seconds": [[ms / 10_000] * 4 for _ in range(world_size)],
         "evaluations": [{"epoch": 1, "loss": 0.1, "accuracy": 0.95, "images": 297}],
     }
 
@@ -539,6 +567,8 @@ def test_a_broken_result_is_one_line(content, name, tmp_path, capsys):
         ["--no-sync"],
         ["--download"],
         ["--download", "--data", "synthetic"],
+        ["--decode", "400"],
+        ["--decode", "7", "--data", "synthetic"],
         ["--data", "no/such/folder"],
         ["--data", ""],
         ["--data", "file"],

@@ -57,10 +57,17 @@ def describe(model_class, sizes: dict, args, replicas: int) -> dict:
     tokens = "{batch_size} × {context_length} tokens per rank".format(**batch)
     steps = f"{args.steps} steps are measured, after {args.warmup} to warm up"
     say(f"{args.size} model: {millions}, {args.dtype}, {tokens}; {steps}")
-    each = 5 * getattr(torch, args.dtype).itemsize  # weight, gradient, two moments, bucket
     if args.device == "cpu":  # a GPU says itself when it is full
-        what = f"{replicas} replicas × {millions} × {each} B"
-        check_memory(int(os.environ["LOCAL_WORLD_SIZE"]), replicas * parameters * each, what)
+        itemsize = getattr(torch, args.dtype).itemsize
+        each = 5 * itemsize  # weight, gradient, two moments, bucket
+        d_model, d_ff, layers, _, vocabulary = shape
+        # What one backward needs of its forward, for each token and layer: the inputs of two norms,
+        # of four matrices and of attention, and both sides of GELU. At the end three times logits.
+        of_token = itemsize * layers * (8 * d_model + 2 * d_ff) + 3 * 4 * vocabulary
+        activations = batch["batch_size"] * batch["context_length"] * of_token
+        what = f"{replicas} × {millions} × {each} B + {activations / 1e9:.1f} GB of activations"
+        needed = replicas * parameters * each + activations
+        check_memory(int(os.environ["LOCAL_WORLD_SIZE"]), needed, what)
     return {"size": args.size, "parameters": parameters, "dtype": args.dtype, **batch}
 
 

@@ -111,8 +111,18 @@ def can_be_written(path: Path) -> bool:
     return path.parent.is_dir() and not path.is_dir() and os.access(target, os.W_OK)
 
 
+def can_write_into(folder: Path) -> bool:
+    """A folder that can be written to; it is made if it is not there."""
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+    return folder.is_dir() and os.access(folder, os.W_OK)
+
+
 positive_number = checked(float, lambda number: number > 0, "a number above 0")  # inf is one
 output_file = checked(Path, can_be_written, "a file that can be written, in a folder that exists")
+output_folder = checked(
+    str, lambda name: name and can_write_into(Path(name)), "a folder that can be written to"
+)
 
 
 def add_training_arguments(parser: Parser, sizes: dict, steps: int) -> None:
@@ -139,6 +149,8 @@ def add_verify_arguments(parser: Parser) -> None:
     add("--data", metavar="DIR", help="verify on MNIST from this folder instead of the digits")
     add("--download", action="store_true", help="fetch MNIST into --data first")
     add("--save", **file, help="the verified classifier's state_dict")
+    every = "verify: loss and times of rank 0 every N steps; 0: none"
+    add("--log-every", type=whole_number(0), default=0, metavar="N", help=every)
     add("--trace", **file, help="Chrome trace of three more steps of rank 0")
 
 
@@ -315,7 +327,8 @@ def load_images(data: str | None, download: bool, device="cpu") -> list[torch.Te
         parts = []
         for train in (True, False):
             split = MNIST(data, train=train)
-            parts += [split.data.double().flatten(1) / 16 - 8, split.targets]
+            pixels = split.data.double().flatten(1) / 255
+            parts += [(pixels - 0.1307) / 0.3081, split.targets]  # MNIST's mean and deviation
     except Exception as error:  # torchvision has many kinds: files missing, cut short, not MNIST
         fail(f"argument --data: {data!r} holds no readable MNIST ({error!r}); use --download")
     check_equal_data(data, parts)

@@ -2,7 +2,7 @@
 
 Small buckets start early and leave little to wait for after backward, but each costs a call; large
 ones are the other way round. This script measures BucketedDDP and torch DDP with buckets of several
-sizes, and stages 02 and 04 that have none, all in turn in one run, and compares what they cost with
+sizes, and stages 02 to 04 that have none, all in turn in one run, and compares what they cost with
 the course's model: overhead(n) = s / (n·w) + n·o for n buckets, s bytes of gradients, an all-reduce
 bandwidth w (bytes per second) and a fixed cost o (seconds) of a call, both measured in that run.
 
@@ -12,8 +12,11 @@ bandwidth w (bytes per second) and a fixed cost o (seconds) of a call, both meas
 Source: Stanford CS336, assignment 2, "DDP bucketed benchmarking".
 """
 
+import gc
 import math
 import os
+import re
+import resource
 import sys
 from functools import partial
 from pathlib import Path
@@ -46,9 +49,10 @@ def constants(network) -> tuple[float, float]:
 # Below this line: the measurement, the table, the picture.
 
 NO_LIMIT = math.inf  # a bucket size: one bucket for everything
-RUNGS = {"NaiveDDP": "02", "OverlapDDP": "04", "BucketedDDP": "05"}  # of simulate.py
+RUNGS = {"NaiveDDP": "02", "FlatDDP": "03", "OverlapDDP": "04", "BucketedDDP": "05"}
 STYLES = {  # of the picture: mark, colour
     "NaiveDDP": ("D", "#CC79A7"),
+    "FlatDDP": ("v", "#E69F00"),
     "OverlapDDP": ("^", "#009E73"),
     "BucketedDDP": ("o", "#0072B2"),
     "torch DDP": ("s", "#D55E00"),
@@ -57,7 +61,8 @@ STYLES = {  # of the picture: mark, colour
 
 def kinds_and_sizes(bucket_sizes_mb: list[float]) -> list[tuple[str, float | None]]:
     """What is measured: (kind, bucket size in MB), None where there are no buckets."""
-    pairs = [("NaiveDDP", None), ("OverlapDDP", None), ("BucketedDDP", NO_LIMIT)]
+    pairs = [("NaiveDDP", None), ("FlatDDP", None), ("OverlapDDP", None)]
+    pairs.append(("BucketedDDP", NO_LIMIT))
     for megabytes in sorted(set(bucket_sizes_mb), reverse=True):
         pairs += [("BucketedDDP", megabytes), ("torch DDP", megabytes)]
     return pairs
@@ -74,21 +79,15 @@ def wrap(training, kind: str, megabytes: float | None):
 
     if kind in RUNGS:
         return calibrate.wrap(training.model, RUNGS[kind], megabytes)
-
-    def mark_last_gradient(_):
-        training.watch.mark("last gradient")
-
-    # torch DDP waits within backward. What it exposes begins with the first layer's gradient.
-    training.model.token_embedding.weight.register_post_accumulate_grad_hook(mark_last_gradient)
     return DistributedDataParallel(training.model, bucket_cap_mb=megabytes)
 
 
-def all_fit(replicas: int, gradient_bytes: int, device: torch.device) -> bool:
-    """Is there memory on every host for so many replicas at once?"""
+def all_fit(buffers: int, gradient_bytes: int, device: torch.device) -> bool:
+    """Is there memory on every host for the model and so many wrappers' buffers at once?"""
     from common.setup import available_memory
 
-    # Weights, gradients, two moments and a bucket buffer per replica, and a fifth more.
-    needed = 1.2 * 5 * gradient_bytes * replicas
+    # Weights, gradients, two moments and each wrapper's buckets, and a fifth more.
+    needed = 1.2 * (4 + buffers) * gradient_bytes
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
     else:
@@ -99,31 +98,54 @@ def all_fit(replicas: int, gradient_bytes: int, device: torch.device) -> bool:
     return bool(fits)
 
 
-def measure(pairs: list, args, batch_shape: tuple[int, int], alone, device) -> tuple:
-    """Measure (kind, bucket size) pairs in turn with `no sync` and the experiments of calibrate.py.
+def peak_memory(device: torch.device) -> list[int]:
+    """Of each rank, the most bytes so far: on a CPU of the whole process, torch itself included."""
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(device)
+    else:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        peak *= 1 if sys.platform == "darwin" else 1024
+    peaks = [None] * dist.get_world_size()
+    dist.all_gather_object(peaks, peak)
+    return peaks
 
-    `alone`: the calibrate.Training of those two; each pair has one of its own. Returns a dict for
-    each candidate, `no sync` first, and the Network that was found.
+
+def measure(pairs: list, args, training, experiments: bool) -> dict:
+    """Measure `no sync` and (kind, bucket size) pairs in turn, with calibrate.py's experiments.
+
+    All wrap the one model of `training`. Returns the samples by name, as timing.measure does, and
+    adds the number of collectives. Traces of what is in `pairs` are written if --trace says so.
     """
     import calibrate
+
+    from common import timing
+
+    steps = {"no sync": partial(training.step, training.model)}
+    for pair in pairs:
+        steps[label(*pair)] = partial(training.step, wrap(training, *pair))
+    everything = steps
+    if experiments:
+        everything = calibrate.with_experiments(steps, training, every=3)
+    samples = timing.measure(everything, args.steps, args.warmup)
+    for name, step in steps.items():
+        trace = None
+        if args.trace and name != "no sync":
+            trace = Path(args.trace) / (re.sub(r"[^a-z0-9.]+", "-", name.lower()) + ".json")
+        samples[name]["collectives_per_step"] = timing.count_collectives(step, trace)
+    return samples
+
+
+def candidates_of(pairs: list, samples: dict, step, network) -> list[dict]:
+    """`no sync` and the pairs that were measured with it, each with what it costs."""
     from simulate import simulate
 
-    from common import report, timing
+    from common import report
 
-    steps = {"no sync": partial(alone.step, alone.model)}
-    for pair in pairs:
-        training = calibrate.Training(args, batch_shape, device)
-        steps[label(*pair)] = partial(training.step, wrap(training, *pair))
-    everything = calibrate.with_experiments(steps, alone, every=3)
-    samples = timing.measure(everything, args.steps, args.warmup)
-    gradient_bytes = [parameter.nbytes for parameter in alone.parameters]
-    step, network = calibrate.step_and_network(samples, gradient_bytes, dist.get_world_size())
     no_sync = report.percentiles(samples["no sync"]["step_seconds"])[0]
     candidates = []
     for kind, megabytes in [("no sync", None), *pairs]:
         name = label(kind, megabytes)
         candidate = {"name": name, "kind": kind, "bucket_size_mb": megabytes, **samples[name]}
-        candidate["collectives_per_step"] = timing.count_collectives(steps[name])
         p50 = report.percentiles(candidate["step_seconds"])[0]
         candidate["ratio_to_no_sync"] = p50 / no_sync
         candidate["overhead_seconds"] = p50 - no_sync
@@ -132,7 +154,7 @@ def measure(pairs: list, args, batch_shape: tuple[int, int], alone, device) -> t
             simulated = simulate(step, network, RUNGS[kind], megabytes or 25.0)
             candidate["simulated_seconds"] = simulated.step_seconds - step.seconds_alone
         candidates.append(candidate)
-    return candidates, network
+    return candidates
 
 
 def sweep(args, device: torch.device) -> dict:
@@ -144,24 +166,32 @@ def sweep(args, device: torch.device) -> dict:
     from common.setup import say
 
     result = report.begin("05_bucketed/bucket_sweep", args, device)
-    model = report.describe(LanguageModel, SIZES, args, replicas=2)
+    model = report.describe(LanguageModel, SIZES, args, replicas=1)
     gradient_bytes = model["parameters"] * getattr(torch, args.dtype).itemsize
-    batch_shape = model["batch_size"], model["context_length"]
     pairs = kinds_and_sizes(args.bucket_sizes_mb)
-    alone = calibrate.Training(args, batch_shape, device)
+    batch_shape = model["batch_size"], model["context_length"]
+    training = calibrate.Training(args, batch_shape, device)
+
+    def mark_last_gradient(_):
+        training.watch.mark("last gradient")
+
+    # torch DDP waits within backward. What it exposes begins with the first layer's gradient.
+    training.model.token_embedding.weight.register_post_accumulate_grad_hook(mark_last_gradient)
     groups = [pairs]
     order = "interleaved"
-    if not all_fit(len(pairs) + 1, gradient_bytes, device):
-        groups = [[pair] for pair in pairs]  # the memory of each is free again before the next
+    if not all_fit(len(pairs), gradient_bytes, device):
+        groups = [[pair] for pair in pairs]
         order = "one at a time against the same no sync"
     candidates = []
-    networks = []
-    for group in groups:
-        measured, network = measure(group, args, batch_shape, alone, device)
-        candidates += measured
-        networks.append(network)
+    for number, group in enumerate(groups):
+        samples = measure(group, args, training, experiments=number == 0)
+        gc.collect()  # the wrappers of a group end, with their buckets, before the next
+        if number == 0:
+            gradients = [parameter.nbytes for parameter in training.parameters]
+            step, network = calibrate.step_and_network(samples, gradients, dist.get_world_size())
+        candidates += candidates_of(group, samples, step, network)
 
-    bandwidth, call = constants(networks[0])
+    bandwidth, call = constants(network)
     for candidate in candidates:
         if candidate["kind"] != "no sync":
             buckets = candidate["collectives_per_step"]
@@ -172,12 +202,15 @@ def sweep(args, device: torch.device) -> dict:
     say(f"calibrated: {found}; with {megabytes} the formula's best bucket has {best:.1f} MB")
     floor = report.milliseconds(candidates[0]["step_seconds"])[0]
     say(f"{len(pairs)} candidates and no sync, {order}; no sync: {floor} ms")
+    peaks = peak_memory(device)
+    say(f"peak memory of a rank: {max(peaks) / 1e9:.1f} GB")
     return result | {
         "model": model,
         "gradient_bytes": gradient_bytes,
         "bandwidth": bandwidth,
         "call_seconds": call,
         "formula_best_mb": best,
+        "peak_bytes": peaks,
         "candidates": candidates,
     }
 
@@ -280,6 +313,8 @@ def main():
     parser = setup.Parser(__doc__)
     add = parser.add_argument
     add("--bucket-sizes-mb", type=setup.list_of(size), default="0.25,1,5,25", metavar="MB,MB,…")
+    traces = "a Chrome trace per candidate: three more steps of rank 0"
+    add("--trace", type=setup.output_folder, metavar="DIR", help=traces)
     setup.add_training_arguments(parser, SIZES, steps=10)
     parser.set_defaults(size="deep")
     setup.add_plot_arguments(parser, "bucket_sweep.png")

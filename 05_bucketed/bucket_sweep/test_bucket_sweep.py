@@ -1,6 +1,7 @@
 """05/bucket_sweep: the formula, the guard of memory, and the script from outside."""
 
 import argparse
+import json
 import math
 import os
 import sys
@@ -60,9 +61,10 @@ def test_memory_is_enough_on_all_or_none(ranks):
     ranks(2).run(memory_is_enough_on_all_or_none)
 
 
-def sweep(fits):
+def sweep(fits, folder):
     options = {"size": "nano", "batch_size": 1, "context_length": 8, "dtype": "float32", "seed": 0}
     options |= {"steps": 1, "warmup": 0, "bucket_sizes_mb": [0.01, 25.0, 25.0], "device": "cpu"}
+    options |= {"trace": folder}
     with (
         mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2"),
         mock.patch.object(bucket_sweep, "all_fit", return_value=fits),
@@ -73,22 +75,26 @@ def sweep(fits):
 
 
 @pytest.mark.parametrize("fits", [True, False])
-def test_what_does_not_fit_is_measured_one_at_a_time(ranks, fits):
+def test_what_does_not_fit_is_measured_one_at_a_time(ranks, fits, tmp_path):
     """Each beside a `no sync` of its own; what fits beside the same one."""
-    candidates, groups = ranks(2).run(sweep, fits)[0]
-    names = ["NaiveDDP", "OverlapDDP", "BucketedDDP inf MB", "BucketedDDP 25 MB", "torch DDP 25 MB"]
-    names += ["BucketedDDP 0.01 MB", "torch DDP 0.01 MB"]
+    candidates, groups = ranks(2).run(sweep, fits, tmp_path)[0]
+    names = ["NaiveDDP", "FlatDDP", "OverlapDDP", "BucketedDDP inf MB"]
+    names += ["BucketedDDP 25 MB", "torch DDP 25 MB", "BucketedDDP 0.01 MB", "torch DDP 0.01 MB"]
     rows = [candidate for candidate in candidates if candidate["name"] != "no sync"]
     assert [row["name"] for row in rows] == names
     assert len(candidates) - len(rows) == groups == (1 if fits else len(names))
-    assert [row["collectives_per_step"] for row in rows[:4]] == [15, 15, 1, 1]
-    assert rows[5]["collectives_per_step"] > 1
+    assert [row["collectives_per_step"] for row in rows[:5]] == [15, 1, 15, 1, 1]
+    assert rows[6]["collectives_per_step"] > 1
     for candidate in candidates:
         p50 = numpy.median(candidate["step_seconds"])
         if candidate["name"] == "no sync":
             floor = p50
         assert candidate["ratio_to_no_sync"] == pytest.approx(p50 / floor)
         assert candidate["overhead_seconds"] == pytest.approx(p50 - floor)
+    traces = {path.name for path in tmp_path.iterdir()}
+    assert traces == {name.lower().replace(" ", "-") + ".json" for name in names}
+    events = json.loads((tmp_path / "bucketedddp-0.01-mb.json").read_text())["traceEvents"]
+    assert "gloo:all_reduce" in {event.get("name") for event in events}
 
 
 def row(kind, megabytes, step):
@@ -129,9 +135,10 @@ def test_run(forked, tmp_path, device):
     for shown, expected in zip(shape_of(output), shape_of(recorded), strict=True):
         assert shown == expected
     candidates = result["candidates"]
-    assert [one["collectives_per_step"] for one in candidates[:4]] == [0, 195, 195, 1]
-    assert [one["kind"] for one in candidates[4:]] == ["BucketedDDP", "torch DDP"] * 4
-    assert [one["bucket_size_mb"] for one in candidates[4:]] == [25, 25, 5, 5, 1, 1, 0.25, 0.25]
+    assert [one["collectives_per_step"] for one in candidates[:5]] == [0, 195, 1, 195, 1]
+    assert [one["kind"] for one in candidates[5:]] == ["BucketedDDP", "torch DDP"] * 4
+    assert [one["bucket_size_mb"] for one in candidates[5:]] == [25, 25, 5, 5, 1, 1, 0.25, 0.25]
+    assert len(result["peak_bytes"]) == 2 and min(result["peak_bytes"]) > 2e8
     for one in candidates:
         assert [len(of_rank) for of_rank in one["step_seconds"]] == [2, 2]
     assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")

@@ -42,9 +42,14 @@ def verify(args, device, wrap):
     Then a few steps with compute_dtype=bfloat16, beside the same rounding done by hand.
     """
     from common.setup import load_images, say
+    from common.timing import Stopwatch
 
     rank, world_size = dist.get_rank(), dist.get_world_size()
     images, labels, test_images, test_labels = load_images(args.data, args.download, device)
+    used = len(images) // world_size * world_size  # equal shards, in the last batch too
+    if args.log_every or used < len(images):
+        share = f"rank r takes images r, r + {world_size}, … of every {64 * world_size}"
+        say(f"verify: {share}; {used} of {len(images)} are used")
 
     def classifier(seed, dtype=torch.float64, bias=True):
         torch.manual_seed(seed)
@@ -53,22 +58,28 @@ def verify(args, device, wrap):
 
     def shards(generator):
         """Batches of 64 images for each rank, and what they are together."""
-        for batch in torch.randperm(len(images), generator=generator).split(64 * world_size):
-            if len(batch) == 64 * world_size:  # the last may not be full
-                yield [batch[start::world_size] for start in range(world_size)], batch
+        for batch in torch.randperm(len(images), generator=generator)[:used].split(64 * world_size):
+            yield [batch[start::world_size] for start in range(world_size)], batch
 
     twin = classifier(args.seed)
     model = wrap(classifier(args.seed + rank))  # rank 0's weights must win
     optimizer = torch.optim.Adam([*twin.parameters(), *model.parameters()], lr=1e-3)
+    watch = Stopwatch(device)
     shuffle = torch.Generator().manual_seed(args.seed)
     for epoch in (1, 2):
-        for of_ranks, batch in shards(shuffle):
+        for step, (of_ranks, batch) in enumerate(shards(shuffle), 1):
             optimizer.zero_grad()
             F.cross_entropy(twin(images[batch]), labels[batch]).backward()
             mine = of_ranks[rank]
-            F.cross_entropy(model(images[mine]), labels[mine]).backward()
+            watch.mark("start")
+            loss = F.cross_entropy(model(images[mine]), labels[mine])
+            loss.backward()
             model.finish_gradient_synchronization()
+            watch.mark("synchronized")
             optimizer.step()
+            if args.log_every and step % args.log_every == 0:
+                ms = f"{1000 * watch.seconds('start', 'synchronized'):.2f} ms"
+                say(f"verify: epoch {epoch}, step {step}: loss {loss:.4f}, {ms} to the optimizer")
         with torch.no_grad():
             logits = model(test_images)
         loss = F.cross_entropy(logits, test_labels).item()

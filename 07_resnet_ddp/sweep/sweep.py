@@ -122,10 +122,11 @@ def measure_subset(create_model, ranks: list[int], use_ddp: bool, train_model, a
 # Below this line: the sweep over one model, what the machines look like, the command line.
 
 
-def sweep(name: str, args, device) -> list[dict]:
+def sweep(name: str, args, device) -> dict:
     """Measure one model on all subsets and print a line for each.
 
-    Returns [{"ranks": [0, 1, …], "measurements": seconds}], an entry per subset.
+    Returns an entry of "benchmark_results" of the JSON. Its "result" has one per subset,
+    {"ranks": [0, 1, …], "measurements": seconds}.
     """
     import sweep_models
 
@@ -141,7 +142,7 @@ def sweep(name: str, args, device) -> list[dict]:
 
         return train(model, benchmark, args.steps, args.warmup, Stopwatch(device), show)
 
-    say(f"\nBenchmark: {name} with batch size {args.batch_size}\n")
+    say(f"\nBenchmark: {name} with batch size {benchmark.batch_size}\n")
     header = ["ranks"]
     widths = [15]
     for percentile in (50, 75, 90, 95):
@@ -162,7 +163,7 @@ def sweep(name: str, args, device) -> list[dict]:
         for seconds in percentiles(measurements):
             row += [f"{seconds:.4f}s", f"{benchmark.batch_size / seconds:.1f}/s"]
         print_row(row, widths)
-    return result
+    return {"model": name, "batch_size": benchmark.batch_size, "result": result}
 
 
 def check_hosts(args) -> str:
@@ -221,6 +222,7 @@ def take_upstreams_place(args) -> None:
 
 def choose_sizes(args) -> None:
     """Fill in what the flags don't say of the models, the batches and the images."""
+    args.sizes_given = [name for name in ("batch_size", "image_size") if getattr(args, name)]
     for name, default in (FULL if args.full else SMALL).items():
         if getattr(args, name) is None:
             setattr(args, name, default)
@@ -304,11 +306,11 @@ def main():
         subsets = f"subsets over {args.backend}, buckets of {args.bucket_size_mb} MB"
         size = f"{args.image_size} × {args.image_size} pixels"
         setup.say(f"{subsets}; {size}; {args.steps} steps, after {args.warmup} to warm up")
+        cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
+        setup.say(f"{cuda}, {torch.cuda.device_count()} GPUs on this host")
         setup.say(f"\n{machine}")
         for name in args.model:
-            benchmark = {"model": name, "batch_size": args.batch_size}
-            benchmark["result"] = sweep(name, args, device)
-            result["benchmark_results"].append(benchmark)
+            result["benchmark_results"].append(sweep(name, args, device))
             # After every model: an interrupted sweep keeps what it has.
             report.write_json(args.json, result)
         legend = "percentiles over all steps of all ranks of a subset"

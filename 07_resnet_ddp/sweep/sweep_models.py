@@ -5,6 +5,8 @@ Write a class with these three methods into a file, and name both:
     torchrun --standalone --nproc-per-node 2 07_resnet_ddp/sweep/sweep.py \
         --model my_model.py:MyBenchmark
 
+    import torch
+    from torch import nn
     from sweep_models import Benchmark          # only to have less to write
 
     class MyBenchmark(Benchmark):
@@ -14,6 +16,9 @@ Write a class with these three methods into a file, and name both:
             return [torch.rand(self.batch_size, 1000, device=self.device)]
         def generate_target(self):
             return torch.randint(10, (self.batch_size,), device=self.device)
+
+Its batch_size and image_size are its own, 32 and 224 if it sets none; --batch-size and --image-size
+win over them.
 
 Source: `Benchmark` of PyTorch's benchmarks/distributed/ddp; its subclasses work here unchanged.
 """
@@ -27,10 +32,7 @@ from torch import nn
 
 
 class Benchmark:
-    """A model, inputs and targets; sweep.py trains on one batch of them again and again.
-
-    sweep.py sets batch_size and image_size after construction, from its flags.
-    """
+    """A model, inputs and targets; sweep.py trains on one batch of them again and again."""
 
     batch_size = 32
     image_size = 224
@@ -98,8 +100,10 @@ def make(name: str, args, device: torch.device) -> Benchmark:
             fail(f"argument --model: {name!r} has no method {method}()")
     if create is TorchvisionBenchmark:
         benchmark.name = name
-    benchmark.batch_size = args.batch_size
-    benchmark.image_size = args.image_size
+    for size in ("batch_size", "image_size"):
+        has_its_own = create is not TorchvisionBenchmark and hasattr(benchmark, size)
+        if size in args.sizes_given or not has_its_own:
+            setattr(benchmark, size, getattr(args, size))
     return benchmark
 
 

@@ -3,8 +3,10 @@
 import argparse
 import json
 import os
+import re
 import socket
 import sys
+import textwrap
 from functools import partial
 from pathlib import Path
 
@@ -179,6 +181,35 @@ def test_a_model_of_ones_own_started_as_upstream_is(forked, tmp_path):
     assert "of cpu gloo 2\n" in output and f"Benchmark: {name} with batch size 2" in output
     [benchmark] = json.loads((tmp_path / "json").read_text())["benchmark_results"]
     assert (benchmark["model"], benchmark["batch_size"]) == (name, 2)
+
+
+@pytest.mark.parametrize(
+    "statement, words, expected",
+    [
+        ("pass", [], (32, 224)),  # the base class's, which are upstream's
+        ("self.batch_size = 3", [], (3, 224)),
+        ("self.batch_size = 3", ["--batch-size", "5"], (5, 224)),
+        ("self.batch_size = 3", ["--image-size", "9"], (3, 9)),
+    ],
+)
+def test_a_model_of_ones_own_keeps_its_sizes(tmp_path, statement, words, expected):
+    file = tmp_path / "my_model.py"
+    file.write_text(re.sub(r"print\(.*\)", statement, MY_MODEL))
+    parser = setup.Parser("")
+    sweep.add_arguments(parser)
+    args = parser.parse_args(words)
+    sweep.choose_sizes(args)
+    benchmark = sweep_models.make(f"{file}:Mine", args, torch.device("cpu"))
+    assert (benchmark.batch_size, benchmark.image_size) == expected
+
+
+def test_the_example_of_the_docstring_runs(forked, tmp_path):
+    example = re.search(r"    import torch\n.*?\n(?=\S)", sweep_models.__doc__, re.DOTALL)[0]
+    file = tmp_path / "my_model.py"
+    file.write_text(textwrap.dedent(example))
+    words = ["--model", f"{file}:MyBenchmark", "--steps", 1, "--warmup", 0, "--device", "cpu"]
+    status, output = forked(2, FOLDER / "sweep.py", *words)
+    assert status == 0 and "MyBenchmark with batch size 32\n" in output, output
 
 
 @pytest.mark.full

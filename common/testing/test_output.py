@@ -36,6 +36,16 @@ def test_a_closed_pipe_ends_nothing(forked, tmp_path):
     harness.read_json(tmp_path / "x.json", "02_naive_ddp")
 
 
+def test_the_head_of_every_json_is_looked_at():
+    """Each script with --json has a test that reads what it wrote with read_json."""
+    for path in scripts():
+        text = path.read_text()
+        if 'add("--json"' in text or "setup.add_training_arguments(" in text:
+            tests = [*path.parent.glob("test_*.py"), ROOT / "common/testing/test_ladder_scripts.py"]
+            tests = [test.read_text() for test in tests if path.stem in test.read_text()]
+            assert any("read_json(" in test or "check_output(" in test for test in tests), path
+
+
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 def test_an_odd_encoding_loses_nothing(forked, encoding, tmp_path):
     path = tmp_path / "greek.py"

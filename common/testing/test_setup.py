@@ -215,15 +215,16 @@ def verified(folder, log_every):
 
 
 def test_verify_logs_every_nth_step(ranks, tmp_path, monkeypatch):
-    """Five steps in each of two epochs; what is printed changes nothing of what is computed."""
+    """Six steps in each of two epochs; what is printed changes nothing of what is computed."""
     monkeypatch.syspath_prepend(ROOT / "02_naive_ddp")
-    write_mnist(tmp_path, 700, 3)
+    write_mnist(tmp_path, 701, 3)
     (lines, difference), (of_rank_1, _) = ranks(2).run(verified, tmp_path, 2)
+    assert lines[0] == "verify: rank r takes images r, r + 2, … of every 128; 700 of 701 are used"
     logged = [line for line in lines if " step " in line]
     number = r"(\d+\.\d+)"
     form = rf"verify: epoch (\d), step (\d): loss {number}, {number} ms, exposed {number} ms"
     rows = [re.fullmatch(form, line).groups() for line in logged]
-    assert [row[:2] for row in rows] == [("1", "2"), ("1", "4"), ("2", "2"), ("2", "4")]
+    assert [row[:2] for row in rows] == [(epoch, step) for epoch in "12" for step in "246"]
     assert 2 < float(rows[0][2]) < 5, "of ten classes, before anything is learned"
     assert all(0 < float(exposed) < float(step) for *_, step, exposed in rows)
     assert of_rank_1 == []
