@@ -296,8 +296,11 @@ def verify(args, options, device):
     return {"max_abs_diff": worst, "tolerance": TOLERANCE, "passed": True, "accuracy": accuracy}
 
 
-def benchmark(args, options, device, described, others=None):
-    """Time steps of a language model: no sync, this stage, `others` (by name), and torch DDP."""
+def benchmark(args, options, device, described, others=None, steps=None):
+    """Time steps of a language model: no sync, this stage, `others`, torch DDP, and `steps`.
+
+    By name: `others` are wrappers, `steps` functions that train for a step and return its times.
+    """
     from common import report, timing
 
     def torch_ddp(model):
@@ -325,7 +328,7 @@ def benchmark(args, options, device, described, others=None):
             last.register_post_accumulate_grad_hook(lambda _: watch.mark("last gradient"))
         return lambda: train_step(model, optimizer, watch, tokens, targets)[1]
 
-    candidates = {name: candidate(wrap) for name, wrap in wraps.items()}
+    candidates = {name: candidate(wrap) for name, wrap in wraps.items()} | (steps or {})
     samples = timing.measure(candidates, args.steps, args.warmup)
     for name, step in candidates.items():
         trace = args.trace if name == WRAPPER.__name__ else None

@@ -159,8 +159,8 @@ def draw_parts(runs: list[dict], axes) -> None:
         axes.bar(names, heights, width=0.6, bottom=below, color=colour, label=name)
         below += heights
     handles, labels = axes.get_legend_handles_labels()
-    axes.legend(handles[::-1], labels[::-1], loc="upper right", fontsize=8)
-    axes.set_xlim(-0.5, len(runs) + 0.2)  # room for the legend
+    beside = {"loc": "upper left", "bbox_to_anchor": (1, 1)}
+    axes.legend(handles[::-1], labels[::-1], fontsize=8, **beside)
 
 
 def compare(folder: Path) -> None:

@@ -99,8 +99,8 @@ def train(
 def evaluate(model: nn.Module, batches, device: torch.device, amp: bool = False) -> dict:
     """Loss, accuracy and number of images over the batches of all ranks, equal on every rank.
 
-    `model` is not the DDP wrapper but what it wraps: the wrapper's forward is a collective, and a
-    rank with one batch more than the others would wait in it for ever.
+    `model` is not the DDP wrapper but what it wraps: the wrapper's forward may send buffers, and
+    then a rank with one batch more than the others would wait in it for ever.
     """
     model.eval()
     # Since the last forward each rank's running statistics went their own way.

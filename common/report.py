@@ -46,8 +46,11 @@ def print_row(cells: list[str], widths: list[int]) -> None:
     say("  ".join(aligned).rstrip())
 
 
-def describe(model_class, sizes: dict, args, replicas: int) -> dict:
-    """Print what is measured and see that there is memory for it; returns "model" of the JSON."""
+def describe(model_class, sizes: dict, args, replicas: int, copies: int = 5) -> dict:
+    """Print what is measured and see that there is memory for it; returns "model" of the JSON.
+
+    A replica has so many `copies` of its parameters' size: weight, gradient, two moments, bucket.
+    """
     *shape, batch_size, context_length = sizes[args.size]
     with torch.device("meta"):
         parameters = sum(p.numel() for p in model_class(*shape).parameters())
@@ -59,7 +62,7 @@ def describe(model_class, sizes: dict, args, replicas: int) -> dict:
     say(f"{args.size} model: {millions}, {args.dtype}, {tokens}; {steps}")
     if args.device == "cpu":  # a GPU says itself when it is full
         itemsize = getattr(torch, args.dtype).itemsize
-        each = 5 * itemsize  # weight, gradient, two moments, bucket
+        each = copies * itemsize
         d_model, d_ff, layers, _, vocabulary = shape
         # What one backward needs of its forward, for each token and layer: the inputs of two norms,
         # of four matrices and of attention, and both sides of GELU. At the end three times logits.

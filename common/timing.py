@@ -36,8 +36,9 @@ class Stopwatch:
 def measure(candidates: dict[str, Callable[[], dict]], steps: int, warmup: int) -> dict[str, dict]:
     """Run the candidates step by step in turn (A B C A B C …): noise then meets them all alike.
 
-    A candidate runs one step, after a barrier, and returns its times, {quantity: seconds}. Returns
-    {candidate: {quantity: [rank][step]}}, on every rank, without the first `warmup` rounds.
+    A candidate runs one step, after a barrier, and returns its times, {quantity: seconds}; or None
+    on a rank that has no part in it. Returns {candidate: {quantity: [rank][step]}}, on every rank,
+    without the first `warmup` rounds.
     """
     mine = {name: [] for name in candidates}
     rounds = warmup + steps
@@ -51,12 +52,11 @@ def measure(candidates: dict[str, Callable[[], dict]], steps: int, warmup: int) 
     of_ranks = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, mine)
     samples = {}
-    for name, steps_of_candidate in mine.items():
+    for name in candidates:
+        with_part = [of_rank[name][warmup:] for of_rank in of_ranks if of_rank[name][0] is not None]
         samples[name] = {}
-        for quantity in steps_of_candidate[0]:
-            samples[name][quantity] = [
-                [times[quantity] for times in of_rank[name][warmup:]] for of_rank in of_ranks
-            ]
+        for quantity in with_part[0][0]:
+            samples[name][quantity] = [[times[quantity] for times in steps] for steps in with_part]
     return samples
 
 
@@ -81,17 +81,23 @@ class CollectiveCounter(TorchDispatchMode):
         return operator(*args, **(kwargs or {}))
 
 
+def profile(step: Callable[[], object], trace: Path) -> None:
+    """Write a Chrome trace of rank 0 of three more steps."""
+    # acc_events: torch 2.12 warns that a profiler without it forgets earlier cycles.
+    with torch.profiler.profile(acc_events=True) as profiler:
+        for _ in range(3):
+            dist.barrier()
+            step()
+    if dist.get_rank() == 0:
+        profiler.export_chrome_trace(str(trace))
+
+
 def count_collectives(step: Callable[[], object], trace: Path | None = None) -> int:
     """Collectives in one more step; three further ones are profiled where there is a `trace`."""
     step()  # in its second step torch DDP arranges its buckets anew, with two broadcasts
     with CollectiveCounter() as counter:
         step()
     if trace:
-        # acc_events: torch 2.12 warns that a profiler without it forgets earlier cycles.
-        with torch.profiler.profile(acc_events=True) as profiler:
-            for _ in range(3):
-                step()
-        if dist.get_rank() == 0:
-            profiler.export_chrome_trace(str(trace))
-            say(f"written: {trace}")
+        profile(step, trace)
+        say(f"written: {trace}")
     return counter.count

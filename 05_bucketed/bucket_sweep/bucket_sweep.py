@@ -15,7 +15,6 @@ Source: Stanford CS336, assignment 2, "DDP bucketed benchmarking".
 import gc
 import math
 import os
-import re
 import resource
 import sys
 from functools import partial
@@ -127,11 +126,13 @@ def measure(pairs: list, args, training, experiments: bool) -> dict:
     if experiments:
         everything = calibrate.with_experiments(steps, training, every=3)
     samples = timing.measure(everything, args.steps, args.warmup)
-    for name, step in steps.items():
+    samples["no sync"]["collectives_per_step"] = 0
+    for pair in pairs:
+        name = label(*pair)
         trace = None
-        if args.trace and name != "no sync":
-            trace = Path(args.trace) / (re.sub(r"[^a-z0-9.]+", "-", name.lower()) + ".json")
-        samples[name]["collectives_per_step"] = timing.count_collectives(step, trace)
+        if args.trace:
+            trace = Path(args.trace) / (name.lower().replace(" ", "-") + ".json")
+        samples[name]["collectives_per_step"] = timing.count_collectives(steps[name], trace)
     return samples
 
 
@@ -166,7 +167,8 @@ def sweep(args, device: torch.device) -> dict:
     from common.setup import say
 
     result = report.begin("05_bucketed/bucket_sweep", args, device)
-    model = report.describe(LanguageModel, SIZES, args, replicas=1)
+    # One replica. The sixth copy: in its second step torch DDP has old buckets and new ones.
+    model = report.describe(LanguageModel, SIZES, args, replicas=1, copies=6)
     gradient_bytes = model["parameters"] * getattr(torch, args.dtype).itemsize
     pairs = kinds_and_sizes(args.bucket_sizes_mb)
     batch_shape = model["batch_size"], model["context_length"]
@@ -260,6 +262,20 @@ def say_the_best(rows: list[dict], formula_best_mb: float) -> None:
     say(line)
 
 
+def label_sizes(axes, rows: list[dict]) -> None:
+    """The bucket sizes above their points; those with as many buckets share a label."""
+    sizes = {}  # by number of buckets
+    heights = {}
+    for row in rows:
+        buckets = row["collectives_per_step"]
+        size = row["bucket_size_mb"]
+        sizes.setdefault(buckets, []).append("no limit" if size == NO_LIMIT else f"{size:g} MB")
+        heights[buckets] = max(heights.get(buckets, 0), 1000 * row["overhead_seconds"])
+    for buckets, names in sizes.items():
+        place = {"xytext": (0, 14), "textcoords": "offset points", "ha": "center"}
+        axes.annotate(", ".join(names), (buckets, heights[buckets]), **place)
+
+
 def draw(result: dict, rows: list[dict], path: Path) -> None:
     """Overhead over the number of buckets: measured points, simulated ones, the formula's curve."""
     import numpy
@@ -273,10 +289,16 @@ def draw(result: dict, rows: list[dict], path: Path) -> None:
         buckets = [row["collectives_per_step"] for row in of_kind]
         measured = [1000 * row["overhead_seconds"] for row in of_kind]
         axes.plot(buckets, measured, linestyle=":", label=f"{kind}, measured", **look)
+        if kind == "BucketedDDP":
+            label_sizes(axes, of_kind)
         if kind in RUNGS:
             simulated = [1000 * row["simulated_seconds"] for row in of_kind]
             look["markerfacecolor"] = "none"
             axes.plot(buckets, simulated, label=f"{kind}, simulated", **look)
+    bucketed = [row for row in rows if row["kind"] == "BucketedDDP"]
+    best = min(bucketed, key=lambda row: row["ratio_to_no_sync"])
+    ring = {"s": 260, "facecolors": "none", "edgecolors": "black", "label": "BucketedDDP's best"}
+    axes.scatter(best["collectives_per_step"], 1000 * best["overhead_seconds"], **ring)
     most = max(row["collectives_per_step"] for row in rows)
     buckets = numpy.geomspace(1, max(most, 2), 200)
     of_network = result["bandwidth"], result["call_seconds"]

@@ -141,6 +141,9 @@ def draw(networks: list[dict], title: str, path: Path) -> None:
         panel.axhline(100 * KEPT, color="black", linestyle=":", linewidth=1)
         label = "closed form: all of it can hide, left of the line"
         panel.axvline(entry["closed_form"], color="black", linestyle="--", label=label)
+        if entry["closed_form"] > max(RANKS):
+            away = {"ha": "right", "va": "bottom", "fontsize": 9, "transform": panel.transAxes}
+            panel.text(0.97, 0.02, f"closed form: {entry['closed_form']:.0f} ranks →", **away)
         panel.set_xscale("log", base=2)
         panel.set_xticks(RANKS, [str(ranks) for ranks in RANKS])
         panel.set_xticks([], minor=True)

@@ -21,6 +21,7 @@ PARTS = {  # and their colours
     "in flight": "#D55E00",
     "rest": "#CCCCCC",
 }
+PEAK = "forward and backward"  # the moment at which a rank holds most
 
 
 def most_bytes(function, device, whole_sizes: set) -> tuple[int, int]:
@@ -108,7 +109,7 @@ def account_for(args, device, wrap, make_optimizer) -> dict:
     in_flight = min(in_flight, total - made)  # a gradient may be as large as some whole weight
     if device.type == "cuda":
         in_flight = total - made
-    note("forward and backward", in_flight, total - in_flight - made)
+    note(PEAK, in_flight, total - in_flight - made)
     note("before the step")
     optimizer.step()
     note("after the step")
@@ -146,7 +147,7 @@ def show(result, plot):
             parts = max(ranks, key=sum)
             row = [f"{name}, {moment}", *[f"{part / 2**20:.1f}" for part in [*parts, sum(parts)]]]
             row += ["", ""]
-            if moment == "forward and backward":
+            if moment == PEAK:
                 without_rest = sum(parts[:-1])
                 row[-2:] = [f"{expected[name] / 2**20:.1f}", f"{without_rest / expected[name]:.3f}"]
             rows.append(row)
@@ -162,27 +163,29 @@ def show(result, plot):
 
 
 def draw(result, path):
-    """A bar for each candidate and moment, stacked of the parts, of the rank that has most."""
+    """A bar for each candidate at its peak, stacked of the parts, of the rank that has most."""
     from matplotlib.figure import Figure
 
     memory = result["memory_bytes"]
-    figure = Figure(figsize=(9, 1.6 + 1.15 * len(memory)), layout="constrained")
+    figure = Figure(figsize=(9, 1.4 + 0.5 * len(memory)), layout="constrained")
     axes = figure.subplots()
-    bars = [(name, moment) for name in reversed(memory) for moment in reversed(memory[name])]
-    places = [place + place // 4 for place in range(len(bars))]  # a gap after each candidate
-    left = [0.0] * len(bars)
+    names = list(reversed(memory))
+    left = [0.0] * len(names)
     for number, (part, color) in enumerate(PARTS.items()):
-        widths = [max(memory[name][moment], key=sum)[number] / 2**20 for name, moment in bars]
-        drawn = axes.barh(places, widths, left=left, color=color, label=part, height=0.85)
+        widths = [max(memory[name][PEAK], key=sum)[number] / 2**20 for name in names]
+        drawn = axes.barh(names, widths, left=left, color=color, label=part, height=0.75)
         numbers = [f"{width:.0f}" if width > 9 else "" for width in widths]
         axes.bar_label(drawn, numbers, label_type="center", fontsize=9)
         left = [start + width for start, width in zip(left, widths, strict=True)]
-    axes.set_yticks(places, [f"{name}, {moment}" for name, moment in bars], fontsize=9)
+    for name, total in enumerate(left):
+        axes.annotate(
+            f"{total:.0f}", (total, name), (5, 0), textcoords="offset points", va="center"
+        )
     axes.set_xlabel("MB")
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside lower center", ncols=len(PARTS), frameon=False)
     model = result["model"]
     what = f"{model['size']} model, {model['parameters'] / 1e6:.1f} million parameters"
     ranks = f"{model['dtype']}, AdamW, {result['world_size']} ranks"
-    figure.suptitle(f"What each rank holds: {what}, {ranks}", fontsize=11)
+    figure.suptitle(f"What a rank holds at its peak: {what}, {ranks}", fontsize=11)
     figure.savefig(path, format="png", dpi=120)

@@ -11,6 +11,7 @@ LABELS = {
     "OverlapDDP": "04\noverlap",
     "BucketedDDP": "05\nbucketed",
     "torch DDP": "torch\nDDP",
+    "one process": "one\nprocess",
     # Beside another backend than gloo:
     "05, 8 MB": "05\n8 MB",
     "05, 2 MB": "05\n2 MB",
@@ -18,7 +19,7 @@ LABELS = {
     "torch DDP over gloo": "DDP\ngloo",
     "torch DDP, views": "DDP\nviews",
 }
-COLORS = {"compute": "#56B4E9", "exposed communication": "#D55E00", "optimizer": "#009E73"}
+COLORS = {"compute": "#56B4E9", "exposed communication": "#D55E00", "optimizer": "#999999"}
 
 
 def medians(measured: dict) -> dict[str, dict]:
@@ -57,7 +58,7 @@ def draw_models(result: dict, path: Path) -> None:
         title = f"{size}: {tensors} tensors, {millions:.1f} million parameters"
         panel.set_title(title, fontsize=11)
     panels[0].set_ylabel("median step, in steps without synchronization")
-    caption = "One training step of each rung, {world_size} ranks, {backend} on {device}"
+    caption = "One training step of each stage, {world_size} ranks, {backend} on {device}"
     if result["network"]:
         caption += ", {network}"
     finish(figure, panels[0], caption.format(**result), path)

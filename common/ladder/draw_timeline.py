@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from statistics import median
 
 from common.setup import fail
 
@@ -10,6 +11,7 @@ COLLECTIVE = "#D55E00"
 KINDS = {"all_gather": "#009E73", "all_to_all": "#CC79A7"}  # with a sub-lane of their own
 PACKING = "#E69F00"
 NOTE = "one profiled step: its times differ from the tables', which are medians of unprofiled steps"
+LANES = "all-reduces side by side are those of gloo's two threads; the first may wait for rank 1"
 
 
 def read_trace(path: Path) -> tuple[list, dict]:
@@ -27,14 +29,14 @@ def read_step(
 
     Returns [(phase, start, duration)] in order, and {thread or stream: [(start, duration)]}, sorted
     by start. Where sync packs gradients into one tensor, "pack" and "unpack" are among the phases.
-    Of the recorded steps it is the quickest, because whatever disturbs a step makes it longer: a
-    rank that is held up makes the others wait in their collectives. Where the trace has the phases
-    as the GPU ran them (gpu_user_annotation), these are taken, not their launches by the CPU.
+    Of the recorded steps it is the one whose phases are nearest to their medians. Where the trace
+    has the phases as the GPU ran them (gpu_user_annotation), these are taken, not their launches by
+    the CPU.
     ValueError if a phase is missing.
     """
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     on_gpu = any(event.get("cat") == "gpu_user_annotation" for event in events)
-    step = quickest_step(events, on_gpu)
+    step = typical_step(events, on_gpu)
     start = step["forward"]["ts"]
     end = step["optimizer"]["ts"] + step["optimizer"]["dur"]
 
@@ -74,8 +76,8 @@ def packing(events: list[dict], sync: dict) -> list[tuple[str, dict]]:
     return [("pack", pack), ("unpack", {"ts": last, "dur": end - last})]
 
 
-def quickest_step(events: list[dict], on_gpu: bool) -> dict[str, dict]:
-    """The quickest step: {phase: its event}. ValueError if a phase is missing."""
+def typical_step(events: list[dict], on_gpu: bool) -> dict[str, dict]:
+    """The step nearest to the medians: {phase: its event}. ValueError if a phase is missing."""
     kind = "gpu_user_annotation" if on_gpu else "user_annotation"
     steps = []
     for event in sorted(events, key=lambda event: event["ts"]):
@@ -89,13 +91,12 @@ def quickest_step(events: list[dict], on_gpu: bool) -> dict[str, dict]:
     for phase in PHASES:
         if phase not in steps[-1] and not (on_gpu and phase == "sync"):
             raise ValueError(f"no span named {phase!r}")
-    return min(steps, key=duration)
+    medians = {phase: median(step[phase]["dur"] for step in steps) for phase in steps[-1]}
 
+    def distance(step):
+        return sum(abs(step[phase]["dur"] - medians[phase]) for phase in medians)
 
-def duration(step: dict[str, dict]) -> float:
-    """From the start of forward to the end of the optimizer, in the trace's microseconds."""
-    last = step["optimizer"]
-    return last["ts"] + last["dur"] - step["forward"]["ts"]
+    return min(steps, key=distance)
 
 
 def summary(phases: list[tuple], lanes: dict) -> tuple[str, float]:
@@ -106,8 +107,11 @@ def summary(phases: list[tuple], lanes: dict) -> tuple[str, float]:
     return f"{count} {what}" + "s" * (count != 1), start + duration
 
 
-def draw(steps: dict[str, tuple], path: Path) -> None:
-    """One step per stage, on one axis above each other; `steps`: {label: read_step's answer}."""
+def draw(steps: dict[str, tuple], path: Path, end: float | None = None) -> None:
+    """One step per stage, on one axis above each other; `steps`: {label: read_step's answer}.
+
+    `end`: of the axis, in ms, if it is to have the scale of another picture.
+    """
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
@@ -124,8 +128,6 @@ def draw(steps: dict[str, tuple], path: Path) -> None:
             axes.broken_barh(
                 [(start, duration)], (top, 0.9), facecolor=PHASES.get(name, PACKING), **edge
             )
-            if name not in PHASES:
-                axes.text(start + duration / 2, top + 0.95, name, ha="center", fontsize=10)
             if name == "sync" and lanes and not set(lanes) & set(KINDS):
                 mark_exposed(axes, start, start + duration, top - 1.25)
         height = 0.9 / max(1, len(lanes))
@@ -139,12 +141,16 @@ def draw(steps: dict[str, tuple], path: Path) -> None:
         top -= 3 if lanes else 1.7
     axes.set_ylim(top + 1.2, 1.4)
     axes.set_yticks(ticks, labels, fontsize=10)
-    axes.set_xlabel(f"time of one training step on rank 0, ms\n{NOTE}")
-    axes.set_xlim(left=0)
+    two_threads = any(len(lanes) > 1 and not set(lanes) & set(KINDS) for _, lanes in steps.values())
+    notes = f"{NOTE}\n{LANES}" if two_threads else NOTE
+    axes.set_xlabel(f"time of one training step on rank 0, ms\n{notes}")
+    axes.set_xlim(left=0, right=end)
     axes.margins(x=0.08)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
     handles = [Patch(color=color, label=name) for name, color in PHASES.items()]
+    if any(name not in PHASES for phases, _ in steps.values() for name, _, _ in phases):
+        handles.append(Patch(color=PACKING, label="pack, unpack"))
     kinds = [kind for kind in KINDS if any(kind in lanes for _, lanes in steps.values())]
     handles += [Patch(color=KINDS[kind], label=kind.replace("_", "-")) for kind in kinds]
     handles.append(Patch(color=COLLECTIVE, label="all-reduce" if kinds else "collective"))

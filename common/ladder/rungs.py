@@ -1,9 +1,9 @@
 r"""The rungs beside each other: stages 02 to 05 in one process group, step by step in turn.
 
 Stages that run one after the other meet the machine in different moods, minutes apart. Here every
-rung has a replica of its own, and all take turns (no sync, 02, 03, 04, 05, torch DDP, and again),
-so that their steps can be compared with each other. Two models show what each idea is good for:
-`tiny` has 27 large tensors, `deep` 195 small ones.
+rung has a replica of its own, and all take turns (no sync, 02, 03, 04, 05, torch DDP, one process
+with the batch of all, and again), so that their steps can be compared with each other. Two models
+show what each idea is good for: `tiny` has 27 large tensors, `deep` 195 small ones.
 
     make compare                                                        (see also ARGS="--help")
     make compare BACKEND=shared        (through memory; 05 and torch DDP over gloo, too, in turn)
@@ -14,6 +14,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
@@ -28,6 +29,7 @@ from overlap_ddp import OverlapDDP  # noqa: E402
 
 from common import report, setup  # noqa: E402
 from common.ladder import draw_rungs  # noqa: E402
+from common.timing import Stopwatch  # noqa: E402
 
 WRAPPERS = dict(zip(STAGES, [naive_ddp.NaiveDDP, FlatDDP, OverlapDDP, BucketedDDP], strict=True))
 
@@ -57,6 +59,23 @@ def beside_shared() -> dict:
         "torch DDP over gloo": partial(DistributedDataParallel, process_group=gloo),
         "torch DDP, views": partial(DistributedDataParallel, gradient_as_bucket_view=True),
     }
+
+
+def one_process(args, device, model: dict):
+    """A step of rank 0 alone, with the batches of all ranks, while these wait: what DDP replaces.
+
+    It has as many threads as a rank.
+    """
+    if dist.get_rank() > 0:
+        return lambda: None
+    shape = naive_ddp.SIZES[args.size][:5]
+    with device:
+        network = naive_ddp.LanguageModel(*shape).to(getattr(torch, args.dtype))
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-4, fused=True)
+    batch_shape = model["batch_size"] * dist.get_world_size(), model["context_length"]
+    batch = torch.randint(shape[-1], (2, *batch_shape), device=device)
+    watch = Stopwatch(device)
+    return lambda: naive_ddp.train_step(network, optimizer, watch, *batch)[1]
 
 
 def remove_earlier(*paths: Path | None) -> None:
@@ -95,9 +114,10 @@ def main():
         for size in args.size.split(","):
             setup.say()
             args.size = size
-            replicas = len(others) + 3  # no sync, 02 and torch DDP
+            replicas = len(others) + 4  # no sync, 02, torch DDP, one process
             model = report.describe(naive_ddp.LanguageModel, naive_ddp.SIZES, args, replicas)
-            candidates = naive_ddp.benchmark(args, {}, device, model, others)
+            alone = {"one process": one_process(args, device, model)}
+            candidates = naive_ddp.benchmark(args, {}, device, model, others, alone)
             result["models"][size] = {"model": model, "candidates": candidates}
         print_summary({size: draw_rungs.medians(of) for size, of in result["models"].items()})
         report.write_json(args.json, result)

@@ -16,9 +16,11 @@ def test_run(forked, tmp_path):
     assert status == 0, output
     candidates = read_json(json, "rungs")["models"]["nano"]["candidates"]
     counts = {one["name"]: one["collectives_per_step"] for one in candidates}
-    assert list(counts.items()) == list(NANO_CALLS.items())
+    assert list(counts.items()) == [*NANO_CALLS.items(), ("one process", 0)]
+    ranks = {one["name"]: len(one["step_seconds"]) for one in candidates}
+    assert ranks.pop("one process") == 1 and set(ranks.values()) == {2}
     summary = output[output.index("step ÷ no sync") :].splitlines()
-    assert [line.split()[-1] for line in summary[1:7]] == [str(n) for n in NANO_CALLS.values()]
+    assert [int(line.split()[-1]) for line in summary[1:8]] == list(counts.values())
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 

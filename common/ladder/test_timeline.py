@@ -1,10 +1,11 @@
 """The timeline, on a hand-written trace, and recorded by a small run."""
 
+import json
 import sys
 
 import pytest
 
-from common.ladder import timeline
+from common.ladder import draw_timeline, timeline
 from common.ladder.draw_timeline import PHASES, draw, read_step
 from common.testing.harness import ROOT, check_wrong_input
 
@@ -50,11 +51,30 @@ def test_timeline_takes_the_gpu_s_own_spans():
     assert phases[0] == ("forward", 0.0, 0.05) and lanes == {21: [(0.07, 0.03)]}
 
 
-def test_timeline_takes_the_quickest_step():
-    trace = trace_of_two_steps()
-    trace["traceEvents"][4] = span("optimizer", 190, 10)  # the first is held up for 100 µs
-    phases, lanes = read_step(trace)
-    assert phases[3] == ("optimizer", 0.09, 0.01) and sum(map(len, lanes.values())) == 3
+def test_timeline_takes_the_step_that_is_nearest_to_the_medians():
+    """Neither the quickest nor the slowest of three."""
+    events = []
+    for start, backward in ((0, 30), (1000, 40), (2000, 200)):
+        events += [span("forward", start, 30), span("backward", start + 30, backward)]
+        events += [span("sync", start + 300, 20), span("optimizer", start + 320, 10)]
+    phases, _ = read_step({"traceEvents": events})
+    assert phases[1] == ("backward", 0.03, 0.04)
+
+
+def test_two_pictures_on_the_same_scale(tmp_path, monkeypatch):
+    """--as-long-as makes the axis hold the longest of those traces."""
+    short, long = tmp_path / "short.json", tmp_path / "long.json"
+    short.write_text(json.dumps(trace_of_two_steps()))
+    stretched = trace_of_two_steps()
+    for event in stretched["traceEvents"][1:]:
+        event["ts"] *= 5
+        event["dur"] *= 5
+    long.write_text(json.dumps(stretched))
+    ends = []
+    monkeypatch.setattr(draw_timeline, "draw", lambda steps, path, end: ends.append(end))
+    timeline.draw([short], tmp_path / "x.png", [short, long])
+    timeline.draw([short], tmp_path / "x.png")
+    assert ends == [pytest.approx(1.08 * 0.5), None]
 
 
 def test_timeline_marks_packing_and_draws(tmp_path):

@@ -127,9 +127,9 @@ def wrong_figures(page: Path) -> list[str]:
 
 
 def pages() -> list[Path]:
-    """Every README of the repository; pytest has one of its own in a hidden folder."""
+    """Every page of the repository; pytest has one of its own in a hidden folder."""
     found = [ROOT / "README.md"]
-    for pattern in ("[!.]*/README.md", "[!.]*/*/README.md"):
+    for pattern in ("[!.]*/*.md", "[!.]*/*/*.md"):
         found += sorted(ROOT.glob(pattern))
     return found
 

@@ -2,15 +2,17 @@
 ONE_RUN := $(filter-out 05_bucketed/predict/%,$(LESSONS:%=%/reference_output.txt)) \
 	07_resnet_ddp/compile_ddp/reference_output_variants.txt \
 	07_resnet_ddp/sweep/reference_output_full.txt
-RECORDED := $(wildcard 0?_*/reference_output*.txt 0?_*/*/reference_output*.txt common/ladder/*.txt)
-# Those on two hosts need Linux: name them. In the end: which figures of the READMEs are stale.
-reference: $(sort $(ONE_RUN) $(filter-out %_hosts.txt %_1gbit.txt,$(RECORDED)))
+RECORDED := $(wildcard 0?_*/reference_output*.txt 0?_*/*/reference_output*.txt common/*/*.txt)
+# Those on two hosts need Linux, the one of hangs.md needs py-spy: name them. In the end: which figures of the READMEs are stale.
+reference: $(sort $(ONE_RUN) $(filter-out %_hosts.txt %_1gbit.txt %_hang.txt,$(RECORDED)))
 	@$(PYTHON) -m common.recordings.figures || true
 results: ; mkdir -p $@
 FORCE:
 
-# What is printed becomes the target once all has succeeded, without the names of files.
-keep = results/recording.txt && grep -v '^written: ' results/recording.txt > $@
+# What is printed becomes the target once all has succeeded, without the names of files and where
+# this machine's Python is.
+keep = results/recording.txt && grep -v '^written: ' results/recording.txt | \
+  sed 's@^$$ [^ ]*/python @$$ python @' > $@
 RUN = $(MAKE) --no-print-directory
 
 $(ONE_RUN): FORCE | results
@@ -45,6 +47,13 @@ RESNET = 07_resnet_ddp/resnet_ddp.py --threads $(THREADS) --results results/07_p
 	  run $(PYTHON) $(RESNET) --global-batch 32 && run $(TORCHRUN) $(RESNET) --no-sync || exit; \
 	done)
 
+JPEGS = --data synthetic --decode 500 --steps-per-epoch 12 --held-out 64 --log-every 1000
+07_resnet_ddp/reference_output_loading.txt: FORCE | results
+	$(call three_runs,for workers in 0 1 2 4; do \
+	  run() { echo "\$$ $$* $(JPEGS) --workers $$workers"; "$$@" $(JPEGS) --workers $$workers && echo; }; \
+	  run $(PYTHON) $(RESNET) && run $(TORCHRUN) $(RESNET) || exit; \
+	done)
+
 01_allreduce/shared_memory/reference_output_three_runs.txt: FORCE | results
 	$(call three_runs,$(RUN) $(@D) ARGS="--plot $(@D)/shared_memory.png")
 01_allreduce/shared_memory/reference_output_backend.txt: FORCE | results
@@ -66,7 +75,11 @@ common/ladder/reference_output_timeline.txt: FORCE | results
 	$(RUN) timeline ARGS= > $(keep)
 	cp results/timeline.png $(@D)
 	for stage in $(LADDER); do $(DRAW) results/timeline_no_sync.json \
-	  results/timeline_$$stage.json --plot $$stage/timeline.png || exit; done
+	  results/timeline_$$stage.json --plot $$stage/timeline.png \
+	  --as-long-as results/timeline_0*.json || exit; done
+
+common/docs/reference_output_hang.txt: FORCE | results
+	bash common/docs/hang.sh $(PYTHON) > $(keep)
 
 FAST := RATE=4gbit DELAY=0
 SLOW := RATE=1gbit DELAY=1ms
@@ -77,6 +90,10 @@ common/ladder/reference_output_hosts.txt: common/ladder/reference_output_compare
 	$(PYTHON) -m common.ladder.compare "shared memory"=results/shared.json \
 	  loopback=results/compare.json "4 Gbit/s"=results/fast.json "1 Gbit/s, 1 ms"=results/slow.json \
 	  --plot $(@D)/hosts.png > $(keep)
+LARGE = --size 0.5b --batch-size 1 --context-length 128 --steps 3 --warmup 2
+05_bucketed/bucket_sweep/reference_output_large.txt: FORCE | results
+	$(RUN) $(@D) ARGS="$(LARGE) --bucket-sizes-mb 1,10,100,1000 \
+	  --plot $(@D)/bucket_sweep_large.png" > $(keep)
 05_bucketed/bucket_sweep/reference_output_1gbit.txt: FORCE | results
 	$(RUN) hosts $(SLOW) SCRIPT=$(@D)/bucket_sweep.py \
 	  ARGS="--plot $(@D)/bucket_sweep_1gbit.png" > $(keep)
