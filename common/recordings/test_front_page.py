@@ -42,6 +42,7 @@ def test_the_program(forked, tmp_path, change):
     assert len(set(found)) == 1, found
 
 
+@pytest.mark.full  # the one above is the fast part
 def test_the_program_as_it_stands(launched, tmp_path):
     path = tmp_path / "train.py"
     path.write_text(PROGRAM)
