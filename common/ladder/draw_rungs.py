@@ -76,6 +76,9 @@ def draw_networks(results: dict[str, dict], path: Path) -> None:
     for panels, (size, measured) in zip(grid, models.items(), strict=True):
         for panel, (label, result) in zip(panels, results.items(), strict=True):
             draw_panel(panel, medians(result["models"][size]))
+            texts = [label.get_text() for label in panel.get_xticklabels()]
+            numbers = [text.split("\n")[0] if text.startswith("0") else text for text in texts]
+            panel.set_xticks(range(len(texts)), numbers)  # narrow: a stage is its number
             panel.set_title(f"{size}, {label}", fontsize=11)
         panels[0].set_ylabel(f"median step ÷ {measured['candidates'][0]['name']}")
     finish(figure, grid[0][0], "One training step of each candidate", path)
