@@ -191,7 +191,8 @@ def test_when_the_launcher_is_ended_all_end(forked):
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGKILL):
         runs[number] = forked.start(None, *ENDLESS, "--nproc", 1)
     for number, run in runs.items():
-        run.wait_for("all meet at")
+        # A launcher that is killed while it starts a process leaves Python's own traceback there.
+        run.wait_for(VERIFIED if number == signal.SIGKILL else "all meet at")
         if number == signal.SIGINT:
             os.killpg(run.processes[0].pid, number)  # as the terminal does
         else:
