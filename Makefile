@@ -159,8 +159,9 @@ lint: $(RUNTIME) $(DEVELOPMENT)
 format: $(RUNTIME) $(DEVELOPMENT)
 	$(PYTHON) -m ruff format .
 
-##   make reference                          record every reference_output*.txt and picture again
-include common/recordings/reference.mk
+##   make reference [ONLY=05_bucketed]       record every reference_output*.txt and picture again
+reference: $(RUNTIME)
+	@$(PYTHON) -m common.recordings.record $(ONLY) $(if $(FORCE),--force)
 
 ##   make clean                              remove results/ and caches
 clean:

@@ -28,6 +28,7 @@ from alpha_beta import fit
 from alternate_ring import alternate_ring_all_reduce
 from shared_memory import SMALL_PIECE, SharedMemoryAllReduce
 
+from common.recordings.record import output_of
 from common.testing import harness
 from common.testing.harness import ROOT, SHARED_MEMORY, masked, names_in, read_json, wait_for_line
 
@@ -274,7 +275,7 @@ def test_script_measures_fits_and_draws(forked, tmp_path):
     words = [*SMALL, "--sizes-mb", "0.5,32"]  # far apart: the time grows on a busy machine, too
     status, output = forked(None, SCRIPT, *words, *files_in(tmp_path))
     assert status == 0, output
-    recorded = SCRIPT.with_name("reference_output.txt").read_text()
+    recorded = output_of(SCRIPT.with_name("reference_output.txt"))
     if torch.cuda.device_count() < 2:
         assert set(masked(recorded)) == set(masked(output)), output
     assert output.count("3+1") == 4 and output.count("ranks hold the sum, bitwise equal") == 1

@@ -25,6 +25,7 @@ from torchvision.datasets import CIFAR10
 from torchvision.models import resnet18
 from torchvision.ops import FrozenBatchNorm2d
 
+from common.recordings.record import output_of
 from common.testing import harness
 from common.testing.harness import masked, torchrun
 
@@ -230,7 +231,7 @@ def test_single_then_ddp_then_a_picture(forked, tmp_path):
     assert " s left\n" in output and "speed-up  in time" in output
     assert f"torchvision {torchvision.__version__}, " in output
     assert "learning rate 0.02\n" in output
-    recorded = SCRIPT.with_name("reference_output.txt").read_text()
+    recorded = output_of(SCRIPT.with_name("reference_output.txt"))
     recorded = masked(re.sub(r"  ETA (\d+ s)", r", \1 left", recorded))  # as it was when recorded
     starts = ("#_resnet", "DDP", "epoch", "total", "data", "compute", "batch", "single")
     for line in masked(output):  # what the recorded output shows is what the script prints today

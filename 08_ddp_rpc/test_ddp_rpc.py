@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch.distributed import rpc
 
+from common.recordings.record import output_of
 from common.testing import harness
 from common.testing.harness import needs_proc, wait_for_line
 
@@ -41,7 +42,7 @@ def test_it_prints_what_was_recorded(forked):
     status, output = forked(None, SCRIPT, "--device", "cpu", "--warmup", 0, "--steps", 50)
     assert status == 0 and "Warning" not in output, output
     lines = harness.masked(output)
-    recorded = harness.masked((FOLDER / "reference_output.txt").read_text())
+    recorded = harness.masked(output_of(FOLDER / "reference_output.txt"))
     machine = 1  # the line of CUDA and of what the host is made of
     assert lines[machine].startswith("CUDA ")
     del lines[machine], recorded[machine]

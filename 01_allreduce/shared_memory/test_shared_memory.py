@@ -22,6 +22,7 @@ import shared_memory
 from allreduce import differing_sums
 from shared_memory import PART_BYTES, SMALL_PIECE, SharedMemory, SharedMemoryAllReduce
 
+from common.recordings.record import output_of
 from common.testing import harness
 from common.testing.harness import SHARED_MEMORY, Ranks, left_in, masked, names_in, read_json
 
@@ -310,7 +311,7 @@ def test_script(forked, tmp_path):
     assert status == 0, output
     begin = "verify: passed, 3 collectives of 8 lengths and 8 dtypes, bitwise gloo's results\n"
     assert output.startswith(begin)
-    recorded = SCRIPT.with_name("reference_output.txt").read_text()
+    recorded = output_of(SCRIPT.with_name("reference_output.txt"))
     recorded = recorded.replace("01_allreduce: ", "01_allreduce/shared_memory: ")
     if torch.cuda.device_count() < 2:
         assert set(masked(recorded)) <= set(masked(output)), output

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from common import timing
+from common.recordings.record import output_of
 from common.testing import harness
 
 FOLDER = Path(__file__).resolve().parent
@@ -130,7 +131,7 @@ def test_run(forked, tmp_path, device):
     status, output = forked(2, SCRIPT, *words, cwd=tmp_path)
     assert status == 0, output
     result = harness.read_json(tmp_path / "sweep.json", "05_bucketed/bucket_sweep")
-    recorded = (FOLDER / "reference_output.txt").read_text()
+    recorded = output_of(FOLDER / "reference_output.txt")
     recorded = recorded.replace("gloo on cpu", f"{result['backend']} on {device}")
     for shown, expected in zip(shape_of(output), shape_of(recorded), strict=True):
         assert shown == expected

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from common.recordings.record import output_of
 from common.testing import harness
 
 FOLDER = Path(__file__).resolve().parent
@@ -241,7 +242,7 @@ def test_extrapolation(monkeypatch, capsys, tmp_path):
         assert len(by_bandwidth) == 3
         for slower, faster in itertools.pairwise(by_bandwidth):
             assert all(s <= f for s, f in zip(slower, faster, strict=True)), rung
-    recorded = (FOLDER / "reference_output_extrapolate.txt").read_text()
+    recorded = output_of(FOLDER / "reference_output_extrapolate.txt")
     recorded = recorded.replace("xl model", "small model").replace("≥ ", "")
     assert harness.masked(output.replace("≥ ", "")) == harness.masked(recorded)
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")

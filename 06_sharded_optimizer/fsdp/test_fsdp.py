@@ -20,6 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
+from common.recordings.record import output_of
 from common.testing import harness
 from common.testing.harness import masked, torchrun
 
@@ -1243,7 +1244,7 @@ def test_script_alone(forked, tmp_path):
     assert status == 0, output
     result = harness.read_json(tmp_path / "x.json", "06_sharded_optimizer/fsdp")
     assert result["verify"]["passed"] and result["verify"]["max_abs_diff"] <= 1e-10
-    recorded = masked(SCRIPT.with_name("reference_output.txt").read_text())
+    recorded = masked(output_of(SCRIPT.with_name("reference_output.txt")))
     starts = "#_sharded", "verify", "FSDP,", "MB", "forward and", "in flight", "Percentiles"
     missing = [line for line in recorded if line.startswith(starts) and "no prefetch" not in line]
     missing = [line for line in missing if line not in masked(output)]
@@ -1351,5 +1352,5 @@ def test_on_a_gpu(script, world_size):
 
 def test_readme_shows_the_recorded_outputs():
     readme = SCRIPT.with_name("README.md").read_text()
-    recorded = SCRIPT.with_name("reference_output.txt").read_text()
+    recorded = output_of(SCRIPT.with_name("reference_output.txt"))
     assert recorded in readme

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from common import setup
+from common.recordings.record import output_of
 from common.testing.harness import check_script_alone, masked, read_json, torchrun
 
 SCRIPT = Path(__file__).resolve().with_name("compile_ddp.py")
@@ -165,7 +166,7 @@ def test_matrix(forked, tmp_path):
     rows = [line.split()[:2] for line in table[1:7]]
     expected = [["bare", "eager"], ["bare", "dynamo"], ["ddp", "eager"], ["ddp", "dynamo"]]
     assert rows == [*expected, ["fsdp", "eager"], ["fsdp", "dynamo"]], output
-    recorded = masked(SCRIPT.with_name("reference_output.txt").read_text())
+    recorded = masked(output_of(SCRIPT.with_name("reference_output.txt")))
     for line in masked(output):  # what the recorded output shows is what the script prints today
         if not line.startswith(("toy", "written")) and "dynamo" not in line:
             assert line.replace("fsdp eager wrap", "fsdp eager") in recorded
@@ -187,7 +188,7 @@ def test_one_process_that_says_on_a_terminal_what_takes_long(forked):
     assert status == 0 and "gloo on cpu, 1 ranks" in output, shown
     assert "ddp dynamo only, 7 of 8: compiling" in shown and "fsdp eager, 3 of 8: " in shown, shown
     assert "compiling" not in output
-    recorded = masked(SCRIPT.with_name("reference_output_variants.txt").read_text())
+    recorded = masked(output_of(SCRIPT.with_name("reference_output_variants.txt")))
     for line in masked(output.replace("dynamo only", "inductor")):
         if not line.startswith(("toy", "ddp inductor")):
             assert line in recorded, line

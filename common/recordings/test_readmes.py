@@ -1,4 +1,4 @@
-"""The READMEs: their figures and links, page by page; and that make records all of them."""
+"""The READMEs: their figures and links, page by page."""
 
 import itertools
 import re
@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from common.recordings import figures
-from common.testing.harness import ROOT, would_make
+from common.recordings.record import output_of
+from common.testing.harness import ROOT
 
 PAGES = [str(path.relative_to(ROOT)) for path in figures.pages()]
 LADDER = ["02_naive_ddp", "03_flat_ddp", "04_overlap_ddp", "05_bucketed"]
@@ -99,23 +100,8 @@ def test_the_command_prints_what_is_wrong(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("stage", [*LADDER, "06_sharded_optimizer"])
 def test_a_page_shows_the_recorded_output(stage):
-    recorded = (ROOT / stage / "reference_output.txt").read_text()
+    recorded = output_of(ROOT / stage / "reference_output.txt")
     assert recorded in (ROOT / stage / "README.md").read_text()
-
-
-def test_make_reference_records_all_and_ends_with_the_check():
-    """What needs Linux or py-spy is recorded by its name alone."""
-    recordings = set(ROOT.glob("[!.]*/reference_output*.txt"))
-    recordings |= set(ROOT.glob("[!.]*/*/reference_output*.txt"))
-    names = {str(path.relative_to(ROOT)) for path in recordings}
-    by_name_alone = {
-        name for name in names if name.endswith(("_hosts.txt", "_1gbit.txt", "_hang.txt"))
-    }
-    commands = would_make("reference")
-    assert {name for name in names if f"> {name}\n" in commands} == names - by_name_alone
-    assert commands.rstrip().endswith("-m common.recordings.figures || true")
-    for name in by_name_alone:
-        assert f"> {name}\n" in would_make(name), name
 
 
 def anchors_of(text: str) -> set[str]:

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from common.recordings.record import output_of
 from common.testing.forked_script import run_script
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -441,7 +442,7 @@ def files_in(folder: Path) -> list:
 def check_output(output: str, path: Path, folder: Path, world_size: int, device: str) -> None:
     """It is what reference_output.txt shows; and the files are right."""
     result = read_json(folder / "json", path.parent.name)
-    recorded = (path.parent / "reference_output.txt").read_text()
+    recorded = output_of(path.parent / "reference_output.txt")
     recorded = recorded.replace("gloo on cpu", f"{result['backend']} on {device}")
     recorded = recorded.replace("tiny model", f"{result['model']['size']} model")
     assert masked(output) == masked(recorded), output
