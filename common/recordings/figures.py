@@ -56,7 +56,8 @@ def missing_in(files: list[Path], figures: list[Decimal]) -> list[Decimal]:
     """Those that are no recorded number, rounded to as many decimals."""
     recorded = []
     for file in files:
-        recorded += numbers_of(file.read_text())
+        if file.is_file():
+            recorded += numbers_of(file.read_text())
     missing = []
     for figure in figures:
         rounding = Decimal((0, (5,), figure.as_tuple().exponent - 1))

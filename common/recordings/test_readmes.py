@@ -89,6 +89,12 @@ def test_what_needs_a_marker_or_a_recording(text, complaint, tmp_path):
     assert bool(wrong) == bool(complaint) and " ".join(wrong).startswith(complaint), wrong
 
 
+def test_figures_of_a_file_that_is_not_there_are_wrong(tmp_path):
+    text = "<!-- figures: reference_output_y.txt -->\n" + LINES
+    wrong = figures.wrong_figures(page(tmp_path, text))
+    assert wrong == ["README.md:4: 1.5: not in reference_output_y.txt"]
+
+
 def test_the_command_prints_what_is_wrong(tmp_path, monkeypatch, capsys):
     path = page(tmp_path, "[34.7](reference_output_x.txt)")
     monkeypatch.setattr(figures, "pages", lambda: [path])
