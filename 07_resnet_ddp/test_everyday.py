@@ -59,7 +59,11 @@ def everyday(path) -> list[torch.Tensor]:
     )
     torch.testing.assert_close(model.module.weight.grad, expected)
 
-    exec(code["Saving and printing"], names)
+    names["loss"] = torch.tensor(float(rank))
+    exec(code["Printing the mean loss"], names)
+    assert names["mean_loss"] == (world_size - 1) / 2
+
+    exec(code["Saving"], names)
     assert torch.load(path).keys() == model.module.state_dict().keys()
 
     exec(code["Evaluating"], names)

@@ -7,6 +7,7 @@ from statistics import median
 from common.setup import fail
 
 PHASES = {"forward": "#56B4E9", "backward": "#0072B2", "sync": "#F0E442", "optimizer": "#999999"}
+IN_WORDS = {"sync": "waiting for communication"}
 COLLECTIVE = "#D55E00"
 KINDS = {"all_gather": "#009E73", "all_to_all": "#CC79A7"}  # with a sub-lane of their own
 PACKING = "#E69F00"
@@ -123,6 +124,7 @@ def draw(steps: dict[str, tuple], path: Path, end: float | None = None) -> None:
     axes = figure.subplots()
     edge = {"edgecolor": "white", "linewidth": 0.5}
     beside = {"xytext": (4, 0), "textcoords": "offset points", "va": "center", "fontsize": 10}
+    centered = {"ha": "center", "va": "center"}
     ticks = []
     labels = []
     top = 0.0
@@ -134,9 +136,14 @@ def draw(steps: dict[str, tuple], path: Path, end: float | None = None) -> None:
             if name == "sync" and lanes and not set(lanes) & set(KINDS):
                 mark_exposed(axes, start, start + duration, top - 1.25)
         height = 0.9 / max(1, len(lanes))
+        numbers = numbers_of(lanes)
         for number, (lane, blocks) in enumerate(lanes.items()):
             place = (top - 0.1 - (number + 1) * height, 0.92 * height)
             axes.broken_barh(blocks, place, facecolor=KINDS.get(lane, COLLECTIVE), **edge)
+            middle = place[0] + place[1] / 2
+            for start, duration in blocks:
+                text = numbers.get((lane, start), "")
+                axes.text(start + duration / 2, middle, text, color="white", fontsize=9, **centered)
         all_reduces, duration = summary(phases, lanes)
         ticks += [top + 0.45, top - 0.55]
         labels += [f"{label}  compute", all_reduces if lanes else ""]
@@ -151,15 +158,25 @@ def draw(steps: dict[str, tuple], path: Path, end: float | None = None) -> None:
     axes.margins(x=0.08)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    handles = [Patch(color=color, label=name) for name, color in PHASES.items()]
+    handles = [Patch(color=color, label=IN_WORDS.get(name, name)) for name, color in PHASES.items()]
     if any(name not in PHASES for phases, _ in steps.values() for name, _, _ in phases):
         handles.append(Patch(color=PACKING, label="pack, unpack"))
     kinds = [kind for kind in KINDS if any(kind in lanes for _, lanes in steps.values())]
     handles += [Patch(color=KINDS[kind], label=kind.replace("_", "-")) for kind in kinds]
-    handles.append(Patch(color=COLLECTIVE, label="all-reduce" if kinds else "collective"))
+    handles.append(Patch(color=COLLECTIVE, label="all-reduce"))
     place = {"loc": "outside upper center", "ncols": len(handles)}
     figure.legend(handles=handles, fontsize=10, frameon=False, **place)
     figure.savefig(path, format="png")
+
+
+def numbers_of(lanes: dict) -> dict[tuple, str]:
+    """Which all-reduce a block is, in the order in which they start; nothing if there are many."""
+    blocks = []
+    for lane in lanes:
+        blocks += [(start, lane) for start, _ in lanes[lane]]
+    if set(lanes) & set(KINDS) or len(blocks) > 8:
+        return {}
+    return {(lane, start): str(number) for number, (start, lane) in enumerate(sorted(blocks), 1)}
 
 
 def mark_exposed(axes, start: float, end: float, height: float) -> None:

@@ -324,8 +324,9 @@ def announce(names: list[str]) -> None:
     took = sum(seconds for seconds in known.values() if seconds)
     unknown = [name for name in names if known[name] is None]
     text = f"{len(names)} of {len(RECORDINGS)} recordings, commit {commit()}"
-    text += f"; last time they took {took / 60:.0f} minutes"
-    say(text + (f", {len(unknown)} are not known" if unknown else ""))
+    if took:
+        text += f"; about {took / 60:.0f} minutes, as they took last time"
+    say(text + (f"; how long {len(unknown)} take is not known" if unknown else ""))
 
 
 def main() -> int:
