@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import common.ladder.compare
-from common.ladder import draw_rungs
+from common.ladder import draw_rungs, draw_runs
 from common.recordings.record import output_of
 
 
@@ -172,3 +172,11 @@ def test_per_rank(compare):
     assert rows[2] == "no sync 1 400.0 200.0 600.0 - - -".split()
     assert rows[3] == "BucketedDDP 0 400.0 400.0 400.0 100.0 0.0 200.0".split()
     assert rows[4] == "BucketedDDP 1 400.0 400.0 400.0 0.0 0.0 0.0".split()
+
+
+def test_the_picture_of_make_compare_comes_from_its_recording(tmp_path):
+    recording = Path(__file__).with_name("reference_output_compare.txt")
+    ratios, lowest, highest = draw_runs.tables(recording.read_text(), "step ÷ no sync")
+    assert list(ratios) == list(lowest) == list(highest)
+    draw_runs.draw(recording, tmp_path / "compare.png")
+    assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")

@@ -9,7 +9,7 @@ it was. What fails is named in the end, and its old recording stays. Two recordi
 
 The top of a recording says of which commit it is: the last one that changed more than pages and
 recordings. In what ran several times every number is the median of the runs; those at their lowest
-and highest follow. A picture is that of the run which is nearest to the medians.
+and highest follow. A picture is drawn from these, or is that of the run nearest to the medians.
 """
 
 import os
@@ -38,6 +38,7 @@ class Recording(NamedTuple):
     commands: list[str]
     runs: int = 1
     files: dict[str, str] = {}  # beside the recording: in results/
+    picture: str = ""  # drawn from the recording by common/ladder/draw_runs.py
 
 
 def make(target: str, flags: str = "", **variables) -> str:
@@ -96,7 +97,8 @@ RECORDINGS = {
     "common/ladder/reference_output_compare.txt": Recording(
         [make("compare")],
         runs=5,
-        files=same("compare.png") | {"../../results/recorded/loopback.json": "compare.json"},
+        files={"../../results/recorded/loopback.json": "compare.json"},
+        picture="compare.png",
     ),
     "06_sharded_optimizer/reference_output.txt": Recording([make("06_sharded_optimizer")], runs=5),
     f"{FSDP}/reference_output.txt": Recording([make(FSDP)], runs=5, files=same("fsdp.png")),
@@ -116,7 +118,8 @@ RECORDINGS = {
             make(FSDP, "--no-verify --no-memory", BACKEND="shared"),
         ],
         runs=3,
-        files={"backend.png": "compare.png", "../../results/recorded/shared.json": "compare.json"},
+        files={"../../results/recorded/shared.json": "compare.json"},
+        picture="backend.png",
     ),
     "01_allreduce/alternate_ring/reference_output.txt": Recording(
         [make("01_allreduce/alternate_ring")]
@@ -293,6 +296,9 @@ def record(path: Path, recording: Recording) -> None:
             target.parent.mkdir(exist_ok=True)
             shutil.copy(Path(folder) / f"{typical} {name}", target)
     path.write_text(head(recording, time.monotonic() - began) + text)
+    if recording.picture:
+        plot = path.with_name(recording.picture)
+        output_of_run([f"python -m common.ladder.draw_runs {path} --plot {plot}"])
 
 
 def is_recorded(path: Path) -> bool:

@@ -48,41 +48,39 @@ def median(numbers: list[str], key) -> str:
     return sorted(numbers, key=key)[(len(numbers) - 1) // 2]
 
 
-def paragraphs(outputs: list[str]) -> list[list[tuple[str, ...]]]:
-    """The lines of all outputs beside each other, in groups as empty lines part them."""
+def scattering_paragraphs(outputs: list[str]) -> list[list[tuple[str, ...]]]:
+    """The lines of all outputs beside each other, in groups as empty lines part them.
+
+    Without the groups that are the same in all outputs.
+    """
     groups = [[]]
     for lines in zip(*map(str.splitlines, outputs), strict=True):
         if lines[0]:
             groups[-1].append(lines)
-        elif groups[-1]:
+        else:
             groups.append([])
-    return groups
+    return [group for group in groups if any(len(set(lines)) > 1 for lines in group)]
 
 
 def summary(outputs: list[str]) -> str:
     """The medians as the command prints them; then what scatters at its lowest and its highest."""
     beside_each_other = zip(*map(str.splitlines, outputs), strict=True)
     text = "".join(merge(lines, median) + "\n" for lines in beside_each_other)
-    scattering = []
-    for group in paragraphs(outputs):
-        if any(len(set(lines)) > 1 for lines in group):
-            scattering.append(group)
     for name, choose in (("lowest", min), ("highest", max)):
-        for group in scattering:
+        for group in scattering_paragraphs(outputs):
             text += f"\n{name} of {len(outputs)} runs\n"
             text += "".join(merge(lines, choose) + "\n" for lines in group)
     return text
 
 
 def most_typical(outputs: list[str]) -> int:
-    """Which of the outputs is nearest to the medians: by the ratios of its numbers to these."""
-    away = []
-    medians = summary(outputs)
-    for output in outputs:
-        ratios = []
-        for line, of_medians in zip(output.splitlines(), medians.splitlines(), strict=False):
-            for one, other in zip(NUMBER.findall(line), NUMBER.findall(of_medians), strict=True):
-                if value(one) > 0 and value(other) > 0:
-                    ratios.append(abs(math.log(value(one) / value(other))))
-        away.append(sum(ratios))
+    """Which of the outputs is nearest to the medians, in the last table whose numbers scatter."""
+    away = [0.0] * len(outputs)
+    for table in scattering_paragraphs(outputs)[-1:]:
+        for lines in table:
+            medians = NUMBER.findall(merge(lines, median))
+            for run, line in enumerate(lines):
+                for number, of_median in zip(NUMBER.findall(line), medians, strict=True):
+                    if value(number) > 0 and value(of_median) > 0:
+                        away[run] += abs(math.log(value(number) / value(of_median)))
     return away.index(min(away))

@@ -126,7 +126,8 @@ def test_every_recording_and_every_picture_has_a_command():
     assert {ROOT / name for name in RECORDINGS} == found
     pictures = set()
     for name, recording in RECORDINGS.items():
-        pictures |= {(ROOT / name).parent.joinpath(file).resolve() for file in recording.files}
+        files = [*recording.files, *filter(None, [recording.picture])]
+        pictures |= {(ROOT / name).parent.joinpath(file).resolve() for file in files}
     drawn = {path for path in pictures if path.suffix == ".png"}
     assert drawn == set(ROOT.glob("0?_*/**/*.png")) | set(ROOT.glob("common/**/*.png"))
 
