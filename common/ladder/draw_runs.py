@@ -68,7 +68,7 @@ def draw(recording: Path, picture: Path) -> None:
         tensors = medians["NaiveDDP"][column + 1]  # one all-reduce for each
         panel.set_title(f"{size}: {tensors} tensors, {parameters}", fontsize=11)
     panels[0].set_ylabel("step ÷ no sync")
-    backend, ranks = re.search(r"^rungs: \S+ \S+, (.*?), (\d+ ranks)", text).groups()
+    backend, ranks = re.search(r"^rungs: \S+ \S+, (.*?), (\d+ ranks)", text, re.MULTILINE).groups()
     runs = re.search(r"^lowest of (\d+) runs", text, re.MULTILINE)[1]
     spread = f"medians of {runs} runs, lines from the lowest to the highest"
     figure.suptitle(f"One training step, {ranks}, {backend}: {spread}", fontsize=11)
