@@ -108,7 +108,9 @@ RECORDINGS = {
     "08_ddp_rpc/reference_output_8x8.txt": Recording(
         [make("08_ddp_rpc", "--lookup both --steps 200", NPROC=8)], runs=3
     ),
-    "01_allreduce/reference_output.txt": Recording([make("01_allreduce")]),
+    "01_allreduce/reference_output.txt": Recording(
+        [make("01_allreduce")], files={"allreduce.png": "01_allreduce.png"}
+    ),
     "01_allreduce/shared_memory/reference_output.txt": Recording(
         [make("01_allreduce/shared_memory")], runs=3, files=same("shared_memory.png")
     ),
