@@ -47,6 +47,8 @@ def draw(recording: Path, picture: Path) -> None:
         heights = list(ratios.values())
         rest = [height - part for height, part in zip(heights, exposed, strict=True)]
         labels = [LABELS[name] for name in ratios]
+        if len(labels) > 8:  # narrow: neighbours would meet
+            labels = [label.replace("bucketed", "25 MB") for label in labels]
         panel.bar(labels, rest, color=COLORS["compute"], width=0.65, label="compute, optimizer")
         panel.bar(
             labels,
