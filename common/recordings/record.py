@@ -8,8 +8,9 @@ it was. What fails is named in the end, and its old recording stays. Two recordi
 "hosts", which needs Linux, and one needs py-spy.
 
 The top of a recording says of which commit it is: the last one that changed more than pages and
-recordings. In what ran several times every number is the median of the runs; those at their lowest
-and highest follow. A picture is drawn from these, or is that of the run nearest to the medians.
+recordings. In what ran several times every number is the median of the runs, and those at their
+lowest and highest follow; runs that say different words stand one after another. A picture is drawn
+from the medians, or is that of the run nearest to them, or of the first.
 """
 
 import os
@@ -186,7 +187,10 @@ RECORDINGS = {
         files={"bucket_sweep_1gbit.png": "bucket_sweep.png"},
     ),
     f"{PREDICT}/reference_output_hosts.txt": Recording(
-        [make("hosts", "--no-plot --steps 5 --warmup 1", SCRIPT=f"{PREDICT}/predict.py", **SLOW)]
+        [
+            make("hosts", "--no-plot --steps 8", SCRIPT=f"{PREDICT}/predict.py", **FAST),
+            make("hosts", "--no-plot --steps 5 --warmup 1", SCRIPT=f"{PREDICT}/predict.py", **SLOW),
+        ]
     ),
     "07_resnet_ddp/sweep/reference_output_hosts.txt": Recording(
         [make("hosts", SCRIPT="07_resnet_ddp/sweep/sweep.py")]
@@ -236,7 +240,7 @@ def output_of(path: Path) -> str:
     return re.split(r"^\nlowest of ", parts_of(path.read_text())[1], flags=re.MULTILINE)[0]
 
 
-def head(recording: Recording, seconds: float) -> str:
+def head(recording: Recording, seconds: float, have_medians: bool) -> str:
     lines = {}
     if len(recording.commands) == 1:
         lines["command"] = recording.commands[0]
@@ -247,7 +251,7 @@ def head(recording: Recording, seconds: float) -> str:
         lines["GPU"] = f"{torch.cuda.device_count()} × {torch.cuda.get_device_name()}"
     now = datetime.now(timezone.utc)
     lines["date"] = f"{now:%Y-%m-%d %H:%M} UTC; it took {seconds:.0f} s"
-    if recording.runs > 1:
+    if have_medians:
         lines["runs"] = (
             f"{recording.runs}: every number is the median, the lowest and highest follow"
         )
@@ -285,19 +289,19 @@ def record(path: Path, recording: Recording) -> None:
             for name in recording.files.values():
                 shutil.copy(ROOT / "results" / name, Path(folder) / f"{number} {name}")
         typical = 0
-        if recording.runs == 1:
-            text = outputs[0]
-        elif spread.are_alike(outputs):
+        have_medians = recording.runs > 1 and spread.are_alike(outputs)
+        if have_medians:
             text = spread.summary(outputs)
             typical = spread.most_typical(outputs)
+        elif recording.runs > 1:
+            text = "\n".join(f"run {number}\n{output}" for number, output in enumerate(outputs, 1))
         else:
-            named = [f"run {number}\n{output}" for number, output in enumerate(outputs, 1)]
-            text = "\n".join(named)
+            text = outputs[0]
         for target, name in recording.files.items():
             target = path.parent / target
             target.parent.mkdir(exist_ok=True)
             shutil.copy(Path(folder) / f"{typical} {name}", target)
-    path.write_text(head(recording, time.monotonic() - began) + text)
+    path.write_text(head(recording, time.monotonic() - began, have_medians) + text)
     if recording.picture:
         plot = path.with_name(recording.picture)
         output_of_run([f"python -m common.ladder.draw_runs {path} --plot {plot}"])
