@@ -173,7 +173,7 @@ RECORDINGS = {
         parts("64 --steps-per-epoch 23") + parts("224 --steps-per-epoch 4"), runs=3
     ),
     "07_resnet_ddp/reference_output_loading.txt": Recording(
-        [*loading(0), *loading(1), *loading(4)], runs=3
+        [*loading(0), *loading(1), *loading(2), *loading(4)], runs=3
     ),
     "07_resnet_ddp/balance/reference_output.txt": Recording([make("07_resnet_ddp/balance")]),
     "07_resnet_ddp/sweep/reference_output.txt": Recording([make("07_resnet_ddp/sweep")]),
@@ -205,7 +205,7 @@ RECORDINGS = {
         [
             make(
                 SWEEP,
-                "--size 0.5b --batch-size 1 --context-length 128 --steps 2 --warmup 2 "
+                "--size 0.5b --batch-size 1 --context-length 128 --steps 3 --warmup 2 "
                 "--bucket-sizes-mb 1,10,100,1000",
             )
         ],
