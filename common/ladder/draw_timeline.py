@@ -7,7 +7,7 @@ from statistics import median
 from common.setup import fail
 
 PHASES = {"forward": "#56B4E9", "backward": "#0072B2", "sync": "#F0E442", "optimizer": "#999999"}
-IN_WORDS = {"sync": "waiting for communication"}
+IN_WORDS = {"sync": "waiting"}
 COLLECTIVE = "#D55E00"
 KINDS = {"all_gather": "#009E73", "all_to_all": "#CC79A7"}  # with a sub-lane of their own
 PACKING = "#E69F00"
