@@ -35,7 +35,7 @@ def broadcast_from_rank_0(module: nn.Module, process_group: dist.ProcessGroup | 
 
 
 def fill_if_unused(parameter: nn.Parameter) -> None:
-    """Zeros for a parameter that this rank did not use; RuntimeError if it has no mean."""
+    """Zeros for a parameter that this rank did not use; RuntimeError if it cannot be averaged."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
     if parameter.grad.is_sparse:

@@ -57,7 +57,7 @@ def draw(recording: Path, picture: Path) -> None:
             yerr=[below, above],
             color=COLORS["exposed communication"],
             width=0.65,
-            label="exposed communication",
+            label="exposed: communication that is not hidden",
             error_kw={"linewidth": 1, "capsize": 3},
         )
         small = min(10, 100 / len(ratios))
@@ -70,10 +70,10 @@ def draw(recording: Path, picture: Path) -> None:
         tensors = medians["NaiveDDP"][column + 1]  # one all-reduce for each
         panel.set_title(f"{size}: {tensors} tensors, {parameters}", fontsize=11)
     panels[0].set_ylabel("step ÷ no sync")
-    backend, ranks = re.search(r"^rungs: \S+ \S+, (.*?), (\d+ ranks)", text, re.MULTILINE).groups()
+    ranks = re.search(r"^rungs: .*, (\d+) ranks", text, re.MULTILINE)[1]
     runs = re.search(r"^lowest of (\d+) runs", text, re.MULTILINE)[1]
     spread = f"medians of {runs} runs, lines from the lowest to the highest"
-    figure.suptitle(f"One training step, {ranks}, {backend}: {spread}", fontsize=11)
+    figure.suptitle(f"One training step of {ranks} processes: {spread}", fontsize=11)
     handles = panels[0].get_legend_handles_labels()
     figure.legend(*handles, loc="outside lower center", ncols=2, frameon=False)
     figure.savefig(picture, format="png")

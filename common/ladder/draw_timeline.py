@@ -12,10 +12,7 @@ COLLECTIVE = "#D55E00"
 KINDS = {"all_gather": "#009E73", "all_to_all": "#CC79A7"}  # with a sub-lane of their own
 PACKING = "#E69F00"
 NOTE = "one profiled step: its times differ from the tables', which are medians of unprofiled steps"
-LANES = (
-    "two rows: gloo's two threads, which overlap only where the boxes do; "
-    "the first call may wait for rank 1"
-)
+LANES = "two rows of all-reduces: gloo's two threads; the first call may also wait for rank 1"
 
 
 def read_trace(path: Path) -> tuple[list, dict]:

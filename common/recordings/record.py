@@ -3,9 +3,9 @@
     make reference                        what the present code has not recorded yet
     make reference ONLY=05_bucketed       everything whose path begins so, again
 
-Go away meanwhile: whatever else uses the cores is in the figures. An interrupted run goes on where
-it was. What fails is named in the end, and its old recording stays. Two recordings run on two
-"hosts", which needs Linux, and one needs py-spy.
+Use the machine for nothing else meanwhile: it would be in the figures. An interrupted run goes on
+where it was. What fails is named in the end, and its old recording stays. Those on two "hosts" need
+Linux, that of runs that hang needs py-spy.
 
 The top of a recording says of which commit it is: the last one that changed more than pages and
 recordings. In what ran several times every number is the median of the runs, and those at their
@@ -17,6 +17,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -50,10 +51,6 @@ def make(target: str, flags: str = "", **variables) -> str:
     return " ".join(words)
 
 
-def same(*names: str) -> dict[str, str]:
-    return {name: name for name in names}
-
-
 LADDER = ["02_naive_ddp", "03_flat_ddp", "04_overlap_ddp", "05_bucketed"]
 FAST = {"RATE": "4gbit", "DELAY": 0}
 SLOW = {"RATE": "1gbit", "DELAY": "1ms"}
@@ -61,10 +58,12 @@ SWEEP = "05_bucketed/bucket_sweep"
 PREDICT = "05_bucketed/predict"
 FSDP = "06_sharded_optimizer/fsdp"
 DRAW = "python -m common.ladder.timeline"
-SHORT = "--no-verify --no-memory --no-baseline --steps 2 --warmup 3 --trace results"
+TRACED = "--no-verify --no-memory --no-baseline --steps 2 --warmup 3 --trace results"
 THREADS = max(1, (os.cpu_count() or 1) // 2)
-RESNET = f"07_resnet_ddp/resnet_ddp.py --threads {THREADS} --results results/07_parts --epochs 1"
-RESNET += " --log-every 1000"
+RESNET = (
+    f"07_resnet_ddp/resnet_ddp.py --threads {THREADS} --results results/07_parts --epochs 1 "
+    "--log-every 1000"
+)
 ON_ONE = f"python {RESNET}"
 ON_TWO = f"python -m common.launch.torchrun --standalone --nproc-per-node 2 {RESNET}"
 JPEGS = "--data synthetic --decode 500 --steps-per-epoch 12 --held-out 64"
@@ -102,9 +101,9 @@ RECORDINGS = {
         picture="compare.png",
     ),
     "06_sharded_optimizer/reference_output.txt": Recording([make("06_sharded_optimizer")], runs=5),
-    f"{FSDP}/reference_output.txt": Recording([make(FSDP)], runs=5, files=same("fsdp.png")),
+    f"{FSDP}/reference_output.txt": Recording([make(FSDP)], runs=5, files={"fsdp.png": "fsdp.png"}),
     "07_resnet_ddp/reference_output.txt": Recording(
-        [make("07_resnet_ddp")], runs=3, files=same("speedup.png")
+        [make("07_resnet_ddp")], runs=3, files={"speedup.png": "speedup.png"}
     ),
     "08_ddp_rpc/reference_output_8x8.txt": Recording(
         [make("08_ddp_rpc", "--lookup both --steps 200", NPROC=8)], runs=3
@@ -113,7 +112,9 @@ RECORDINGS = {
         [make("01_allreduce")], files={"allreduce.png": "01_allreduce.png"}
     ),
     "01_allreduce/shared_memory/reference_output.txt": Recording(
-        [make("01_allreduce/shared_memory")], runs=3, files=same("shared_memory.png")
+        [make("01_allreduce/shared_memory")],
+        runs=3,
+        files={"shared_memory.png": "shared_memory.png"},
     ),
     "01_allreduce/shared_memory/reference_output_backend.txt": Recording(
         [
@@ -137,7 +138,7 @@ RECORDINGS = {
     ),
     "common/ladder/reference_output_timeline.txt": Recording(
         one_step_each(),
-        files=same("timeline.png")
+        files={"timeline.png": "timeline.png"}
         | {f"../../{stage}/timeline.png": f"timeline_{stage}.png" for stage in LADDER},
     ),
     # What is compared here are the runs of make compare and of the backend, above.
@@ -149,22 +150,24 @@ RECORDINGS = {
             'loopback=results/recorded/loopback.json "4 Gbit/s"=results/fast.json '
             '"1 Gbit/s, 1 ms"=results/slow.json --plot results/hosts.png',
         ],
-        files=same("hosts.png"),
+        files={"hosts.png": "hosts.png"},
     ),
-    f"{SWEEP}/reference_output.txt": Recording([make(SWEEP)], files=same("bucket_sweep.png")),
+    f"{SWEEP}/reference_output.txt": Recording(
+        [make(SWEEP)], files={"bucket_sweep.png": "bucket_sweep.png"}
+    ),
     f"{PREDICT}/reference_output.txt": Recording(
-        [make(PREDICT)], runs=3, files=same("predict.png")
+        [make(PREDICT)], runs=3, files={"predict.png": "predict.png"}
     ),
     f"{PREDICT}/reference_output_extrapolate.txt": Recording(
-        [f"python {PREDICT}/extrapolate.py"], files=same("extrapolate.png")
+        [f"python {PREDICT}/extrapolate.py"], files={"extrapolate.png": "extrapolate.png"}
     ),
     f"{FSDP}/reference_output_accounting.txt": Recording(
         [make(FSDP, f"--accounting --size {size}") for size in ("xl", "10b")]
     ),
     f"{FSDP}/reference_output_timeline.txt": Recording(
         [
-            f"{make(FSDP, f'{SHORT}/prefetch.json')} > /dev/null",
-            f"{make(FSDP, f'--no-prefetch {SHORT}/no_prefetch.json')} > /dev/null",
+            f"{make(FSDP, f'{TRACED}/prefetch.json')} > /dev/null",
+            f"{make(FSDP, f'--no-prefetch {TRACED}/no_prefetch.json')} > /dev/null",
             f"{DRAW} results/prefetch.json results/no_prefetch.json",
         ],
         files={"fsdp_timeline.png": "timeline.png"},
@@ -258,6 +261,20 @@ def head(recording: Recording, seconds: float, have_medians: bool) -> str:
     return "".join(f"{key:9}  {text}\n" for key, text in lines.items()) + "\n"
 
 
+def printed_by(command: str) -> str:
+    """What a shell prints; all that it has started ends with this process."""
+    options = {"stdout": subprocess.PIPE, "encoding": "utf-8", "start_new_session": True}
+    with subprocess.Popen(command, shell=True, cwd=ROOT, **options) as shell:
+        try:
+            output, _ = shell.communicate()
+        except BaseException:  # Ctrl-C, SIGTERM
+            os.killpg(shell.pid, signal.SIGTERM)
+            raise
+    if shell.returncode:
+        raise subprocess.CalledProcessError(shell.returncode, command)
+    return output
+
+
 def output_of_run(commands: list[str]) -> str:
     """Run the commands one after another: what they print, without the names of files.
 
@@ -271,10 +288,8 @@ def output_of_run(commands: list[str]) -> str:
             printed += f"$ {command}\n"
         words = re.sub(r"(?<!\S)python(?!\S)", shlex.quote(sys.executable), command)
         words = re.sub(r"^make ", "make --no-print-directory ", words)
-        run = subprocess.run(
-            words, shell=True, cwd=ROOT, stdout=subprocess.PIPE, encoding="utf-8", check=True
-        )
-        lines = [line for line in run.stdout.splitlines() if not line.startswith("written: ")]
+        output = printed_by(words)
+        lines = [line for line in output.splitlines() if not line.startswith("written: ")]
         printed += "".join(f"{line}\n" for line in lines)
     return printed
 
@@ -349,6 +364,7 @@ def main() -> int:
     load = os.getloadavg()[0]
     if load > 0.5 and not args.force:
         fail(f"the load is {load:.2f}: something else keeps the cores busy; wait, or FORCE=1")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does
     (ROOT / "results").mkdir(exist_ok=True)
     names = plan(args.only)
     announce(names)
@@ -361,9 +377,8 @@ def main() -> int:
         except (subprocess.CalledProcessError, OSError) as error:
             failed.append(f"{name}: {error}")
         except KeyboardInterrupt:
-            say(
-                f"interrupted: {len(names) - number + 1} are left, make reference goes on with them"
-            )
+            left = len(names) - number + 1
+            say(f"interrupted: make reference goes on with the {left} that are left")
             return 130
         say(f"  {time.monotonic() - began:.0f} s")
     for line in failed:

@@ -2,6 +2,8 @@
 
 import os
 import re
+import signal
+import subprocess
 import sys
 
 import pytest
@@ -114,6 +116,32 @@ def test_it_does_not_begin_on_a_busy_machine(recordings, monkeypatch, capsys):
     assert end.value.code == 2 and "the load is 0.70" in error and "FORCE=1" in error
     assert not list(recordings.iterdir())
     assert run(monkeypatch, "--force") == 0
+
+
+def all_processes() -> str:
+    return subprocess.run(["ps", "ax", "-o", "args"], capture_output=True, text=True).stdout
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_it_ends_what_it_has_started(tmp_path, number):
+    """The command, its child, and nothing is written."""
+    program = f"""
+from pathlib import Path
+from common.recordings import record
+record.ROOT = Path({str(tmp_path)!r})
+record.RECORDINGS = {{"x.txt": record.Recording(["sleep 1234.$((5)) | cat"])}}
+raise SystemExit(record.main())
+"""
+    command = [sys.executable, "-c", program, "--force"]
+    options = {"cwd": ROOT, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **options) as run:
+        while "sleep 1234.5" not in all_processes():
+            assert run.poll() is None
+        run.send_signal(number)
+        output = run.communicate(timeout=30)[0]
+    assert run.returncode == 130 and "make reference goes on with the 1 that are left" in output
+    assert not (tmp_path / "x.txt").exists()
+    assert "sleep 1234.5" not in all_processes()
 
 
 def test_a_path_that_no_recording_has_ends_in_one_line():
