@@ -27,7 +27,7 @@ from torch import nn
 def broadcast_from_rank_0(module: nn.Module, process_group: dist.ProcessGroup | None):
     """Give every rank the parameters and buffers of rank 0."""
     for tensor in [*module.parameters(), *module.buffers()]:
-        dense = tensor.detach().contiguous()  # a collective reads memory front to back
+        dense = tensor.detach().contiguous()  # a collective takes no memory with gaps
         dist.broadcast(dense, group=process_group, group_src=0)
         tensor.detach().copy_(dense)
 
@@ -45,6 +45,7 @@ def fill_if_unused(parameter: nn.Parameter) -> None:
 class FlatDDP(nn.Module):
     """Average gradients with one all-reduce of one flat tensor, after backward.
 
+    `process_group`: the ranks that train together; None: all of them.
     ValueError if the module cannot be wrapped, RuntimeError if a gradient cannot be averaged.
     """
 

@@ -1,8 +1,8 @@
 r"""04: all-reduce every gradient on its own, while backward is still running.
 
-Backward computes the gradients of the last layers first, and no later layer changes them. So an
-all-reduce starts as soon as its gradient is ready, in the background, while backward goes on to
-the layers below: one call per parameter again, but most of the communication is hidden.
+Backward computes the gradients of the last layers first, and nothing changes a complete one. So
+its all-reduce starts as soon as it is ready, in the background, while backward goes on to the
+layers below: one call per parameter again, but most of the communication is hidden.
 
     make 04_overlap_ddp NPROC=2                                             (see also ARGS="--help")
     torchrun --standalone --nproc-per-node 2 04_overlap_ddp/overlap_ddp.py  (one host)
@@ -29,7 +29,7 @@ from torch import nn
 def broadcast_from_rank_0(module: nn.Module, process_group: dist.ProcessGroup | None):
     """Give every rank the parameters and buffers of rank 0."""
     for tensor in [*module.parameters(), *module.buffers()]:
-        dense = tensor.detach().contiguous()  # a collective reads memory front to back
+        dense = tensor.detach().contiguous()  # a collective takes no memory with gaps
         dist.broadcast(dense, group=process_group, group_src=0)
         tensor.detach().copy_(dense)
 
@@ -47,6 +47,7 @@ def fill_if_unused(parameter: nn.Parameter) -> None:
 class OverlapDDP(nn.Module):
     """Average gradients with one all-reduce per parameter, during backward.
 
+    `process_group`: the ranks that train together; None: all of them.
     ValueError if the module cannot be wrapped, RuntimeError if a gradient cannot be averaged.
     """
 

@@ -29,7 +29,7 @@ from torch import nn
 def broadcast_from_rank_0(module: nn.Module, process_group: dist.ProcessGroup | None):
     """Give every rank the parameters and buffers of rank 0."""
     for tensor in [*module.parameters(), *module.buffers()]:
-        dense = tensor.detach().contiguous()  # a collective reads memory front to back
+        dense = tensor.detach().contiguous()  # a collective takes no memory with gaps
         dist.broadcast(dense, group=process_group, group_src=0)
         tensor.detach().copy_(dense)
 
@@ -72,6 +72,7 @@ class BucketedDDP(nn.Module):
 
     A bucket holds at most `bucket_size_mb` MB (2^20 bytes; None: no limit) of gradients, or one
     larger one. Gradients become views into the buckets: clone one that you want to keep.
+    `process_group`: the ranks that train together; None: all of them.
     ValueError if the module cannot be wrapped, RuntimeError if a gradient cannot be averaged.
     """
 

@@ -44,8 +44,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self.rank < 0:
             raise ValueError("this rank is not in process_group: make no ShardedOptimizer here")
         self.make_optimizer = partial(optimizer_cls, **kwargs)
-        # The optimizer of this rank's shard. It has the same groups, with the own parameters only;
-        # none at first, but that checks the arguments and gives the defaults.
+        # The optimizer of this rank's shard. It has the same groups with only its parameters; none
+        # at first, but that checks the arguments and gives the defaults.
         self.local = self.make_optimizer([{"params": []}])
         self.local.param_groups.clear()
         if isinstance(self.local, torch.optim.LBFGS):
@@ -54,7 +54,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.loads = [0] * self.world_size  # bytes of parameters that each rank owns
         self.flats = []  # (owner, one flat buffer with the values of parameters that it owns)
         self.views = {}  # parameter -> its part of a flat buffer
-        # The base class would register group by group, and ranks may have more groups than others.
+        # The base class would register group by group, and one rank may have more than another.
         # So it gets an empty one, and then all groups are registered at once.
         super().__init__([{"params": []}], self.local.defaults)
         self.param_groups.clear()
@@ -109,8 +109,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             flat = members[0].detach().new_empty(sum(sizes))
             self.flats.append((owner, flat))
             for parameter, piece in zip(members, flat.split(sizes), strict=True):
-                dense = torch.empty_like(parameter, device="meta")  # without gaps, else as it is:
-                view = piece.as_strided(dense.shape, dense.stride())  # channels_last, transposed
+                # Without gaps, but else in the layout that it has (channels_last, transposed).
+                dense = torch.empty_like(parameter, device="meta")
+                view = piece.as_strided(dense.shape, dense.stride())
                 self.views[parameter] = view.copy_(parameter.detach())
                 parameter.data = view
         for group in groups:
@@ -126,7 +127,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None, **kwargs):
-        """Update the own shard and exchange the results: then all ranks have all new values.
+        """Update this rank's shard and exchange the results: then all ranks have all new values.
 
         Every rank calls the closure, if there is one; returns its loss.
         """
@@ -228,7 +229,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return None
 
     def _move(self, values: dict, source: int, target: int) -> dict:
-        """On rank `target` a copy, on CPU, of rank `source`'s values; elsewhere of the own."""
+        """On rank `target` a copy, on CPU, of rank `source`'s values; elsewhere of its own."""
         copies = dict(values)
         for key, value in values.items():
             if torch.is_tensor(value):
