@@ -49,7 +49,8 @@ def test_it_prints_what_was_recorded(forked):
     assert lines == recorded, output
 
 
-@pytest.mark.parametrize("trainers, servers", [(1, 3), pytest.param(3, 1, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("trainers, servers", [(1, 3), (3, 1)])
 def test_uneven_layouts_verify_train_and_count_every_example(forked, tmp_path, trainers, servers):
     layout = ["--trainers", trainers, "--servers", servers, "--embeddings", 31]
     length = ["--lookup", "both", "--seed", 5, "--warmup", 10, "--steps", 20]

@@ -75,7 +75,7 @@ def sweep(fits, folder):
     return result["candidates"], measure.call_count
 
 
-@pytest.mark.parametrize("fits", [True, False])
+@pytest.mark.parametrize("fits", [pytest.param(True, marks=pytest.mark.full), False])
 def test_what_does_not_fit_is_measured_one_at_a_time(ranks, fits, tmp_path):
     """Each beside a `no sync` of its own; what fits beside the same one."""
     candidates, groups = ranks(2).run(sweep, fits, tmp_path)[0]

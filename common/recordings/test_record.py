@@ -122,7 +122,9 @@ def all_processes() -> str:
     return subprocess.run(["ps", "ax", "-o", "args"], capture_output=True, text=True).stdout
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)]
+)
 def test_interrupted_it_ends_what_it_has_started(tmp_path, number):
     """The command, its child, and nothing is written."""
     program = f"""
