@@ -247,6 +247,8 @@ def process_group(args: argparse.Namespace):
         fail(f"cannot join the process group at {':'.join(master)}: {question} ({reason})")
     try:
         yield device
+    except KeyboardInterrupt:  # Ctrl-C reaches all ranks
+        sys.exit("interrupted" if rank == 0 else 1)
     except RuntimeError as error:
         message = str(error)
         if "imed out" in message or "Application timeout" in message:  # gloo has two ways to say it

@@ -37,7 +37,7 @@ def main() -> None:
     # Else it says first that it ends the other ranks, and which rank failed how.
     for name in (
         "torch.distributed.elastic.multiprocessing.api",
-        "torch.distributed.elastic.agent",
+        "torch.distributed.elastic.agent.server.api",
     ):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     try:

@@ -145,3 +145,13 @@ def test_ctrl_c_ends_a_host_that_waits_for_the_other(script):
             listens = probe.connect_ex(("127.0.0.1", port)) == 0
     os.killpg(run.process.pid, signal.SIGINT)  # what a terminal does
     assert run.wait(10) == (-signal.SIGINT, "")
+
+
+@pytest.mark.full
+def test_ctrl_c_is_said_once(script):
+    command = torchrun(2, LADDER, "--no-verify", *harness.LONG)
+    command[2] = "common.launch.torchrun"
+    run = script(command, cwd=ROOT)
+    harness.wait_for_line(run, "tiny model: ")
+    os.killpg(run.process.pid, signal.SIGINT)  # what a terminal does
+    assert run.wait(45) == (128 + signal.SIGINT, "interrupted\n")
