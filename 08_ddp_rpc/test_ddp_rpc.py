@@ -186,6 +186,7 @@ def test_listens_on_loopback_and_when_a_process_is_killed_all_end(script, nproc,
     assert time.monotonic() - begin < 30
 
 
+@pytest.mark.full
 @needs_proc
 def test_when_the_launcher_is_ended_all_end(forked):
     """By three signals, all at once: most is waiting."""

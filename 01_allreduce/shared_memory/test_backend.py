@@ -439,6 +439,7 @@ def test_faults_in_training(script, tmp_path, fault):
     harness.check_fault(script, command, "verify: passed", fault, tmp_path)
 
 
+@pytest.mark.full
 def test_a_script_can_end_while_a_call_waits(script, tmp_path):
     """A rank that fails must not be kept from ending by a call that waits for another one."""
     program = f"""

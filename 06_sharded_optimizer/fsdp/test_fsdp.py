@@ -1298,15 +1298,10 @@ def temporary(tmp_path, monkeypatch):
     return folder
 
 
+@pytest.mark.full
 @harness.needs_proc
-@pytest.mark.parametrize(
-    "moment, fault",
-    [
-        pytest.param(moment, fault, marks=pytest.mark.full if moment or fault[-1] != "k" else ())
-        for moment in harness.LADDER_MOMENTS
-        for fault in harness.FAULTS
-    ],
-)
+@pytest.mark.parametrize("moment", harness.LADDER_MOMENTS)
+@pytest.mark.parametrize("fault", harness.FAULTS)
 def test_faults(script, moment, fault, temporary):
     command = torchrun(2, SCRIPT, "--no-memory", *harness.LONG)
     harness.check_fault(script, command, moment, fault, temporary)
