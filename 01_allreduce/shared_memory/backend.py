@@ -57,17 +57,27 @@ class SharedWork(dist.Work):
     def exception(self) -> BaseException | None:
         return self.outcome.exception() if self.is_completed() else None
 
+    def result(self) -> list[torch.Tensor]:
+        self.wait()
+        return self.tensors
+
     def get_future(self) -> torch.futures.Future:
-        """For DDP, whose reducer is in C++."""
+        """For DDP, whose reducer is in C++, and its hooks.
+
+        What a hook does then may be a collective that it waits for, so no thread of ours that makes
+        calls can do it: each future is completed by a thread of its own.
+        """
         future = torch.futures.Future()
 
-        def hand_over(outcome):
-            if outcome.exception():
-                future.set_exception(outcome.exception())
+        def complete():
+            if self.exception():
+                future.set_exception(self.exception())
             else:
                 future.set_result(self.tensors)
 
-        self.outcome.add_done_callback(hand_over)
+        self.outcome.add_done_callback(
+            lambda _: threading.Thread(target=complete, daemon=True).start()
+        )
         return future
 
 
@@ -89,6 +99,7 @@ class SharedProcessGroup(dist.ProcessGroup):
         self.collectives = 0  # so many have begun; torch sees none of them
         self.memory = None
         self.calls = queue.SimpleQueue()
+        self.last = None  # the outcome of the call that was made last
         try:
             seconds = timeout.total_seconds()
             self.memory = SharedMemory(store, rank, world_size, PIECE_BYTES, seconds, YIELDS)
@@ -101,11 +112,16 @@ class SharedProcessGroup(dist.ProcessGroup):
     def launch(self, tensors: list[torch.Tensor], call, *arguments) -> SharedWork:
         self.collectives += 1
         work = SharedWork(tensors)
+        self.last = work.outcome
         self.calls.put((work, call, arguments))
         return work
 
+    @torch._disable_dynamo  # torch.compile must not look into a group that torch calls meanwhile
     def by_gloo(self, name: str, *arguments, **options) -> dist.Work:
+        """What is called later happens later; only send and receive may come between."""
         self.collectives += 1
+        if self.last and not name.startswith(("send", "recv")):
+            self.last.exception()  # waits, and raises nothing
         return getattr(self.gloo, name)(*arguments, **options)
 
     def can_do(self, tensors: list[torch.Tensor], operation=SUM) -> bool:
@@ -123,37 +139,27 @@ class SharedProcessGroup(dist.ProcessGroup):
             return self.by_gloo("allreduce", tensors, opts)
         return self.launch(tensors, self.memory.all_reduce, tensors[0], opts.reduceOp == MEAN)
 
-    def gather_into(self, outputs, tensor, *as_gloo_needs_it):
-        if not self.can_do([*outputs, tensor]):
-            return self.by_gloo(*as_gloo_needs_it)
-        return self.launch(outputs, self.memory.all_gather, outputs, tensor)
-
-    def scatter_from(self, inputs, output, operation, *as_gloo_needs_it):
-        if not self.can_do([*inputs, output], operation):
-            return self.by_gloo(*as_gloo_needs_it)
-        return self.launch([output], self.memory.reduce_scatter, output, inputs, operation == MEAN)
-
-    # The same two with lists of tensors, and with one tensor that has a part for every rank.
-
     def allgather(self, output_lists, inputs, opts=None):
-        opts = opts or dist.AllgatherOptions()
-        return self.gather_into(output_lists[0], inputs[0], "allgather", output_lists, inputs, opts)
-
-    def all_gather_single(self, output, tensor, opts=None):
-        opts = opts or dist.AllgatherOptions()
-        outputs = parts_of(output, self.size())
-        return self.gather_into(outputs, tensor, "_allgather_base", output, tensor, opts)
+        outputs, tensor = output_lists[0], inputs[0]
+        if not self.can_do([*outputs, tensor]):
+            return self.by_gloo("allgather", output_lists, inputs, opts or dist.AllgatherOptions())
+        return self.launch(outputs, self.memory.all_gather, outputs, tensor)
 
     def reduce_scatter(self, outputs, input_lists, opts=None):
         opts = opts or dist.ReduceScatterOptions()
-        as_gloo_needs_it = "reduce_scatter", outputs, input_lists, opts
-        return self.scatter_from(input_lists[0], outputs[0], opts.reduceOp, *as_gloo_needs_it)
+        output, inputs = outputs[0], input_lists[0]
+        if not self.can_do([*inputs, output], opts.reduceOp):
+            return self.by_gloo("reduce_scatter", outputs, input_lists, opts)
+        is_mean = opts.reduceOp == MEAN
+        return self.launch(outputs, self.memory.reduce_scatter, output, inputs, is_mean)
+
+    # With one tensor that has a part for every rank, and not a list.
+
+    def all_gather_single(self, output, tensor, opts=None):
+        return self.allgather([parts_of(output, self.size())], [tensor], opts)
 
     def reduce_scatter_single(self, output, tensor, opts=None):
-        opts = opts or dist.ReduceScatterOptions()
-        as_gloo_needs_it = "_reduce_scatter_base", output, tensor, opts
-        inputs = parts_of(tensor, self.size())
-        return self.scatter_from(inputs, output, opts.reduceOp, *as_gloo_needs_it)
+        return self.reduce_scatter([output], [parts_of(tensor, self.size())], opts)
 
     _allgather_base = all_gather_single  # their names before torch 2.13
     _reduce_scatter_base = reduce_scatter_single
@@ -192,7 +198,8 @@ def end(calls: queue.SimpleQueue, memory: SharedMemory, worker: threading.Thread
     calls.put(None)
     if worker is not threading.current_thread():
         worker.join(SECONDS_TO_FINISH)
-        memory.close()
+        if worker.is_alive():
+            memory.fail()
         worker.join()
 
 

@@ -2,17 +2,17 @@
 
 gloo carries every byte through a socket, even to a neighbour on the same host: into the kernel and
 out again. Ranks of one host can do without, because the system lets processes share memory. That
-is what MPI does within a host, and nccl between the GPUs of one. SharedMemory does it in four
-moves. A tensor goes through in pieces; for each piece every rank
+is what MPI does within a host, and nccl between the GPUs of one. SharedMemory does it in two
+moves. A tensor goes through in pieces, and a piece has a part for every rank.
 
-    1. copies it into its slot of the shared memory, without its own part, and says so;
-    2. waits for the others and adds what they brought for its part, the r-th of n;
-    3. copies the sum of its part into the slot of the sums, and says so;
-    4. waits for the others and copies their parts out of that slot.
+    reduce-scatter  every rank copies what it adds to the others' parts into its slot of the shared
+                    memory, says so, waits for the others, and sums up its own part, the r-th of n
+    all-gather      every rank copies its own part into its slot, says so, waits for the others,
+                    and copies theirs
 
-Moves 1 and 2 are a reduce-scatter, 3 and 4 an all-gather, and all four an all-reduce. A piece is
-so small that all of this happens in the processor's cache: main memory is read once and written
-once. There are two sets of slots, so that a rank brings the next piece before it waits.
+One after the other they are an all-reduce. A piece is so small that all of this happens in the
+processor's cache: main memory is read once and written once. There are two sets of slots, for one
+move and the next, so that a rank fills its slot of one while others still read the other.
 
     all_reduce = SharedMemoryAllReduce()      # on every rank, after init_process_group
     all_reduce(tensor)                        # the sum over all ranks, in place
@@ -32,17 +32,13 @@ import json
 import mmap
 import os
 import platform
-import socket
 import sys
 import tempfile
 import time
-import uuid
 import zlib
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -50,19 +46,9 @@ import torch.distributed as dist
 
 PART_BYTES = 2**19  # of a piece, per rank; smaller: waiting costs more; larger: it leaves the cache
 LINE = 128  # bytes from flag to flag: each has a cache line of its own, on Apple's processors too
-BROKEN = 0  # the place of a byte that is set when a call has failed
-NONCE = slice(16, 32)  # the place of random bytes that tell this memory from any other
+FAILED = 0  # the place of a byte that is set when a call has failed
 YIELDS = 50  # so often a waiting rank offers its core to others before it begins to sleep
 STORES_IN_ORDER = platform.machine() in ("x86_64", "AMD64")
-
-
-@dataclass
-class Piece:
-    """What one rank does with a piece of a tensor, which has a part for every rank."""
-
-    brought: Sequence[torch.Tensor] | None  # what it adds to each part; None: nothing is summed
-    mine: torch.Tensor  # where its own part stands, or the sum of that
-    taken: Sequence[torch.Tensor] | None  # where it wants all parts; None: it wants its own alone
 
 
 class SharedMemory:
@@ -70,22 +56,19 @@ class SharedMemory:
 
     Constructing it is a collective: every rank does it, with a store of the group and the same
     piece_bytes, a multiple of 64 (0: half a megabyte per rank, 4 MB at most). RuntimeError on all
-    ranks if they are not all on one host. The memory, (2 n + 2) · piece_bytes for n ranks, goes
-    when the last rank ends or lets go of the object: nothing stays behind, whoever is killed. (But
-    off Linux, if all ranks are killed in the milliseconds before they have opened it: then a file
-    stays in the temporary folder.)
+    ranks if one of them cannot have the memory, 2 n · piece_bytes for n ranks. It goes when the
+    last rank ends or lets go of the object.
 
     A call takes CPU tensors of any shape, length and dtype that can be added, the same on every
     rank; all ranks get the same bits. Tensors that are not contiguous are copied first and back.
-    With `mean` sums are divided by the number of ranks. If a rank doesn't come within `timeout`
-    seconds, because it has died or is elsewhere, or comes with another tensor, or for another call,
-    the others get a RuntimeError. The object is then of no more use, and says so to every rank that
-    calls it.
+    With `mean` sums are divided by the number of ranks. If a rank has ended, does not come within
+    `timeout` seconds, or comes with another tensor or for another call, all ranks get a
+    RuntimeError, from this call and from every later one.
 
     **How a rank says something.** By a count of its own in the shared memory: a single byte, which
-    cannot be read half-written, modulo 256. No rank is ever more than three steps ahead of another.
+    cannot be read half-written, modulo 256. No rank is ever more than one step ahead of another.
     That the count is seen later than what it announces needs an order of stores and of loads. x86
-    keeps both. ARM does not, so there `fence` takes and gives back a file lock that all ranks
+    keeps both. ARM does not, so there `_fence` takes and gives back a file lock that all ranks
     share, between the data and the count, and again between reading the count and the data. Two
     ranks that take the same lock are in an order: if the reader were first, it could not have seen
     the count. Python's interpreter adds no reordering, because each step is a call of its own.
@@ -104,29 +87,31 @@ class SharedMemory:
             raise ValueError(f"piece_bytes={piece_bytes} is not a multiple of 64")
         self.rank = rank
         self.world_size = world_size
+        self.others = [other for other in range(world_size) if other != rank]
         self.timeout = timeout
         self.yields = yields
-        self.piece_bytes = piece_bytes or PART_BYTES * min(world_size, 8)
+        piece_bytes = piece_bytes or PART_BYTES * min(world_size, 8)
+        self.part_bytes = max(64, piece_bytes // world_size // 64 * 64)
         lines = (world_size + 1) * LINE  # the first one is for all ranks
-        slots = world_size + 1  # the last one is for the sums
-        meeting = Meeting(store, rank, world_size, timeout)
-        self.file, self.memory = open_shared_memory(lines + 2 * slots * self.piece_bytes, meeting)
-        data = torch.frombuffer(self.memory, dtype=torch.uint8)
-        self.slots = data[lines:].view(2, slots, self.piece_bytes)
-        self.words = data[LINE:lines].view(torch.int64).view(world_size, -1)
+        size = lines + 2 * world_size**2 * self.part_bytes
+        self.file, self.memory = open_shared_memory(size, store, rank, world_size, timeout)
+        slots = torch.frombuffer(self.memory, dtype=torch.uint8, offset=lines)
+        self.slots = slots.view(2, world_size, world_size, self.part_bytes)
+        self.slots_of_dtype = {}  # the same, cut up: [set][rank][whose part]
         self.calls = 0
-        self.pieces = 0  # so many are done: the next one goes through the set of slots 0, 1, 0, 1 …
-        self.count = 0  # so often this rank has said that something is there
-        self.closed = False
+        self.meetings = 0  # so often this rank has said that its slot is filled
+        self.words = []  # where each rank says which call it is in
+        self.awaited = []  # parts to be copied at the next meeting: (where they are wanted, slot)
 
     def all_reduce(self, tensor: torch.Tensor, mean: bool = False) -> None:
         """Sum a tensor over all ranks, in place."""
         flat = in_one_row(tensor)
-        pieces = []
-        for piece in flat.split(self.piece_bytes // flat.element_size()):
-            parts = piece.tensor_split(self.world_size)
-            pieces.append(Piece(parts, parts[self.rank], parts))
-        self.run("all_reduce", pieces, mean)
+        with self._call("all_reduce", flat, mean):
+            for piece in flat.split(self.world_size * self._part_length(flat)):
+                parts = piece.tensor_split(self.world_size)
+                self._reduce_scatter(parts, parts[self.rank], mean)
+                self._all_gather(parts)
+            self._meet()
         copy_back(flat, tensor)
 
     def reduce_scatter(
@@ -136,10 +121,9 @@ class SharedMemory:
         check_lengths(output, inputs, self.world_size)
         rows = [in_one_row(tensor) for tensor in inputs]
         result = in_one_row(output)
-        pieces = []
-        for part in self.parts_of(result):
-            pieces.append(Piece([row[part] for row in rows], result[part], None))
-        self.run("reduce_scatter", pieces, mean)
+        with self._call("reduce_scatter", result, mean):
+            for mine, *parts in self._pieces_of([result, *rows]):
+                self._reduce_scatter(parts, mine, mean)
         copy_back(result, output)
 
     def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
@@ -148,145 +132,130 @@ class SharedMemory:
         rows = [in_one_row(output) for output in outputs]
         mine = in_one_row(tensor)
         rows[self.rank].copy_(mine)
-        pieces = []
-        for part in self.parts_of(mine):
-            pieces.append(Piece(None, mine[part], [row[part] for row in rows]))
-        self.run("all_gather", pieces)
+        with self._call("all_gather", mine):
+            for parts in self._pieces_of(rows):
+                self._all_gather(parts)
+                self._meet()
         for output, row in zip(outputs, rows, strict=True):
             copy_back(row, output)
 
-    def parts_of(self, row: torch.Tensor) -> list[slice]:
-        """This row in parts of which one per rank makes a piece; an empty row has one, too."""
-        length = self.piece_bytes // self.world_size // row.element_size()
-        starts = range(0, max(1, len(row)), length)
-        return [slice(start, min(start + length, len(row))) for start in starts]
+    def fail(self) -> None:
+        """Let a call that waits end with an error, and every later one, on all ranks."""
+        self.memory[FAILED] = 1
 
-    def run(self, kind: str, pieces: list[Piece], mean: bool = False) -> None:
-        """Make the moves with all pieces. If that fails, on any rank, it was the last time."""
-        self.check_whole()
+    def _reduce_scatter(
+        self, parts: Sequence[torch.Tensor], result: torch.Tensor, mean: bool
+    ) -> None:
+        """What all ranks add to this rank's part, summed into `result`."""
+        for rank in self.others:
+            self._slot(self.rank, rank, parts[rank]).copy_(parts[rank])
+        total = parts[self.rank]
+        brought = [self._slot(rank, self.rank, total) for rank in self.others]
+        self._meet()
+        for part in brought:
+            total = torch.add(total, part, out=result)
+        if not self.others:
+            result.copy_(total)
+        if mean:
+            result.div_(self.world_size)
+
+    def _all_gather(self, parts: Sequence[torch.Tensor]) -> None:
+        """This rank's part to all others, and theirs here, at the next meeting."""
+        self._slot(self.rank, self.rank, parts[self.rank]).copy_(parts[self.rank])
+        self.awaited = [(parts[rank], self._slot(rank, rank, parts[rank])) for rank in self.others]
+
+    def _slot(self, rank: int, whose: int, part: torch.Tensor) -> torch.Tensor:
+        """Where a rank's slot has room for that part until the next meeting.
+
+        It is free: it was read after the last meeting but one, and since then all have met.
+        """
+        slot = self.slots_of_dtype[part.dtype][self.meetings % 2][rank][whose]
+        return slot if len(slot) == len(part) else slot[: len(part)]
+
+    def _part_length(self, row: torch.Tensor) -> int:
+        return self.part_bytes // row.element_size()
+
+    def _pieces_of(self, rows: list[torch.Tensor]) -> zip:
+        """Equal rows, cut into pieces that have a part of each."""
+        return zip(*[row.split(self._part_length(row)) for row in rows], strict=True)
+
+    @contextmanager
+    def _call(self, kind: str, row: torch.Tensor, mean: bool = False):
+        """A call, which all ranks must have in common. One that fails was the last."""
+        self._check_whole()
         try:
             self.calls += 1
-            lengths = sum(len(part) for piece in pieces for part in piece.brought or piece.taken)
-            word = f"{self.calls} {kind} {mean} {lengths} {pieces[0].mine.dtype}"
-            self.words[self.rank, 1 + self.calls % 2] = zlib.crc32(word.encode())
-            self.move(pieces, mean)
+            self.words = [self._word(rank) for rank in range(self.world_size)]
+            word = f"{self.calls} {kind} {len(row)} {row.dtype} {mean}"
+            self.memory[self.words[self.rank]] = zlib.crc32(word.encode()).to_bytes(4, "big")
+            if row.dtype not in self.slots_of_dtype:
+                typed = self.slots.view(row.dtype)
+                self.slots_of_dtype[row.dtype] = [[list(slots) for slots in one] for one in typed]
+            yield
         except BaseException:  # an interrupt, too: nobody knows any more who has read what
-            self.memory[BROKEN] = 1
+            self.fail()
             raise
 
-    def move(self, pieces: list[Piece], mean: bool) -> None:
-        """The four moves, piece by piece."""
-        slots = self.slots.view(pieces[0].mine.dtype)
-        sums = self.world_size  # the slot
-        reduces = pieces[0].brought is not None
-        if reduces:
-            brought = self.bring(pieces[0], slots[self.pieces % 2])
-        for number, piece in enumerate(pieces, start=1):
-            slots_of_piece = slots[self.pieces % 2]
-            slots_of_next = slots[(self.pieces + 1) % 2]
-            bounds = [0, *accumulate(len(part) for part in piece.brought or piece.taken)]
-            mine = slice(bounds[self.rank], bounds[self.rank + 1])
+    def _word(self, rank: int) -> slice:
+        """Where that rank says which call it is in; of this one and the next."""
+        start = (1 + rank) * LINE + 8 * (1 + self.calls % 2)
+        return slice(start, start + 4)
 
-            if reduces:
-                self.wait(brought)
-                if number == 1:
-                    self.check_words()
-                self.add(piece, slots_of_piece[:, mine], mean)
-            if piece.taken is not None:
-                slots_of_piece[sums, mine].copy_(piece.mine)
-            summed = self.announce()
-
-            if reduces and number < len(pieces):  # while the others still add
-                brought = self.bring(pieces[number], slots_of_next)
-
-            self.wait(summed)
-            if piece.taken is not None:
-                if number == 1 and not reduces:
-                    self.check_words()
-                for rank in self.other_ranks():
-                    part = slots_of_piece[sums, bounds[rank] : bounds[rank + 1]]
-                    piece.taken[rank].copy_(part)
-            self.pieces += 1
-
-    def bring(self, piece: Piece, slots: torch.Tensor) -> int:
-        """Copy into this rank's slot what the others add. Returns the count that says so.
-
-        The slot is free: what was in it was added before the sums were there that we have waited
-        for since.
-        """
-        slot = slots[self.rank]
-        start = 0
-        for rank, part in enumerate(piece.brought):
-            if rank != self.rank:
-                slot[start : start + len(part)].copy_(part)
-            start += len(part)
-        return self.announce()
-
-    def add(self, piece: Piece, slots: torch.Tensor, mean: bool) -> None:
-        """This rank's part of the sum: its own and, of all `slots`, what the others brought."""
-        total = piece.brought[self.rank]
-        for rank in self.other_ranks():
-            total = torch.add(total, slots[rank], out=piece.mine)
-        if self.world_size == 1:
-            piece.mine.copy_(total)
-        if mean:
-            piece.mine.div_(self.world_size)
-
-    def other_ranks(self) -> list[int]:
-        return [rank for rank in range(self.world_size) if rank != self.rank]
-
-    def check_whole(self) -> None:
-        if self.memory[BROKEN]:
+    def _check_whole(self) -> None:
+        if self.memory[FAILED]:
             raise RuntimeError("shared memory: a call has failed on some rank: make a new one")
-        if self.closed:
-            raise RuntimeError("shared memory: it was closed while a call was under way")
 
-    def check_words(self) -> None:
-        """Every rank must be in the same call, with as long a tensor of the same dtype."""
-        if len(set(self.words[:, 1 + self.calls % 2].tolist())) > 1:
+    def _meet(self) -> None:
+        """Say that this rank's slot is filled, wait for all others, and copy what is awaited."""
+        self._fence()
+        self.meetings += 1
+        self.memory[(1 + self.rank) * LINE] = self.meetings % 256
+        for rank in self.others:
+            self._wait_for(rank)
+        self._fence()
+        if len({self.memory[word] for word in self.words}) > 1:
             differ = "the ranks' tensors differ, or a rank has left out a call"
             raise RuntimeError(f"shared memory: {differ}")
+        for wanted, part in self.awaited:
+            wanted.copy_(part)
+        self.awaited = []
 
-    def announce(self) -> int:
-        """Tell the others that one thing more is there. Returns the count that says so."""
-        self.fence()
-        self.count += 1
-        self.memory[(1 + self.rank) * LINE] = self.count % 256
-        return self.count
-
-    def wait(self, count: int) -> None:
-        """Until every rank has counted that far.
-
-        There may be fewer cores than ranks: who waits offers its core to the others, and soon
+    def _wait_for(self, rank: int) -> None:
+        """There may be fewer cores than ranks: who waits offers its core to the others, and soon
         sleeps for a tenth of what it has waited.
         """
-        for rank in range(self.world_size):
-            flag = (1 + rank) * LINE
-            tries = 0
-            while (self.memory[flag] - count) % 256 > 127:  # still behind
-                self.check_whole()
-                tries += 1
-                if tries == 1:
-                    began = time.monotonic()
-                if tries <= self.yields:
-                    os.sched_yield()
-                    continue
-                waited = time.monotonic() - began
-                if waited > self.timeout:
-                    who = f"rank {self.rank} timed out: it waited {self.timeout:g} s for"
-                    raise RuntimeError(f"shared memory: {who} rank {rank}")
-                time.sleep(min(max(waited / 10, 2e-5), 1e-3))
-        self.fence()
+        began = time.monotonic()
+        tries = 0
+        while self._is_behind(rank):
+            self._check_whole()
+            tries += 1
+            if tries <= self.yields:
+                os.sched_yield()
+                continue
+            waited = time.monotonic() - began
+            if waited > self.timeout:
+                who = f"rank {self.rank} timed out: it waited {self.timeout:g} s for"
+                raise RuntimeError(f"shared memory: {who} rank {rank}")
+            if self._has_ended(rank) and self._is_behind(rank):  # that was not its last word
+                raise RuntimeError(f"shared memory: rank {rank} has ended")
+            time.sleep(min(max(waited / 10, 2e-5), 1e-3))
 
-    def fence(self) -> None:
+    def _is_behind(self, rank: int) -> bool:
+        return self.memory[(1 + rank) * LINE] == (self.meetings - 1) % 256
+
+    def _has_ended(self, rank: int) -> bool:
+        """Every rank holds a lock on a byte of the file, and the system frees it when it ends."""
+        try:
+            fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
+        except OSError:
+            return False
+        return True
+
+    def _fence(self) -> None:
         """No load or store passes this line, as far as ranks are concerned that call it too."""
         if not STORES_IN_ORDER:
-            fcntl.flock(self.file, fcntl.LOCK_SH)
-            fcntl.flock(self.file, fcntl.LOCK_UN)
-
-    def close(self) -> None:
-        """End a call that waits in another thread, with an error."""
-        self.closed = True
+            fcntl.lockf(self.file, fcntl.LOCK_SH, 1, self.world_size)
+            fcntl.lockf(self.file, fcntl.LOCK_UN, 1, self.world_size)
 
 
 class SharedMemoryAllReduce(SharedMemory):
@@ -325,108 +294,69 @@ def check_lengths(tensor: torch.Tensor, others: Sequence[torch.Tensor], world_si
         raise RuntimeError(f"shared memory: it needs {needs}")
 
 
-class Meeting:
-    """Where the ranks tell each other something before there is shared memory: all of them, or the
-    error of one of them is the error of all.
-    """
-
-    def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: float):
-        self.store = store
-        self.rank = rank
-        self.world_size = world_size
-        self.timeout = timeout
-        # The keys of a store cannot be used twice.
-        self.number = store.add(f"shared memory/{rank}", 1)
-        self.round = 0
-
-    def exchange(self, mine) -> list:
-        """What every rank says: something that JSON can hold."""
-        self.round += 1
-        name = f"shared memory/{self.number}/{self.round}"
-        self.store.set(f"{name}/{self.rank}", json.dumps(mine))
-        of_ranks = []
-        for rank in range(self.world_size):
-            try:
-                self.store.wait([f"{name}/{rank}"], timedelta(seconds=self.timeout))
-            except RuntimeError as error:
-                who = f"rank {self.rank} timed out: it waited {self.timeout:g} s for rank {rank}"
-                raise TimeoutError(f"no shared memory: {who}") from error
-            of_ranks.append(json.loads(self.store.get(f"{name}/{rank}")))
-        return of_ranks
-
-    def together(self, function: Callable):
-        """What function() returns, called on every rank; RuntimeError on all if one fails."""
-        problem = None
-        result = None
-        try:
-            result = function()
-        except Exception as error:  # MemoryError, mmap's ValueError: the others would wait for ever
-            problem = f"rank {self.rank}: {str(error) or type(error).__name__}"
-        problems = self.exchange(problem)
-        if any(problems):
-            raise RuntimeError(f"no shared memory: {'; '.join(filter(None, problems))}")
-        return result
-
-
-def open_shared_memory(size: int, meeting: Meeting) -> tuple:
+def open_shared_memory(
+    size: int, store: dist.Store, rank: int, world_size: int, timeout: float
+) -> tuple:
     """(file, mmap) of the same `size` bytes, all 0, in every rank of a group. A collective.
 
-    RuntimeError on every rank if one of them cannot have it. On Linux this memory never has a name:
-    the others reach it as a file that rank 0 has open. Elsewhere it is a file in the folder for
-    temporary files, which every rank removes as soon as all have it open or one has failed. The
-    same path may lead to another file, where ranks have containers of their own: so rank 0 tells
-    which file it is, and what is in it.
+    Rank 0 makes a file with a random name, where there is one in memory (/dev/shm), and the others
+    open it. As soon as all have it, it loses its name and lives as long as somebody has it open:
+    nothing stays behind, whoever is killed. (But if all are killed in these milliseconds.) Who is
+    on another host, or in a container with a /dev/shm of its own, finds no such file, and all ranks
+    get a RuntimeError; TimeoutError if a rank says nothing at all.
     """
-    is_first = meeting.rank == 0
-    nameless = hasattr(os, "memfd_create")
-    path = os.path.join(tempfile.gettempdir(), f"all-reduce-{uuid.uuid4().hex}")
-    nonce = uuid.uuid4()
+    number = store.add(f"shared memory/{rank}", 1)  # the keys of a store cannot be used twice
 
-    def create():
-        if not is_first:
-            return None
-        if nameless:
-            new = os.fdopen(os.memfd_create("all-reduce"), "r+b")
-        else:
-            new = open(path, "x+b")
-        new.write(bytes(size))  # has the memory now, or fails now, and not in a later call
-        new.seek(NONCE.start)
-        new.write(nonce.bytes)
-        new.flush()
-        return new
+    def say(what: str, text: str) -> None:
+        store.set(f"shared memory/{number}/{what}/{rank}", text)
 
-    def join():
-        if len({(host, size) for *_, host, size in proposals}) > 1:
-            raise OSError("not all ranks are on one host, or want the same size")
-        opened = file
-        if not is_first:
-            if which(os.stat(path)) != expected_file:
-                raise OSError(f"{path} is another file for this rank")
-            opened = open(path, "r+b")
-        memory = mmap.mmap(opened.fileno(), size)
-        if memory[NONCE].hex() != expected_nonce:
-            raise OSError(f"{path} has another content for this rank")
-        return opened, memory
+    def hear(what: str, other: int) -> str:
+        key = f"shared memory/{number}/{what}/{other}"
+        try:
+            store.wait([key], timedelta(seconds=timeout))
+        except RuntimeError as error:
+            who = f"rank {rank} timed out: it waited {timeout:g} s for rank {other}"
+            raise TimeoutError(f"no shared memory: {who}") from error
+        return store.get(key).decode()
 
+    path = problem = ""
+    file = memory = None
     try:
-        file = meeting.together(create)
-        identity = None
-        if is_first:
-            identity = which(os.fstat(file.fileno()))
-            if nameless:
-                path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
-        proposals = meeting.exchange([path, identity, nonce.hex, socket.gethostname(), size])
-        path, expected_file, expected_nonce, _, _ = proposals[0]
-        return meeting.together(join)
+        if rank != 0:
+            path = hear("path", 0)
+        try:
+            if rank == 0:
+                folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+                file = tempfile.NamedTemporaryFile(prefix="all-reduce-", dir=folder, delete=False)
+                path = file.name
+                take(file, size)
+            else:
+                file = open(path, "r+b")
+            if os.fstat(file.fileno()).st_size != size:
+                raise ValueError(f"{path} has not the {size} bytes that it needs")
+            memory = mmap.mmap(file.fileno(), size)
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
+        except Exception as error:  # MemoryError, mmap's ValueError: the others would wait for ever
+            problem = f"rank {rank}: {str(error) or type(error).__name__}"
+        if rank == 0:
+            say("path", path)
+        say("problem", problem)
+        problems = [hear("problem", other) for other in range(world_size)]
     finally:
-        if not nameless:
-            with suppress(OSError):
-                os.unlink(path)
+        with suppress(OSError):
+            os.unlink(path)
+    if any(problems):
+        raise RuntimeError(f"no shared memory: {'; '.join(filter(None, problems))}")
+    return file, memory
 
 
-def which(status: os.stat_result) -> list[int]:
-    """Which file it is, among all of this host."""
-    return [status.st_dev, status.st_ino]
+def take(file, size: int) -> None:
+    """Have that memory now, or fail now: a call that finds none would be killed (SIGBUS)."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file.fileno(), 0, size)
+    else:
+        file.write(bytes(size))
+        file.flush()
 
 
 # ==================================================================================================
@@ -480,13 +410,13 @@ def verify(device: torch.device, backend: str) -> None:
 
 def measure_shared(device: torch.device, backend: str, *options) -> None:
     """The stage's benchmark with one algorithm more, where tensors are on the CPU."""
-    from allreduce import benchmark
+    from allreduce import benchmark, ring_all_reduce
 
     if backend != "gloo":
         benchmark(device, backend, *options)
         return
     shared = SharedMemoryAllReduce()
-    benchmark(device, backend, *options, {"shared": shared})
+    benchmark(device, backend, *options, {"ring": ring_all_reduce, "shared": shared})
     measure_halves(shared, *options)
 
 
@@ -494,47 +424,39 @@ def measure_halves(
     shared: SharedMemory, sizes_bytes: list[int], steps: int, warmup: int, rows_file: str
 ) -> None:
     """Reduce-scatter and all-gather, gloo's and ours in turn, of a tensor of at most 100 MB."""
+    from allreduce import measure
+
     from common.report import percentiles
     from common.setup import say
-    from common.timing import Stopwatch
 
     world_size = dist.get_world_size()
     sizes = [size for size in sizes_bytes if 4 * world_size <= size <= 100 * 2**20]
     if world_size == 1 or not sizes:
         return
-    inputs = torch.ones(world_size, max(sizes) // 4 // world_size)
-    mine = torch.empty_like(inputs[0])
-    calls = {
-        ("reduce-scatter", "gloo"): lambda: reduce_scatter_single(mine, inputs.view(-1)),
-        ("reduce-scatter", "shared"): lambda: shared.reduce_scatter(mine, inputs),
-        ("all-gather", "gloo"): lambda: all_gather_single(inputs.view(-1), mine),
-        ("all-gather", "shared"): lambda: shared.all_gather(inputs, mine),
+    parts = torch.empty(world_size, max(sizes) // 4 // world_size)
+    mine = torch.ones_like(parts[0])
+    collectives = {
+        "reduce-scatter": {
+            "gloo": lambda tensor: reduce_scatter_single(mine, tensor),
+            "shared": lambda tensor: shared.reduce_scatter(mine, parts),
+        },
+        "all-gather": {
+            "gloo": lambda tensor: all_gather_single(tensor, mine),
+            "shared": lambda tensor: shared.all_gather(parts, mine),
+        },
     }
-    watch = Stopwatch(torch.device("cpu"))
-    seconds = {key: [] for key in calls}
-    for _ in range(warmup + steps):
-        for key, call in calls.items():
-            inputs.fill_(1.0)
-            dist.barrier()
-            watch.mark("start")
-            call()
-            watch.mark("end")
-            slowest = torch.tensor(watch.seconds("start", "end"), dtype=torch.float64)
-            dist.all_reduce(slowest, dist.ReduceOp.MAX)
-            seconds[key].append(slowest.item())
-    if dist.get_rank() != 0:
-        return
-    p50 = {key: percentiles(times[warmup:])[0] for key, times in seconds.items()}
-    with open(rows_file, "a") as file:
-        for (collective, name), times in seconds.items():
-            row = {"collective": collective, "algorithm": name, "world_size": world_size}
-            row |= {"size_bytes": inputs.nbytes, "seconds": times[warmup:]}
-            file.write(json.dumps(row) + "\n")
-    for collective in ("reduce-scatter", "all-gather"):
-        gloo = 1000 * p50[collective, "gloo"]
-        ours = 1000 * p50[collective, "shared"]
+    for collective, calls in collectives.items():
+        seconds, _, _ = measure(calls, parts.view(-1), steps, warmup)
+        if dist.get_rank() != 0:
+            continue
+        with open(rows_file, "a") as file:
+            for name, times in seconds.items():
+                row = {"collective": collective, "algorithm": name, "world_size": world_size}
+                row |= {"size_bytes": parts.nbytes, "seconds": times}
+                file.write(json.dumps(row) + "\n")
+        gloo, ours = (1000 * percentiles(seconds[name])[0] for name in ("gloo", "shared"))
         times = f"gloo {gloo:.2f} ms, shared {ours:.2f} ms, ratio {gloo / ours:.2f}"
-        say(f"{collective} of {inputs.nbytes / 2**20:g} MB, {world_size} ranks (p50): {times}")
+        say(f"{collective} of {parts.nbytes / 2**20:g} MB, {world_size} ranks (p50): {times}")
 
 
 def main():

@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -28,22 +29,21 @@ from common.testing import harness
 from common.testing.harness import ROOT, SHARED_MEMORY, left_in, names_in
 
 FOLDER = Path(__file__).parent
-STAGES = ["02_naive_ddp", "03_flat_ddp", "04_overlap_ddp", "05_bucketed", "06_sharded_optimizer"]
+STAGES = ["05_bucketed", "06_sharded_optimizer", "06_sharded_optimizer/fsdp"]
 sys.path[:0] = [str(FOLDER), *(str(ROOT / stage) for stage in STAGES)]
-sys.path.insert(0, str(ROOT / "06_sharded_optimizer" / "fsdp"))
 
-import backend  # noqa: E402
+import backend  # noqa: E402, F401 (registers it)
+import shared_memory  # noqa: E402
 from bucketed import BucketedDDP  # noqa: E402
-from flat_ddp import FlatDDP  # noqa: E402
 from fsdp import FSDP  # noqa: E402
-from naive_ddp import NaiveDDP  # noqa: E402
-from overlap_ddp import OverlapDDP  # noqa: E402
 from sharded_optimizer import ShardedOptimizer  # noqa: E402
 from shared_memory import all_gather_single, reduce_scatter_single  # noqa: E402
 
 SUM = dist.ReduceOp.SUM
+MAX = dist.ReduceOp.MAX
 MEAN = dist.ReduceOp.AVG
 DTYPES = [torch.float64, torch.float32, torch.int64, torch.uint8]  # gloo has them everywhere
+slow = pytest.mark.full
 
 
 def groups():
@@ -51,7 +51,7 @@ def groups():
     return dist.new_group(backend="shared"), dist.new_group(backend="gloo")
 
 
-def numbers(*shape, dtype=torch.float64):
+def numbers(shape, dtype):
     seed = torch.Generator().manual_seed(dist.get_rank())
     return torch.randint(0, 10, shape, generator=seed).to(dtype)
 
@@ -59,106 +59,245 @@ def numbers(*shape, dtype=torch.float64):
 # Every collective
 
 
-def collectives(group, length, dtype):
-    """The results of every collective, by name, and of all ways to call it."""
+def ways(group) -> dict:
+    """All ways to call a collective: each takes a tensor, and one that has a row for every rank."""
     n = dist.get_world_size()
     rank = dist.get_rank()
-    results = {}
-    tensor = numbers(length, dtype=dtype)
-    for operation in (SUM, dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT):
-        results[f"all-reduce {operation}"] = tensor.clone()
-        dist.all_reduce(results[f"all-reduce {operation}"], operation, group=group)
-    results["asynchronous"] = tensor.clone()
-    work = dist.all_reduce(results["asynchronous"], group=group, async_op=True)
-    work.wait()
-    assert work.is_completed()
-    results["of a part"] = numbers(4, length, dtype=dtype)
-    dist.all_reduce(results["of a part"][1], group=group)
-    results["transposed"] = numbers(length, 3, dtype=dtype).t()
-    dist.all_reduce(results["transposed"], group=group)
-    results["all-gather"] = torch.empty(n * length, dtype=dtype)
-    all_gather_single(results["all-gather"], tensor, group=group)
-    results["list"] = [torch.empty(length, dtype=dtype) for _ in range(n)]
-    dist.all_gather(results["list"], tensor, group=group)
-    results["reduce-scatter"] = torch.empty(length, dtype=dtype)
-    reduce_scatter_single(results["reduce-scatter"], numbers(n * length, dtype=dtype), group=group)
-    results["reduce-scatter of a list"] = torch.empty(length, dtype=dtype)
-    inputs = list(numbers(n, length, dtype=dtype))
-    dist.reduce_scatter(results["reduce-scatter of a list"], inputs, group=group)
-    results["broadcast"] = tensor.clone()
-    dist.broadcast(results["broadcast"], n - 1, group=group)
-    results["reduce"] = tensor.clone()
-    dist.reduce(results["reduce"], 0, group=group)
-    if rank != 0:
-        results["reduce"] = None  # undefined there
-    gathered = [torch.empty_like(tensor) for _ in range(n)] if rank == 0 else None
-    dist.gather(tensor, gathered, dst=0, group=group)
-    results["gather"] = gathered
-    results["all-to-all"] = torch.empty(n * length, dtype=dtype)
-    dist.all_to_all_single(results["all-to-all"], numbers(n * length, dtype=dtype), group=group)
-    results["objects"] = [None] * n
-    dist.all_gather_object(results["objects"], {"rank": rank}, group=group)
-    if n > 1:
-        results["received"] = torch.empty_like(tensor)
-        sent = dist.isend(tensor, (rank + 1) % n, group=group)
-        dist.recv(results["received"], (rank - 1) % n, group=group)
-        sent.wait()
-    dist.barrier(group=group)
-    return results
+    on = {"group": group}
+
+    def asynchronous(one, rows):
+        work = dist.all_reduce(one, async_op=True, **on)
+        work.wait()
+        assert work.is_completed() and work.result()[0].data_ptr() == one.data_ptr()
+
+    def reduce(one, rows):
+        dist.reduce(one, 0, **on)
+        dist.broadcast(one, 0, **on)  # elsewhere it is undefined
+
+    def gather_objects(one, rows):
+        ranks = [None] * n
+        dist.all_gather_object(ranks, rank, **on)
+        assert ranks == list(range(n))
+
+    def send_and_receive(one, rows):
+        if n > 1:
+            sent = dist.isend(one, (rank + 1) % n, **on)
+            dist.recv(rows[0], (rank - 1) % n, **on)
+            sent.wait()
+
+    return {
+        "sum": lambda one, rows: dist.all_reduce(one, **on),
+        "maximum": lambda one, rows: dist.all_reduce(one, MAX, **on),
+        "product": lambda one, rows: dist.all_reduce(one, dist.ReduceOp.PRODUCT, **on),
+        "of a part": lambda one, rows: dist.all_reduce(rows[-1], **on),
+        "transposed": lambda one, rows: dist.all_reduce(rows.t(), **on),
+        "asynchronous": asynchronous,
+        "all-gather": lambda one, rows: all_gather_single(rows.view(-1), one, **on),
+        "all-gather, list": lambda one, rows: dist.all_gather(list(rows), one, **on),
+        "reduce-scatter": lambda one, rows: reduce_scatter_single(one, rows.view(-1), **on),
+        "its maximum": lambda one, rows: reduce_scatter_single(one, rows.view(-1), MAX, **on),
+        "reduce-scatter, list": lambda one, rows: dist.reduce_scatter(one, list(rows), **on),
+        "broadcast": lambda one, rows: dist.broadcast(one, n - 1, **on),
+        "reduce": reduce,
+        "gather": lambda one, rows: dist.gather(one, None if rank else list(rows), **on),
+        "all-to-all": lambda one, rows: dist.all_to_all_single(rows, rows.clone(), **on),
+        "objects": gather_objects,
+        "send and receive": send_and_receive,
+        "barrier": lambda one, rows: dist.barrier(**on),
+    }
 
 
 def differences(lengths, dtypes):
     """What is not bitwise gloo's: (collective, length, dtype)."""
     shared, gloo = groups()
     assert dist.get_backend(shared) == "shared" and shared.memory is not None
+    n = dist.get_world_size()
     found = []
-    for length in lengths:
-        for dtype in dtypes:
-            ours = collectives(shared, length, dtype)
-            expected = collectives(gloo, length, dtype)
-            for name, value in expected.items():
-                if not same(ours[name], value):
+    for name, over_gloo in ways(gloo).items():
+        for length in lengths:
+            for dtype in dtypes:
+                of_gloo = numbers([length], dtype), numbers([n, length], dtype)
+                ours = [tensor.clone() for tensor in of_gloo]
+                over_gloo(*of_gloo)
+                ways(shared)[name](*ours)
+                if not all(map(torch.equal, ours, of_gloo)):
                     found.append((name, length, dtype))
     return found
 
 
-def same(ours, expected) -> bool:
-    if torch.is_tensor(expected):
-        return torch.equal(ours, expected)
-    if isinstance(expected, list):
-        return all(same(one, other) for one, other in zip(ours, expected, strict=True))
-    return ours == expected
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(5, marks=pytest.mark.full)])
+@pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(5, marks=slow)])
 def test_every_collective_is_gloos(ranks, world_size):
     found = ranks(world_size).run(differences, [0, 1, 7, 1000], DTYPES)
     assert found == [[]] * world_size
 
 
-@pytest.mark.full
-def test_large_tensors(ranks):
-    """Of several pieces."""
-    length = 3 * backend.PIECE_BYTES // 8 + 1
-    assert ranks(2).run(differences, [length], [torch.float64]) == [[]] * 2
+# What is promised: each runs on two ranks
 
 
-def means():
+def takes_means():
     """Of every collective that sums; gloo has none for integers either."""
     shared, _ = groups()
-    rank = dist.get_rank()
-    n = dist.get_world_size()
-    total = torch.full((5,), float(rank))
+    total = torch.full((5,), float(dist.get_rank()))
     dist.all_reduce(total, MEAN, group=shared)
     part = torch.empty(2)
-    reduce_scatter_single(part, torch.full((2 * n,), float(rank)), MEAN, group=shared)
+    reduce_scatter_single(part, torch.full((4,), float(dist.get_rank())), MEAN, group=shared)
+    assert [*total.tolist(), *part.tolist()] == [0.5] * 7
     with pytest.raises(RuntimeError):
         dist.all_reduce(torch.ones(2, dtype=torch.int64), MEAN, group=shared)
-    return [*total.tolist(), *part.tolist()]
 
 
-def test_means(ranks):
-    assert ranks(3).run(means) == [[1.0] * 7] * 3
+def keeps_the_order():
+    """What is gloo's waits for what was called before; only send and receive may come between."""
+    shared, _ = groups()
+    rank = dist.get_rank()
+    for handed_on in (dist.barrier, partial(dist.broadcast, torch.ones(1), 0)):
+        for _ in range(5):
+            tensor = torch.ones(4_000_000)
+            work = dist.all_reduce(tensor, group=shared, async_op=True)
+            handed_on(group=shared)
+            assert (tensor == 2).all()
+            work.wait()
+    tensor = torch.ones(3)
+    if rank == 0:
+        work = dist.all_reduce(tensor, group=shared, async_op=True)
+        dist.send(torch.ones(3), 1, group=shared)
+    else:
+        dist.recv(torch.empty(3), 0, group=shared)
+        work = dist.all_reduce(tensor, group=shared, async_op=True)
+    work.wait()
+    assert tensor.tolist() == [2.0] * 3
+
+
+def lets_callbacks_make_calls():
+    """Also in a callback of a callback. One after another: two at once have no common order."""
+    shared, _ = groups()
+
+    def sum_again(future):
+        return launched(future.value()[0]).wait()[0]
+
+    def launched(tensor):
+        return dist.all_reduce(tensor, group=shared, async_op=True).get_future()
+
+    for _ in range(9):
+        future = launched(torch.ones(2)).then(sum_again).then(lambda f: [f.value()])
+        assert future.then(sum_again).wait().tolist() == [8.0, 8.0]
+
+
+def is_compiled():
+    """torch calls the group while it compiles, for the buffers of torch's DDP."""
+    shared, _ = groups()
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)]
+    model = DistributedDataParallel(nn.Sequential(*layers), process_group=shared)
+    compiled = torch.compile(model, backend="eager")
+    for _ in range(2):
+        inputs = torch.randn(8, 4)
+        torch.testing.assert_close(compiled(inputs), model(inputs))
+        compiled(inputs).sum().backward()
+
+
+def changes_no_version():
+    """04 and 05 look at versions to notice a gradient that is changed while it travels."""
+    shared, _ = groups()
+    tensor = torch.ones(4)
+    dist.all_reduce(tensor, group=shared)
+    all_gather_single(tensor, torch.ones(2), group=shared)
+    assert tensor._version == 0
+
+
+def works_in_inference_mode():
+    shared, _ = groups()
+    with torch.inference_mode():
+        tensor = torch.ones(3)
+        dist.all_reduce(tensor, group=shared)
+    assert tensor.tolist() == [2.0] * 3
+
+
+def lets_go_of_tensors():
+    """Once a call is done the group holds none of its tensors, though no other call follows."""
+    shared, _ = groups()
+    tensor = torch.ones(3)
+    alive = weakref.ref(tensor)
+    dist.all_reduce(tensor, group=shared)
+    del tensor
+    deadline = time.monotonic() + 10  # its thread may be about to
+    while alive() is not None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert alive() is None
+
+
+def is_gloos_on_two_hosts():
+    """Where one rank does not find the memory, all take gloo."""
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+
+            def finds_nothing(*_):
+                raise FileNotFoundError
+
+            patch.setattr(shared_memory, "open", finds_nothing, raising=False)
+        shared, _ = groups()
+    assert shared.memory is None
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor, group=shared)
+    assert tensor.tolist() == [2.0] * 3
+
+
+def names_a_late_rank():
+    """On both: rank 1 comes too late, and what it then does fails, too."""
+    group = dist.new_group(backend="shared", timeout=timedelta(seconds=0.5))
+    rank = dist.get_rank()
+    time.sleep(1.5 * rank)
+    late = "shared memory: rank 0 timed out: it waited 0.5 s for rank 1"
+    failed = "has failed on some rank"
+    with pytest.raises(RuntimeError, match=[late, failed][rank]):
+        dist.all_reduce(torch.ones(3), group=group)
+    work = dist.all_reduce(torch.ones(3), group=group, async_op=True)
+    for wait in (work.wait, work.result, work.get_future().wait):
+        with pytest.raises(RuntimeError, match=failed):
+            wait()
+    assert work.is_completed() and isinstance(work.exception(), RuntimeError)
+
+
+def leaves_no_thread_and_no_file():
+    """Threads and files of a group: before it, with it, after it."""
+
+    def count():
+        gc.collect()
+        return threading.active_count(), len(os.listdir("/proc/self/fd"))
+
+    before = count()
+    group = dist.new_group(backend="shared")
+    dist.all_reduce(torch.ones(3), group=group)
+    during = count()
+    assert during[0] == before[0] + 1 and during[1] > before[1]
+    dist.destroy_process_group(group)
+    del group
+    assert count() == before
+
+
+def survives_a_forked_child():
+    """A child, like a worker that loads data, may end as it likes: the group goes on."""
+    shared, _ = groups()
+    child = os.fork()
+    if child == 0:
+        atexit._run_exitfuncs()
+        os._exit(0)
+    os.waitpid(child, 0)
+    tensor = torch.ones(2)
+    dist.all_reduce(tensor, group=shared)
+    assert tensor.tolist() == [2.0, 2.0]
+
+
+PROMISES = [takes_means, keeps_the_order, lets_callbacks_make_calls, is_compiled]
+PROMISES += [changes_no_version, works_in_inference_mode, lets_go_of_tensors, is_gloos_on_two_hosts]
+PROMISES += [names_a_late_rank]
+if sys.platform == "linux":  # it has /proc, and forks
+    PROMISES += [leaves_no_thread_and_no_file, survives_a_forked_child]
+
+
+@pytest.mark.parametrize("promise", PROMISES)
+def test_promises(ranks, promise):
+    ranks(2).run(promise)
 
 
 # Many calls, several groups
@@ -174,9 +313,8 @@ def interleaved():
         waiting = []
         for group in everybody:
             tensor = torch.full((1000,), float(rank + turn))
-            waiting.append(
-                (dist.all_reduce(tensor, group=group, async_op=True), tensor, 3 + 3 * turn)
-            )
+            work = dist.all_reduce(tensor, group=group, async_op=True)
+            waiting.append((work, tensor, 3 + 3 * turn))
             part = torch.empty(10)
             inputs = torch.full((30,), float(rank))
             work = reduce_scatter_single(part, inputs, group=group, async_op=True)
@@ -207,80 +345,41 @@ def wrong_of_many(calls):
     return wrong
 
 
-@pytest.mark.parametrize("calls", [500, pytest.param(10_000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("calls", [500, pytest.param(10_000, marks=slow)])
 def test_call_after_call(ranks, calls):
     assert ranks(2).run(wrong_of_many, calls) == [0, 0]
-
-
-def changes_no_version():
-    """04 and 05 look at versions to notice a gradient that is changed while it travels."""
-    shared, _ = groups()
-    tensor = torch.ones(4)
-    dist.all_reduce(tensor, group=shared)
-    all_gather_single(tensor, torch.ones(2), group=shared)
-    return tensor._version
-
-
-def test_what_arrives_is_no_change(ranks):
-    assert ranks(2).run(changes_no_version) == [0, 0]
-
-
-def sum_in_inference_mode():
-    shared, _ = groups()
-    with torch.inference_mode():
-        tensor = torch.ones(3)
-        dist.all_reduce(tensor, group=shared)
-    return tensor.tolist()
-
-
-def test_inference_mode(ranks):
-    assert ranks(2).run(sum_in_inference_mode) == [[2.0] * 3] * 2
-
-
-def lets_go_of_tensors():
-    """Once a call is done the group holds none of its tensors, though no other call follows."""
-    shared, _ = groups()
-    tensor = torch.ones(3)
-    alive = weakref.ref(tensor)
-    dist.all_reduce(tensor, group=shared)
-    del tensor
-    deadline = time.monotonic() + 10  # its thread may be about to
-    while alive() is not None and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return alive() is None
-
-
-def test_a_call_holds_no_tensors_afterwards(ranks):
-    assert ranks(2).run(lets_go_of_tensors) == [True, True]
 
 
 # Training
 
 
-def wrappers(group) -> dict:
-    def sharded(module):
-        return fully_shard(module, mesh=DeviceMesh.from_group(group, "cpu"))
+def with_power_sgd(module, group):
+    """A hook whose callbacks make calls."""
+    model = DistributedDataParallel(module, process_group=group)
+    state = powerSGD_hook.PowerSGDState(group, start_powerSGD_iter=2)
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    return model
 
+
+def candidates(group) -> dict:
+    """How a module is wrapped, and what takes its parameters."""
     on_group = {"process_group": group}
+    adam = partial(torch.optim.Adam, lr=1e-2)
+    of_shards = {"optimizer_class": torch.optim.Adam, "lr": 1e-2, **on_group}
+    ours = {"optimizer_cls": torch.optim.Adam, "lr": 1e-2, **on_group}
+    ddp = partial(DistributedDataParallel, **on_group)
     return {
-        "NaiveDDP": partial(NaiveDDP, **on_group),
-        "FlatDDP": partial(FlatDDP, **on_group),
-        "OverlapDDP": partial(OverlapDDP, **on_group),
-        "BucketedDDP": partial(BucketedDDP, bucket_size_mb=0.001, **on_group),
-        "FSDP": partial(FSDP, **on_group),
-        "torch DDP": partial(DistributedDataParallel, **on_group),
-        "torch DDP, views": partial(
-            DistributedDataParallel, gradient_as_bucket_view=True, **on_group
+        "BucketedDDP": (partial(BucketedDDP, bucket_size_mb=0.001, **on_group), adam),
+        "FSDP": (partial(FSDP, **on_group), adam),
+        "ShardedOptimizer": (ddp, partial(ShardedOptimizer, **ours)),
+        "torch DDP": (ddp, adam),
+        "torch DDP, views": (partial(ddp, gradient_as_bucket_view=True), adam),
+        "torch DDP, PowerSGD": (partial(with_power_sgd, group=group), adam),
+        "torch ZeRO": (ddp, partial(ZeroRedundancyOptimizer, **of_shards)),
+        "torch fully_shard": (
+            lambda module: fully_shard(module, mesh=DeviceMesh.from_group(group, "cpu")),
+            adam,
         ),
-        "torch fully_shard": sharded,
-    }
-
-
-def optimizers(group) -> dict:
-    adam = torch.optim.Adam
-    return {
-        "ShardedOptimizer": partial(ShardedOptimizer, optimizer_cls=adam, process_group=group),
-        "ZeRO": partial(ZeroRedundancyOptimizer, optimizer_class=adam, process_group=group),
     }
 
 
@@ -289,7 +388,7 @@ def trained(wrap, make_optimizer) -> torch.Tensor:
     torch.manual_seed(0)
     layers = [nn.Linear(20, 30), nn.BatchNorm1d(30), nn.ReLU(), nn.Linear(30, 10)]
     model = wrap(nn.Sequential(*layers).double())
-    optimizer = make_optimizer(model.parameters(), lr=1e-2)
+    optimizer = make_optimizer(model.parameters())
     torch.manual_seed(dist.get_rank())
     for _ in range(5):
         model(torch.randn(8, 20).double()).square().mean().backward()
@@ -297,103 +396,20 @@ def trained(wrap, make_optimizer) -> torch.Tensor:
             model.finish_gradient_synchronization()
         optimizer.step()
         optimizer.zero_grad()
-    model.train()  # BatchNorm's own statistics differ by rank
     torch.manual_seed(0)
     return model(torch.randn(8, 20).double()).detach()
 
 
 def distance(name) -> float:
     """How far apart training ends over the two backends."""
-    results = []
-    for group in groups():
-        wrap = wrappers(group).get(name, lambda module: module)
-        make_optimizer = optimizers(group).get(name, torch.optim.Adam)
-        if name in optimizers(group):
-            wrap = wrappers(group)["torch DDP"]
-        results.append(trained(wrap, make_optimizer))
-    return (results[0] - results[1]).abs().max().item()
+    ours, gloos = (trained(*candidates(group)[name]) for group in groups())
+    return (ours - gloos).abs().max().item()
 
 
-@pytest.mark.parametrize("name", [*wrappers(None), *optimizers(None)])
+@pytest.mark.parametrize("name", candidates(None))
 def test_training_ends_where_it_does_over_gloo(ranks, name):
     for found in ranks(2).run(distance, name):
         assert found <= 1e-12
-
-
-# Errors, the end
-
-
-def error_of_a_late_rank():
-    """On both: rank 1 comes too late, and what it then does fails, too."""
-    group = dist.new_group(backend="shared", timeout=timedelta(seconds=0.5))
-    if dist.get_rank() == 1:
-        time.sleep(1.5)
-    with pytest.raises(RuntimeError) as error:
-        dist.all_reduce(torch.ones(3), group=group)
-    work = dist.all_reduce(torch.ones(3), group=group, async_op=True)
-    with pytest.raises(RuntimeError, match="has failed on some rank"):
-        work.wait()
-    assert work.is_completed() and isinstance(work.exception(), RuntimeError)
-    with pytest.raises(RuntimeError, match="has failed on some rank"):
-        work.get_future().wait()
-    return str(error.value)
-
-
-def test_a_late_rank_is_named(ranks):
-    first, second = ranks(2).run(error_of_a_late_rank)
-    assert first == "shared memory: rank 0 timed out: it waited 0.5 s for rank 1"
-    assert "has failed on some rank" in second
-
-
-def error_of_unequal_sizes():
-    shared, _ = groups()
-    with pytest.raises(RuntimeError, match="tensors differ|has failed on some rank"):
-        dist.all_reduce(torch.ones(3 + dist.get_rank()), group=shared)
-
-
-def test_unequal_sizes(ranks):
-    ranks(2).run(error_of_unequal_sizes)
-
-
-def ends_its_thread():
-    """Threads and files of a group: before it, with it, after it."""
-
-    def count():
-        gc.collect()
-        return threading.active_count(), len(os.listdir("/proc/self/fd"))
-
-    before = count()
-    group = dist.new_group(backend="shared")
-    dist.all_reduce(torch.ones(3), group=group)
-    during = count()
-    dist.destroy_process_group(group)
-    del group
-    return before, during, count()
-
-
-@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="counts files in /proc")
-def test_a_group_that_is_destroyed_leaves_nothing(ranks):
-    for before, during, after in ranks(2).run(ends_its_thread):
-        assert during[0] == before[0] + 1 and during[1] > before[1]
-        assert after == before
-
-
-def answers_after_fork():
-    """A child, like a worker that loads data, may end as it likes: the group goes on."""
-    shared, _ = groups()
-    child = os.fork()
-    if child == 0:
-        atexit._run_exitfuncs()
-        os._exit(0)
-    os.waitpid(child, 0)
-    tensor = torch.ones(2)
-    dist.all_reduce(tensor, group=shared)
-    return tensor.tolist()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="forks")
-def test_a_forked_child_harms_nothing(ranks):
-    assert ranks(2).run(answers_after_fork) == [[2.0, 2.0]] * 2
 
 
 # Scripts that know nothing of it
@@ -429,9 +445,7 @@ def test_without_the_runner_it_is_unknown(monkeypatch, capsys):
     harness.check_wrong_input(*arguments)
 
 
-@pytest.mark.parametrize(
-    "fault", [pytest.param(fault, marks=pytest.mark.full) for fault in harness.FAULTS]
-)
+@pytest.mark.parametrize("fault", [pytest.param(fault, marks=slow) for fault in harness.FAULTS])
 def test_faults_in_training(script, tmp_path, fault):
     """kill -9 of a rank, SIGTERM, Ctrl-C: all of it ends, and nothing is left."""
     words = [*OVER_SHARED, "--size", "nano", *harness.LONG]
@@ -439,7 +453,7 @@ def test_faults_in_training(script, tmp_path, fault):
     harness.check_fault(script, command, "verify: passed", fault, tmp_path)
 
 
-@pytest.mark.full
+@slow
 def test_a_script_can_end_while_a_call_waits(script, tmp_path):
     """A rank that fails must not be kept from ending by a call that waits for another one."""
     program = f"""

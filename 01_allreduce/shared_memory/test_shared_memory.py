@@ -6,7 +6,7 @@ test_allreduce.py has what it shares with the other two.
 import mmap
 import os
 import signal
-import socket
+import stat
 import sys
 import tempfile
 import time
@@ -19,8 +19,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import shared_memory
-from allreduce import differing_sums
-from shared_memory import PART_BYTES, SMALL_PIECE, SharedMemory, SharedMemoryAllReduce
+from shared_memory import SMALL_PIECE, SharedMemory, SharedMemoryAllReduce
 
 from common.recordings.record import output_of
 from common.testing import harness
@@ -33,21 +32,14 @@ slow = pytest.mark.full
 # Sums
 
 
-def differing(lengths):
-    return differing_sums(SharedMemoryAllReduce(), lengths, [torch.float32])
-
-
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=slow)])
-def test_pieces_of_the_default_size(ranks, world_size):
-    lengths = [5 * world_size * PART_BYTES // 4 + 1, 7]
-    assert ranks(world_size).run(differing, lengths) == [[]] * world_size
-
-
 def wrong_in_many_calls(calls, late):
-    """Wrong elements over calls of all sizes, to which a rank now and then comes late."""
+    """Wrong elements over calls of all sizes, to which a rank now and then comes late.
+
+    Every other one is a reduce-scatter: with no all-gather between, two sets of slots have to do.
+    """
     rank = dist.get_rank()
     world_size = dist.get_world_size()
-    all_reduce = SharedMemoryAllReduce(piece_bytes=SMALL_PIECE, timeout=30)
+    shared = SharedMemoryAllReduce(piece_bytes=SMALL_PIECE, timeout=30)
     lengths = torch.randint(1, 5000, (calls,), generator=torch.Generator().manual_seed(0)).tolist()
     pattern = torch.arange(5000.0)
     wrong = 0
@@ -55,7 +47,10 @@ def wrong_in_many_calls(calls, late):
         if late and call % 10 == rank:
             time.sleep(0.02)
         tensor = pattern[:length] + rank + call
-        all_reduce(tensor)
+        if call % 2 == 0:
+            shared(tensor)
+        else:
+            shared.reduce_scatter(tensor, [tensor.clone() for _ in range(world_size)])
         expected = world_size * (pattern[:length] + call) + world_size * (world_size - 1) / 2
         wrong += (tensor != expected).sum().item()
     return wrong
@@ -77,105 +72,83 @@ def test_the_fence_of_processors_that_reorder(ranks):
     assert ranks(2).run(wrong_with_fences) == [0] * 2
 
 
-def sums_of_groups():
-    """Of the ranks' numbers, over every other rank and over all."""
-    rank = dist.get_rank()
-    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    of_half = torch.tensor([rank])
-    of_all = torch.tensor([rank])
-    all_reduce_half = SharedMemoryAllReduce(groups[rank % 2], timeout=30)
-    SharedMemoryAllReduce(timeout=30)(of_all)
-    all_reduce_half(of_half)
-    return of_half.item(), of_all.item()
-
-
-def test_groups_have_memory_of_their_own(ranks):
-    assert ranks(4).run(sums_of_groups) == [(2, 6), (4, 6), (2, 6), (4, 6)]
-
-
 # The memory
 
 
-def wrong_where_memory_has_a_name(folder):
-    """Wrong elements, and the files that are there once it is made."""
+def names_and_mode(folder):
+    """Of the file, once all ranks have it; without a /dev/shm it is in the temporary folder."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.delattr(os, "memfd_create")
-        patch.setattr(tempfile, "tempdir", folder)
-        return wrong_in_many_calls(10, False), os.listdir(folder)
+        if folder:
+            patch.setattr(os, "access", lambda *_: False)
+            patch.setattr(tempfile, "tempdir", folder)
+        shared = SharedMemoryAllReduce(timeout=30)
+    shared(torch.ones(3))
+    found = os.fstat(shared.file.fileno())
+    return found.st_nlink, stat.S_IMODE(found.st_mode), os.listdir(folder) if folder else []
 
 
-@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="is how all the tests run there")
-def test_memory_that_has_a_name_loses_it(ranks, tmp_path):
-    assert ranks(2).run(wrong_where_memory_has_a_name, str(tmp_path)) == [(0, [])] * 2
+@pytest.mark.parametrize("has_folder", [True, False])
+def test_the_memory_loses_its_name(ranks, tmp_path, has_folder):
+    folder = None if has_folder else str(tmp_path)
+    assert ranks(2).run(names_and_mode, folder) == [(0, 0o600, [])] * 2
 
 
-def refusal(sizes, hosts):
-    """What it says where the ranks want different sizes, or are on different hosts."""
-    rank = dist.get_rank()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(socket, "gethostname", lambda: hosts[rank])
-        with pytest.raises(RuntimeError) as error:
-            SharedMemoryAllReduce(piece_bytes=sizes[rank])
+def refusal(sizes):
+    with pytest.raises(RuntimeError) as error:
+        SharedMemoryAllReduce(piece_bytes=sizes[dist.get_rank()])
     return str(error.value)
 
 
-@pytest.mark.parametrize("sizes, hosts", [([64, 128], ["a", "a"]), ([64, 64], ["a", "b"])])
-def test_every_rank_refuses(ranks, sizes, hosts):
-    for message in ranks(2).run(refusal, sizes, hosts):
-        assert message.startswith("no shared memory: ") and "one host" in message
+def refusal_of(rank, owner, name, error):
+    """What is said where one rank has a problem, of any kind."""
 
-
-def problem_of_one_rank(error):
-    """What it says where rank 1 cannot map the memory, for a reason of any kind."""
-
-    def fails(*_):
+    def fails(*_, **__):
         raise error
 
     with pytest.MonkeyPatch.context() as patch:
-        if dist.get_rank() == 1:
-            patch.setattr(mmap, "mmap", fails)
-        with pytest.raises(RuntimeError) as said:
-            SharedMemoryAllReduce(piece_bytes=64)
-    return str(said.value)
+        if dist.get_rank() == rank:
+            patch.setattr(sys.modules[owner], name, fails, raising=False)
+        return refusal([64, 64])
 
 
-@pytest.mark.parametrize("error", [MemoryError(), ValueError("mmap length"), OSError("no")])
-def test_any_problem_of_a_rank_is_an_error_on_all(ranks, error):
-    for message in ranks(2).run(problem_of_one_rank, error):
-        assert message.startswith("no shared memory: rank 1: ")
+PROBLEMS = [(0, "mmap", "mmap", MemoryError()), (1, "mmap", "mmap", ValueError("mmap length"))]
+PROBLEMS += [(0, "tempfile", "NamedTemporaryFile", PermissionError("not here"))]
+PROBLEMS += [(1, "shared_memory", "open", FileNotFoundError("a container of its own"))]
 
 
-def takes_another_file(path):
-    """As in containers of their own: what rank 0 names is, for rank 1, a file of its own."""
-    rank = dist.get_rank()
-    processes = [None] * 2
-    dist.all_gather_object(processes, os.getpid())
-    files = []
-    with pytest.MonkeyPatch.context() as patch:
-        if rank == 0:
-            patch.setattr(os, "getpid", lambda: processes[1])
-        else:
-            files = [path.open("r+b") for _ in range(100)]  # whatever number rank 0's has
-        with pytest.raises(RuntimeError, match=r"rank 1: /proc/.* is another file"):
-            SharedMemoryAllReduce()
-    for file in files:
-        file.close()
+@pytest.mark.parametrize("rank, owner, name, error", PROBLEMS)
+def test_a_problem_of_one_rank_is_an_error_on_all(ranks, rank, owner, name, error):
+    for message in ranks(2).run(refusal_of, rank, owner, name, error):
+        said = str(error) or type(error).__name__
+        assert message.startswith("no shared memory: ") and f"rank {rank}: {said}" in message
+        assert "\n" not in message
 
 
-@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="is found by its name there")
-def test_a_file_of_somebody_else_is_left_alone(ranks, tmp_path):
-    content = bytes([7]) * 2**23
-    path = tmp_path / "data"
-    path.write_bytes(content)
-    ranks(2).run(takes_another_file, path)
-    assert path.read_bytes() == content
+@pytest.mark.parametrize("sizes", [[128, 256], [256, 128]])
+def test_ranks_that_want_different_sizes(ranks, sizes):
+    for message in ranks(2).run(refusal, sizes):
+        assert "no shared memory: rank 1: " in message and " bytes that it needs" in message
+
+
+@pytest.mark.skipif(not SHARED_MEMORY.exists(), reason="asks for more than it has")
+def test_too_little_memory_is_an_error_at_once(ranks):
+    """And not a SIGBUS in a later call."""
+    free = os.statvfs(SHARED_MEMORY)
+    too_much = free.f_blocks * free.f_frsize // 64 * 64
+    before = names_in(SHARED_MEMORY)
+    for message in ranks(2).run(refusal, [too_much, too_much]):
+        assert "rank 0: [Errno 28] No space left on device" in message
+    assert not left_in(SHARED_MEMORY, before)
+
+
+# Errors
 
 
 def is_broken_after_a_timeout():
     """Rank 1 is late; neither it nor a second try of rank 0 gets a sum."""
     all_reduce = SharedMemoryAllReduce(timeout=0.2)
     if dist.get_rank() == 0:
-        with pytest.raises(RuntimeError, match="timed out"):
+        with pytest.raises(RuntimeError, match="timed out: it waited 0.2 s for rank 1"):
             all_reduce(torch.ones(6))
     dist.barrier()
     for _ in range(2):
@@ -190,55 +163,69 @@ def is_broken_after_an_interrupt():
         raise KeyboardInterrupt
 
     if dist.get_rank() == 0:
-        shared.announce = interrupted
+        shared._meet = interrupted
         with pytest.raises(KeyboardInterrupt):
             shared.all_reduce(torch.ones(6))
-        del shared.announce
+        del shared._meet
     for _ in range(2):
         with pytest.raises(RuntimeError, match="a call has failed on some rank"):
             shared.all_reduce(torch.ones(6))
 
 
 def tells_different_calls():
-    """Other lengths, also 0, other dtypes, another collective, sum and mean."""
+    """Other lengths, also 0, other dtypes, another collective, sum and mean, a call left out."""
     rank = dist.get_rank()
+
+    def leaves_one_out(shared):
+        shared.calls += rank
+        shared.all_reduce(torch.ones(6))
+
     different = [
+        leaves_one_out,
         lambda shared: shared.all_reduce(torch.ones(6 + rank)),
         lambda shared: shared.all_reduce(torch.ones(6 * rank)),
         lambda shared: shared.all_reduce(torch.ones(6, dtype=[torch.int32, torch.float32][rank])),
         lambda shared: shared.all_reduce(torch.ones(6), mean=rank == 1),
         lambda shared: shared.all_gather(torch.ones(2, 3 + rank), torch.ones(3 + rank)),
         lambda shared: shared.reduce_scatter(torch.ones(3 + rank), torch.ones(2, 3 + rank)),
+        lambda shared: [shared.all_reduce, shared.reduce_scatter][rank](
+            torch.ones(3), *[torch.ones(2, 3)] * rank
+        ),
     ]
-    if rank == 0:
-        different.append(lambda shared: shared.all_reduce(torch.ones(6)))
-    else:
-        different.append(lambda shared: shared.all_gather(torch.ones(2, 3), torch.ones(3)))
     for call in different:
+        shared = SharedMemoryAllReduce(timeout=30)
         with pytest.raises(RuntimeError, match="tensors differ|has failed on some rank"):
-            call(SharedMemoryAllReduce(timeout=30))
+            call(shared)
+        with pytest.raises(RuntimeError, match="has failed on some rank"):
+            shared.all_reduce(torch.ones(6))
 
 
-def tells_a_call_left_out():
-    """A tensor that one rank alone has been refused."""
+def refuses_before_it_begins():
+    """Wrong lists, and what is not on the CPU; the next call is none the worse."""
     shared = SharedMemoryAllReduce(timeout=30)
+    with pytest.raises(RuntimeError, match="needs 2 tensors of 3 elements"):
+        shared.reduce_scatter(torch.ones(3), torch.ones(3, 3))
+    with pytest.raises(RuntimeError, match="no place for meta"):
+        shared.all_reduce(torch.ones(3, device="meta"))
+    tensor = torch.ones(3)
+    shared.all_reduce(tensor)
+    assert tensor.tolist() == [2.0] * 3
+
+
+def hears_that_a_rank_has_let_go():
+    """At once, and not after the timeout."""
+    shared = SharedMemoryAllReduce(timeout=300)
+    shared.all_reduce(torch.ones(3))
     if dist.get_rank() == 0:
-        with pytest.raises(RuntimeError, match="needs 2 tensors of 3 elements"):
-            shared.reduce_scatter(torch.ones(3), torch.ones(3, 3))
-        shared.calls += 1
-    with pytest.raises(RuntimeError, match="left out a call|has failed on some rank"):
-        shared.all_reduce(torch.ones(24))
+        with pytest.raises(RuntimeError, match="rank 1 has ended"):
+            shared.all_reduce(torch.ones(3))
 
 
-@pytest.mark.parametrize(
-    "check",
-    [
-        is_broken_after_a_timeout,
-        is_broken_after_an_interrupt,
-        tells_different_calls,
-        tells_a_call_left_out,
-    ],
-)
+CHECKS = [is_broken_after_a_timeout, is_broken_after_an_interrupt, tells_different_calls]
+CHECKS += [refuses_before_it_begins, hears_that_a_rank_has_let_go]
+
+
+@pytest.mark.parametrize("check", CHECKS)
 def test_no_rank_gets_a_wrong_sum(ranks, check):
     ranks(2).run(check)
 
@@ -249,13 +236,9 @@ def test_a_wrong_piece(piece_bytes):
         SharedMemory(dist.HashStore(), 0, 1, piece_bytes)
 
 
-TIMEOUT = 2.0
-
-
-def die(name, count):
+def die(name, count, timeout):
     """Rank 1 is killed as it enters that function for the count-th time."""
-    owners = [SharedMemory, shared_memory.Meeting, shared_memory]
-    owner = next(owner for owner in owners if hasattr(owner, name))
+    owner = next(owner for owner in (SharedMemory, mmap, shared_memory) if hasattr(owner, name))
     function = getattr(owner, name)
     entered = 0
 
@@ -268,37 +251,36 @@ def die(name, count):
 
     if dist.get_rank() == 1:
         setattr(owner, name, counted)
-    all_reduce = SharedMemoryAllReduce(piece_bytes=SMALL_PIECE, timeout=TIMEOUT)
+    all_reduce = SharedMemoryAllReduce(piece_bytes=SMALL_PIECE, timeout=timeout)
     for _ in range(3):
         all_reduce(torch.ones(3 * SMALL_PIECE))
 
 
-MAKING = [("open_shared_memory", 1), ("together", 1), ("together", 2)]
-CALLING = [("bring", 1), ("announce", 1), ("wait", 1), ("announce", 2), ("wait", 2), ("bring", 13)]
-BETWEEN = [("all_reduce", 2)]
-SLOW = [pytest.param(*moment, marks=slow) for moment in MAKING + CALLING + BETWEEN]
+CALLING = [("_slot", 1), ("_meet", 1), ("_wait_for", 1), ("_meet", 2), ("_wait_for", 4)]
+CALLING += [("_slot", 13), ("all_reduce", 2)]
+MAKING = [("open_shared_memory", 1), ("mmap", 1)]
+SLOW = [pytest.param(*moment, marks=slow) for moment in CALLING + MAKING]
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name, count", [("wait", 4), *SLOW])
+@pytest.mark.parametrize("name, count", [("_wait_for", 3), *SLOW])
 def test_killed_at_any_moment(name, count):
-    """The others end with an error in time; no memory with a name stays, no process."""
+    """The others end with an error, at once when it was made; no memory stays, no process."""
     memory = names_in(SHARED_MEMORY)
-    files = names_in(Path(tempfile.gettempdir()))
+    is_made = (name, count) not in MAKING
     group = Ranks(3)
     processes = group.processes
     began = time.monotonic()
     with pytest.raises(pytest.fail.Exception) as failure:
-        group.run(die, name, count)
+        group.run(die, name, count, 300 if is_made else 2)
     took = time.monotonic() - began
     said = str(failure.value)
     assert "rank 1: EOFError" in said and "no answer" not in said, said
-    assert "timed out: it waited 2 s for rank 1" in said, said
-    assert took < TIMEOUT + 10, took
+    message = "rank 1 has ended" if is_made else "timed out: it waited 2 s for rank 1"
+    assert message in said, said
+    assert took < 12, took
     assert not any(process.is_alive() for process in processes)
     assert not left_in(SHARED_MEMORY, memory)
-    left = names_in(Path(tempfile.gettempdir())) - files
-    assert not [file for file in left if "all-reduce" in file]
 
 
 # The script
