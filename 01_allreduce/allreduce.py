@@ -1,11 +1,11 @@
 """01: all-reduce, shown, opened up and measured.
 
 After an all-reduce every rank holds the sum of all ranks' tensors. This is the one operation that
-data parallelism stands on. Here it is shown on four small tensors, written by hand as a ring of
-sends and receives, and timed beside the backend's own for sizes from 1 MB to 1 GB. Unlike the later
-stages this script starts its ranks itself (spawn.py); alpha_beta.py says what the times mean.
+data parallelism stands on. Here it is shown on four small tensors, written by hand as a ring, once
+plain and once in pieces, and timed beside the backend's own for sizes from 1 MB to 1 GB. Unlike the
+later stages this script starts its ranks itself (spawn.py); alpha_beta.py says what the times mean.
 
-    make 01_allreduce                       (all sizes, 2, 4 and 6 ranks: about three minutes)
+    make 01_allreduce                       (all sizes, 2, 4 and 6 ranks: about four minutes)
     make 01_allreduce NPROC=4               (only 4 ranks)
     python 01_allreduce/allreduce.py --demo                             (only the demonstration)
     python 01_allreduce/allreduce.py --sizes-mb 1,10 --nproc 2          (done in seconds)
@@ -34,31 +34,48 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-PIECE_BYTES = 2 * 2**20  # smaller: waking threads per message shows; larger: less of it overlaps
-IN_FLIGHT = 3  # receives posted ahead, each into a buffer of one piece: few, to stay in the cache
 
-
-def ring_all_reduce(tensor: torch.Tensor) -> None:
+def plain_ring_all_reduce(tensor: torch.Tensor) -> None:
     """Sum a contiguous CPU tensor over all ranks, in place; for gloo.
-
-    Any shape, length, dtype and world size. RuntimeError for a tensor that is not contiguous or
-    not on the CPU, before anything is sent: the next call works.
 
     The tensor is cut into one chunk per rank. In every step each rank sends a chunk to its right
     neighbour and receives one from its left: always the chunk that it passes on in the next step.
     For the first n-1 steps what arrives is added (reduce-scatter: rank r ends up with the whole sum
     of chunk r+1), for the other n-1 steps it replaces what was there (all-gather).
     """
-    if tensor.device.type != "cpu" or not tensor.is_contiguous():
-        raise RuntimeError("ring_all_reduce needs a contiguous CPU tensor; .contiguous() makes one")
+    check_tensor(tensor)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    chunks = tensor.detach().view(-1).tensor_split(world_size)  # lengths differ by one at most
+    buffer = torch.empty_like(chunks[0])
+    for step in range(2 * (world_size - 1)):
+        outgoing = chunks[(rank - step) % world_size]  # what came in the step before
+        incoming = chunks[(rank - step - 1) % world_size]
+        arrived = buffer[: len(incoming)]
+        sending = dist.isend(outgoing, (rank + 1) % world_size)
+        dist.recv(arrived, (rank - 1) % world_size)
+        sending.wait()
+        if step < world_size - 1:
+            incoming.add_(arrived)
+        else:
+            incoming.copy_(arrived)
+
+
+PIECE_BYTES = 2 * 2**20  # smaller: waking threads per message shows; larger: less of it overlaps
+IN_FLIGHT = 3  # receives posted ahead, each into a buffer of one piece: few, to stay in the cache
+
+
+def ring_all_reduce(tensor: torch.Tensor) -> None:
+    """The same ring, with chunks that travel in pieces: adding and sending overlap.
+
+    While a piece is added, the next ones arrive and the last one is on its way out.
+    """
+    check_tensor(tensor)
     rank = dist.get_rank()
     world_size = dist.get_world_size()
     left = (rank - 1) % world_size
     right = (rank + 1) % world_size
     flat = tensor.detach().view(-1)
-    chunks = flat.tensor_split(world_size)  # lengths differ by one at most, and may be 0
-
-    # A chunk travels in pieces: while one is added, the next arrive and the last is on its way out.
+    chunks = flat.tensor_split(world_size)
     length = PIECE_BYTES // tensor.element_size()
     pieces_of = []
     for chunk in chunks:
@@ -100,16 +117,23 @@ def ring_all_reduce(tensor: torch.Tensor) -> None:
 # ==================================================================================================
 # Below this line: the demonstration, the benchmark, main.
 
+RINGS = {"plain ring": plain_ring_all_reduce, "ring": ring_all_reduce}
 ROW_SECONDS = 6.0  # where all calls of a row would take longer, fewer are made
 HEADER = ["algorithm", "ranks", "MB", "count", "mean, ms", "p50", "p75", "p90", "p95"]
 HEADER += ["algbw", "busbw", "ratio", "#wrong"]
-WIDTHS = [9, 5, 6, 5, 8, 7, 7, 7, 7, 5, 5, 5, 6]
+WIDTHS = [10, 5, 6, 5, 8, 7, 7, 7, 7, 5, 5, 5, 6]
 LEGEND = (
     "time: of the slowest rank, ms, mean and percentiles of the counted calls; count: calls that "
     "are counted + calls before them\nfor warming up, fewer of both where a call takes long; "
     "MB = 2^20 bytes, GB/s = 10^9 bytes per second; algbw = size / p50,\nbusbw = algbw · 2(n-1)/n, "
     "GB/s; ratio: busbw to the backend's own; #wrong: wrong elements, over all calls and ranks"
 )
+
+
+def check_tensor(tensor: torch.Tensor) -> None:
+    """RuntimeError for what the rings cannot sum, before anything is sent: the next call works."""
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise RuntimeError("the ring needs a contiguous CPU tensor; .contiguous() makes one")
 
 
 def demonstrate(device: torch.device, backend: str, all_reduce: Callable = dist.all_reduce) -> None:
@@ -156,9 +180,9 @@ def benchmark(
     steps: int,
     warmup: int,
     rows_file: str,
-    more_algorithms: dict[str, Callable] | None = None,
+    others: dict[str, Callable] = RINGS,
 ) -> None:
-    """Measure every size with every algorithm: the backend's, the ring, and those of a sub-lesson.
+    """Measure every size with every algorithm: the backend's and, over gloo, `others`.
 
     Rank 0 prints a row as soon as it has it, and appends it to rows_file as JSON, so that it is
     kept whatever happens next.
@@ -168,9 +192,8 @@ def benchmark(
     from common.report import percentiles
 
     algorithms = {backend: dist.all_reduce}
-    if backend == "gloo":  # nccl would wait for ever: it runs a rank's sends and receives in turn
-        algorithms["ring"] = ring_all_reduce
-    algorithms |= more_algorithms or {}
+    if backend == "gloo":  # nccl, as far as we know, would wait: it runs sends and receives in turn
+        algorithms |= others
     latencies = {}
     for name, all_reduce in algorithms.items():
         awake = call_seconds(all_reduce, device)

@@ -113,6 +113,7 @@ COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00"]  # o
 # By algorithm: how the line is drawn, the mark, and what the mark is filled with.
 LOOK_OF_BACKEND = ("-", "o", None)
 LOOKS = {
+    "plain ring": (":", "v", "none"),
     "ring": ("--", "s", "none"),
     "shared": ("-.", "^", None),
     "gloo-cuda": ((0, (1, 1)), "D", None),

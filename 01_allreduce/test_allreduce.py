@@ -1,4 +1,4 @@
-"""Tests of 01_allreduce: what all three all-reduces promise, the fit, the script from outside."""
+"""Tests of 01_allreduce: what all four all-reduces promise, the fit, the script from outside."""
 
 import json
 import multiprocessing
@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent / "alternate_ring"))
 import allreduce
 import alpha_beta
 import spawn
-from allreduce import IN_FLIGHT, PIECE_BYTES, differing_sums, measure, ring_all_reduce
+from allreduce import IN_FLIGHT, PIECE_BYTES, RINGS, differing_sums, measure
 from alpha_beta import fit
 from alternate_ring import alternate_ring_all_reduce
 from shared_memory import SMALL_PIECE, SharedMemoryAllReduce
@@ -46,17 +46,17 @@ def rows_in(folder):
     return json.loads((folder / "a.json").read_text())["rows"]
 
 
-# What all three promise
+# What all four promise
 
 
 def all_reduce_of(name):
-    """On a rank: one of the three all-reduces."""
+    """On a rank: one of the four all-reduces."""
     if name == "shared":
         return SharedMemoryAllReduce(piece_bytes=SMALL_PIECE, timeout=30)
-    return {"ring": ring_all_reduce, "alternate": alternate_ring_all_reduce}[name]
+    return (RINGS | {"alternate": alternate_ring_all_reduce})[name]
 
 
-each = pytest.mark.parametrize("name", ["ring", "alternate", "shared"])
+each = pytest.mark.parametrize("name", [*RINGS, "alternate", "shared"])
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 DTYPES += [torch.int64, torch.int32, torch.uint8, torch.complex64]
 
@@ -142,7 +142,7 @@ def refused_then_summed(name):
     return few.tolist(), many.unique().tolist()
 
 
-@pytest.mark.parametrize("name", ["ring", "alternate"])
+@pytest.mark.parametrize("name", [*RINGS, "alternate"])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_refused_tensor_leaves_nothing_behind(ranks, name, world_size):
     """Receives that were posted before the error would swallow the next call's messages."""
@@ -278,7 +278,7 @@ def test_script_measures_fits_and_draws(forked, tmp_path):
     recorded = output_of(SCRIPT.with_name("reference_output.txt"))
     if torch.cuda.device_count() < 2:
         assert set(masked(recorded)) == set(masked(output)), output
-    assert output.count("3+1") == 4 and output.count("ranks hold the sum, bitwise equal") == 1
+    assert output.count("3+1") == 6 and output.count("ranks hold the sum, bitwise equal") == 1
     json_and_picture = [f"written: {tmp_path / name}" for name in ("a.json", "a.png")]
     assert output.splitlines()[-2:] == json_and_picture
     assert (tmp_path / "a.png").read_bytes().startswith(PNG)
@@ -286,12 +286,14 @@ def test_script_measures_fits_and_draws(forked, tmp_path):
     result = read_json(tmp_path / "a.json", "01_allreduce")
     assert (result["world_size"], result["backend"]) == ([2], ["gloo", "nccl"])
     assert result["options"]["steps"] == 3 and result["seconds"] > 0
-    assert result["copy_bytes_per_second"] > 0 and len(result["fits"]) == 2
-    rows = [row for row in result["rows"] if row["algorithm"] in ("gloo", "ring")]
+    assert result["copy_bytes_per_second"] > 0 and len(result["fits"]) == 3
+    rows = result["rows"]
     measured = sorted((row["algorithm"], row["world_size"], row["size_bytes"]) for row in rows)
     assert measured == [
         ("gloo", 2, 2**19),
         ("gloo", 2, 2**25),
+        ("plain ring", 2, 2**19),
+        ("plain ring", 2, 2**25),
         ("ring", 2, 2**19),
         ("ring", 2, 2**25),
     ]
@@ -406,7 +408,7 @@ def test_progress_on_a_terminal_and_none_in_a_pipe(forked):
 def test_a_closed_pipe_loses_no_file(forked, tmp_path):
     words = ["--backends", "gloo", *SMALL, *files_in(tmp_path)]
     assert forked.check_closed_pipe(None, SCRIPT, *words) == ""
-    assert len(rows_in(tmp_path)) == 4
+    assert len(rows_in(tmp_path)) == 6
     assert (tmp_path / "a.png").read_bytes().startswith(PNG)
 
 
@@ -423,7 +425,7 @@ def check_kept(output, folder):
 
 def test_ctrl_c_keeps_what_is_measured(forked, tmp_path):
     run = forked.start(None, SCRIPT, *LONG, *files_in(tmp_path))
-    run.wait_for("\nring           2       1 ")
+    run.wait_for("\nring            2       1 ")
     os.kill(run.processes[0].pid, signal.SIGINT)
     status, output = run.wait(30)
     assert status == 130 and "interrupted" in output
@@ -454,7 +456,7 @@ def test_faults(script, tmp_path, path, name, fault):
     """With spawned ranks; nothing stays in the shared memory."""
     memory = names_in(SHARED_MEMORY)
     run = script([sys.executable, path, *LONG, *files_in(tmp_path)])
-    wait_for_line(run, f"{name:9}      2       1 ")
+    wait_for_line(run, f"{name:10}      2       1 ")
     if fault == "SIGKILL of a rank":
         ranks = ranks_of(run)
         assert len(ranks) == 2
