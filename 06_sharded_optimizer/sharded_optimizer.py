@@ -3,7 +3,7 @@ r"""06: split the optimizer's state over the ranks (ZeRO, stage 1).
 Data-parallel ranks hold the same parameters and the same averaged gradients, so each of them would
 keep the same optimizer state and compute the same update. Here every parameter has one owner: that
 rank alone keeps its state (for Adam twice the parameter's bytes) and updates it, and then sends the
-new values to all others.
+new values to all others. Gradients are averaged as before, by any of stages 02 to 05.
 
     make 06_sharded_optimizer NPROC=2                                     (see also ARGS="--help")
     torchrun --standalone --nproc-per-node 2 06_sharded_optimizer/sharded_optimizer.py  (one host)
@@ -14,10 +14,9 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 SC 2020, section 5.1 (P_os); Stanford CS336, assignment 2, "Optimizer state sharding".
 """
 
-import hashlib
 import sys
 from functools import partial
-from itertools import chain, zip_longest
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -30,98 +29,69 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 class ShardedOptimizer(torch.optim.Optimizer):
     """`optimizer_cls(params, **kwargs)`, with the state of each parameter on one rank only.
 
-    Use it as the optimizer that it stands for, on all ranks alike: all but `zero_grad` communicate.
-    Parameters must come here with equal values on all ranks (the constructor of DDP sees to that)
-    and with averaged gradients to `step`. They become views into flat buffers: move or cast the
-    model before, not after. For every optimizer that updates each parameter by itself: all of
-    torch but LBFGS. Raises ValueError on all ranks if their parameters differ.
+    Use it as the optimizer that it stands for, but call its methods on all ranks: all of them
+    communicate, except `zero_grad`. Wrap the model in DDP before, so that all ranks have equal
+    values; at `step` gradients must be averaged. Parameters become views into flat buffers: move or
+    cast the model before, not after. It works for optimizers that treat parameters independently:
+    all of torch's except LBFGS. ValueError, on all ranks, if their shapes, dtypes or groups differ.
     """
 
     def __init__(self, params, optimizer_cls, *, process_group=None, **kwargs):
         self.process_group = process_group
         self.rank = dist.get_rank(process_group)
         self.world_size = dist.get_world_size(process_group)
-        if self.rank < 0:
-            raise ValueError("this rank is not in process_group: make no ShardedOptimizer here")
-        self.make_optimizer = partial(optimizer_cls, **kwargs)
-        # The optimizer of this rank's shard. It has the same groups with only its parameters; none
-        # at first, but that checks the arguments and gives the defaults.
-        self.local = self.make_optimizer([{"params": []}])
-        self.local.param_groups.clear()
-        if isinstance(self.local, torch.optim.LBFGS):
-            raise ValueError("LBFGS looks at all parameters at once: use it without sharding")
+        check_membership(self.rank)
         self.owners = {}  # parameter -> the rank that keeps its state and updates it
         self.loads = [0] * self.world_size  # bytes of parameters that each rank owns
         self.flats = []  # (owner, one flat buffer with the values of parameters that it owns)
         self.views = {}  # parameter -> its part of a flat buffer
-        # The base class would register group by group, and one rank may have more than another.
-        # So it gets an empty one, and then all groups are registered at once.
+        self.make_optimizer = partial(optimizer_cls, **kwargs)
+        self.local = without_groups(self.make_optimizer)  # the optimizer of this rank's parameters
+        # The base class wants a group, and would register groups one by one: it gets an empty one.
         super().__init__([{"params": []}], self.local.defaults)
         self.param_groups.clear()
         self._register(params)
         self.state = self.local.state
 
-    def add_param_group(self, param_group: dict) -> None:
-        """Add a group, also in mid-training; what is there keeps its owner and its state."""
-        self._register([param_group])
-
     def _register(self, params) -> None:
-        """Let the base class check and append groups; distribute them if all ranks agree."""
-        before = len(self.param_groups)
-        del self.local.param_groups[before:]  # groups that the user has taken out
-        failure = None
-        lines = []
-        try:
-            groups = torch.optim.Optimizer(params, self.defaults).param_groups  # whatever form
-            for group in groups:
-                super().add_param_group(group)
-            for number, group in enumerate(self.param_groups):
-                for parameter in group["params"]:
-                    # If the class refuses it on one rank, all refuse.
-                    self.make_optimizer([{**group, "params": [parameter]}])
-                    kind = f"{layout(parameter)}, requires_grad={parameter.requires_grad}"
-                    lines.append(f"{kind}, group {number}")
-        except Exception as error:  # the other ranks must hear of it, or they would wait for us
-            failure = error
-            lines = [f"{type(error).__name__}: {error}"]
-        difference = self._first_difference(lines)
-        if difference:
-            failure = ValueError(f"the ranks' parameters differ: {difference}")
-        if failure:
-            del self.param_groups[before:]  # what one rank refuses stays on none
-            raise failure
-        self._distribute(self.param_groups[before:])
+        """Share new groups out: here they have all parameters, in `local` those of this rank."""
+        groups = agree_on_groups(self, params)  # the new ones; if one rank refuses them, all do
+        every = [parameter for group in groups for parameter in group["params"]]
+        # A group that was taken out and is added again has owners already.
+        new = [parameter for parameter in dict.fromkeys(every) if parameter not in self.owners]
+        self._choose_owners(new)
+        self._flatten(new)
+        for group in groups:
+            add_to_local(self, self._own(group))
 
-    def _distribute(self, groups: list[dict]) -> None:
-        """Give each parameter an owner and make it a view into a flat buffer of its owner."""
-        unique = dict.fromkeys(chain.from_iterable(group["params"] for group in groups))
-        parameters = [parameter for parameter in unique if parameter not in self.owners]
-        # Largest first to the rank that has least; frozen ones last: they have no state to share.
-        parameters.sort(key=lambda p: (p.requires_grad, p.nbytes), reverse=True)
-        buckets = {}  # (owner, dtype, device) -> parameters; a flat buffer has one of each
-        for parameter in parameters:
+    def _choose_owners(self, parameters: list[nn.Parameter]) -> None:
+        """Largest first, to the rank that has least so far. All ranks compute the same, alone.
+
+        Frozen ones come last: they have no state, until somebody unfreezes them.
+        """
+        largest_first = sorted(parameters, key=lambda p: (p.requires_grad, p.nbytes), reverse=True)
+        for parameter in largest_first:
             owner = self.loads.index(min(self.loads))
             self.loads[owner] += parameter.nbytes
             self.owners[parameter] = owner
-            buckets.setdefault((owner, parameter.dtype, parameter.device), []).append(parameter)
-        for (owner, _, _), members in buckets.items():
+
+    def _flatten(self, parameters: list[nn.Parameter]) -> None:
+        """Make parameters of one owner views into one buffer, so that one broadcast sends them."""
+        groups = {}  # (owner, dtype, device) -> the parameters of a flat buffer
+        for parameter in parameters:
+            kind = self.owners[parameter], parameter.dtype, parameter.device
+            groups.setdefault(kind, []).append(parameter)
+        for (owner, _, _), members in groups.items():
             sizes = [parameter.numel() for parameter in members]
             flat = members[0].detach().new_empty(sum(sizes))
             self.flats.append((owner, flat))
             for parameter, piece in zip(members, flat.split(sizes), strict=True):
-                # Without gaps, but else in the layout that it has (channels_last, transposed).
-                dense = torch.empty_like(parameter, device="meta")
-                view = piece.as_strided(dense.shape, dense.stride())
+                view = view_in_layout_of(parameter, piece)
                 self.views[parameter] = view.copy_(parameter.detach())
                 parameter.data = view
-        for group in groups:
-            own = self._own(group)
-            self.local.add_param_group(own)
-            if own["params"]:  # some classes (Adagrad) make their state in the constructor
-                self.local.state.update(self.make_optimizer([own]).state | self.local.state)
 
     def _own(self, group: dict) -> dict:
-        """A group with its options of now, cut down to this rank's parameters."""
+        """A group with its current options, cut down to this rank's parameters."""
         own = [parameter for parameter in group["params"] if self.owners[parameter] == self.rank]
         return {**group, "params": own}
 
@@ -131,118 +101,114 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Every rank calls the closure, if there is one; returns its loss.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._return_to_buffers()
-        del self.local.param_groups[len(self.param_groups) :]  # the user has taken groups out
-        for group, local in zip(self.param_groups, self.local.param_groups, strict=True):
-            local.update(self._own(group))  # with what a scheduler or the user has changed
-        self.local.state = self.state  # which the user may have reset
+        with torch.enable_grad():  # a closure runs backward
+            loss = closure() if closure is not None else None
+        take_over_changes(self)  # such as a learning rate that a scheduler has changed
         self.local.step(**kwargs)
-        for group, local in zip(self.param_groups, self.local.param_groups, strict=True):
-            group.update({**local, "params": group["params"]})  # some classes count steps there
-        send = partial(dist.broadcast, group=self.process_group, async_op=True)
-        works = [send(flat, group_src=owner) for owner, flat in self.flats]
+        show_changes(self)  # such as a step counter that some classes keep in their groups
+        works = []
+        for owner, flat in self.flats:  # in the same order on all ranks
+            broadcast = partial(dist.broadcast, group_src=owner, group=self.process_group)
+            works.append(broadcast(flat, async_op=True))
         for work in works:
             work.wait()
         return loss
 
-    def _return_to_buffers(self) -> None:
-        """Take the values of parameters that were given other memory (vector_to_parameters)."""
-        for parameter, view in self.views.items():
-            if parameter.data_ptr() == view.data_ptr():
-                continue
-            if layout(parameter) != layout(view) or parameter.device != view.device:
-                raise RuntimeError(
-                    f"a parameter has left its flat buffer, {layout(view)}, for {layout(parameter)}"
-                    ": move or cast the model before constructing ShardedOptimizer, not after"
-                )
-            parameter.data = view.copy_(parameter)
+    def add_param_group(self, param_group: dict) -> None:
+        """Add a group, also in mid-training; what is there keeps its owner and its state."""
+        self._register([param_group])
 
     def state_dict(self) -> dict:
         """On rank 0 the whole state, on CPU, as `optimizer_cls` without sharding would give it.
 
         It is a copy, fetched parameter by parameter. On other ranks "state" is empty.
         """
-        full = super().state_dict()
-        mine = full["state"]
-        full["state"] = {}
-        for packed, index, parameter in self._numbered(full["param_groups"]):
-            owner = self.owners[parameter]
-            state = self._move(mine.get(index, {}), owner, 0)
-            packed.update(self._move(packed, owner, 0))  # rank 0 may own nothing of this group
-            if state and self.rank == 0:
-                full["state"][index] = state
-        if self.rank != 0:
-            full["state_is_on_rank"] = 0
-        return full
+        return collect_state(self, super().state_dict())
 
     def load_state_dict(self, state_dict: dict | None) -> None:
         """Load a whole state, saved at any world size or by `optimizer_cls` itself.
 
-        The first rank that was given one hands it out; others may pass None or their own part.
+        The first rank that has one hands it out; others may pass None, or what they got.
         """
-        if state_dict is None or "state_is_on_rank" in state_dict:
-            state_dict = {"state": {}, "param_groups": None}
-        of_ranks = self._gather(state_dict["param_groups"])
-        givers = [rank for rank, groups in enumerate(of_ranks) if groups]
-        if not givers:
-            raise ValueError("no whole state was given: pass what state_dict() returns on rank 0")
-        giver = givers[0]
-        packed_groups = of_ranks[giver]
-        state = {}
-        for _, index, parameter in self._numbered(packed_groups):
-            owner = self.owners[parameter]
-            piece = self._move(state_dict["state"].get(index, {}), giver, owner)
-            if piece and self.rank == owner:
-                state[index] = piece
-        super().load_state_dict({"state": state, "param_groups": packed_groups})
-        # The class itself adds what old files lack.
-        self.local.__setstate__({"state": self.state, "param_groups": self.param_groups})
-        self.local.param_groups = [self._own(group) for group in self.param_groups]
-
-    def _numbered(self, packed_groups: list[dict]):
-        """(packed group, number, parameter) for all parameters of a state_dict."""
-        for packed, group in zip(packed_groups, self.param_groups, strict=False):
-            for index, parameter in zip(packed["params"], group["params"], strict=False):
-                yield packed, index, parameter
-
-    def _gather(self, mine) -> list:
-        """What all ranks have, by rank."""
-        of_ranks = [None] * self.world_size
-        dist.all_gather_object(of_ranks, mine, group=self.process_group)
-        return of_ranks
-
-    def _first_difference(self, mine: list[str]) -> str | None:
-        """The first line in which a rank differs from rank 0, said in words."""
-        digest = hashlib.sha256("\n".join(mine).encode()).digest()
-        if len(set(self._gather(digest))) == 1:
-            return None
-        of_ranks = self._gather(mine)
-        for rank, theirs in enumerate(of_ranks):
-            pairs = zip_longest(of_ranks[0], theirs, fillvalue="nothing")
-            for number, (expected, found) in enumerate(pairs):
-                if expected != found:
-                    return f"as number {number} rank 0 has {expected}, rank {rank} has {found}"
-        return None
-
-    def _move(self, values: dict, source: int, target: int) -> dict:
-        """On rank `target` a copy, on CPU, of rank `source`'s values; elsewhere of its own."""
-        copies = dict(values)
-        for key, value in values.items():
-            if torch.is_tensor(value):
-                copies[key] = value.detach().to("cpu", copy=True)
-        box = [copies]
-        if self.rank == source != target:
-            dist.send_object_list(box, group=self.process_group, group_dst=target)
-        elif self.rank == target != source:
-            dist.recv_object_list(box, group=self.process_group, group_src=source)
-        return box[0]
+        super().load_state_dict(hand_out_state(self, state_dict))
+        follow_loaded_state(self)
 
     def __getstate__(self):
         raise RuntimeError("cannot be copied or pickled: save state_dict(), load it into another")
+
+
+# ==================================================================================================
+# Below this line: what keeps the ranks together, the models, verify, the benchmark, main.
+
+
+def check_membership(rank: int) -> None:
+    if rank < 0:
+        raise ValueError("this rank is not in process_group: make no ShardedOptimizer here")
+
+
+def without_groups(make_optimizer) -> torch.optim.Optimizer:
+    """An optimizer of the class, without parameters: it checks the arguments and has defaults."""
+    local = make_optimizer([{"params": []}])
+    if isinstance(local, torch.optim.LBFGS):
+        raise ValueError("LBFGS looks at all parameters at once: use it without sharding")
+    local.param_groups.clear()
+    return local
+
+
+def agree_on_groups(sharded: ShardedOptimizer, params) -> list[dict]:
+    """Let the base class check and append groups; returns the new ones.
+
+    If one rank refuses them, or has others than rank 0, all raise, and no rank keeps any.
+    """
+    before = len(sharded.param_groups)
+    del sharded.local.param_groups[before:]  # groups that the user has taken out
+    failure = None
+    lines = []
+    try:
+        groups = torch.optim.Optimizer(params, sharded.defaults).param_groups  # whatever form
+        for group in groups:
+            torch.optim.Optimizer.add_param_group(sharded, group)
+        for number, group in enumerate(sharded.param_groups):
+            for parameter in group["params"]:
+                # If the class refuses it on one rank, all refuse.
+                sharded.make_optimizer([{**group, "params": [parameter]}])
+                kind = f"{layout(parameter)}, requires_grad={parameter.requires_grad}"
+                lines.append(f"{kind}, group {number}")
+    except Exception as error:  # the other ranks must hear of it, or they would wait for us
+        failure = error
+        lines = [f"{type(error).__name__}: {error}"]
+    difference = first_difference(gather(sharded, lines))
+    if difference:
+        failure = ValueError(f"the ranks' parameters differ: {difference}")
+    if failure:
+        del sharded.param_groups[before:]
+        raise failure
+    return sharded.param_groups[before:]
+
+
+def add_to_local(sharded: ShardedOptimizer, group: dict) -> None:
+    """Give the local optimizer a group that is cut down to this rank's parameters."""
+    sharded.local.add_param_group(group)
+    if group["params"]:  # some classes (Adagrad) make their state in the constructor
+        made = sharded.make_optimizer([group]).state
+        sharded.local.state.update(made | sharded.local.state)
+
+
+def gather(sharded: ShardedOptimizer, mine) -> list:
+    """What all ranks have, by rank."""
+    of_ranks = [None] * sharded.world_size
+    dist.all_gather_object(of_ranks, mine, group=sharded.process_group)
+    return of_ranks
+
+
+def first_difference(of_ranks: list[list[str]]) -> str | None:
+    """The first line in which a rank differs from rank 0, said in words."""
+    for rank, theirs in enumerate(of_ranks):
+        pairs = zip_longest(of_ranks[0], theirs, fillvalue="nothing")
+        for number, (expected, found) in enumerate(pairs):
+            if expected != found:
+                return f"as number {number} rank 0 has {expected}, rank {rank} has {found}"
+    return None
 
 
 def layout(tensor: torch.Tensor) -> str:
@@ -251,8 +217,100 @@ def layout(tensor: torch.Tensor) -> str:
     return f"{shape} {tensor.dtype} strides={tensor.stride()} {tensor.device.type}"
 
 
-# ==================================================================================================
-# Below this line: the models, verify, the benchmark, main.
+def view_in_layout_of(parameter: nn.Parameter, flat: torch.Tensor) -> torch.Tensor:
+    """Flat memory, seen in a parameter's shape and strides (channels_last, transposed)."""
+    strides = torch.empty_like(parameter, device="meta").stride()  # meta: nothing is allocated
+    return flat.as_strided(parameter.shape, strides)
+
+
+def take_over_changes(sharded: ShardedOptimizer) -> None:
+    """Take over what was changed since the last step.
+
+    Values of parameters that were given other memory (vector_to_parameters), hyper-parameters,
+    groups that were taken out, a state that was reset.
+    """
+    for parameter, view in sharded.views.items():
+        if parameter.data_ptr() == view.data_ptr():
+            continue
+        if layout(parameter) != layout(view) or parameter.device != view.device:
+            raise RuntimeError(
+                f"a parameter has left its flat buffer, {layout(view)}, for {layout(parameter)}"
+                ": move or cast the model before constructing ShardedOptimizer, not after"
+            )
+        parameter.data = view.copy_(parameter)
+    del sharded.local.param_groups[len(sharded.param_groups) :]
+    for group, local in zip(sharded.param_groups, sharded.local.param_groups, strict=True):
+        local.update(sharded._own(group))
+    sharded.local.state = sharded.state
+
+
+def show_changes(sharded: ShardedOptimizer) -> None:
+    """Show in param_groups what the local optimizer wrote into its own."""
+    for group, local in zip(sharded.param_groups, sharded.local.param_groups, strict=True):
+        group.update({**local, "params": group["params"]})
+
+
+def collect_state(sharded: ShardedOptimizer, state_dict: dict) -> dict:
+    """Of this rank's state_dict the whole one, on rank 0."""
+    mine = state_dict["state"]
+    state_dict["state"] = {}
+    for packed, index, parameter in numbered(sharded, state_dict["param_groups"]):
+        owner = sharded.owners[parameter]
+        state = move(sharded, mine.get(index, {}), owner, 0)
+        packed.update(move(sharded, packed, owner, 0))  # rank 0 may own nothing of this group
+        if state and sharded.rank == 0:
+            state_dict["state"][index] = state
+    if sharded.rank != 0:
+        state_dict["state_is_on_rank"] = 0
+    return state_dict
+
+
+def hand_out_state(sharded: ShardedOptimizer, state_dict: dict | None) -> dict:
+    """This rank's part of the whole state_dict that some rank was given."""
+    if state_dict is None or "state_is_on_rank" in state_dict:
+        state_dict = {"state": {}, "param_groups": None}
+    of_ranks = gather(sharded, state_dict["param_groups"])
+    givers = [rank for rank, groups in enumerate(of_ranks) if groups]
+    if not givers:
+        raise ValueError("no whole state was given: pass what state_dict() returns on rank 0")
+    giver = givers[0]
+    packed_groups = of_ranks[giver]
+    state = {}
+    for _, index, parameter in numbered(sharded, packed_groups):
+        owner = sharded.owners[parameter]
+        piece = move(sharded, state_dict["state"].get(index, {}), giver, owner)
+        if piece and sharded.rank == owner:
+            state[index] = piece
+    return {"state": state, "param_groups": packed_groups}
+
+
+def follow_loaded_state(sharded: ShardedOptimizer) -> None:
+    """Give the local optimizer what was loaded; its class itself adds what old files lack."""
+    loaded = {"state": sharded.state, "param_groups": sharded.param_groups}
+    sharded.local.__setstate__(loaded)
+    sharded.local.param_groups = [sharded._own(group) for group in sharded.param_groups]
+
+
+def numbered(sharded: ShardedOptimizer, packed_groups: list[dict]):
+    """(packed group, number, parameter) for all parameters of a state_dict."""
+    for packed, group in zip(packed_groups, sharded.param_groups, strict=False):
+        for index, parameter in zip(packed["params"], group["params"], strict=False):
+            yield packed, index, parameter
+
+
+def move(sharded: ShardedOptimizer, values: dict, source: int, target: int) -> dict:
+    """On rank `target` a copy, on CPU, of rank `source`'s values; elsewhere of its own."""
+    copies = dict(values)
+    for key, value in values.items():
+        if torch.is_tensor(value):
+            copies[key] = value.detach().to("cpu", copy=True)
+    box = [copies]
+    if sharded.rank == source != target:
+        dist.send_object_list(box, group=sharded.process_group, group_dst=target)
+    elif sharded.rank == target != source:
+        dist.recv_object_list(box, group=sharded.process_group, group_src=source)
+    return box[0]
+
 
 ADAMW = torch.optim.AdamW
 SHARDED_ADAMW = partial(ShardedOptimizer, optimizer_cls=ADAMW)
@@ -264,20 +322,6 @@ LEGEND = [
     "parameters_as_bucket_view; /: ratio of the p50s, below 1 is faster; state: optimizer state",
     "of the rank that has most.",
 ]
-
-SIZES = {  # d_model, d_ff, layers, heads, vocabulary, sequences per rank and step, tokens in each
-    "nano": (64, 256, 2, 2, 1_000, 4, 64),
-    "tiny": (512, 2048, 4, 8, 10_000, 4, 64),
-    "deep": (128, 512, 32, 4, 1_000, 4, 64),
-    "small": (768, 3072, 12, 12, 10_000, 4, 128),
-    "medium": (1024, 4096, 24, 16, 10_000, 4, 128),
-    "large": (1280, 5120, 36, 20, 10_000, 4, 128),
-    "xl": (1600, 6400, 48, 25, 10_000, 4, 128),
-    "2.7b": (2560, 10_240, 32, 32, 10_000, 4, 128),
-    "xl-2026": (2560, 10_240, 32, 32, 10_000, 4, 512),
-    "10b": (4608, 12_288, 50, 36, 10_000, 4, 512),
-    "0.5b": (1024, 4096, 24, 16, 50_000, 2, 512),
-}
 
 
 class LanguageModel(nn.Module):
@@ -319,15 +363,12 @@ def verify(args, device):
     The first layer is frozen in epoch 1 and added as a group for epoch 2; a scheduler lowers the
     learning rates.
     """
-    from common.setup import load_images, say
+    from common import report
+    from common.setup import load_equal_shares, say
     from common.timing import Stopwatch
 
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    images, labels, test_images, test_labels = load_images(args.data, args.download, device)
-    used = len(images) // world_size * world_size  # equal shards, in the last batch too
-    if args.log_every or used < len(images):
-        share = f"rank r takes images r, r + {world_size}, … of every {64 * world_size}"
-        say(f"verify: {share}; {used} of {len(images)} are used")
+    images, labels, *held_out = load_equal_shares(args, device)
 
     def build(make_optimizer):
         torch.manual_seed(args.seed)
@@ -346,10 +387,10 @@ def verify(args, device):
             for model, optimizer, _ in (sharded, plain):
                 first_layer = list(model[0].requires_grad_(True).parameters())
                 optimizer.add_param_group({"params": first_layer, "lr": 1e-3})
-        order = torch.randperm(len(images), generator=shuffle)[:used]
+        order = torch.randperm(len(images), generator=shuffle)
         for step, union in enumerate(order.split(64 * world_size), 1):
             shard = union[rank::world_size]
-            times = []  # of the sharded optimizer's step, then of AdamW's
+            times = {}
             for model, optimizer, scheduler in (sharded, plain):
                 optimizer.zero_grad()
                 loss = F.cross_entropy(model(images[shard]), labels[shard])
@@ -358,16 +399,10 @@ def verify(args, device):
                 watch.mark("averaged")
                 optimizer.step()
                 watch.mark("stepped")
-                times.append(f"{1000 * watch.seconds('averaged', 'stepped'):.2f} ms")
+                times[type(optimizer).__name__] = watch.seconds("averaged", "stepped")
                 scheduler.step()
-            if args.log_every and step % args.log_every == 0:
-                optimizers = f"optimizer {times[0]}, AdamW {times[1]}"
-                say(f"verify: epoch {epoch}, step {step}: loss {loss:.4f}, {optimizers}")
-        with torch.no_grad():
-            logits = sharded[0](test_images)
-        loss = F.cross_entropy(logits, test_labels).item()
-        accuracy = (logits.argmax(1) == test_labels).double().mean().item()
-        say(f"verify: epoch {epoch}, held-out loss {loss:.4f}, accuracy {100 * accuracy:.2f} %")
+            report.log_step(args, epoch, step, loss, times)
+        accuracy = report.evaluate(epoch, sharded[0], *held_out)
 
     pairs = zip(sharded[0].parameters(), plain[0].parameters(), strict=True)
     difference = torch.stack([(mine - other).abs().max() for mine, other in pairs]).max().detach()
@@ -377,9 +412,7 @@ def verify(args, device):
         sys.exit(f"verify FAILED: a weight is {difference:.1e} away from unsharded training")
     away = f"at most {difference:.1e} away from unsharded AdamW (allowed: {TOLERANCE:.0e})"
     say(f"verify: passed, all ranks are {away}\n")
-    if args.save and rank == 0:
-        torch.save(sharded[0].state_dict(), args.save)
-        say(f"written: {args.save}")
+    report.save(args.save, sharded[0].state_dict())
     result = {"max_abs_diff": difference, "tolerance": TOLERANCE, "passed": True}
     return {**result, "accuracy": accuracy}
 
@@ -453,6 +486,8 @@ def print_memory(memory):
 
 def training(args, device, batch_shape, make_optimizer):
     """A model, its optimizer, and the function that computes averaged gradients anew."""
+    from common.setup import SIZES
+
     shape = SIZES[args.size][:5]
     torch.manual_seed(args.seed + dist.get_rank())
     tokens, targets = torch.randint(shape[-1], (2, *batch_shape), device=device)
@@ -539,17 +574,11 @@ def main():
     except ModuleNotFoundError as error:
         sys.exit(f"error: {error}: copy the repository's folder common/ beside {folder} or into it")
 
-    parser = setup.Parser(__doc__)
-    setup.add_training_arguments(parser, SIZES, steps=12)
-    setup.add_verify_arguments(parser)
-    args = parser.parse_args()
-    if args.save and args.no_verify:
-        parser.error("argument --save: not with --no-verify, which trains no classifier")
-
+    args = setup.stage_arguments(__doc__, steps=12)
     with setup.process_group(args) as device:
         result = report.begin(folder.name, args, device)
         replicas = 1 if args.no_baseline else 4
-        model = result["model"] = report.describe(LanguageModel, SIZES, args, replicas)
+        model = result["model"] = report.describe(LanguageModel, args, replicas)
         result["verify"] = None if args.no_verify else verify(args, device)
         batch_shape = model["batch_size"], model["context_length"]
         result["memory_bytes"] = account(args, device, batch_shape)

@@ -14,10 +14,12 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from sharded_optimizer import SIZES, LanguageModel, ShardedOptimizer
+from sharded_optimizer import LanguageModel, ShardedOptimizer
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from common.setup import SIZES
 
 GPUS = (24, 40, 80)  # GB
 

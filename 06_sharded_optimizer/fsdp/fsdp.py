@@ -665,7 +665,7 @@ def main():
         import accounting
         import measure
         import memory
-        from sharded_optimizer import SIZES, LanguageModel
+        from sharded_optimizer import LanguageModel
 
         from common import report, setup
     except ModuleNotFoundError as error:
@@ -673,7 +673,7 @@ def main():
         sys.exit(f"error: {error}: {needed} fsdp.py, too")
 
     parser = setup.Parser(__doc__)
-    setup.add_training_arguments(parser, SIZES, steps=6)
+    setup.add_training_arguments(parser, steps=6)
     setup.add_verify_arguments(parser)
     setup.add_plot_arguments(parser, "fsdp.png")
     parser.set_defaults(warmup=3)  # five candidates, and all within a minute
@@ -708,7 +708,7 @@ def main():
     with setup.process_group(args) as device:
         result = report.begin("06_sharded_optimizer/fsdp", args, device)
         replicas = 1 if args.no_baseline else 4
-        model = report.describe(LanguageModel, SIZES, args, replicas)
+        model = report.describe(LanguageModel, args, replicas)
         result["model"] = model
         result["verify"] = None
         if not args.no_verify:

@@ -11,8 +11,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from sharded_optimizer import SIZES, LanguageModel
+from sharded_optimizer import LanguageModel
 from torch import nn
+
+from common.setup import SIZES
 
 
 def fully_sharded(model: nn.Module, process_group=None) -> nn.Module:
@@ -41,15 +43,12 @@ def verify(args, device, wrap):
 
     Then a few steps with compute_dtype=bfloat16, beside the same rounding done by hand.
     """
-    from common.setup import load_images, say
+    from common import report
+    from common.setup import load_equal_shares, say
     from common.timing import Stopwatch
 
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    images, labels, test_images, test_labels = load_images(args.data, args.download, device)
-    used = len(images) // world_size * world_size  # equal shards, in the last batch too
-    if args.log_every or used < len(images):
-        share = f"rank r takes images r, r + {world_size}, … of every {64 * world_size}"
-        say(f"verify: {share}; {used} of {len(images)} are used")
+    images, labels, *held_out = load_equal_shares(args, device)
 
     def classifier(seed, dtype=torch.float64, bias=True):
         torch.manual_seed(seed)
@@ -58,7 +57,7 @@ def verify(args, device, wrap):
 
     def shards(generator):
         """Batches of 64 images for each rank, and what they are together."""
-        for batch in torch.randperm(len(images), generator=generator)[:used].split(64 * world_size):
+        for batch in torch.randperm(len(images), generator=generator).split(64 * world_size):
             yield [batch[start::world_size] for start in range(world_size)], batch
 
     twin = classifier(args.seed)
@@ -77,23 +76,16 @@ def verify(args, device, wrap):
             model.finish_gradient_synchronization()
             watch.mark("synchronized")
             optimizer.step()
-            if args.log_every and step % args.log_every == 0:
-                ms = f"{1000 * watch.seconds('start', 'synchronized'):.2f} ms"
-                say(f"verify: epoch {epoch}, step {step}: loss {loss:.4f}, {ms} to the optimizer")
-        with torch.no_grad():
-            logits = model(test_images)
-        loss = F.cross_entropy(logits, test_labels).item()
-        accuracy = (logits.argmax(1) == test_labels).double().mean().item()
-        say(f"verify: epoch {epoch}, held-out loss {loss:.4f}, accuracy {100 * accuracy:.2f} %")
+            times = {"gradients": watch.seconds("start", "synchronized")}
+            report.log_step(args, epoch, step, loss, times)
+        accuracy = report.evaluate(epoch, model, *held_out)
     full = model.gather_full_params()
     worst = difference(full, dict(twin.named_parameters()))
     if not worst <= TOLERANCE:
         sys.exit(f"verify: FAILED, a weight is {worst:.1e} away from single-process training")
     away = f"at most {worst:.1e} away from single-process training (allowed: {TOLERANCE:.0e})"
     say(f"verify: passed, the shards of all ranks are together {away}")
-    if args.save and rank == 0:
-        torch.save(full, args.save)
-        say(f"written: {args.save}")
+    report.save(args.save, full)
 
     model = wrap(classifier(args.seed, torch.float32, bias=False), compute_dtype=torch.bfloat16)
     weights = list(classifier(args.seed, torch.float32, bias=False).parameters())

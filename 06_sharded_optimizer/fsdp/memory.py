@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from measure import fully_sharded
-from sharded_optimizer import SIZES, LanguageModel, ShardedOptimizer
+from sharded_optimizer import LanguageModel, ShardedOptimizer
 from torch import nn
+
+from common.setup import SIZES
 
 PARTS = {  # and their colours
     "parameters": "#56B4E9",
