@@ -12,9 +12,10 @@ Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parall
 2020, sections 3.1 and 3.2; Stanford CS336, assignment 2.
 """
 
-import hashlib
 import sys
+import weakref
 from contextlib import contextmanager
+from functools import cache, partial
 from itertools import zip_longest
 from pathlib import Path
 
@@ -24,22 +25,12 @@ import torch.nn.functional as F
 from torch import nn
 
 
-def broadcast_from_rank_0(module: nn.Module, process_group: dist.ProcessGroup | None):
+def broadcast_from_rank_0(module: nn.Module, process_group: dist.ProcessGroup | None) -> None:
     """Give every rank the parameters and buffers of rank 0."""
     for tensor in [*module.parameters(), *module.buffers()]:
-        dense = tensor.detach().contiguous()  # a collective takes no memory with gaps
-        dist.broadcast(dense, group=process_group, group_src=0)
-        tensor.detach().copy_(dense)
-
-
-def fill_if_unused(parameter: nn.Parameter) -> None:
-    """Zeros for a parameter that this rank did not use; RuntimeError if it cannot be averaged."""
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
-    if parameter.grad.is_sparse:
-        raise RuntimeError("a sparse gradient cannot be averaged: use nn.Embedding(sparse=False)")
-    if parameter.grad.requires_grad:
-        raise RuntimeError("backward(create_graph=True) is not supported: use torch.autograd.grad")
+        contiguous = tensor.detach().contiguous()  # as collectives need it
+        dist.broadcast(contiguous, group=process_group, group_src=0)
+        tensor.detach().copy_(contiguous)
 
 
 class FlatDDP(nn.Module):
@@ -57,43 +48,79 @@ class FlatDDP(nn.Module):
         self.synchronizing = True  # False within no_sync()
         check_module(module, process_group)
         broadcast_from_rank_0(module, process_group)
+        self.flats = {}  # (dtype, device) -> flat tensor, kept from step to step
 
     def forward(self, *inputs, **kwargs):
         return self.module(*inputs, **kwargs)
-
-    @contextmanager
-    def no_sync(self):
-        """Within this context gradients are only accumulated; nothing is communicated."""
-        before = self.synchronizing
-        self.synchronizing = False
-        try:
-            yield
-        finally:
-            self.synchronizing = before
 
     def finish_gradient_synchronization(self) -> None:
         """Average all gradients. Call it after backward(), before optimizer.step()."""
         if not self.synchronizing:
             return
-        groups = {}  # (dtype, device) -> gradients; a flat tensor has one of each
+        groups = {}  # (dtype, device) -> gradients: a flat tensor has one of each
         for parameter in trainable_parameters(self.module):
-            fill_if_unused(parameter)
-            kind = parameter.grad.dtype, parameter.grad.device
-            groups.setdefault(kind, []).append(parameter.grad)
-        for gradients in groups.values():
-            flat = torch.cat([gradient.flatten() for gradient in gradients])
-            flat.mul_(1 / self.world_size)  # before the sum, which could overflow
+            gradient = gradient_or_zeros(parameter)  # an unused one counts as zero
+            groups.setdefault((gradient.dtype, gradient.device), []).append(gradient)
+        for kind, gradients in groups.items():
+            sizes = [gradient.numel() for gradient in gradients]
+            if kind not in self.flats or len(self.flats[kind]) != sum(sizes):  # some were frozen
+                self.flats[kind] = gradients[0].new_empty(sum(sizes))
+            flat = self.flats[kind]
+            places = flat.split(sizes)
+            for gradient, place in zip(gradients, places, strict=True):
+                # Copy and divide in one pass; divide before the sum, which could overflow.
+                torch.mul(gradient.flatten(), 1 / self.world_size, out=place)
             dist.all_reduce(flat, group=self.process_group)
-            pieces = flat.split([gradient.numel() for gradient in gradients])
-            for gradient, average in zip(gradients, pieces, strict=True):
-                gradient.copy_(average.view_as(gradient))
+            for gradient, place in zip(gradients, places, strict=True):
+                gradient.copy_(place.view_as(gradient))
+
+    def no_sync(self):
+        """A context in which gradients are only accumulated; nothing is communicated."""
+        return accumulating(self)
 
 
-# What main() below trains and measures; the flags that only this stage has.
-WRAPPER, WRAPPER_OPTIONS = FlatDDP, {}
+def main():
+    run(FlatDDP)
+
 
 # ==================================================================================================
-# Below this line stages 02 to 05 are the same, to the byte: guards, model, verify, benchmark, main.
+# Below this line stages 02 to 05 are the same, to the byte: helpers, Guard, model, benchmark, run.
+
+
+def trainable_parameters(module: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+
+@contextmanager
+def accumulating(wrapper: nn.Module):
+    """What no_sync() returns: within it finish_gradient_synchronization() and hooks do nothing."""
+    before = wrapper.synchronizing
+    wrapper.synchronizing = False
+    try:
+        yield
+    finally:
+        wrapper.synchronizing = before
+
+
+def gradient_dtype(parameter: nn.Parameter) -> torch.dtype:
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype  # newer torch lets one choose
+
+
+def gradient_or_zeros(parameter: nn.Parameter) -> torch.Tensor:
+    """.grad, set to zeros if there is none; RuntimeError if it cannot be averaged."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
+    if parameter.grad.is_sparse:
+        raise RuntimeError("a sparse gradient cannot be averaged: use nn.Embedding(sparse=False)")
+    if parameter.grad.requires_grad:
+        raise RuntimeError("backward(create_graph=True) is not supported: use torch.autograd.grad")
+    return parameter.grad
+
+
+def view_in_layout_of(parameter: nn.Parameter, flat: torch.Tensor) -> torch.Tensor:
+    """Flat memory, seen in a parameter's shape and strides: fused optimizers need the same."""
+    strides = torch.empty_like(parameter, device="meta").stride()  # meta: nothing is allocated
+    return flat.as_strided(parameter.shape, strides)
 
 
 def check_module(module: nn.Module, process_group: dist.ProcessGroup | None) -> None:
@@ -107,16 +134,15 @@ def check_module(module: nn.Module, process_group: dist.ProcessGroup | None) -> 
     for name, tensor in tensors.items():
         layout = f"{tuple(tensor.shape)} {tensor.dtype} strides={tensor.stride()}"
         mine.append(f"{name} {layout} requires_grad={tensor.requires_grad}")
+    of_rank_0 = [mine]
+    dist.broadcast_object_list(of_rank_0, group=process_group, group_src=0)
+    pairs = zip_longest(of_rank_0[0], mine, fillvalue="nothing")
+    difference = next((pair for pair in pairs if pair[0] != pair[1]), None)
     of_ranks = [None] * dist.get_world_size(process_group)
-    digest = hashlib.sha256("\n".join(mine).encode()).digest()
-    dist.all_gather_object(of_ranks, digest, group=process_group)
-    if len(set(of_ranks)) > 1:
-        dist.all_gather_object(of_ranks, mine, group=process_group)
-        for rank, theirs in enumerate(of_ranks):
-            for expected, found in zip_longest(of_ranks[0], theirs, fillvalue="nothing"):
-                if expected != found:
-                    differ = f"rank 0 has {expected}, rank {rank} has {found}"
-                    raise ValueError(f"models differ: {differ}")
+    dist.all_gather_object(of_ranks, difference, group=process_group)
+    for rank, pair in enumerate(of_ranks):
+        if pair:
+            raise ValueError(f"models differ: rank 0 has {pair[0]}, rank {rank} has {pair[1]}")
     # From here on the ranks have the same module, so that all of them raise or none does.
     if any(hasattr(part, "no_sync") for part in module.modules()):
         raise ValueError("a module can be wrapped only once: wrap the plain one, model.module")
@@ -124,82 +150,83 @@ def check_module(module: nn.Module, process_group: dist.ProcessGroup | None) -> 
         raise ValueError("no parameter requires a gradient, so there is nothing to synchronize")
 
 
-def trainable_parameters(module: nn.Module) -> list[nn.Parameter]:
-    return [parameter for parameter in module.parameters() if parameter.requires_grad]
+class Reduction:
+    """An all-reduce that is under way, and its tensor."""
+
+    def __init__(self, work: dist.Work, tensor: torch.Tensor):
+        self.work = work
+        self.tensor = tensor
+        self.version = tensor._version  # one more whenever the tensor is written to
 
 
-def gradient_dtype(parameter: nn.Parameter) -> torch.dtype:
-    """The parameter's own; newer versions of torch let one choose another."""
-    return getattr(parameter, "grad_dtype", None) or parameter.dtype
+class WeakHook:
+    """Calls a method while its object lives. Python never frees what torch's hooks refer to."""
+
+    def __init__(self, method=None):
+        self.method = weakref.WeakMethod(method) if method else lambda: None
+
+    def __call__(self, parameter: nn.Parameter) -> None:
+        if (method := self.method()) is not None:
+            method(parameter)
+
+    def __reduce__(self):
+        return WeakHook, ()  # a copy of the wrapper has no hooks
 
 
-# Guards and helpers of stages 04 and 05, which communicate during backward; 02 and 03 need none.
+class Guard:
+    """Notices misuse of 04 and 05, with a RuntimeError: a forgotten finish; a second backward; a
+    gradient that is written to while it travels (on a GPU nobody can tell); parameters that were
+    frozen, unfrozen, replaced, copied, moved or cast after wrapping.
 
+    It accepts gradients only from a forward of the wrapper to the finish, and lets its hooks end
+    with it. So a module that trains without its wrapper, or outlives it, sends nothing.
+    """
 
-def in_place_writes(parameters: list[nn.Parameter]) -> int:
-    """How often they were written to in place: every optimizer step counts."""
-    return sum(parameter._version for parameter in parameters)
+    def __init__(self, wrapper: nn.Module):
+        self.module = wrapper.module
+        self.layout = self._layout()
+        self.expects_gradients = False  # from a forward of the wrapper to the finish
+        self.accepted = set()  # parameters whose gradient came meanwhile
+        self.versions = 0  # the sum of theirs, at that moment: an optimizer's step raises them
+        wrapper._gradient_is_ready = WeakHook(wrapper._gradient_is_ready)
 
+    def _layout(self) -> list[tuple]:
+        """Which parameters are trained, and where and how they lie in memory."""
+        parameters = self.module.parameters()  # the only walk over all of them in a step
+        return [(id(p), p.dtype, p.device, p.stride()) for p in parameters if p.requires_grad]
 
-def check_forward(wrapper: nn.Module) -> None:
-    """RuntimeError before a forward whose gradients could not be averaged."""
-    if set(trainable_parameters(wrapper.module)) != set(wrapper.order):
-        raise RuntimeError("parameters were frozen, thawed or replaced: wrap the module again")
-    optimizer_has_stepped = in_place_writes(wrapper.order) != wrapper.writes
-    if wrapper.ready and (wrapper.waiting or optimizer_has_stepped):
-        raise RuntimeError("call finish_gradient_synchronization() after every backward()")
+    def before_forward(self, wrapper: nn.Module) -> None:
+        """Expect gradients. What an earlier backward of this step left is averaged first."""
+        layout = self._layout() if torch.is_grad_enabled() else []
+        if not layout:  # or all are frozen for a while, as in a GAN
+            return
+        self.expects_gradients = False
+        if layout != self.layout:
+            changed = "frozen, unfrozen, replaced, copied, moved or cast"
+            raise RuntimeError(f"parameters were {changed}: wrap the module again")
+        if self.accepted:  # as in a GAN, by the generator's backward through the discriminator
+            optimizer_has_stepped = sum(p._version for p in self.accepted) != self.versions
+            if wrapper.waiting or optimizer_has_stepped:
+                raise RuntimeError("call finish_gradient_synchronization() after every backward()")
+            wrapper.finish_gradient_synchronization()
+        self.expects_gradients = wrapper.synchronizing
 
+    def accepts(self, parameter: nn.Parameter) -> bool:
+        """Whether a gradient that has just come belongs to a forward of the wrapper."""
+        if self.expects_gradients and parameter in self.accepted:
+            raise RuntimeError("backward() ran twice: finish in between, or use no_sync()")
+        if self.expects_gradients:
+            self.accepted.add(parameter)
+            self.versions += parameter._version
+        return self.expects_gradients
 
-def check_first_backward(parameter: nn.Parameter, ready: set[nn.Parameter]) -> None:
-    if parameter in ready:
-        raise RuntimeError("backward() ran twice: finish in between, or use no_sync()")
-
-
-def check_unchanged(in_flight: list[tuple]) -> None:
-    """RuntimeError if a tensor was written to while it was reduced; on a GPU nobody can tell."""
-    for _, tensor, version in in_flight:
-        if tensor.is_cpu and tensor._version != version:
+    def after_finish(self, reductions: list[Reduction]) -> None:
+        """Expect no more gradients; were those that came left alone until now?"""
+        self.expects_gradients = False
+        self.accepted.clear()
+        self.versions = 0
+        if any(r.tensor.is_cpu and r.tensor._version != r.version for r in reductions):
             raise RuntimeError("gradients changed on their way: clip or zero them afterwards")
-
-
-def bucket_limit(bucket_size_mb: float | None) -> float:
-    """In bytes; ValueError for what is no size."""
-    if bucket_size_mb is None:
-        return torch.inf
-    if not bucket_size_mb > 0:
-        raise ValueError(f"bucket_size_mb={bucket_size_mb} is not above 0; None means no limit")
-    return bucket_size_mb * 2**20
-
-
-def view_in_layout_of(parameter: nn.Parameter, flat: torch.Tensor) -> torch.Tensor:
-    """Flat memory, seen in a parameter's shape and strides: fused optimizers need the same."""
-    strides = torch.empty_like(parameter, device="meta").stride()  # meta: nothing is allocated
-    return flat.as_strided(parameter.shape, strides)
-
-
-def memory_layout(parameters: list[nn.Parameter]) -> list[tuple]:
-    return [(id(p), p.dtype, p.device, p.stride()) for p in parameters]
-
-
-def check_layout(parameters: list[nn.Parameter], expected: list[tuple]) -> None:
-    if memory_layout(parameters) != expected:
-        raise RuntimeError("parameters were copied, moved or cast: wrap the module again")
-
-
-TOLERANCE = 1e-10  # of float64 weights after hundreds of steps; rounding alone stays far below
-SIZES = {  # d_model, d_ff, layers, heads, vocabulary, sequences per rank and step, tokens in each
-    "nano": (64, 256, 2, 2, 1_000, 4, 64),
-    "tiny": (512, 2048, 4, 8, 10_000, 4, 64),
-    "deep": (128, 512, 32, 4, 1_000, 4, 64),
-    "small": (768, 3072, 12, 12, 10_000, 4, 128),
-    "medium": (1024, 4096, 24, 16, 10_000, 4, 128),
-    "large": (1280, 5120, 36, 20, 10_000, 4, 128),
-    "xl": (1600, 6400, 48, 25, 10_000, 4, 128),
-    "2.7b": (2560, 10_240, 32, 32, 10_000, 4, 128),
-    "xl-2026": (2560, 10_240, 32, 32, 10_000, 4, 512),
-    "10b": (4608, 12_288, 50, 36, 10_000, 4, 512),
-    "0.5b": (1024, 4096, 24, 16, 50_000, 2, 512),
-}
 
 
 class LanguageModel(nn.Module):
@@ -220,6 +247,18 @@ class LanguageModel(nn.Module):
         return self.head(self.layers(x, mask, is_causal=True)).float()
 
 
+@cache
+def helpers():
+    """common's modules. Only a run needs them: a copied class can be imported with torch alone."""
+    folder = Path(__file__).resolve().parent
+    sys.path[:0] = [str(folder), str(folder.parent)]
+    try:
+        from common import report, setup, timing
+    except ModuleNotFoundError as error:
+        sys.exit(f"error: {error}: copy the repository's folder common/ beside this script")
+    return report, setup, timing
+
+
 def train_step(model, optimizer, watch, inputs, targets):
     """The step that is verified, then measured: returns its loss and the seconds of its parts."""
     watch.mark("start")
@@ -237,22 +276,19 @@ def train_step(model, optimizer, watch, inputs, targets):
         optimizer.step()
         optimizer.zero_grad()
     watch.mark("end")
-    step, exposed = watch.seconds("start", "end"), watch.seconds("last gradient", "synchronized")
-    times = {"step_seconds": step, "exposed_comm_seconds": exposed}
-    return loss, times | {"optimizer_seconds": watch.seconds("synchronized", "end")}
+    return loss, {
+        "step_seconds": watch.seconds("start", "end"),
+        "exposed_comm_seconds": watch.seconds("last gradient", "synchronized"),
+        "optimizer_seconds": watch.seconds("synchronized", "end"),
+    }
 
 
-def verify(args, options, device):
+def verify(wrap, args, device):
     """Train a classifier on shards, and a twin in one process on their union; compare weights."""
-    from common.setup import load_images, say
-    from common.timing import Stopwatch
-
+    report, setup, timing = helpers()
+    tolerance = 1e-10  # of float64 weights after hundreds of steps; rounding alone stays far below
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    images, labels, test_images, test_labels = load_images(args.data, args.download, device)
-    used = len(images) // world_size * world_size  # equal shards, in the last batch too
-    if args.log_every or used < len(images):
-        share = f"rank r takes images r, r + {world_size}, … of every {64 * world_size}"
-        say(f"verify: {share}; {used} of {len(images)} are used")
+    images, labels, *held_out = setup.load_equal_shares(args, device)
 
     def classifier(seed):
         torch.manual_seed(seed)
@@ -260,59 +296,40 @@ def verify(args, options, device):
         return nn.Sequential(*hidden, nn.Linear(50, 10)).to(device, torch.float64)
 
     twin = classifier(args.seed)
-    model = WRAPPER(classifier(args.seed + rank), **options)  # rank 0's weights must win
+    model = wrap(classifier(args.seed + rank))  # rank 0's weights must win
     twin_optimizer = torch.optim.Adam(twin.parameters(), lr=1e-3)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    watch = Stopwatch(device)
+    watch = timing.Stopwatch(device)
     shuffle = torch.Generator().manual_seed(args.seed)
     for epoch in (1, 2):
-        order = torch.randperm(len(images), generator=shuffle)[:used]
+        order = torch.randperm(len(images), generator=shuffle)
         for step, batch in enumerate(order.split(64 * world_size), 1):
             shard = batch[rank::world_size]
-            twin_optimizer.zero_grad()
-            F.cross_entropy(twin(images[batch]), labels[batch]).backward()
-            twin_optimizer.step()
+            train_step(twin, twin_optimizer, watch, images[batch], labels[batch])
             loss, times = train_step(model, optimizer, watch, images[shard], labels[shard])
-            if args.log_every and step % args.log_every == 0:
-                ms = f"{1000 * times['step_seconds']:.2f} ms"
-                exposed = f"{1000 * times['exposed_comm_seconds']:.2f} ms"
-                say(f"verify: epoch {epoch}, step {step}: loss {loss:.4f}, {ms}, exposed {exposed}")
-        with torch.no_grad():
-            logits = model(test_images)
-        loss = F.cross_entropy(logits, test_labels).item()
-        accuracy = (logits.argmax(1) == test_labels).double().mean().item()
-        say(f"verify: epoch {epoch}, held-out loss {loss:.4f}, accuracy {100 * accuracy:.2f} %")
+            report.log_step(args, epoch, step, loss, times)
+        accuracy = report.evaluate(epoch, model, *held_out)
     mine = nn.utils.parameters_to_vector(model.parameters()).detach()
     replicas = [torch.empty_like(mine) for _ in range(world_size)]
     dist.all_gather(replicas, mine)
     if not all(torch.equal(replica, mine) for replica in replicas):
         sys.exit("verify: FAILED, the ranks hold different weights")
     worst = (mine - nn.utils.parameters_to_vector(twin.parameters())).abs().max().item()
-    if not worst <= TOLERANCE:
+    if not worst <= tolerance:
         sys.exit(f"verify: FAILED, a weight is {worst:.1e} away from single-process training")
-    away = f"at most {worst:.1e} away from single-process training (allowed: {TOLERANCE:.0e})"
-    say(f"verify: passed, the ranks are bitwise equal and {away}\n")
-    if args.save and rank == 0:
-        torch.save(model.module.state_dict(), args.save)
-        say(f"written: {args.save}")
-    return {"max_abs_diff": worst, "tolerance": TOLERANCE, "passed": True, "accuracy": accuracy}
+    away = f"at most {worst:.1e} away from single-process training (allowed: {tolerance:.0e})"
+    setup.say(f"verify: passed, the ranks are bitwise equal and {away}\n")
+    report.save(args.save, model.module.state_dict())
+    return {"max_abs_diff": worst, "tolerance": tolerance, "passed": True, "accuracy": accuracy}
 
 
-def benchmark(args, options, device, described, others=None, steps=None):
-    """Time steps of a language model: no sync, this stage, `others`, torch DDP, and `steps`.
-
-    By name: `others` are wrappers, `steps` functions that train for a step and return its times.
-    """
-    from common import report, timing
-
-    def torch_ddp(model):
-        view = args.gradient_as_bucket_view
-        return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=view)
-
-    wraps = {WRAPPER.__name__: lambda model: WRAPPER(model, **options), **(others or {})}
+def benchmark(wraps, args, device, described, steps=None):
+    """Time steps in turn: no sync, wrappers by name, torch DDP, other ways to train by name."""
+    report, setup, timing = helpers()
+    first = next(iter(wraps))  # the one that --trace records
     if not args.no_baseline:
-        wraps = {"no sync": lambda model: model, **wraps, "torch DDP": torch_ddp}
-    shape = SIZES[args.size][:5]
+        wraps = {"no sync": lambda model: model, **wraps, **timing.TORCH_DDPS}
+    shape = setup.SIZES[args.size][:5]
     torch.manual_seed(args.seed + dist.get_rank())
     batch_shape = described["batch_size"], described["context_length"]
     tokens, targets = torch.randint(shape[-1], (2, *batch_shape), device=device)
@@ -324,46 +341,29 @@ def benchmark(args, options, device, described, others=None, steps=None):
             model = wrap(LanguageModel(*shape).to(getattr(torch, args.dtype)))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         watch = timing.Stopwatch(device)
-        if isinstance(model, nn.parallel.DistributedDataParallel):
-            # It waits within backward: what it exposes begins at the last gradient.
-            last = model.module.token_embedding.weight
-            last.register_post_accumulate_grad_hook(lambda _: watch.mark("last gradient"))
+        if isinstance(model, nn.parallel.DistributedDataParallel):  # it waits within backward
+            timing.mark_last_gradient(watch, model.module.token_embedding.weight)
         return lambda: train_step(model, optimizer, watch, tokens, targets)[1]
 
     candidates = {name: candidate(wrap) for name, wrap in wraps.items()} | (steps or {})
     samples = timing.measure(candidates, args.steps, args.warmup)
     for name, step in candidates.items():
-        trace = args.trace if name == WRAPPER.__name__ else None
+        trace = args.trace if name == first else None
         samples[name]["collectives_per_step"] = timing.count_collectives(step, trace)
     report.print_steps(samples, tokens.numel() * dist.get_world_size())
     return [{"name": name, **times} for name, times in samples.items()]
 
 
-def main():
-    folder = Path(__file__).resolve().parent
-    sys.path[:0] = [str(folder), str(folder.parent)]
-    try:
-        from common import report, setup
-    except ModuleNotFoundError as error:
-        sys.exit(f"error: {error}: copy the repository's folder common/ beside this script")
-
-    parser = setup.Parser(__doc__)
-    add = parser.add_argument
-    for name, value in WRAPPER_OPTIONS.items():
-        add("--" + name.replace("_", "-"), type=setup.positive_number, default=value)
-    setup.add_training_arguments(parser, SIZES, steps=15)
-    setup.add_verify_arguments(parser)
-    add("--gradient-as-bucket-view", action="store_true", help="torch DDP's option of that name")
-    args = parser.parse_args()
-    if args.save and args.no_verify:
-        parser.error("argument --save: not with --no-verify, which trains no classifier")
-
+def run(wrapper, **options):
+    """What main() does: verify and measure a wrapper. Its `options` become flags."""
+    report, setup, _ = helpers()
+    args = setup.stage_arguments(__doc__, steps=15, **options)
+    wrap = partial(wrapper, **{name: getattr(args, name) for name in options})
     with setup.process_group(args) as device:
-        options = {name: getattr(args, name) for name in WRAPPER_OPTIONS}
-        result = report.begin(folder.name, args, device)
-        result["model"] = report.describe(LanguageModel, SIZES, args, 1 if args.no_baseline else 3)
-        result["verify"] = None if args.no_verify else verify(args, options, device)
-        result["candidates"] = benchmark(args, options, device, result["model"])
+        result = report.begin(Path(__file__).resolve().parent.name, args, device)
+        result["model"] = report.describe(LanguageModel, args, 1 if args.no_baseline else 4)
+        result["verify"] = None if args.no_verify else verify(wrap, args, device)
+        result["candidates"] = benchmark({wrapper.__name__: wrap}, args, device, result["model"])
         report.write_json(args.json, result)
 
 

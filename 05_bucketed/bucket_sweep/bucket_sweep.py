@@ -161,24 +161,21 @@ def candidates_of(pairs: list, samples: dict, step, network) -> list[dict]:
 def sweep(args, device: torch.device) -> dict:
     """Measure all candidates; returns what --json writes."""
     import calibrate
-    from bucketed import SIZES, LanguageModel
+    from bucketed import LanguageModel
 
-    from common import report
+    from common import report, timing
     from common.setup import say
 
     result = report.begin("05_bucketed/bucket_sweep", args, device)
     # One replica. The sixth copy: in its second step torch DDP has old buckets and new ones.
-    model = report.describe(LanguageModel, SIZES, args, replicas=1, copies=6)
+    model = report.describe(LanguageModel, args, replicas=1, copies=6)
     gradient_bytes = model["parameters"] * getattr(torch, args.dtype).itemsize
     pairs = kinds_and_sizes(args.bucket_sizes_mb)
     batch_shape = model["batch_size"], model["context_length"]
     training = calibrate.Training(args, batch_shape, device)
 
-    def mark_last_gradient(_):
-        training.watch.mark("last gradient")
-
     # torch DDP waits within backward. What it exposes begins with the first layer's gradient.
-    training.model.token_embedding.weight.register_post_accumulate_grad_hook(mark_last_gradient)
+    timing.mark_last_gradient(training.watch, training.model.token_embedding.weight)
     groups = [pairs]
     order = "interleaved"
     if not all_fit(len(pairs), gradient_bytes, device):
@@ -323,7 +320,6 @@ def main():
     sys.path[:0] = [str(folder), str(folder.parent / "predict")]
     try:
         import calibrate
-        from bucketed import SIZES
 
         from common import report, setup
     except ModuleNotFoundError as error:
@@ -337,7 +333,7 @@ def main():
     add("--bucket-sizes-mb", type=setup.list_of(size), default="0.25,1,5,25", metavar="MB,MB,…")
     traces = "a Chrome trace per candidate: three more steps of rank 0"
     add("--trace", type=setup.output_folder, metavar="DIR", help=traces)
-    setup.add_training_arguments(parser, SIZES, steps=10)
+    setup.add_training_arguments(parser, steps=10)
     parser.set_defaults(size="deep")
     setup.add_plot_arguments(parser, "bucket_sweep.png")
     args = parser.parse_args()

@@ -164,7 +164,7 @@ def main():
     sys.path[:0] = [str(folder), str(stage), str(stage.parent)]
     try:
         import simulate  # noqa: F401
-        from bucketed import SIZES, LanguageModel
+        from bucketed import LanguageModel
 
         from common import setup
     except ModuleNotFoundError as error:
@@ -175,14 +175,15 @@ def main():
     add = parser.add_argument
     finite = setup.checked(float, lambda number: 0 < number < 1e18, "a number above 0, below 1e18")
     rates = setup.list_of(finite)
-    add("--size", choices=SIZES, default="xl", help="CS336 2025: xl, 2.7b; 2026: xl-2026, 10b")
+    sizes = {"choices": setup.SIZES, "default": "xl"}
+    add("--size", **sizes, help="CS336 2025: xl, 2.7b; 2026: xl-2026, 10b")
     add("--bandwidth", type=rates, default="10,100,400", metavar="Gbit/s,…", help="of a rank")
     add("--tflops", type=finite, default=7.0, help="10^12 operations per second of a rank")
     setup.add_plot_arguments(parser, "extrapolate.png")
     args = parser.parse_args()
 
     with torch.device("meta"):
-        model = LanguageModel(*SIZES[args.size][:5])
+        model = LanguageModel(*setup.SIZES[args.size][:5])
     parameters = sum(map(torch.numel, model.parameters()))
     millions = f"{parameters / 1e6:.0f} million parameters"
     setup.say(f"05_bucketed/extrapolate: {args.size} model, {millions}")

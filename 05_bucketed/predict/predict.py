@@ -30,11 +30,11 @@ def label(rung: str, bucket_size_mb: float | None) -> str:
 def measure(args, device: torch.device) -> dict:
     """The experiments and the rungs in turn: an entry of "models" of the JSON."""
     import calibrate
-    from bucketed import SIZES, LanguageModel
+    from bucketed import LanguageModel
 
     from common import report, timing
 
-    described = report.describe(LanguageModel, SIZES, args, replicas=3)
+    described = report.describe(LanguageModel, args, replicas=3)
     batch_shape = described["batch_size"], described["context_length"]
     training = calibrate.Training(args, batch_shape, device)
     rungs = {}
@@ -219,7 +219,6 @@ def main():
     sys.path.insert(0, str(Path(__file__).resolve().parent))
     try:
         import calibrate
-        from bucketed import SIZES
 
         from common import report, setup
     except ModuleNotFoundError as error:
@@ -227,7 +226,7 @@ def main():
         sys.exit(f"error: {error}: copy {needed} beside this script")
 
     parser = setup.Parser(__doc__)
-    setup.add_training_arguments(parser, SIZES, steps=12)
+    setup.add_training_arguments(parser, steps=12)
     parser.set_defaults(size="tiny,deep", warmup=2)  # these two, one after the other
     setup.add_plot_arguments(parser, "predict.png")
     args = parser.parse_args()

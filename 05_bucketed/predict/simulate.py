@@ -9,7 +9,8 @@ It assumes that all ranks are alike and nothing else runs. An all-reduce of S by
 seconds of transfer; calls that transfer at the same time share the network equally. So k calls that
 may be in flight together take 2(n-1)·hop + k·call + 2(n-1)/n · (bytes of all)/bandwidth. Compute is
 slower beside a call in flight, and transfer beside compute. A pass over a gradient's memory takes
-bytes/copy_bandwidth: 02 and 04 scale it, 05 scales it into its bucket, 03 packs, scales, unpacks.
+bytes/copy_bandwidth: 02 and 04 scale it, 05 scales it into its bucket, 03 scales it into its flat
+tensor and, a second pass, copies it back.
 
 Source: Li et al., "PyTorch Distributed", VLDB 2020; Stanford CS336, assignment 2, "DDP bucketed
 benchmarking"; Echo, arXiv 2412.12487: compute and communication slow each other down.
@@ -96,14 +97,13 @@ def program(step: Step, rung: str, bucket_size_mb: float):
                 yield "hook", step.launch
                 yield "launch", sum(sizes[member] for member in bucket)
     yield "backward", step.backward - computed
-    packing = {"02": 1, "03": 2}  # passes over memory: 02 scales, 03 packs and scales
-    unpacking = {"02": 0, "03": 1}
     for bucket in buckets:  # of 02 and 03; of 04 and 05 none is left
         size = sum(sizes[member] for member in bucket)
-        yield "pack", packing[rung] * size / step.copy_bandwidth
+        yield "pack", size / step.copy_bandwidth  # scaled: by 02 in place, by 03 on its way
         yield "launch", size
         yield "wait", math.inf
-        yield "unpack", unpacking[rung] * size / step.copy_bandwidth
+        if rung == "03":
+            yield "unpack", size / step.copy_bandwidth
     yield "wait", math.inf  # until no call is left
     yield "optimizer", step.optimizer
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from common.recordings.record import output_of
+from common.setup import SIZES
 from common.testing import harness
 
 FOLDER = Path(__file__).resolve().parent
@@ -40,7 +41,7 @@ def samples_of(step: Step, network: Network) -> dict:
         return {name: [[value] * 4] * network.ranks for name, value in times.items()}
 
     ready = [moment for _, moment in step.gradients]
-    copies = 3 * sum(size for size, _ in step.gradients) / step.copy_bandwidth
+    copies = 2 * sum(size for size, _ in step.gradients) / step.copy_bandwidth
     samples = {
         "alone": everywhere(forward=step.forward, backward=step.backward, ready=ready),
         "hooks": everywhere(scale=step.hook, launch=step.launch),
@@ -198,7 +199,7 @@ def test_run(forked, tmp_path, device):
 
 def test_floating_point_operations_are_those_that_torch_counts():
     """But for the attention scores, which `build_step` leaves out."""
-    *shape, batch_size, context_length = bucketed.SIZES["deep"]
+    *shape, batch_size, context_length = SIZES["deep"]
     with torch.device("meta"):
         model = bucketed.LanguageModel(*shape)
         tokens = torch.zeros(batch_size, context_length, dtype=torch.int64)

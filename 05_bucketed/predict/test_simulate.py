@@ -167,7 +167,7 @@ def test_one_rank_sends_nothing(rung, gradients):
     "rung, step_seconds, exposed",
     [
         ("02", 5.5 + 3.0, 3.0),  # scaled, one pass
-        ("03", 5.5 + 9.0, 9.0),  # packed, scaled, unpacked
+        ("03", 5.5 + 6.0, 6.0),  # packed and scaled, unpacked
         ("04", 5.5 + 3.0 + 2 * 0.25 + 2 * 0.5, 0.0),  # a hook that scales, within backward
         ("05", 5.5 + 3.0 + 2 * 0.25 + 0.5, 0.0),  # a hook that scales into the only bucket
     ],
