@@ -13,7 +13,7 @@ import numpy
 import torch
 import torch.distributed as dist
 
-from common.setup import check_memory, say
+from common.setup import SIZES, check_memory, say
 
 
 def percentiles(samples: list) -> list[float]:
@@ -46,12 +46,12 @@ def print_row(cells: list[str], widths: list[int]) -> None:
     say("  ".join(aligned).rstrip())
 
 
-def describe(model_class, sizes: dict, args, replicas: int, copies: int = 5) -> dict:
+def describe(model_class, args, replicas: int, copies: int = 5) -> dict:
     """Print what is measured and see that there is memory for it; returns "model" of the JSON.
 
     A replica has so many `copies` of its parameters' size: weight, gradient, two moments, bucket.
     """
-    *shape, batch_size, context_length = sizes[args.size]
+    *shape, batch_size, context_length = SIZES[args.size]
     with torch.device("meta"):
         parameters = sum(p.numel() for p in model_class(*shape).parameters())
     batch = {"batch_size": args.batch_size or batch_size}
@@ -72,6 +72,32 @@ def describe(model_class, sizes: dict, args, replicas: int, copies: int = 5) -> 
         needed = replicas * parameters * each + activations
         check_memory(int(os.environ["LOCAL_WORLD_SIZE"]), needed, what)
     return {"size": args.size, "parameters": parameters, "dtype": args.dtype, **batch}
+
+
+def log_step(args, epoch: int, step: int, loss: torch.Tensor, times: dict[str, float]) -> None:
+    """A line of verify, where --log-every wants one; `times`: seconds by names as in the JSON."""
+    if args.log_every and step % args.log_every == 0:
+        words = [f"verify: epoch {epoch}, step {step}: loss {loss:.4f}"]
+        for name, seconds in times.items():
+            words.append(f"{name.split('_')[0]} {1000 * seconds:.2f} ms")
+        say(", ".join(words))
+
+
+def evaluate(epoch: int, model, images: torch.Tensor, labels: torch.Tensor) -> float:
+    """Print loss and accuracy of a classifier after an epoch; returns its accuracy."""
+    with torch.no_grad():
+        logits = model(images)
+    loss = torch.nn.functional.cross_entropy(logits, labels).item()
+    accuracy = (logits.argmax(1) == labels).double().mean().item()
+    say(f"verify: epoch {epoch}, held-out loss {loss:.4f}, accuracy {100 * accuracy:.2f} %")
+    return accuracy
+
+
+def save(path: Path | None, state_dict: dict) -> None:
+    """Write a state_dict where --save names a file."""
+    if path and dist.get_rank() == 0:
+        torch.save(state_dict, path)
+        say(f"written: {path}")
 
 
 def print_steps(samples: dict[str, dict], tokens: int) -> None:

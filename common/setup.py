@@ -19,6 +19,19 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # keeps torch.profiler's own lo
 
 
 ROOT = Path(__file__).resolve().parent.parent  # of this repository
+SIZES = {  # d_model, d_ff, layers, heads, vocabulary, sequences per rank and step, tokens in each
+    "nano": (64, 256, 2, 2, 1_000, 4, 64),
+    "tiny": (512, 2048, 4, 8, 10_000, 4, 64),
+    "deep": (128, 512, 32, 4, 1_000, 4, 64),
+    "small": (768, 3072, 12, 12, 10_000, 4, 128),
+    "medium": (1024, 4096, 24, 16, 10_000, 4, 128),
+    "large": (1280, 5120, 36, 20, 10_000, 4, 128),
+    "xl": (1600, 6400, 48, 25, 10_000, 4, 128),
+    "2.7b": (2560, 10_240, 32, 32, 10_000, 4, 128),
+    "xl-2026": (2560, 10_240, 32, 32, 10_000, 4, 512),
+    "10b": (4608, 12_288, 50, 36, 10_000, 4, 512),
+    "0.5b": (1024, 4096, 24, 16, 50_000, 2, 512),
+}
 
 
 def say(text: str = "") -> None:
@@ -125,11 +138,11 @@ output_folder = checked(
 )
 
 
-def add_training_arguments(parser: Parser, sizes: dict, steps: int) -> None:
+def add_training_arguments(parser: Parser, steps: int) -> None:
     """The flags of all that train a language model; `steps` is the default of --steps."""
     add = parser.add_argument
     one = whole_number(1)
-    add("--size", choices=sizes, default="tiny", help="CS336 2025: xl, 2.7b; 2026: xl-2026, 10b")
+    add("--size", choices=SIZES, default="tiny", help="CS336 2025: xl, 2.7b; 2026: xl-2026, 10b")
     add("--batch-size", type=one, help="sequences per rank and step (default: the size's)")
     add("--context-length", type=one, help="tokens per sequence (default: the size's)")
     add("--dtype", choices=["float32", "bfloat16"], default="float32")
@@ -141,7 +154,7 @@ def add_training_arguments(parser: Parser, sizes: dict, steps: int) -> None:
 
 
 def add_verify_arguments(parser: Parser) -> None:
-    """The flags of stages 02 to 06, which verify before they measure."""
+    """The flags of what verifies before it measures."""
     add = parser.add_argument
     file = {"type": output_file, "metavar": "FILE"}
     add("--no-verify", action="store_true", help="only measure")
@@ -152,6 +165,19 @@ def add_verify_arguments(parser: Parser) -> None:
     every = "verify: loss and times of rank 0 every N steps; 0: none"
     add("--log-every", type=whole_number(0), default=0, metavar="N", help=every)
     add("--trace", **file, help="Chrome trace of three more steps of rank 0")
+
+
+def stage_arguments(description: str, steps: int, **options) -> argparse.Namespace:
+    """The command line of stages 02 to 06; `options`, numbers above 0, are flags of one of them."""
+    parser = Parser(description)
+    for name, default in options.items():
+        parser.add_argument("--" + name.replace("_", "-"), type=positive_number, default=default)
+    add_training_arguments(parser, steps)
+    add_verify_arguments(parser)
+    args = parser.parse_args()
+    if args.save and args.no_verify:
+        parser.error("argument --save: not with --no-verify, which trains no classifier")
+    return args
 
 
 def add_plot_arguments(parser: Parser, name: str) -> None:
@@ -335,6 +361,17 @@ def load_images(data: str | None, download: bool, device="cpu") -> list[torch.Te
         fail(f"argument --data: {data!r} holds no readable MNIST ({error!r}); use --download")
     check_equal_data(data, parts)
     return [part.to(device) for part in parts]
+
+
+def load_equal_shares(args: argparse.Namespace, device: torch.device) -> list[torch.Tensor]:
+    """load_images for what verifies; of the training images as many as the ranks can share."""
+    images, labels, *held_out = load_images(args.data, args.download, device)
+    world_size = dist.get_world_size()
+    used = len(images) // world_size * world_size  # equal shares, in the last batch too
+    if args.log_every or used < len(images):
+        share = f"rank r takes images r, r + {world_size}, … of every {64 * world_size}"
+        say(f"verify: {share}; {used} of {len(images)} are used")
+    return [images[:used], labels[:used], *held_out]
 
 
 def check_equal_data(data: str, parts: list[torch.Tensor]) -> None:

@@ -6,9 +6,27 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.setup import progress, say, time_left
+
+
+def tuned_torch_ddp(model: torch.nn.Module) -> DistributedDataParallel:
+    """torch DDP with its options that save copies and calls, where every step is like the first."""
+    options = {"gradient_as_bucket_view": True, "static_graph": True}
+    try:
+        return DistributedDataParallel(model, batched_grad_copy=True, **options)
+    except TypeError:  # an older torch, which lacks this one
+        return DistributedDataParallel(model, **options)
+
+
+TORCH_DDPS = {"torch DDP": DistributedDataParallel, "torch DDP, tuned": tuned_torch_ddp}
+
+
+def mark_last_gradient(watch: "Stopwatch", parameter: torch.nn.Parameter) -> None:
+    """Mark when a parameter's gradient is there: with the first layer's all are."""
+    parameter.register_post_accumulate_grad_hook(lambda _: watch.mark("last gradient"))
 
 
 class Stopwatch:

@@ -11,13 +11,13 @@ LABELS = {
     "OverlapDDP": "04\noverlap",
     "BucketedDDP": "05\nbucketed",
     "torch DDP": "torch\nDDP",
+    "torch DDP, tuned": "DDP\ntuned",
     "one process": "one\nprocess",
     # Beside another backend than gloo:
     "05, 8 MB": "05\n8 MB",
     "05, 2 MB": "05\n2 MB",
     "05 over gloo": "05\ngloo",
     "torch DDP over gloo": "DDP\ngloo",
-    "torch DDP, views": "DDP\nviews",
 }
 COLORS = {"compute": "#56B4E9", "exposed communication": "#D55E00", "optimizer": "#999999"}
 

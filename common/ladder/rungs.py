@@ -36,7 +36,7 @@ WRAPPERS = dict(zip(STAGES, [naive_ddp.NaiveDDP, FlatDDP, OverlapDDP, BucketedDD
 
 def read_arguments():
     parser = setup.Parser(__doc__)
-    setup.add_training_arguments(parser, naive_ddp.SIZES, steps=12)
+    setup.add_training_arguments(parser, steps=12)
     network = "between the ranks; for the picture's title"
     parser.add_argument("--network", metavar="TEXT", help=network)
     setup.add_plot_arguments(parser, "compare.png")
@@ -44,8 +44,7 @@ def read_arguments():
     if setup.can_be_written(file):
         parser.set_defaults(json=file)
     parser.set_defaults(size="tiny,deep")  # these two, one after the other
-    # What the benchmark of a stage has besides.
-    parser.set_defaults(no_baseline=False, gradient_as_bucket_view=False, trace=None)
+    parser.set_defaults(no_baseline=False, trace=None)  # what a stage has besides
     return parser.parse_args()
 
 
@@ -57,7 +56,6 @@ def beside_shared() -> dict:
     return buckets | {
         "05 over gloo": partial(BucketedDDP, process_group=gloo),
         "torch DDP over gloo": partial(DistributedDataParallel, process_group=gloo),
-        "torch DDP, views": partial(DistributedDataParallel, gradient_as_bucket_view=True),
     }
 
 
@@ -68,7 +66,7 @@ def one_process(args, device, model: dict):
     """
     if dist.get_rank() > 0:
         return lambda: None
-    shape = naive_ddp.SIZES[args.size][:5]
+    shape = setup.SIZES[args.size][:5]
     with device:
         network = naive_ddp.LanguageModel(*shape).to(getattr(torch, args.dtype))
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-4, fused=True)
@@ -103,10 +101,10 @@ def print_summary(by_size: dict[str, dict]) -> None:
 
 def main():
     args = read_arguments()
-    others = {"FlatDDP": FlatDDP, "OverlapDDP": OverlapDDP, "BucketedDDP": BucketedDDP}
+    wrappers = {wrapper.__name__: wrapper for wrapper in WRAPPERS.values()}
     with setup.process_group(args) as device:
         if args.backend == "shared":
-            others |= beside_shared()
+            wrappers |= beside_shared()
         remove_earlier(args.json, args.plot)
         result = report.begin("rungs", args, device)
         result["network"] = args.network
@@ -114,10 +112,10 @@ def main():
         for size in args.size.split(","):
             setup.say()
             args.size = size
-            replicas = len(others) + 4  # no sync, 02, torch DDP, one process
-            model = report.describe(naive_ddp.LanguageModel, naive_ddp.SIZES, args, replicas)
+            replicas = len(wrappers) + 4  # no sync, torch DDP as it is and tuned, one process
+            model = report.describe(naive_ddp.LanguageModel, args, replicas)
             alone = {"one process": one_process(args, device, model)}
-            candidates = naive_ddp.benchmark(args, {}, device, model, others, alone)
+            candidates = naive_ddp.benchmark(wrappers, args, device, model, alone)
             result["models"][size] = {"model": model, "candidates": candidates}
         print_summary({size: draw_rungs.medians(of) for size, of in result["models"].items()})
         report.write_json(args.json, result)

@@ -20,7 +20,7 @@ def test_run(forked, tmp_path):
     ranks = {one["name"]: len(one["step_seconds"]) for one in candidates}
     assert ranks.pop("one process") == 1 and set(ranks.values()) == {2}
     summary = output[output.index("step ÷ no sync") :].splitlines()
-    assert [int(line.split()[-1]) for line in summary[1:8]] == list(counts.values())
+    assert [int(line.split()[-1]) for line in summary[1:9]] == list(counts.values())
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 

@@ -71,7 +71,7 @@ def length(trace: Path) -> float:
 
 def training(wrapper, size: str, device: torch.device):
     """A model of its own, and the function that trains it for a step."""
-    *shape, batch_size, context_length = naive_ddp.SIZES[size]
+    *shape, batch_size, context_length = setup.SIZES[size]
     torch.manual_seed(0)
     with device:
         model = wrapper(naive_ddp.LanguageModel(*shape))
@@ -108,7 +108,7 @@ def main() -> None:
     scale = {"nargs": "+", "type": Path, "metavar": "FILE.json"}
     add("--as-long-as", **scale, help="traces whose longest step the axis has to hold")
     setup.add_plot_arguments(parser, "timeline.png")
-    add("--size", choices=naive_ddp.SIZES, default="tiny", help="the model of stages 02 to 05")
+    add("--size", choices=setup.SIZES, default="tiny", help="the model of stages 02 to 05")
     warmup = "steps before those that are profiled"
     add("--warmup", type=setup.whole_number(0), default=5, help=warmup)
     setup.add_process_group_arguments(parser)

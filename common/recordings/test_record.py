@@ -1,7 +1,6 @@
 """make reference: medians, what is recorded and what is not, and that it records everything."""
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -160,13 +159,3 @@ def test_every_recording_and_every_picture_has_a_command():
         pictures |= {(ROOT / name).parent.joinpath(file).resolve() for file in files}
     drawn = {path for path in pictures if path.suffix == ".png"}
     assert drawn == set(ROOT.glob("0?_*/**/*.png")) | set(ROOT.glob("common/**/*.png"))
-
-
-def test_all_recordings_are_of_one_commit_and_one_torch():
-    heads = {}
-    for name in RECORDINGS:
-        said = record.parts_of((ROOT / name).read_text())[0]
-        heads.setdefault((said.get("commit"), said.get("torch")), set()).add(name)
-    assert len(heads) == 1, heads
-    commit = next(iter(heads))[0]
-    assert re.fullmatch("[0-9a-f]{7,}", commit), "recorded with changes that are not committed"

@@ -16,6 +16,7 @@ import torchvision
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from common.setup import SIZES
 from common.testing.harness import ROOT
 from common.timing import Stopwatch
 
@@ -24,6 +25,9 @@ pytestmark = pytest.mark.skipif(torch.__version__ < "2.12", reason="no collectiv
 STAGES = ["02_naive_ddp", "03_flat_ddp", "04_overlap_ddp", "05_bucketed"]
 FOLDERS = [*STAGES, "06_sharded_optimizer", "07_resnet_ddp", "08_ddp_rpc"]
 FOLDERS += ["06_sharded_optimizer/fsdp"]
+
+
+WRAPPERS = dict(zip(STAGES, ["NaiveDDP", "FlatDDP", "OverlapDDP", "BucketedDDP"], strict=True))
 
 
 def module_of(stage: str, name: str | None = None):
@@ -38,6 +42,7 @@ def fake_group(monkeypatch):
         everyones[:] = [mine] * len(everyones)
 
     monkeypatch.setattr(dist, "all_gather_object", as_all_say)
+    monkeypatch.setattr(dist, "broadcast_object_list", lambda *_, **__: None)
     monkeypatch.setattr(sys, "path", [*(str(ROOT / folder) for folder in FOLDERS), *sys.path])
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
     yield
@@ -57,7 +62,7 @@ def states(optimizer) -> list[torch.Tensor]:
 
 def language_model(module, size="nano"):
     with META:
-        model = module.LanguageModel(*module.SIZES[size][:5])
+        model = module.LanguageModel(*SIZES[size][:5])
         tokens = torch.zeros(2, 8, dtype=torch.long)
     return model, tokens
 
@@ -68,7 +73,7 @@ def test_wrappers(stage):
     model, tokens = language_model(module)
     unused = nn.Linear(3, 3, device=META)  # gets zeros
     model.add_module("unused", unused)
-    wrapper = module.WRAPPER(model)
+    wrapper = getattr(module, WRAPPERS[stage])(model)
     optimizer = torch.optim.AdamW(wrapper.parameters())
     for _ in range(2):
         module.train_step(wrapper, optimizer, Stopwatch(META), tokens, tokens)

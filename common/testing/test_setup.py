@@ -38,7 +38,7 @@ WRONG_INPUT = {
 
 def parse(monkeypatch, *words):
     parser = setup.Parser("what it does")
-    setup.add_training_arguments(parser, {"tiny": ()}, steps=3)
+    setup.add_training_arguments(parser, steps=3)
     setup.add_verify_arguments(parser)
     setup.add_plot_arguments(parser, "x.png")
     monkeypatch.setattr(sys, "argv", ["script.py", *words])
@@ -209,7 +209,7 @@ def verified(folder, log_every):
     said = io.StringIO()
     os.environ["RANK"] = str(dist.get_rank())
     with contextlib.redirect_stdout(said):
-        result = naive_ddp.verify(args, {}, torch.device("cpu"))
+        result = naive_ddp.verify(naive_ddp.NaiveDDP, args, torch.device("cpu"))
     del os.environ["RANK"]
     return said.getvalue().splitlines(), result["max_abs_diff"]
 
@@ -222,11 +222,12 @@ def test_verify_logs_every_nth_step(ranks, tmp_path, monkeypatch):
     assert lines[0] == "verify: rank r takes images r, r + 2, … of every 128; 700 of 701 are used"
     logged = [line for line in lines if " step " in line]
     number = r"(\d+\.\d+)"
-    form = rf"verify: epoch (\d), step (\d): loss {number}, {number} ms, exposed {number} ms"
+    times = rf"step {number} ms, exposed {number} ms, optimizer {number} ms"
+    form = rf"verify: epoch (\d), step (\d): loss {number}, {times}"
     rows = [re.fullmatch(form, line).groups() for line in logged]
     assert [row[:2] for row in rows] == [(epoch, step) for epoch in "12" for step in "246"]
     assert 2 < float(rows[0][2]) < 5, "of ten classes, before anything is learned"
-    assert all(0 < float(exposed) < float(step) for *_, step, exposed in rows)
+    assert all(0 < float(exposed) < float(step) for *_, step, exposed, _ in rows)
     assert of_rank_1 == []
     [silent, _] = ranks(2).run(verified, tmp_path, 0)
     assert silent == ([line for line in lines if line not in logged], difference)
