@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from sharded_optimizer import LanguageModel, ShardedOptimizer
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -25,34 +24,32 @@ GPUS = (24, 40, 80)  # GB
 
 
 class WholeWeights(TorchDispatchMode):
-    """While it is on: `most`, the bytes of tensors as large as a whole weight at any one time."""
+    """While it is on: `most`, the bytes of units and whole gradients at any one time."""
 
-    def __init__(self, model: nn.Module, sizes: set[int]):
+    def __init__(self, units: list):
         super().__init__()
-        self.sizes = sizes
-        self.now = 0
+        self.units = units
+        self.sizes = {unit.whole.nbytes for unit in units}
+        self.sizes |= {weight.nbytes for unit in units for weight in unit.weights.values()}
+        self.known = {unit.whole.untyped_storage()._cdata for unit in units}
+        self.gradients = 0
         self.most = 0
-        # What is there already does not count.
-        self.known = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         result = operator(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if torch.is_tensor(tensor):
-                self.note(tensor.untyped_storage())
+        for tensor in filter(torch.is_tensor, tree_leaves(result)):
+            storage = tensor.untyped_storage()
+            if storage.nbytes() in self.sizes and storage._cdata not in self.known:
+                self.known.add(storage._cdata)
+                self.gradients += storage.nbytes()
+                weakref.finalize(storage, self.forget, storage._cdata, storage.nbytes())
+        whole = sum(unit.whole.untyped_storage().nbytes() for unit in self.units)
+        self.most = max(self.most, whole + self.gradients)
         return result
-
-    def note(self, storage: torch.UntypedStorage) -> None:
-        size = storage.nbytes()
-        if size in self.sizes and storage._cdata not in self.known:
-            self.known.add(storage._cdata)
-            self.now += size
-            self.most = max(self.most, self.now)
-            weakref.finalize(storage, self.forget, storage._cdata, size)
 
     def forget(self, identity: int, size: int) -> None:
         self.known.remove(identity)
-        self.now -= size
+        self.gradients -= size
 
 
 @contextmanager
@@ -72,58 +69,47 @@ def fake_ranks(world_size: int):
 
 
 def account(size: str, world_size: int, wrap, make_optimizer) -> list[int]:
-    """Bytes of parameters, gradients, optimizer state, and at most of whole weights beside them."""
+    """Bytes of parameters, gradients, optimizer state, and at most of what is whole beside them."""
     from common.memory import held_bytes
 
     with fake_ranks(world_size):
         with torch.device("meta"):
-            model = LanguageModel(*SIZES[size][:5])
+            model = wrap(LanguageModel(*SIZES[size][:5]))
             tokens = torch.zeros(1, 8, dtype=torch.long)
-        whole = [parameter for parameter in model.parameters() if parameter.ndim == 2]
-        padded = {4 * world_size * -(-weight.numel() // world_size) for weight in whole}
-        sizes = padded | {weight.nbytes for weight in whole}
-        model = wrap(model)
         optimizer = make_optimizer(model.parameters(), lr=1e-4)
-        for _ in range(2):  # FSDP knows what comes next in the second
-            optimizer.zero_grad()
-            with WholeWeights(model, sizes) as gathered:
-                F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
-                if hasattr(model, "finish_gradient_synchronization"):
-                    model.finish_gradient_synchronization()
-            optimizer.step()
+        with WholeWeights(getattr(model, "units", [])) as seen:
+            F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+            if hasattr(model, "finish_gradient_synchronization"):
+                model.finish_gradient_synchronization()
+        optimizer.step()
         parameters = list(model.parameters())
         local = getattr(optimizer, "local", optimizer)  # where ShardedOptimizer keeps its part
         state = [value for values in local.state.values() for value in values.values()]
         gradients = [parameter.grad for parameter in parameters]
         held = [held_bytes(tensors) for tensors in (parameters, gradients, state)]
-        in_flight = gathered.most if model is not getattr(model, "module", model) else 0
-        return [*held, in_flight]
+        return [*held, seen.most]
 
 
 def theory(size: str, world_size: int) -> dict[str, float]:
     """{candidate: bytes}: 4, 4 and 8 per parameter, each divided by the ranks that share it.
 
-    With FSDP there are whole weights besides, most of them somewhere in backward: a weight with its
-    gradient, the gradient before it, which is still under way, and what the next module needs.
+    With FSDP some units are whole besides, or whole gradients, most in one of these moments.
     """
     with torch.device("meta"):
         model = LanguageModel(*SIZES[size][:5])
     everything = sum(parameter.nbytes for parameter in model.parameters())
-    layer = model.layers[0]
-    attention = layer.self_attn.in_proj_weight.nbytes, layer.self_attn.out_proj.weight.nbytes
-    up, down = layer.linear1.weight.nbytes, layer.linear2.weight.nbytes
+    layer = sum(weight.nbytes for weight in model.layers[0].parameters() if weight.ndim >= 2)
     head = model.head.weight.nbytes
-    whole = [
-        head + head + down,  # in backward of the head,
-        head + down + down + up,  # of a layer's second Linear,
-        down + up + up + sum(attention),  # of its first,
-        up + 2 * attention[1] + attention[0],  # of the projection of its attention,
-        attention[1] + 2 * attention[0] + down,  # and of the rest of that
+    moments = [
+        # What is sent, the units that backward needs now and next, and its gradients:
+        layer + 2 * layer + layer,
+        head + 2 * layer + layer,  # of the first layer that backward comes to
+        2 * head + layer,  # of the head: its gradients twice, the next unit
     ]
     return {
         "DDP": 4 * everything,
         "ShardedOptimizer": 2 * everything + 2 * everything / world_size,
-        "FSDP": 4 * everything / world_size + max(whole),
+        "FSDP": 4 * everything / world_size + max(moments),
     }
 
 
@@ -161,9 +147,9 @@ def show(args, wrap) -> None:
     with torch.device("meta"):
         parameters = sum(p.numel() for p in LanguageModel(*SIZES[args.size][:5]).parameters())
     say(f"{args.size} model: {parameters / 1e6:,.1f} million parameters, float32, AdamW; rank 0")
-    header = ["MB", "parameters", "gradients", "optimizer state", "whole weights", "all"]
+    header = ["MB", "parameters", "gradients", "optimizer state", "whole", "all"]
     report.print_table([*header, "theory", "/theory", "fits into"], rows)
     say("MB: 2^20 bytes; counted in a training step on the device meta, without activations;")
-    say("whole weights: the most at any time of what is gathered and of whole gradients;")
+    say("whole: the most at any time of what is gathered and of whole gradients;")
     say("theory: 4, 4 and 8 bytes per parameter, each divided by the ranks that share it, and with")
-    say("FSDP the whole weights of one moment in backward; fits into: a GPU of 24, 40 or 80 GB.\n")
+    say("FSDP what is whole in one moment of backward; fits into: a GPU of 24, 40 or 80 GB.\n")

@@ -1,8 +1,8 @@
 r"""06, FSDP: split parameters, gradients and optimizer state over the ranks (ZeRO, stage 3).
 
-Every rank keeps 1/N of each weight, of its gradient and of its optimizer state. A weight is put
-together (all-gather) while the module before it computes, and given up after use; backward does
-the same in reverse, and adds up each gradient (reduce-scatter) as soon as it is complete.
+Every rank keeps 1/N of each weight, of its gradient and of its optimizer state. The weights of a
+*unit*, such as a layer, are put together (all-gather) before it computes, and given up afterwards.
+Backward does the same in reverse, and sends each rank its part of the gradients (reduce-scatter).
 
     make 06_sharded_optimizer/fsdp NPROC=2                                (see also ARGS="--help")
     torchrun --standalone --nproc-per-node 2 06_sharded_optimizer/fsdp/fsdp.py            (one host)
@@ -13,163 +13,166 @@ Source: Rajbhandari et al., "ZeRO", SC 2020, sections 5.2 and 5.3; Zhao et al., 
 VLDB 2023; Stanford CS336, assignment 2 (2026).
 """
 
+import gc
 import hashlib
 import sys
+import weakref
 from collections import deque
-from contextlib import contextmanager
-from itertools import zip_longest
+from functools import partial
+from itertools import pairwise, zip_longest
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.autograd.graph import register_multi_grad_hook
+from torch.utils._pytree import tree_leaves
 
 
-class ShardedWeight:
-    """A weight of which every rank keeps 1/N: this rank has `shard`, the parameter for it."""
+class Unit:
+    """Weights one after another in `whole`, which has memory only from gather() to free().
 
-    def __init__(self, name: str, module, weight: nn.Parameter, dtype, process_group):
-        self.name = name
-        self.module = module  # whose forward reads it
-        self.shape = weight.shape
-        self.dtype = dtype  # in which it travels
-        self.process_group = process_group
-        mine = self.split(weight.detach())[dist.get_rank(process_group)].clone()
-        self.shard = nn.Parameter(mine, weight.requires_grad)
+    This rank keeps `part`, one of N equal slices of it. The shards, one for each weight, are views
+    into `part`, with as many dimensions as the weight, because some rules go by them.
+    """
 
-    def split(self, whole: torch.Tensor) -> torch.Tensor:
-        """[world_size, 1, length]: a row for each rank, of a matrix; zeros fill up the end."""
-        world_size = dist.get_world_size(self.process_group)
-        flat = pad_to_multiple(world_size, whole.flatten())
-        return flat.view(world_size, *[1] * (whole.ndim - 1), -1)
+    def __init__(self, weights: list[nn.Parameter], dtype: torch.dtype, process_group):
+        self.group = process_group
+        world_size, rank = dist.get_world_size(process_group), dist.get_rank(process_group)
+        flat = pad_to_multiple(world_size, torch.cat([w.detach().flatten() for w in weights]))
+        self.part = flat.view(world_size, -1)[rank].clone()
+        self.whole = torch.empty_like(flat, dtype=dtype)  # that in which weights travel
+        self.weights = {}  # shard -> the whole weight, a view into `whole`
+        end = -rank * len(self.part)  # as seen from this rank's part
+        for weight, whole in zip(weights, split_like(weights, self.whole), strict=True):
+            start, end = end, end + weight.numel()
+            mine = self.part[max(start, 0) : max(end, 0)]
+            shard = nn.Parameter(mine.view(*[1] * (weight.ndim - 1), -1), weight.requires_grad)
+            self.weights[shard] = whole.detach().requires_grad_(weight.requires_grad)
+        self.trained = {weight for weight in self.weights.values() if weight.requires_grad}
+        self.missing = set(self.trained)  # those whose gradient is not there yet
+        self.places, self.biases = [], []  # (module, name, whole weight): see show()
+        self.users = 0  # forwards that compute with it now
+        self.gathering = None  # the all-gather in flight
+        self.free()
 
+    def gather(self) -> None:
+        """Begin to put the whole together, unless it is there or under way."""
+        if self.whole.untyped_storage().size() == 0:
+            self.whole.untyped_storage().resize_(self.whole.nbytes)
+            sent = self.part.to(self.whole.dtype)
+            self.gathering = all_gather_single(self.whole.data, sent, self.group, async_op=True)
 
-class Gathering:
-    """A weight on its way to all ranks: wait() returns the whole."""
+    def wait(self) -> None:
+        """Until it is there."""
+        self.gather()
+        if self.gathering:
+            self.gathering.wait()
+            self.gathering = None
+            set_version(self.whole, self.part._version)  # so autograd notices changes
 
-    def __init__(self, weight: ShardedWeight, dtype: torch.dtype):
-        self.shape = weight.shape
-        self.sent = weight.shard.detach().to(dtype).flatten()  # must outlive the work
-        self.room = self.sent.new_empty(dist.get_world_size(weight.process_group) * len(self.sent))
-        self.work = all_gather_single(self.room, self.sent, weight.process_group, async_op=True)
-
-    def wait(self) -> torch.Tensor:
-        self.work.wait()
-        return self.room[: self.shape.numel()].view(self.shape)
+    def free(self) -> None:
+        """Give up the memory. Autograd may keep the weights: backward fills the same memory."""
+        if self.gathering:
+            self.wait()
+        self.whole.untyped_storage().resize_(0)
+        set_version(self.whole, NO_MEMORY)  # so autograd does not read it now
 
 
 class Reduction:
-    """A gradient on its way to the owners of its parts: wait() adds the mean to shard.grad."""
+    """A unit's gradients on their way: wait() adds the mean of this rank's part to the shards'."""
 
-    def __init__(self, weight: ShardedWeight, gradient: torch.Tensor):
-        self.shard = weight.shard
-        # By all-to-all on gloo, which has no real one. What is sent must outlive the work.
-        self.sent, self.received, self.work = begin_reduce_scatter(weight.split(gradient), weight)
+    def __init__(self, unit: Unit):
+        self.unit = unit
+        self.sent, self.received, self.work = begin_reduce_scatter(take_gradients(unit), unit)
 
     def wait(self) -> None:
         self.work.wait()
-        mean = self.received.mean(0, dtype=self.shard.dtype)
-        if self.shard.grad is not None:
-            mean += self.shard.grad
-        self.shard.grad = mean
-
-
-class Gather(torch.autograd.Function):
-    """From a shard to the whole weight; backward, from the gradient of that to the shard's."""
-
-    @staticmethod
-    def forward(ctx, shard, model, weight):
-        ctx.model = model
-        ctx.weight = weight
-        return model.gather(weight)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        check_gradient(ctx, gradient)
-        ctx.model.reduce(ctx.weight, gradient)
-        return None, None, None  # the shard gets its gradient when the reduction ends
+        mean = self.received.mean(0, dtype=self.unit.part.dtype)
+        gradients = split_like(self.unit.weights, mean)
+        for shard, gradient in zip(self.unit.weights, gradients, strict=True):
+            shard.grad = gradient if shard.grad is None else shard.grad + gradient
 
 
 class FSDP(nn.Module):
     """Keep 1/N of each weight, of its gradient and of its optimizer state on N ranks.
 
     Biases and norms stay whole. parameters() has the shards: construct the optimizer afterwards.
-    In `compute_dtype` weights travel, and the modules that have some compute; gradients are added
-    up in the weight's own. ValueError, RuntimeError: what cannot be done.
+    `units`: modules whose weights are gathered together, by default choose_units(module). Weights
+    travel, and modules that have some compute, in `compute_dtype`; gradients are added up in the
+    weight's own. ValueError, RuntimeError: what cannot be done.
     """
 
-    def __init__(self, module, compute_dtype=None, process_group=None, prefetch=True):
+    def __init__(self, module, compute_dtype=None, process_group=None, prefetch=True, units=None):
         super().__init__()
-        check_module(module, process_group)
-        broadcast_from_rank_0(module, process_group)
+        check_and_broadcast(module, process_group)
         self.module = module
         self.process_group = process_group
-        self.order = Order(self, prefetch)  # in which all ranks launch; a reader can skip it
-        self.weights = put_shards_into(self, compute_dtype)  # shard -> ShardedWeight; adds hooks
-        self.ahead = deque()  # the Gatherings of what the next module needs
-        self.reduction = None  # the Reduction in flight; there is only one
-        self.whole = {}  # identity -> ShardedWeight, of the whole weights that a forward has
+        self.units_of = make_units(self, units, compute_dtype)  # module -> Units that it needs
+        parts = list(self.units_of) if prefetch else []
+        self.after = dict(pairwise(parts))  # module -> the next one, in order of registration
+        self.before = dict(pairwise(reversed(parts)))
+        self.units = list(dict.fromkeys(unit for units in self.units_of.values() for unit in units))
+        self.order = [unit for unit in reversed(self.units) if unit.trained]  # of reductions
+        self.waiting = deque(self.order)  # units that are still to be reduced
+        self.in_flight = []  # the Reduction that has begun
+        self.in_backward = False  # until the finish
+        self.guard = Guard(self)
+        self.unit_of = {weight: unit for unit in self.units for weight in unit.trained}
+        for weight in self.unit_of:
+            weight.register_post_accumulate_grad_hook(self._gradient_is_there)
+        for part in self.units_of:
+            part.register_forward_pre_hook(self._before_forward, prepend=True)
+            part.register_forward_hook(self._after_forward, always_call=True)
 
     def forward(self, *inputs, **kwargs):
-        check_forward(self)
-        with self.order.forward(), saved_tensors_hooks(*with_versions(self.pack, self.unpack)):
-            return self.module(*inputs, **kwargs)
+        self.guard.before_forward(self)
+        return self.module(*inputs, **kwargs)
 
-    def before_forward(self, part: nn.Module, *_):
-        """A hook. Hides each shard behind the whole weight: attributes come before parameters."""
-        for owner, key, weight in sharded_in(self, part):
-            whole = Gather.apply(weight.shard, self, weight)
-            self.whole[identity(whole)] = weight
-            owner.__dict__[key] = whole
+    def _gather(self, part: nn.Module, order: dict) -> None:
+        """Wait until the units of a module are whole; those of the next one set out meanwhile."""
+        for unit in self.units_of[part]:
+            unit.wait()
+        for unit in self.units_of.get(order.get(part), []):
+            unit.gather()
 
-    def after_forward(self, part: nn.Module, *_):
-        """A hook. Lets go of the whole weights."""
-        for owner, key, _ in read_by(part):
-            if key in owner.__dict__:
-                self.whole.pop(identity(owner.__dict__.pop(key)), None)
+    def _before_forward(self, part: nn.Module, *_) -> None:
+        """Hook 1, of a module. In backward a checkpoint is computed again."""
+        self._gather(part, self.before if self.in_backward else self.after)
+        show(self.units_of[part])
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor | tuple:
-        """What autograd keeps for backward: of a whole weight only which one it is."""
-        weight = self.whole.get(identity(tensor))
-        if weight is None or tensor.dtype != weight.dtype:
-            return tensor.detach()
-        return weight, tensor.shape, tensor.stride(), tensor.storage_offset()
+    def _after_forward(self, part: nn.Module, inputs, outputs) -> None:
+        """Hook 2, of a module."""
+        hide(self.units_of[part])
+        expect_backward(self.units_of[part], inputs, outputs, partial(self._before_backward, part))
+        if not self.in_backward:
+            free_unused(self.units_of[part])
 
-    def unpack(self, kept: torch.Tensor | tuple) -> torch.Tensor:
-        """What backward needs: a weight is gathered again, all else is as it was kept."""
-        if torch.is_tensor(kept):
-            return kept
-        weight, *view = kept
-        return self.gather(weight).as_strided(*view)
+    def _before_backward(self, part: nn.Module, _) -> None:
+        """Hook 3, of what a module returned."""
+        self.in_backward = True
+        self._gather(part, self.before)
 
-    def gather(self, weight: ShardedWeight) -> torch.Tensor:
-        """The whole weight; what the next module needs sets out meanwhile."""
-        self.order.catch_up("gather", weight)
-        gathering = self.ahead.popleft() if self.ahead else Gathering(weight, weight.dtype)
-        whole = gathering.wait()
-        for following in self.order.next_weights():
-            self.ahead.append(Gathering(following, following.dtype))
-        return whole
-
-    def reduce(self, weight: ShardedWeight, gradient: torch.Tensor) -> None:
-        """Begin to reduce a gradient; the one before it has arrived by then."""
-        self.order.catch_up("reduce", weight)
-        self.finish_reduction()
-        self.reduction = Reduction(weight, gradient)
-
-    def finish_reduction(self) -> None:
-        if self.reduction:
-            self.reduction.wait()
-        self.reduction = None
+    def _gradient_is_there(self, weight: torch.Tensor) -> None:
+        """Hook 4, of a weight. The order of reductions is one on all ranks, as in 04 and 05."""
+        unit = self.unit_of[weight]
+        self.guard.check_gradient(self, weight)
+        unit.missing.remove(weight)
+        if not unit.missing:
+            unit.free()
+        while self.waiting and not self.waiting[0].missing:
+            begin_reduction(self.waiting.popleft(), self.in_flight)
 
     def finish_gradient_synchronization(self) -> None:
         """Complete all gradients. Call it after backward(), before optimizer.step()."""
-        self.order.finish_backward()
-        self.finish_reduction()
+        while self.waiting:
+            begin_reduction(self.waiting.popleft(), self.in_flight)  # with zeros for the missing
+        wait_for(self.in_flight)
         average_replicated(self)  # biases, norms
+        free_unused(self.units)
+        self.waiting.extend(self.order)
+        self.in_backward = False
+        self.guard.after_finish(self)
 
     def gather_full_params(self) -> dict[str, torch.Tensor]:
         """The state_dict of the whole module, on every rank; all ranks must call it."""
@@ -181,113 +184,8 @@ class FSDP(nn.Module):
 
 
 # ==================================================================================================
-# Below this line: the order, clipping and saving, what stages 02 and 03 teach, guards, and main.
+# Below this line: which module needs which unit, clipping and saving, what 02 and 03 teach, guards.
 # verify and the benchmark are in measure.py, the table of the memory is in memory.py.
-
-
-class Order:
-    """The same collectives in the same order on all ranks, also when these take other branches.
-
-    Every phase (forward, backward, inference) is recorded when it first runs, and all ranks must
-    then do the same. From then on every rank takes all steps of the record: those that it needs
-    when it comes to them, others before them or at the end. What it gathers in vain it drops, and
-    to a reduction it gives zeros.
-    """
-
-    def __init__(self, model: FSDP, prefetch: bool):
-        self.model = model
-        self.prefetch = prefetch
-        self.recorded = {}  # phase -> [("gather" or "reduce", weight)]
-        self.phase = None  # forward, backward or inference, while one runs
-        self.complete = False  # nothing has interrupted the phase
-        self.layout = None  # of the parameters, when they were sharded
-        self.reduced = set()  # the Gathers whose backward ran in this phase
-        self.done = []  # the steps of this phase, as in `recorded`
-        self.coming = deque()  # those that are recorded and still to be taken
-
-    def begin(self, phase: str) -> None:
-        self.phase = phase
-        self.complete = False
-        self.done = []
-        self.reduced = set()
-        self.coming = deque(self.recorded.get(phase, ()))
-        self.model.whole.clear()
-
-    @contextmanager
-    def forward(self):
-        """Around a forward of the whole model."""
-        self.begin("forward" if torch.is_grad_enabled() else "inference")
-        try:
-            yield
-            self.complete = True
-        finally:
-            self.end()
-
-    def enter_module(self, *_) -> None:
-        """A hook, before a module's forward. In backward a checkpoint is computed again."""
-        if self.phase not in ("forward", "inference"):
-            self.enter_backward()
-
-    def enter_backward(self) -> None:
-        """Before what only backward does; the first time, backward begins."""
-        check_backward(self)
-        if self.phase is None:
-            self.begin("backward")
-            call_after_backward(self.succeed)
-
-    def succeed(self) -> None:
-        self.complete = True
-
-    def finish_backward(self) -> None:
-        if self.phase is None:
-            self.begin("backward")  # all ranks do, whether they had a loss or not
-        self.end()
-
-    def catch_up(self, kind: str, weight: ShardedWeight) -> None:
-        """Before this step: take those that come first, whatever this rank does with them."""
-        if self.phase is None or in_backward():
-            self.enter_backward()
-        check_step(self, kind, weight)
-        while self.coming and self.coming[0] != (kind, weight):
-            self.take(*self.coming[0])
-        if self.coming:
-            self.coming.popleft()
-        self.done.append((kind, weight))
-
-    def take(self, kind: str, weight: ShardedWeight) -> None:
-        """A step that only other ranks need."""
-        if kind == "gather":
-            self.model.gather(weight)
-        else:
-            zeros = weight.shard.new_zeros(weight.shape, dtype=weight.dtype)
-            self.model.reduce(weight, zeros)
-
-    def next_weights(self) -> list[ShardedWeight]:
-        """What the next module needs and is not on its way yet, as far as it is recorded."""
-        if not self.prefetch:
-            return []
-        needed = []
-        for weight in [weight for kind, weight in self.coming if kind == "gather"]:
-            if weight in needed:
-                break
-            if needed and weight.module is not needed[0].module:
-                break
-            needed.append(weight)
-        return needed[len(self.model.ahead) :]
-
-    def __getstate__(self):
-        raise RuntimeError("FSDP cannot be copied or pickled: gather_full_params() can be saved")
-
-    def end(self) -> None:
-        """Take the steps that this rank did not need; keep the record of a complete phase."""
-        while self.coming:
-            self.take(*self.coming[0])
-        phase = self.phase
-        self.phase = None
-        if phase not in self.recorded and (self.complete or phase == "backward"):
-            check_agreement(self, f"the end, {phase}")
-        if self.complete:
-            self.recorded[phase] = self.done
 
 
 # torch has renamed them (2.13, 2.14), and warns of the old names.
@@ -297,31 +195,212 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 def pad_to_multiple(number: int, flat: torch.Tensor) -> torch.Tensor:
     missing = -len(flat) % number
-    return F.pad(flat, (0, missing)) if missing else flat
+    return torch.cat([flat, flat.new_zeros(missing)]) if missing else flat
 
 
-def begin_reduce_scatter(sent: torch.Tensor, weight: ShardedWeight) -> tuple:
-    """What each rank shall have: (what is sent, tensors whose mean is this rank's, work).
+def split_like(tensors, flat: torch.Tensor) -> list[torch.Tensor]:
+    """Views into flat memory, one after another, in the shapes of these tensors."""
+    sizes = [tensor.numel() for tensor in tensors]
+    pieces = flat[: sum(sizes)].split(sizes)
+    return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
+
+
+def take_gradients(unit: Unit) -> torch.Tensor:
+    """The gradients of a unit, flat, with zeros for what has none; and expect the next ones."""
+    unit.missing = set(unit.trained)
+    gradients = [gradient_or_zeros(weight).flatten() for weight in unit.weights.values()]
+    used = sum(len(gradient) for gradient in gradients)
+    gradients.append(unit.whole.new_zeros(len(unit.whole) - used))
+    for weight in unit.trained:
+        weight.grad = None
+    return torch.cat(gradients)
+
+
+def gradient_or_zeros(parameter: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
+def begin_reduce_scatter(sent: torch.Tensor, unit: Unit) -> tuple:
+    """What each rank shall have: (what is sent, tensors whose mean is this rank's part, work).
 
     gloo's reduce-scatter is an all-reduce, of twice the bytes. So there every rank gets all ranks'
-    gradients of its shard. They are averaged in the shard's dtype either way.
+    gradients of its part. They are averaged in the shard's dtype either way.
     """
-    group = weight.process_group
-    if dist.get_backend(group) == "gloo":
+    if dist.get_backend(unit.group) == "gloo":
         received = torch.empty_like(sent)
-        work = dist.all_to_all_single(received, sent, group=group, async_op=True)
+        work = dist.all_to_all_single(received, sent, group=unit.group, async_op=True)
     else:
-        sent = sent.to(weight.shard.dtype)
-        received = torch.empty_like(sent[:1])
-        average = dist.ReduceOp.AVG
-        work = reduce_scatter_single(received, sent, average, group=group, async_op=True)
-    return sent, received, work
+        sent = sent.to(unit.part.dtype)
+        received = torch.empty_like(unit.part)
+        mean = dist.ReduceOp.AVG
+        work = reduce_scatter_single(received, sent, mean, group=unit.group, async_op=True)
+    return sent, received.view(-1, len(unit.part)), work
+
+
+def begin_reduction(unit: Unit, in_flight: list[Reduction]) -> None:
+    """After the one before it: each needs as much memory as the whole unit, twice."""
+    wait_for(in_flight)
+    in_flight.append(Reduction(unit))
+
+
+def wait_for(in_flight: list[Reduction]) -> None:
+    while in_flight:
+        in_flight.pop().wait()
+
+
+def free_unused(units: list[Unit]) -> None:
+    """Those that no forward computes with now."""
+    for unit in units:
+        if unit.users == 0:
+            unit.free()
+
+
+# A module reads its weights as attributes. In a forward they stand where otherwise the shards are.
+
+
+def show(units: list[Unit]) -> None:
+    """Hide the shards behind the whole weights: Python finds attributes before parameters."""
+    for unit in units:
+        unit.users += 1
+        for module, name, weight in unit.places:
+            module.__dict__[name] = weight
+        for module, name, bias in unit.biases:
+            module.__dict__[name] = bias.to(unit.whole.dtype)
+
+
+def hide(units: list[Unit]) -> None:
+    """Take the whole weights away, when the last forward that needs them is over."""
+    for unit in units:
+        unit.users -= 1
+        if unit.users == 0:
+            for module, name, _ in [*unit.places, *unit.biases]:
+                del module.__dict__[name]
+
+
+def expect_backward(units: list[Unit], inputs, outputs, hook) -> None:
+    """Call the hook when it comes to what a module has returned.
+
+    No gradient says when backward is done with frozen weights: those of the module's inputs do.
+    """
+    if not torch.is_grad_enabled():
+        return
+    frozen = [unit for unit in units if not unit.trained]
+    found = any(map(torch.is_tensor, tree_leaves(outputs)))
+    if not found and outputs is not None and len(frozen) < len(units):
+        what = f"a {type(outputs).__name__}, in which FSDP finds no tensor"
+        raise RuntimeError(f"a module returned {what}: return tensors, or a list, tuple or dict")
+    for tensor in with_gradient(outputs):
+        tensor.register_hook(hook)
+        for base in with_gradient(tensor._base):  # a view that is changed in place loses its hook
+            base.register_hook(hook)
+    if frozen and with_gradient(inputs):
+        register_multi_grad_hook(with_gradient(inputs), lambda _: free_unused(frozen))
+
+
+def with_gradient(value) -> list[torch.Tensor]:
+    """The tensors in lists, tuples and dicts that take part in backward."""
+    return [leaf for leaf in tree_leaves(value) if torch.is_tensor(leaf) and leaf.requires_grad]
+
+
+# Which module needs which unit.
+
+
+def choose_units(module: nn.Module) -> list[nn.Module]:
+    """The elements of a ModuleList or Sequential; elsewhere the modules that own parameters."""
+    chosen = []
+    for child in module.children():
+        listed = isinstance(module, nn.ModuleList | nn.Sequential)
+        if is_called(child) and (listed or any(True for _ in child.parameters(recurse=False))):
+            chosen.append(child)
+        else:
+            chosen += choose_units(child)
+    return chosen
+
+
+def is_called(module: nn.Module) -> bool:
+    """Lists and dicts of modules and of parameters are not."""
+    return type(module).forward is not nn.Module.forward
+
+
+def make_units(model: FSDP, chosen, compute_dtype) -> dict[nn.Module, list[Unit]]:
+    """Make a Unit of the weights of each chosen module, and one of the others; put shards in.
+
+    Weights that differ in dtype or device, or in whether they are trained, are not in one unit.
+    Returns which units a module's forward needs; with a tied weight several need the same one.
+    """
+    module = model.module
+    places = {}  # weight -> [(module, name), …]
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None and parameter.ndim >= 2:
+                places.setdefault(parameter, []).append((part, name))
+    of_parts = {part: list(part.parameters()) for part in chosen or choose_units(module)}
+    elsewhere = {parameter for parameters in of_parts.values() for parameter in parameters}
+    own = set(module.parameters(recurse=False))
+    rest = [p for p in module.parameters() if p in own or p not in elsewhere]
+    unit_of = {}
+    needs = {}
+    for part, parameters in [(module, rest), *of_parts.items()]:
+        weights = [parameter for parameter in parameters if parameter in places]
+        alike = {}
+        for weight in weights:
+            if weight not in unit_of:
+                kind = weight.dtype, weight.device, weight.requires_grad
+                alike.setdefault(kind, []).append(weight)
+        for (dtype, *_), members in alike.items():
+            if compute_dtype and dtype.is_floating_point:
+                dtype = compute_dtype
+            unit = Unit(members, dtype, model.process_group)
+            unit_of |= dict.fromkeys(members, unit)
+            put_shards_in(unit, [places[weight] for weight in members])
+        if weights:
+            needs[part] = list(dict.fromkeys(unit_of[weight] for weight in weights))
+    if compute_dtype:
+        compute_in(compute_dtype, module, set(unit_of.values()))
+    return needs
+
+
+def put_shards_in(unit: Unit, places: list) -> None:
+    """Replace weights by their shards; `places` are those of each weight."""
+    for (shard, weight), of_weight in zip(unit.weights.items(), places, strict=True):
+        for module, name in of_weight:
+            module._parameters[name] = shard
+            unit.places.append((module, name, weight))
+            if isinstance(module, nn.RNNBase):
+                module.flatten_parameters = lambda: None  # on a GPU it moves weights elsewhere
+
+
+def compute_in(dtype: torch.dtype, module: nn.Module, units: set[Unit]) -> None:
+    """Modules with weights compute in this dtype, those without, such as norms, in their own."""
+    sharded = {part: unit for unit in units for part, _, _ in unit.places}
+    for part in module.modules():
+        own = {name: p for name, p in part._parameters.items() if p is not None and p.ndim < 2}
+        if unit := sharded.get(part):
+            unit.biases += [(part, name, bias) for name, bias in own.items()]
+            part.register_forward_pre_hook(partial(cast, dtype), with_kwargs=True, prepend=True)
+        elif own:
+            its_dtype = next(iter(own.values())).dtype
+            part.register_forward_pre_hook(partial(cast, its_dtype), with_kwargs=True, prepend=True)
+
+
+def cast(dtype: torch.dtype, part: nn.Module, inputs: tuple, kwargs: dict) -> tuple:
+    """A hook. Only tensors: lists and dicts stay what they are, as a module may write into them."""
+
+    def in_dtype(value):
+        is_float = torch.is_tensor(value) and value.is_floating_point()
+        return value.to(dtype) if is_float else value
+
+    inputs = tuple(in_dtype(value) for value in inputs)
+    return inputs, {name: in_dtype(value) for name, value in kwargs.items()}
+
+
+# What concerns all ranks at once: clipping, saving, loading, averaging.
 
 
 def clip_grad_norm(model: FSDP, max_norm: float) -> torch.Tensor:
     """After the finish: scale all gradients to a norm of at most max_norm; returns what it was."""
     check_finished(model)
-    square = sum_of_squares(model, model.weights)
+    square = sum_of_squares(model, shards_of(model))
     dist.all_reduce(square, group=model.process_group)
     square += sum_of_squares(model, replicated(model))  # once, because all ranks have them
     norm = square.sqrt()
@@ -339,16 +418,27 @@ def sum_of_squares(model: FSDP, parameters) -> torch.Tensor:
     return total
 
 
+def shards_of(model: FSDP) -> list[nn.Parameter]:
+    return [shard for unit in model.units for shard in unit.weights]
+
+
+def replicated(model: FSDP) -> list[nn.Parameter]:
+    """What every rank has whole: biases and norms."""
+    shards = set(shards_of(model))
+    return [parameter for parameter in model.module.parameters() if parameter not in shards]
+
+
 @torch.no_grad()
 def full_state(model: FSDP) -> dict[str, torch.Tensor]:
     """Copies: of all parameters, whole, and of the buffers that a state_dict has."""
+    whole = {}
+    for unit in model.units:
+        flat = unit.part.new_empty(len(unit.whole))
+        all_gather_single(flat, unit.part, unit.group)
+        whole |= zip(unit.weights, split_like(unit.weights.values(), flat), strict=True)
     state = {}
     for name, parameter in model.module.named_parameters(remove_duplicate=False):
-        weight = model.weights.get(parameter)
-        if weight:
-            state[name] = Gathering(weight, parameter.dtype).wait()
-        else:
-            state[name] = parameter.detach().clone()
+        state[name] = whole.get(parameter, parameter).detach().clone()
     for name, buffer in persistent_buffers(model.module).items():
         state[name] = buffer.clone()
     return state
@@ -356,14 +446,20 @@ def full_state(model: FSDP) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def load_full_state(model: FSDP, state: dict[str, torch.Tensor]) -> None:
-    rank = dist.get_rank(model.process_group)
+    whole = {shard: weight for unit in model.units for shard, weight in unit.weights.items()}
+    values = {}
     for name, parameter in model.module.named_parameters(remove_duplicate=False):
-        weight = model.weights.get(parameter)
-        check_shape(name, state[name], weight or parameter)
-        value = state[name]
-        if weight:
-            value = weight.split(value)[rank]
-        parameter.copy_(value)
+        values[parameter] = state[name]
+        expected = whole.get(parameter, parameter).shape
+        if state[name].shape != expected:
+            shapes = f"{tuple(state[name].shape)}, not {tuple(expected)}"
+            raise ValueError(f"{name} has shape {shapes}")
+    for unit in model.units:
+        flat = torch.cat([values[shard].flatten().to(unit.part) for shard in unit.weights])
+        flat = pad_to_multiple(len(unit.whole), flat)
+        unit.part.copy_(flat.view(-1, len(unit.part))[dist.get_rank(unit.group)])
+    for parameter in replicated(model):
+        parameter.copy_(values[parameter])
     for name, buffer in persistent_buffers(model.module).items():
         buffer.copy_(state[name])
 
@@ -378,124 +474,9 @@ def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     return buffers
 
 
-# Which parameters are sharded, and where they are read.
-
-
-def put_shards_into(model: FSDP, compute_dtype) -> dict[nn.Parameter, ShardedWeight]:
-    """Replace the weights of the wrapped module by shards, and have its hooks called.
-
-    Returns {shard: ShardedWeight}.
-    """
-    names = {parameter: name for name, parameter in model.module.named_parameters()}
-    weights = {}  # the whole parameter -> ShardedWeight
-    for part in model.module.modules():
-        for _, _, parameter in read_by(part):
-            if parameter.ndim >= 2 and parameter not in weights:
-                dtype = parameter.dtype
-                if compute_dtype and parameter.is_floating_point():
-                    dtype = compute_dtype
-                what = names[parameter], part, parameter, dtype
-                weights[parameter] = ShardedWeight(*what, model.process_group)
-    for part in model.module.modules():
-        shards = {key: weights[p].shard for key, p in part._parameters.items() if p in weights}
-        part._parameters.update(shards)
-        if shards:  # one rank's part must not be saved and loaded as if it were all
-            part.register_state_dict_pre_hook(refuse_to_save)
-            part.register_load_state_dict_pre_hook(refuse_to_load)
-    for part in filter(read_by, model.module.modules()):
-        # The last one here is called first of all: other hooks may compute with the weight.
-        if compute_dtype:
-            part.register_forward_pre_hook(
-                lambda *call: cast_the_rest(model, compute_dtype, *call),
-                with_kwargs=True,
-                prepend=True,
-            )
-        part.register_forward_pre_hook(model.before_forward, prepend=True)
-        part.register_forward_pre_hook(model.order.enter_module, prepend=True)
-        part.register_forward_hook(model.after_forward, always_call=True)
-        if isinstance(part, nn.RNNBase):
-            part.register_forward_hook(forget, always_call=True)
-    for weight in weights.values():
-        weight.shard.is_shard = True  # for refuse_optimizer
-    model.order.layout = layout(model.module)
-    return {weight.shard: weight for weight in weights.values()}
-
-
-def read_by(part: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
-    """What the forward of a module reads: (the module that owns a parameter, its name there, it).
-
-    Its own parameters, and those of the modules within it that nobody calls: lists of parameters,
-    and the projection in nn.MultiheadAttention, which takes that one's weight for itself.
-    """
-    found = [(part, key, p) for key, p in part._parameters.items() if p is not None]
-    for name, child in part.named_children():
-        never_called = type(child).forward is nn.Module.forward
-        if isinstance(part, nn.MultiheadAttention) and name == "out_proj":
-            never_called = True
-        if never_called:
-            found += read_by(child)
-    return found
-
-
-def sharded_in(model: FSDP, part: nn.Module) -> list[tuple[nn.Module, str, ShardedWeight]]:
-    """As read_by: those that are sharded."""
-    weights = model.weights
-    return [(owner, key, weights[p]) for owner, key, p in read_by(part) if p in weights]
-
-
-def replicated(model: FSDP) -> list[nn.Parameter]:
-    """What every rank has whole: biases and norms."""
-    return [parameter for parameter in model.module.parameters() if parameter not in model.weights]
-
-
-def cast(value, dtype: torch.dtype):
-    """In this dtype, if it is a tensor of floating-point numbers."""
-    if torch.is_tensor(value) and value.is_floating_point():
-        return value.to(dtype)
-    return value
-
-
-def cast_the_rest(model: FSDP, dtype, part: nn.Module, inputs: tuple, kwargs: dict) -> tuple:
-    """A hook, for compute_dtype: the arguments of a module, and what it reads and is not sharded.
-
-    A module without a weight, like a norm, computes in its own dtype.
-    """
-    parameters = read_by(part)
-    if not sharded_in(model, part):
-        dtype = parameters[0][2].dtype
-    for owner, key, parameter in parameters:
-        if parameter not in model.weights:
-            owner.__dict__[key] = cast(parameter, dtype)
-    inputs = tuple(cast(value, dtype) for value in inputs)
-    return inputs, {key: cast(value, dtype) for key, value in kwargs.items()}
-
-
-# Private in torch, which has no public name for any of these; nothing else here calls them.
-
-
-def identity(tensor: torch.Tensor) -> int:
-    """The same for all views of one memory, also on `meta`, where there is no address."""
-    if tensor.layout != torch.strided:
-        return 0
-    return tensor.untyped_storage()._cdata
-
-
-def in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
-
-
-def call_after_backward(function) -> None:
-    """Call it when the backward that runs now has succeeded."""
-    torch.autograd.Variable._execution_engine.queue_callback(function)
-
-
-def forget(part: nn.RNNBase, *_) -> None:
-    """A hook. A recurrent module has a list of its weights, too: have it made again."""
-    part._init_flat_weights()
-
-
-def broadcast_from_rank_0(module: nn.Module, process_group) -> None:
+def check_and_broadcast(module: nn.Module, process_group) -> None:
     """Give every rank the parameters and buffers of rank 0."""
+    check_module(module, process_group)
     for tensor in [*module.parameters(), *module.buffers()]:
         dense = tensor.detach().contiguous()
         dist.broadcast(dense, group=process_group, group_src=0)
@@ -504,21 +485,100 @@ def broadcast_from_rank_0(module: nn.Module, process_group) -> None:
 
 def average_replicated(model: FSDP) -> None:
     """With one all-reduce per dtype. What this rank did not use has a gradient of zeros."""
-    for parameter in model.module.parameters():
-        if parameter.requires_grad and parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-    group = model.process_group
     trained = [parameter for parameter in replicated(model) if parameter.requires_grad]
+    for parameter in trained:
+        parameter.grad = gradient_or_zeros(parameter)
     for dtype in sorted({parameter.dtype for parameter in trained}, key=str):
         gradients = [parameter.grad for parameter in trained if parameter.dtype == dtype]
         flat = torch.cat([gradient.flatten() for gradient in gradients])
-        dist.all_reduce(flat.div_(dist.get_world_size(group)), group=group)
-        means = flat.split([gradient.numel() for gradient in gradients])
-        for gradient, mean in zip(gradients, means, strict=True):
-            gradient.copy_(mean.view_as(gradient))
+        flat.div_(dist.get_world_size(model.process_group))
+        dist.all_reduce(flat, group=model.process_group)
+        for gradient, mean in zip(gradients, split_like(gradients, flat), strict=True):
+            gradient.copy_(mean)
 
 
-# Guards.
+# Guards. A reader can skip them.
+
+
+class Guard:
+    """Notices misuse, with a RuntimeError: a forgotten finish; a second backward; parameters that
+    were frozen, unfrozen, replaced, moved or cast after wrapping; a copy; an optimizer that needs
+    whole weights; one rank's shards that are saved or loaded as if they were all.
+
+    Weights that changed, and a backward that reads weights before hook 3, are noticed by autograd:
+    see set_version(). That ranks part is noticed only after compare_ranks().
+    """
+
+    def __init__(self, model: FSDP):
+        self.module = model.module
+        self.process_group = model.process_group
+        self.layout = self._layout()
+        self.compares = False
+        self.knows_optimizers = False
+        for unit in model.units:
+            for part in {module for module, _, _ in unit.places}:
+                part.register_state_dict_pre_hook(refuse_to_save)
+                part.register_load_state_dict_pre_hook(refuse_to_load)
+        model._gradient_is_there = WeakHook(model._gradient_is_there)
+
+    def _layout(self) -> list[tuple]:
+        parameters = self.module.parameters()
+        return [(id(p), p.requires_grad, p.dtype, p.device, p.data_ptr()) for p in parameters]
+
+    def before_forward(self, model: FSDP) -> None:
+        if model.in_backward:
+            raise RuntimeError("call finish_gradient_synchronization() after every backward()")
+        if self._layout() != self.layout:
+            changed = "frozen, unfrozen, replaced, moved or cast"
+            raise RuntimeError(f"parameters were {changed}: wrap the module again")
+        free_unused(model.units)  # what an earlier forward has gathered in vain
+
+    def check_gradient(self, model: FSDP, weight: torch.Tensor) -> None:
+        unit = model.unit_of[weight]
+        if unit not in model.waiting or weight not in unit.missing:
+            raise RuntimeError("backward() ran twice: finish in between")
+        if weight.grad.requires_grad:
+            raise RuntimeError("backward(create_graph=True) is not supported")
+
+    def after_finish(self, model: FSDP) -> None:
+        if not self.knows_optimizers:
+            refuse_optimizers(shards_of(model))
+        self.knows_optimizers = True
+
+    def compare_ranks(self, model: FSDP) -> None:
+        """From now on ranks tell each other what they do next: slow, for a run that hangs.
+
+        RuntimeError on all ranks as soon as they differ, with what each of them does.
+        """
+        names = {part: name or "the module" for name, part in self.module.named_modules()}
+        for part in model.units_of:
+            compare = partial(self._compare, f"forward of {names[part]}")
+            part.register_forward_pre_hook(compare, prepend=True)
+            compare = partial(self._compare_backward, f"backward of {names[part]}")
+            part.register_forward_hook(compare, prepend=True)
+
+    def _compare(self, step: str, *_) -> None:
+        check_same([step], self.process_group, RuntimeError, "ranks must do the same")
+
+    def _compare_backward(self, step: str, part: nn.Module, inputs, outputs) -> None:
+        for tensor in with_gradient(outputs):
+            tensor.register_hook(partial(self._compare, step))
+
+    def __getstate__(self):
+        raise RuntimeError("FSDP cannot be copied or pickled: gather_full_params() can be saved")
+
+
+class WeakHook:
+    """Calls a method while its object lives. Python never frees what torch's hooks refer to."""
+
+    def __init__(self, method):
+        self.method = weakref.WeakMethod(method)
+
+    def __call__(self, weight: torch.Tensor) -> None:
+        if (method := self.method()) is not None:
+            method(weight)
+
+    __getstate__ = Guard.__getstate__
 
 
 def check_module(module: nn.Module, process_group) -> None:
@@ -542,81 +602,6 @@ def check_module(module: nn.Module, process_group) -> None:
             raise ValueError(f"{name}: sparse gradients and max_norm are not supported")
 
 
-def layout(module: nn.Module) -> list[tuple]:
-    return [(id(p), p.requires_grad, p.dtype, p.device) for p in module.parameters()]
-
-
-def check_forward(model: FSDP) -> None:
-    if model.order.phase == "backward":
-        raise RuntimeError("call finish_gradient_synchronization() after every backward()")
-    if layout(model.module) != model.order.layout:
-        raise RuntimeError("parameters were frozen, thawed, replaced, moved or cast: wrap again")
-
-
-def check_backward(order: Order) -> None:
-    if not in_backward():
-        raise RuntimeError("the weights are sharded: call the FSDP model, not a part of it")
-    if order.phase in ("forward", "inference"):
-        raise RuntimeError("backward() inside of forward is not supported")
-
-
-def check_gradient(ctx: Gather, gradient: torch.Tensor) -> None:
-    order = ctx.model.order
-    order.enter_backward()
-    if gradient.requires_grad:
-        raise RuntimeError("backward(create_graph=True) is not supported")
-    if ctx in order.reduced:
-        order.complete = False  # what was recorded is more than one backward
-        raise RuntimeError(f"{ctx.weight.name}: backward() ran twice: finish in between")
-    order.reduced.add(ctx)
-
-
-def with_versions(pack, unpack) -> tuple:
-    """These two hooks, with a check that autograd makes by itself, but not where there are hooks:
-    that nobody has changed in the meantime what backward needs.
-    """
-
-    def pack_with_version(tensor):
-        kept = pack(tensor)
-        watched = kept if torch.is_tensor(kept) else kept[0].shard
-        return kept, watched, watched._version
-
-    def unpack_with_version(packed):
-        kept, watched, version = packed
-        if watched._version != version:
-            if torch.is_tensor(kept):
-                what = f"a tensor {tuple(kept.shape)} that backward needs"
-                raise RuntimeError(f"{what} was changed in place after use")
-            what = f"{kept[0].name} was changed between forward and backward"
-            raise RuntimeError(f"{what}: optimizer.step() comes after backward()")
-        return unpack(kept)
-
-    return pack_with_version, unpack_with_version
-
-
-def check_finished(model: FSDP) -> None:
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if model.order.phase or any(parameter.grad is None for parameter in trained):
-        raise RuntimeError("call finish_gradient_synchronization() before clip_grad_norm()")
-
-
-def check_shape(name: str, value: torch.Tensor, expected: ShardedWeight | nn.Parameter) -> None:
-    if value.shape != expected.shape:
-        shapes = f"{tuple(value.shape)}, not {tuple(expected.shape)}"
-        raise ValueError(f"{name} has shape {shapes}")
-
-
-def check_step(order: Order, kind: str, weight: ShardedWeight) -> None:
-    """RuntimeError before a step that the other ranks would not expect."""
-    if order.phase not in order.recorded:
-        check_agreement(order, f"{kind} {weight.name}, {order.phase}")
-    elif order.phase == "backward" and not order.coming:
-        raise RuntimeError(f"{weight.name}: backward() ran twice: finish in between")
-    elif (kind, weight) not in order.coming:
-        first = f"it comes later or more often than in the first {order.phase}"
-        raise RuntimeError(f"{kind} {weight.name}: {first}; order.recorded.clear() records anew")
-
-
 def check_same(mine: list[str], process_group, error: type, what: str) -> None:
     """Raise this error on all ranks if their lists differ; it names the first difference."""
     of_ranks = [None] * dist.get_world_size(process_group)
@@ -631,10 +616,10 @@ def check_same(mine: list[str], process_group, error: type, what: str) -> None:
                 raise error(f"{what}: rank 0 has {expected}, rank {rank} has {found}")
 
 
-def check_agreement(order: Order, step: str) -> None:
-    """While an order is recorded: RuntimeError on all ranks if their next steps differ."""
-    what = "in the first step all ranks must use the same layers in the same order"
-    check_same([step], order.model.process_group, RuntimeError, what)
+def check_finished(model: FSDP) -> None:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if model.in_backward or any(parameter.grad is None for parameter in trained):
+        raise RuntimeError("call finish_gradient_synchronization() before clip_grad_norm()")
 
 
 def refuse_to_save(part: nn.Module, *_) -> None:
@@ -645,17 +630,27 @@ def refuse_to_load(part: nn.Module, *_) -> None:
     raise RuntimeError("the weights are sharded: load_full_params() instead of load_state_dict()")
 
 
-def refuse_optimizer(optimizer: torch.optim.Optimizer, *_) -> None:
-    """Before a step of any optimizer: some look at a whole weight, and here it is a shard."""
-    names = [kind.__name__ for kind in type(optimizer).__mro__]
-    for name in ("Adafactor", "LBFGS", "Muon"):
-        if name in names:
-            for group in optimizer.param_groups:
-                if any(hasattr(parameter, "is_shard") for parameter in group["params"]):
+def refuse_optimizers(shards: list[nn.Parameter]) -> None:
+    """Some look at a whole weight, and here it is a shard. Looks at all optimizers there are."""
+    shards = set(shards)
+    for each in gc.get_objects():
+        if issubclass(type(each), torch.optim.Optimizer):
+            names = {kind.__name__ for kind in type(each).__mro__}
+            parameters = [p for group in each.param_groups for p in group["params"]]
+            for name in names & {"Adafactor", "LBFGS", "Muon"}:
+                if not shards.isdisjoint(parameters):
                     raise RuntimeError(f"{name} needs whole weights, and FSDP's are sharded")
 
 
-register_optimizer_step_pre_hook(refuse_optimizer)
+# Private in torch, which has no public name for it; nothing else here is.
+
+
+NO_MEMORY = 2**30  # a version that no weight has
+
+
+def set_version(tensor: torch.Tensor, version: int) -> None:
+    """Of a tensor and its views: autograd refuses what has not the version that it has kept."""
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 
 def main():

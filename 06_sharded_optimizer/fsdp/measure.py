@@ -18,18 +18,17 @@ from common.setup import SIZES
 
 
 def fully_sharded(model: nn.Module, process_group=None) -> nn.Module:
-    """torch's fully_shard with the same units: every Linear, Embedding and attention by itself."""
+    """torch's fully_shard with the same units."""
+    from fsdp import choose_units
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
-    # Nothing here writes into what attention returns.
+    # Nothing here writes into what a unit returns.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
     device = next(model.parameters()).device.type
     mesh = DeviceMesh.from_group(process_group or dist.group.WORLD, device)
-    # Not its subclass: attention reads the weight of that one without calling it.
-    for part in list(model.modules()):
-        if type(part) in (nn.Linear, nn.Embedding, nn.MultiheadAttention):
-            fully_shard(part, mesh=mesh)
+    for part in choose_units(model):
+        fully_shard(part, mesh=mesh)
     return fully_shard(model, mesh=mesh)
 
 

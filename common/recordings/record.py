@@ -58,7 +58,6 @@ SWEEP = "05_bucketed/bucket_sweep"
 PREDICT = "05_bucketed/predict"
 FSDP = "06_sharded_optimizer/fsdp"
 DRAW = "python -m common.ladder.timeline"
-TRACED = "--no-verify --no-memory --no-baseline --steps 2 --warmup 3 --trace results"
 THREADS = max(1, (os.cpu_count() or 1) // 2)
 RESNET = (
     f"07_resnet_ddp/resnet_ddp.py --threads {THREADS} --results results/07_parts --epochs 1 "
@@ -153,14 +152,6 @@ RECORDINGS = {
     ),
     f"{FSDP}/reference_output_accounting.txt": Recording(
         [make(FSDP, f"--accounting --size {size}") for size in ("xl", "10b")]
-    ),
-    f"{FSDP}/reference_output_timeline.txt": Recording(
-        [
-            f"{make(FSDP, f'{TRACED}/prefetch.json')} > /dev/null",
-            f"{make(FSDP, f'--no-prefetch {TRACED}/no_prefetch.json')} > /dev/null",
-            f"{DRAW} results/prefetch.json results/no_prefetch.json",
-        ],
-        files={"fsdp_timeline.png": "timeline.png"},
     ),
     "07_resnet_ddp/reference_output_parts.txt": Recording(
         parts("64 --steps-per-epoch 23") + parts("224 --steps-per-epoch 4"), runs=3
