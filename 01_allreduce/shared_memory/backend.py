@@ -128,8 +128,7 @@ class SharedProcessGroup(dist.ProcessGroup):
         """Or it is gloo's: CUDA, several hosts, other operations, whatever is wrong."""
         kinds = {(each.device.type, each.layout, each.dtype) for each in (output, tensor)}
         device, layout, dtype = next(iter(kinds))
-        has_mean = dtype.is_floating_point or dtype.is_complex
-        known = operation == SUM or (operation == MEAN and has_mean)
+        known = operation == SUM or (operation == MEAN and dtype.is_floating_point)
         in_memory = device == "cpu" and layout == torch.strided and dtype != torch.bool
         return self.memory is not None and len(kinds) == 1 and known and in_memory
 
