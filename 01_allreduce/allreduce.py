@@ -464,7 +464,7 @@ def run(args, stage: str, ranks_show: Callable, ranks_measure: Callable) -> None
             if line.endswith("\n"):  # the last one may have been cut off
                 result["rows"].append(json.loads(line))
 
-    rows = [row for row in result["rows"] if "collective" not in row]  # of a sub-lesson
+    rows = result["rows"]
     if rows:
         setup.say(LEGEND)
         result["fits"] = fit_all(rows)

@@ -2,16 +2,14 @@
 
 A backend is the object that torch.distributed hands every collective to. gloo, nccl and MPI have
 theirs in C++; this one is a page of Python around the three collectives of shared_memory.py. What
-it cannot do itself it hands on to a gloo group inside.
+it cannot do itself it hands on to a gloo group inside. torch's own DDP runs over it, too.
 
     import backend                                      # registers it
     dist.init_process_group("shared")                   # or dist.new_group(backend="shared")
 
-Whatever is written with torch.distributed then runs over it, torch's own DDP, too. A script that
-knows nothing of it is started by way of with_shared.py: make 05_bucketed BACKEND=shared.
+    make 05_bucketed BACKEND=shared                     # a script that knows nothing of it
 
-Source: torch.distributed, Backend.register_backend. (torch's documentation of October 2026 has a
-base class for this, BackendBase, which no release up to 2.15 has.)
+Source: torch.distributed, Backend.register_backend.
 """
 
 import queue
@@ -62,10 +60,10 @@ class SharedWork(dist.Work):
         return self.tensors
 
     def get_future(self) -> torch.futures.Future:
-        """For DDP, whose reducer is in C++, and its hooks.
+        """For DDP and its hooks. It is completed by a thread of its own.
 
-        What a hook does then may be a collective that it waits for, so no thread of ours that makes
-        calls can do it: each future is completed by a thread of its own.
+        What a hook does then may be a collective that it waits for: the thread that makes the calls
+        would wait for itself.
         """
         future = torch.futures.Future()
 
@@ -75,9 +73,10 @@ class SharedWork(dist.Work):
             else:
                 future.set_result(self.tensors)
 
-        self.outcome.add_done_callback(
-            lambda _: threading.Thread(target=complete, daemon=True).start()
-        )
+        def begin(_):
+            threading.Thread(target=complete, daemon=True).start()
+
+        self.outcome.add_done_callback(begin)
         return future
 
 
@@ -85,8 +84,8 @@ class SharedProcessGroup(dist.ProcessGroup):
     """All-reduce, all-gather and reduce-scatter through memory, for ranks of one host.
 
     A thread makes the calls, in their order, while the caller computes: torch's kernels let go of
-    Python's lock, and so does backward. As in gloo, every rank has to make the same calls in the
-    same order. One that fails on some rank fails on all, and makes the group useless.
+    Python's lock, and so does backward. A call that fails on some rank fails on all, and makes the
+    group useless.
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: timedelta):
@@ -102,9 +101,10 @@ class SharedProcessGroup(dist.ProcessGroup):
         self.last = None  # the outcome of the call that was made last
         try:
             seconds = timeout.total_seconds()
-            self.memory = SharedMemory(store, rank, world_size, PIECE_BYTES, seconds, YIELDS)
+            self.memory = SharedMemory(store, rank, world_size, PIECE_BYTES, seconds)
         except RuntimeError:  # on all ranks: they are not on one host
             return
+        self.memory.yields = YIELDS
         worker = threading.Thread(target=make_calls, args=(self.calls,), daemon=True)
         worker.start()
         weakref.finalize(self, end, self.calls, self.memory, worker)  # at the latest at exit
@@ -124,42 +124,32 @@ class SharedProcessGroup(dist.ProcessGroup):
             self.last.exception()  # waits, and raises nothing
         return getattr(self.gloo, name)(*arguments, **options)
 
-    def can_do(self, tensors: list[torch.Tensor], operation=SUM) -> bool:
+    def can_do(self, output: torch.Tensor, tensor: torch.Tensor, operation) -> bool:
         """Or it is gloo's: CUDA, several hosts, other operations, whatever is wrong."""
-        kinds = {(each.device.type, each.layout, each.dtype, each.numel()) for each in tensors}
-        device, layout, dtype, _ = next(iter(kinds))
-        has_mean = dtype.is_floating_point or dtype.is_complex
-        known = operation == SUM or (operation == MEAN and has_mean)
+        kinds = {(each.device.type, each.layout, each.dtype) for each in (output, tensor)}
+        device, layout, dtype = next(iter(kinds))
+        known = operation == SUM or (operation == MEAN and dtype.is_floating_point)
         in_memory = device == "cpu" and layout == torch.strided and dtype != torch.bool
         return self.memory is not None and len(kinds) == 1 and known and in_memory
 
     def allreduce(self, tensors, opts=None):
         opts = opts or dist.AllreduceOptions()
-        if len(tensors) > 1 or not self.can_do(tensors, opts.reduceOp):
+        tensor = tensors[0]
+        if len(tensors) > 1 or not self.can_do(tensor, tensor, opts.reduceOp):
             return self.by_gloo("allreduce", tensors, opts)
-        return self.launch(tensors, self.memory.all_reduce, tensors[0], opts.reduceOp == MEAN)
-
-    def allgather(self, output_lists, inputs, opts=None):
-        outputs, tensor = output_lists[0], inputs[0]
-        if not self.can_do([*outputs, tensor]):
-            return self.by_gloo("allgather", output_lists, inputs, opts or dist.AllgatherOptions())
-        return self.launch(outputs, self.memory.all_gather, outputs, tensor)
-
-    def reduce_scatter(self, outputs, input_lists, opts=None):
-        opts = opts or dist.ReduceScatterOptions()
-        output, inputs = outputs[0], input_lists[0]
-        if not self.can_do([*inputs, output], opts.reduceOp):
-            return self.by_gloo("reduce_scatter", outputs, input_lists, opts)
-        is_mean = opts.reduceOp == MEAN
-        return self.launch(outputs, self.memory.reduce_scatter, output, inputs, is_mean)
-
-    # With one tensor that has a part for every rank, and not a list.
+        return self.launch(tensors, self.memory.all_reduce, tensor, opts.reduceOp == MEAN)
 
     def all_gather_single(self, output, tensor, opts=None):
-        return self.allgather([parts_of(output, self.size())], [tensor], opts)
+        if not self.can_do(output, tensor, SUM):
+            return self.by_gloo("_allgather_base", output, tensor, opts or dist.AllgatherOptions())
+        return self.launch([output], self.memory.all_gather, output, tensor)
 
     def reduce_scatter_single(self, output, tensor, opts=None):
-        return self.reduce_scatter([output], [parts_of(tensor, self.size())], opts)
+        opts = opts or dist.ReduceScatterOptions()
+        if not self.can_do(output, tensor, opts.reduceOp):
+            return self.by_gloo("_reduce_scatter_base", output, tensor, opts)
+        is_mean = opts.reduceOp == MEAN
+        return self.launch([output], self.memory.reduce_scatter, output, tensor, is_mean)
 
     _allgather_base = all_gather_single  # their names before torch 2.13
     _reduce_scatter_base = reduce_scatter_single
@@ -171,13 +161,6 @@ KINDS = ("all", "barrier", "broadcast", "gather", "monitored", "recv", "reduce",
 for method in set(dir(dist.ProcessGroup)) & set(dir(dist.ProcessGroupGloo)):
     if method.startswith(KINDS) and method not in vars(SharedProcessGroup):
         setattr(SharedProcessGroup, method, partialmethod(SharedProcessGroup.by_gloo, method))
-
-
-def parts_of(tensor: torch.Tensor, world_size: int) -> list[torch.Tensor]:
-    """Equal parts, one after another in its memory; the whole if it has none."""
-    if not tensor.is_contiguous():
-        return [tensor]
-    return list(tensor.data.view(-1).tensor_split(world_size))
 
 
 def make_calls(calls: queue.SimpleQueue) -> None:

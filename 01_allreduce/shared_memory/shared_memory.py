@@ -11,14 +11,10 @@ moves. A tensor goes through in pieces, and a piece has a part for every rank.
                     and copies theirs
 
 One after the other they are an all-reduce. A piece is so small that all of this happens in the
-processor's cache: main memory is read once and written once. There are two sets of slots, for one
-move and the next, so that a rank fills its slot of one while others still read the other.
+processor's cache: main memory is read once and written once.
 
     all_reduce = SharedMemoryAllReduce()      # on every rank, after init_process_group
     all_reduce(tensor)                        # the sum over all ranks, in place
-
-The script verifies them, and measures them as `shared` in the grid of allreduce.py, whose flags it
-has. backend.py makes a backend of them, for all that is written with torch.distributed.
 
     make 01_allreduce/shared_memory                                   (about four minutes)
     python 01_allreduce/shared_memory/shared_memory.py --sizes-mb 1,10 --nproc 2       (seconds)
@@ -28,7 +24,6 @@ multi-core architectures: optimized shared memory collectives", EuroPVM/MPI 2008
 """
 
 import fcntl
-import json
 import mmap
 import os
 import platform
@@ -36,7 +31,6 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -54,42 +48,31 @@ STORES_IN_ORDER = platform.machine() in ("x86_64", "AMD64")
 class SharedMemory:
     """All-reduce, reduce-scatter and all-gather for the ranks of a group that share a host.
 
-    Constructing it is a collective: every rank does it, with a store of the group and the same
-    piece_bytes, a multiple of 64 (0: half a megabyte per rank, 4 MB at most). RuntimeError on all
-    ranks if one of them cannot have the memory, 2 n · piece_bytes for n ranks. It goes when the
-    last rank ends or lets go of the object.
+    Every rank constructs it, with a store of the group and the same piece_bytes (0: half a megabyte
+    per rank, 4 MB at most). RuntimeError on all ranks if one of them cannot have the memory,
+    2 n · piece_bytes for n ranks. It goes when the last rank ends or lets go of the object.
 
     A call takes CPU tensors of any shape, length and dtype that can be added, the same on every
-    rank; all ranks get the same bits. Tensors that are not contiguous are copied first and back.
-    With `mean` sums are divided by the number of ranks. If a rank has ended, does not come within
-    `timeout` seconds, or comes with another tensor or for another call, all ranks get a
-    RuntimeError, from this call and from every later one.
+    rank; all ranks get the same bits. With `mean` sums are divided by n. If a rank has ended, does
+    not come within `timeout` seconds, or comes with another tensor or for another call, all ranks
+    get a RuntimeError, from this call and from every later one.
 
     **How a rank says something.** By a count of its own in the shared memory: a single byte, which
     cannot be read half-written, modulo 256. No rank is ever more than one step ahead of another.
-    That the count is seen later than what it announces needs an order of stores and of loads. x86
-    keeps both. ARM does not, so there `_fence` takes and gives back a file lock that all ranks
-    share, between the data and the count, and again between reading the count and the data. Two
-    ranks that take the same lock are in an order: if the reader were first, it could not have seen
-    the count. Python's interpreter adds no reordering, because each step is a call of its own.
+    Nobody may see the count before what it announces. x86 keeps the order of stores, and of loads.
+    ARM does not, so there `_fence` takes and gives back a file lock that all ranks share, before
+    the count is written and after it is read. Two ranks that take the same lock are in an order: if
+    the reader were first, it could not have seen the count.
     """
 
     def __init__(
-        self,
-        store: dist.Store,
-        rank: int,
-        world_size: int,
-        piece_bytes: int = 0,
-        timeout: float = 300.0,
-        yields: int = YIELDS,
+        self, store: dist.Store, rank: int, world_size: int, piece_bytes: int, timeout: float
     ):
-        if piece_bytes < 0 or piece_bytes % 64 != 0:
-            raise ValueError(f"piece_bytes={piece_bytes} is not a multiple of 64")
         self.rank = rank
         self.world_size = world_size
         self.others = [other for other in range(world_size) if other != rank]
         self.timeout = timeout
-        self.yields = yields
+        self.yields = YIELDS
         piece_bytes = piece_bytes or PART_BYTES * min(world_size, 8)
         self.part_bytes = max(64, piece_bytes // world_size // 64 * 64)
         lines = (world_size + 1) * LINE  # the first one is for all ranks
@@ -115,37 +98,33 @@ class SharedMemory:
         copy_back(flat, tensor)
 
     def reduce_scatter(
-        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], mean: bool = False
+        self, output: torch.Tensor, tensor: torch.Tensor, mean: bool = False
     ) -> None:
-        """Sum the r-th of n inputs over all ranks into rank r's output, which is as long."""
-        check_lengths(output, inputs, self.world_size)
-        rows = [in_one_row(tensor) for tensor in inputs]
+        """Sum a tensor of n equal parts over all ranks, its r-th part into rank r's output."""
         result = in_one_row(output)
+        parts = in_one_row(tensor).tensor_split(self.world_size)
         with self._call("reduce_scatter", result, mean):
-            for mine, *parts in self._pieces_of([result, *rows]):
-                self._reduce_scatter(parts, mine, mean)
+            for mine, *piece in self._pieces_of([result, *parts]):
+                self._reduce_scatter(piece, mine, mean)
         copy_back(result, output)
 
-    def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
-        """Copy rank r's tensor into the r-th of n outputs, which are as long, on all ranks."""
-        check_lengths(tensor, outputs, self.world_size)
-        rows = [in_one_row(output) for output in outputs]
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Copy rank r's tensor into the r-th of n equal parts of the output, on all ranks."""
         mine = in_one_row(tensor)
-        rows[self.rank].copy_(mine)
+        flat = in_one_row(output)
+        parts = flat.tensor_split(self.world_size)
         with self._call("all_gather", mine):
-            for parts in self._pieces_of(rows):
-                self._all_gather(parts)
+            for own, *piece in self._pieces_of([mine, *parts]):
+                piece[self.rank].copy_(own)
+                self._all_gather(piece)
                 self._meet()
-        for output, row in zip(outputs, rows, strict=True):
-            copy_back(row, output)
+        copy_back(flat, output)
 
     def fail(self) -> None:
         """Let a call that waits end with an error, and every later one, on all ranks."""
         self.memory[FAILED] = 1
 
-    def _reduce_scatter(
-        self, parts: Sequence[torch.Tensor], result: torch.Tensor, mean: bool
-    ) -> None:
+    def _reduce_scatter(self, parts, result: torch.Tensor, mean: bool) -> None:
         """What all ranks add to this rank's part, summed into `result`."""
         for rank in self.others:
             self._slot(self.rank, rank, parts[rank]).copy_(parts[rank])
@@ -159,7 +138,7 @@ class SharedMemory:
         if mean:
             result.div_(self.world_size)
 
-    def _all_gather(self, parts: Sequence[torch.Tensor]) -> None:
+    def _all_gather(self, parts) -> None:
         """This rank's part to all others, and theirs here, at the next meeting."""
         self._slot(self.rank, self.rank, parts[self.rank]).copy_(parts[self.rank])
         self.awaited = [(parts[rank], self._slot(rank, rank, parts[rank])) for rank in self.others]
@@ -175,8 +154,11 @@ class SharedMemory:
     def _part_length(self, row: torch.Tensor) -> int:
         return self.part_bytes // row.element_size()
 
-    def _pieces_of(self, rows: list[torch.Tensor]) -> zip:
-        """Equal rows, cut into pieces that have a part of each."""
+    def _pieces_of(self, rows) -> zip:
+        """One rank's row and one of each rank, cut into pieces that have a part of each."""
+        if len({(len(row), row.dtype) for row in rows}) > 1:
+            needs = f"{self.world_size} parts of {len(rows[0])} elements, {rows[0].dtype}"
+            raise RuntimeError(f"shared memory: it needs {needs}")
         return zip(*[row.split(self._part_length(row)) for row in rows], strict=True)
 
     @contextmanager
@@ -214,16 +196,13 @@ class SharedMemory:
             self._wait_for(rank)
         self._fence()
         if len({self.memory[word] for word in self.words}) > 1:
-            differ = "the ranks' tensors differ, or a rank has left out a call"
-            raise RuntimeError(f"shared memory: {differ}")
+            raise RuntimeError("shared memory: the ranks' tensors differ, or one left out a call")
         for wanted, part in self.awaited:
             wanted.copy_(part)
         self.awaited = []
 
     def _wait_for(self, rank: int) -> None:
-        """There may be fewer cores than ranks: who waits offers its core to the others, and soon
-        sleeps for a tenth of what it has waited.
-        """
+        """It offers its core to the others, and soon sleeps for a tenth of what it has waited."""
         began = time.monotonic()
         tries = 0
         while self._is_behind(rank):
@@ -273,8 +252,7 @@ class SharedMemoryAllReduce(SharedMemory):
 def in_one_row(tensor: torch.Tensor) -> torch.Tensor:
     """Its elements in one dimension: itself, or a copy if it is not contiguous.
 
-    By .data, because autograd counts changes: what arrives from other ranks is none, as in torch's
-    own backends.
+    By .data, because autograd counts changes, and what arrives from other ranks is none.
     """
     if tensor.device.type != "cpu" or tensor.layout != torch.strided:
         raise RuntimeError(f"shared memory: it has no place for {tensor.device} {tensor.layout}")
@@ -286,24 +264,16 @@ def copy_back(row: torch.Tensor, tensor: torch.Tensor) -> None:
         tensor.data.copy_(row.view(tensor.shape))
 
 
-def check_lengths(tensor: torch.Tensor, others: Sequence[torch.Tensor], world_size: int) -> None:
-    """RuntimeError, before anything is written."""
-    found = {(other.numel(), other.dtype) for other in others}
-    if len(others) != world_size or found != {(tensor.numel(), tensor.dtype)}:
-        needs = f"{world_size} tensors of {tensor.numel()} elements, {tensor.dtype}"
-        raise RuntimeError(f"shared memory: it needs {needs}")
-
-
 def open_shared_memory(
     size: int, store: dist.Store, rank: int, world_size: int, timeout: float
 ) -> tuple:
     """(file, mmap) of the same `size` bytes, all 0, in every rank of a group. A collective.
 
-    Rank 0 makes a file with a random name, where there is one in memory (/dev/shm), and the others
-    open it. As soon as all have it, it loses its name and lives as long as somebody has it open:
-    nothing stays behind, whoever is killed. (But if all are killed in these milliseconds.) Who is
-    on another host, or in a container with a /dev/shm of its own, finds no such file, and all ranks
-    get a RuntimeError; TimeoutError if a rank says nothing at all.
+    Rank 0 makes a file with a random name, in /dev/shm where there is one, which is memory, and the
+    others open it. As soon as all have it, it loses its name and lives as long as somebody has it
+    open. (If all ranks are killed in these milliseconds, the file stays.) Where one has
+    a problem, as a rank in a container of its own has that finds no such file, all get a
+    RuntimeError; TimeoutError if a rank says nothing at all.
     """
     number = store.add(f"shared memory/{rank}", 1)  # the keys of a store cannot be used twice
 
@@ -365,26 +335,6 @@ def take(file, size: int) -> None:
 SMALL_PIECE = 4096  # bytes, so that a small tensor has many of them
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 DTYPES = [*FLOATS, torch.int64, torch.int32, torch.uint8, torch.complex64]
-# torch has renamed them (2.13, 2.14), and warns of the old names.
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-def differing_halves(shared: SharedMemory, length: int, dtype: torch.dtype) -> list[tuple]:
-    """Those of reduce-scatter and all-gather whose results are not bitwise torch's."""
-    rank = dist.get_rank()
-    world_size = dist.get_world_size()
-    numbers = torch.Generator().manual_seed(1000 * length + rank)
-    inputs = torch.randint(0, 10, (world_size, length), generator=numbers).to(dtype)
-    sums = inputs.clone()
-    dist.all_reduce(sums)
-    mine = torch.empty_like(inputs[0])
-    shared.reduce_scatter(mine, inputs)
-    differing = [] if torch.equal(mine, sums[rank]) else [("reduce-scatter", length, dtype)]
-    shared.all_gather(inputs, mine)
-    if not torch.equal(inputs, sums):
-        differing.append(("all-gather", length, dtype))
-    return differing
 
 
 def verify(device: torch.device, backend: str) -> None:
@@ -398,13 +348,10 @@ def verify(device: torch.device, backend: str) -> None:
     lengths = [0, 1, world_size - 1, world_size + 1, floats - 1, floats, floats + 1, 9973]
     shared = SharedMemoryAllReduce(piece_bytes=SMALL_PIECE)
     differing = differing_sums(shared, lengths, DTYPES)
-    for dtype in DTYPES:
-        for length in lengths:
-            differing += differing_halves(shared, length, dtype)
     if differing:
         sys.exit(f"verify: FAILED, other results than {backend}'s of {differing}")
-    what = f"3 collectives of {len(lengths)} lengths and {len(DTYPES)} dtypes"
-    say(f"verify: passed, {what}, bitwise {backend}'s results")
+    what = f"sums of {len(lengths)} lengths and {len(DTYPES)} dtypes"
+    say(f"verify: passed, {what}, bitwise {backend}'s")
     demonstrate(device, backend, shared)
 
 
@@ -412,51 +359,10 @@ def measure_shared(device: torch.device, backend: str, *options) -> None:
     """The stage's benchmark with one algorithm more, where tensors are on the CPU."""
     from allreduce import benchmark, ring_all_reduce
 
-    if backend != "gloo":
-        benchmark(device, backend, *options)
-        return
-    shared = SharedMemoryAllReduce()
-    benchmark(device, backend, *options, {"ring": ring_all_reduce, "shared": shared})
-    measure_halves(shared, *options)
-
-
-def measure_halves(
-    shared: SharedMemory, sizes_bytes: list[int], steps: int, warmup: int, rows_file: str
-) -> None:
-    """Reduce-scatter and all-gather, gloo's and ours in turn, of a tensor of at most 100 MB."""
-    from allreduce import measure
-
-    from common.report import percentiles
-    from common.setup import say
-
-    world_size = dist.get_world_size()
-    sizes = [size for size in sizes_bytes if 4 * world_size <= size <= 100 * 2**20]
-    if world_size == 1 or not sizes:
-        return
-    parts = torch.empty(world_size, max(sizes) // 4 // world_size)
-    mine = torch.ones_like(parts[0])
-    collectives = {
-        "reduce-scatter": {
-            "gloo": lambda tensor: reduce_scatter_single(mine, tensor),
-            "shared": lambda tensor: shared.reduce_scatter(mine, parts),
-        },
-        "all-gather": {
-            "gloo": lambda tensor: all_gather_single(tensor, mine),
-            "shared": lambda tensor: shared.all_gather(parts, mine),
-        },
-    }
-    for collective, calls in collectives.items():
-        seconds, _, _ = measure(calls, parts.view(-1), steps, warmup)
-        if dist.get_rank() != 0:
-            continue
-        with open(rows_file, "a") as file:
-            for name, times in seconds.items():
-                row = {"collective": collective, "algorithm": name, "world_size": world_size}
-                row |= {"size_bytes": parts.nbytes, "seconds": times}
-                file.write(json.dumps(row) + "\n")
-        gloo, ours = (1000 * percentiles(seconds[name])[0] for name in ("gloo", "shared"))
-        times = f"gloo {gloo:.2f} ms, shared {ours:.2f} ms, ratio {gloo / ours:.2f}"
-        say(f"{collective} of {parts.nbytes / 2**20:g} MB, {world_size} ranks (p50): {times}")
+    others = {}
+    if backend == "gloo":
+        others = {"ring": ring_all_reduce, "shared": SharedMemoryAllReduce()}
+    benchmark(device, backend, *options, others)
 
 
 def main():
