@@ -709,10 +709,10 @@ def main():
         if not args.no_verify:
             result["verify"] = measure.verify(args, device, wrap)
         if not args.no_memory:
-            result["memory_bytes"] = memory.account(args, device, wrap)
+            result["memory_bytes"] = memory.account(args, device, wrap, choose_units)
             memory.show(result, args.plot)
         batch_shape = model["batch_size"], model["context_length"]
-        result["candidates"] = measure.benchmark(args, device, batch_shape, wrap)
+        result["candidates"] = measure.benchmark(args, device, batch_shape, wrap, choose_units)
         report.write_json(args.json, result)
 
 

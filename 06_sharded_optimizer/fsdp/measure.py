@@ -17,9 +17,8 @@ from torch import nn
 from common.setup import SIZES
 
 
-def fully_sharded(model: nn.Module, process_group=None) -> nn.Module:
+def fully_sharded(choose_units, model: nn.Module, process_group=None) -> nn.Module:
     """torch's fully_shard with the same units."""
-    from fsdp import choose_units
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
@@ -151,7 +150,7 @@ def bytes_of_a_step(step) -> int | None:
     return sent_bytes() - before
 
 
-def benchmark(args, device, batch_shape, wrap):
+def benchmark(args, device, batch_shape, wrap, choose_units):
     """Time steps of a language model: no sync, torch DDP, torch fully_shard, FSDP."""
     from common import setup, timing
 
@@ -161,17 +160,18 @@ def benchmark(args, device, batch_shape, wrap):
 
     compute_dtype = getattr(torch, args.compute_dtype) if args.compute_dtype else None
     ours = partial(wrap, compute_dtype=compute_dtype)
+    torch_fully_shard = partial(fully_sharded, choose_units)
     wraps = {"FSDP": ours}
     if not args.no_baseline:
         wraps = {"no sync": lambda model: model, "torch DDP": torch_ddp}
-        wraps |= {"torch fully_shard": fully_sharded}
+        wraps |= {"torch fully_shard": torch_fully_shard}
         if not args.no_prefetch:
             wraps |= {"FSDP, no prefetch": partial(ours, prefetch=False)}
         wraps |= {"FSDP": ours}
     if args.backend == "shared" and not args.no_baseline:  # what gloo makes of the same
         with setup.without_gloo_greeting():
             gloo = dist.new_group(backend="gloo")
-        wraps["fully_shard over gloo"] = partial(fully_sharded, process_group=gloo)
+        wraps["fully_shard over gloo"] = partial(torch_fully_shard, process_group=gloo)
         wraps["FSDP over gloo"] = partial(ours, process_group=gloo)
     shape = SIZES[args.size][:5]
     torch.manual_seed(args.seed + dist.get_rank())

@@ -3,6 +3,8 @@
 fsdp.py uses it; it has no command line of its own.
 """
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -20,7 +22,7 @@ PARTS = {  # and their colours
 }
 
 
-def account(args, device, wrap) -> dict:
+def account(args, device, wrap, choose_units) -> dict:
     """{candidate: [rank][bytes of each of PARTS]}, for AdamW."""
     from common.setup import progress
 
@@ -36,7 +38,7 @@ def account(args, device, wrap) -> dict:
         candidates = {
             "unsharded": (unsharded, torch.optim.AdamW),
             "ShardedOptimizer": (unsharded, sharded_adamw),
-            "torch fully_shard": (fully_sharded, torch.optim.AdamW),
+            "torch fully_shard": (partial(fully_sharded, choose_units), torch.optim.AdamW),
         } | candidates
     memory = {}
     for name, how in candidates.items():
