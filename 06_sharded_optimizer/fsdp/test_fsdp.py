@@ -1177,7 +1177,7 @@ def test_script_alone(forked, tmp_path):
     result = harness.read_json(tmp_path / "x.json", "06_sharded_optimizer/fsdp")
     assert result["verify"]["passed"] and result["verify"]["max_abs_diff"] <= 1e-10
     recorded = masked(output_of(SCRIPT.with_name("reference_output.txt")))
-    starts = "#_sharded", "verify", "MB", "FSDP ", "in flight", "Percentiles"
+    starts = "#_sharded", "verify", "MB", "in flight", "Percentiles"
     missing = [line for line in recorded if line.startswith(starts) and "no prefetch" not in line]
     missing = [line for line in missing if line not in masked(output)]
     assert not missing, missing
