@@ -483,6 +483,30 @@ def test_units_in_any_order(ranks):
     ranks(2).run(takes_any_way_together)
 
 
+def takes_units_of_the_user():
+    """Some modules, modules within modules; what is in none is in a unit of the whole."""
+    x = torch.ones(2, 6, dtype=torch.float64)
+    for choose, expected in (
+        (lambda net: [net[1], net[3]], 3),
+        (lambda net: [net[0], net[0][1], net[2]], 4),
+    ):
+        torch.manual_seed(0)
+        net = nn.Sequential(*[nn.Sequential(*chain()) for _ in range(5)])
+        twin = copy.deepcopy(net)
+        model = FSDP(net, units=choose(net))
+        for _ in range(2):
+            model.zero_grad()
+            twin.zero_grad()
+            train_step(model, x)
+            twin(x).square().mean().backward()
+            assert gradients_agree(model, twin) < 1e-12
+        assert len(model.units_of) == expected
+
+
+def test_units_of_the_user(ranks):
+    ranks(2).run(takes_units_of_the_user)
+
+
 def names_the_first_different_use():
     model, x = FSDP(Branches()), torch.ones(2, 6)
     model.guard.compare_ranks(model)
