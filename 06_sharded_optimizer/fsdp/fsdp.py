@@ -513,7 +513,6 @@ class Guard:
         self.module = model.module
         self.process_group = model.process_group
         self.layout = self._layout()
-        self.compares = False
         self.knows_optimizers = False
         for unit in model.units:
             for part in {module for module, _, _ in unit.places}:
