@@ -1,6 +1,7 @@
 """Command line, output, data, device and process group."""
 
 import argparse
+import importlib.util
 import os
 import socket
 import sys
@@ -9,6 +10,7 @@ import traceback
 import zlib
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 
 import numpy
@@ -115,6 +117,28 @@ def whole_number(low: int, high: int = 2**31 - 1):
 def list_of(convert):
     """A type for argparse: values with commas between them."""
     return lambda text: [convert(word) for word in text.split(",")]
+
+
+@cache
+def load(text: str):
+    """What FILE.py:NAME names, for a class of the user's own. ValueError if there is none.
+
+    The file is run as if it were imported, with its folder first in sys.path.
+    """
+    file, _, name = text.rpartition(":")
+    path = Path(file).resolve()
+    if not file.endswith(".py") or not name.isidentifier():
+        raise ValueError(f"{text!r} is not FILE.py:NAME")
+    if not path.is_file():
+        raise ValueError(f"there is no file {file}")
+    sys.path.insert(0, str(path.parent))
+    spec = importlib.util.spec_from_file_location("of_the_user", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["of_the_user"] = module  # as dataclasses and pickle need it
+    spec.loader.exec_module(module)
+    if not callable(getattr(module, name, None)):
+        raise ValueError(f"{file} has no class or function {name}")
+    return getattr(module, name)
 
 
 def can_be_written(path: Path) -> bool:

@@ -1,0 +1,3 @@
+HAS_TO_HOLD=[]
+BEYOND=[]
+FACTS=[]
