@@ -39,7 +39,7 @@ FLAGS_GIVEN = $(if $(BACKEND),--backend $(BACKEND) )$(ARGS)
 
 .NOTPARALLEL:
 .PHONY: help setup test test-full test-torch clean-torch hosts lint format all reference clean \
-	compare timeline read check-python $(LESSONS)
+	check compare timeline read check-python $(LESSONS)
 help:
 	@sed -n 's/^## \{0,1\}//p' Makefile
 
@@ -64,6 +64,7 @@ $(foreach stage,$(STAGES),$(eval .PHONY: $(call SHORT,$(stage)) $(stage)/) \
 ##   make 07_resnet_ddp/compile_ddp          DDP and FSDP, eager and compiled
 ##   make 07_resnet_ddp/balance              the slowest rank sets the pace
 ##   make 08_ddp_rpc                         DDP for the dense part, RPC servers for the embeddings
+QUOTED = '$(subst ','\'',$(1))'
 # The script of a folder has its name, without the number. torchrun starts it if its docstring says
 # so; otherwise it starts its processes itself, and is told how many if NPROC was given.
 GIVEN_NPROC := $(if $(filter file,$(origin NPROC)),,--nproc $(NPROC))
@@ -96,6 +97,12 @@ compare: $(RUNTIME)
 timeline: $(RUNTIME)
 	@$(TORCHRUN) common/ladder/timeline.py $(ARGS)
 
+##   make check MINE=my_ddp.py:MyDDP         your own wrapper, sharded optimizer or FSDP: is it
+##                                           right? (KIND=wrapper, optimizer or fsdp)
+CHECKED = $(if $(MINE),$(call QUOTED,$(MINE)) )$(if $(KIND),--kind $(KIND) )--nproc $(NPROC)
+check: $(RUNTIME)
+	@$(PYTHON) $(VIA)common/check/check.py $(CHECKED) $(FLAGS_GIVEN)
+
 ##   make read                               02 to 05 side by side in a browser: results/ladder.html;
 ##                                           needs Python alone
 read:
@@ -104,7 +111,6 @@ read:
 
 ##   make hosts [RATE=1gbit DELAY=0.2ms]     make compare on a network between two hosts, which
 ##                                           Linux plays here (SCRIPT=… runs another script)
-QUOTED = '$(subst ','\'',$(1))'
 NETWORK = $(call QUOTED,$(or $(RATE),1gbit)) $(call QUOTED,$(or $(DELAY),0.2ms))
 hosts: $(RUNTIME)
 	@exec bash common/launch/hosts.sh $(PYTHON) $(NETWORK) $(or $(SCRIPT),common/ladder/rungs.py) $(ARGS)

@@ -126,7 +126,7 @@ def load(text: str):
     The file is run as if it were imported, with its folder first in sys.path.
     """
     file, _, name = text.rpartition(":")
-    path = Path(file).resolve()
+    path = Path(file).expanduser().resolve()
     if not file.endswith(".py") or not name.isidentifier():
         raise ValueError(f"{text!r} is not FILE.py:NAME")
     if not path.is_file():

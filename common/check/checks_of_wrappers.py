@@ -1,16 +1,27 @@
 """What a wrapper has to do, and what is beyond: torch's DDP does not do that by default either."""
 
 import copy
-from datetime import timedelta
+import itertools
+import time
 from inspect import signature
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from common.check.findings import Failed, Net, NotTried, check_gradients, gradients_of_ranks
-from common.check.findings import is_close, loss_of, new
+from common.check.facts import communication, memory, overlap
+from common.check.findings import (
+    Failed,
+    Net,
+    NotTried,
+    check_gradients,
+    gradients_of_ranks,
+    is_close,
+    loss_of,
+    new,
+)
 
+CALLS = itertools.count()  # of a check, the same on all ranks
 ADAM_HIDES = "gradients with a constant factor, which Adam hides almost wholly: see SGD's check"
 NOT_THE_SAME = "the ranks did not step by the same gradients, or from the same weights"
 STEPS_DIFFER = "the gradients are right and the weights are not: does the wrapper write to them?"
@@ -286,18 +297,19 @@ def waits_for_the_other_ranks(mine):
     """gradients are read only when they have arrived: a rank waits for the others"""
     model = wrap(mine, new(Plain))
     store = dist.distributed_c10d._get_default_store()
+    ended = f"rank 0 has ended step {next(CALLS)}"
     if dist.get_rank() == 0:
         backward_once(model, 0)
-        store.set("rank 0 has ended its step", "")
-    else:
-        # Rank 0 needs our gradients for it. So we wait in vain, if all is right.
-        try:
-            store.wait(["rank 0 has ended its step"], timedelta(seconds=0.3))
-        except RuntimeError:
-            backward_once(model, 0)
-        else:
+        store.set(ended, "")
+        return
+    # Rank 0 needs our gradients to end its step. So if all is right we look in vain.
+    deadline = time.monotonic() + 0.3
+    while time.monotonic() < deadline:
+        if store.check([ended]):
             seen = "rank 0 ended its step before this rank had begun its backward"
             raise Failed(seen, "an asynchronous all-reduce is not waited for: work.wait()")
+        time.sleep(0.01)
+    backward_once(model, 0)
 
 
 def trains_with_sgd(mine):
@@ -463,4 +475,4 @@ BEYOND = [
     averages_what_one_rank_uses,
     keeps_buffers_equal,
 ]
-FACTS = [without_finish]
+FACTS = [communication, overlap, memory, without_finish]

@@ -1,14 +1,11 @@
 """Small classes that are wrong, each in one way that people get wrong: see common/docs/wrong.md.
 
     make check MINE=common/check/mistakes.py:SumForMean
-    torchrun --standalone --nproc-per-node 2 common/check/mistakes.py     (the table of that page)
 
-Right and RightHooks are right; a wrong one says in its docstring what it changes.
+What is called Right… is right; a wrong one says in its docstring what it does instead.
 """
 
-import sys
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -241,6 +238,134 @@ class AfterBackward(RightHooks):
         pass
 
 
+class RightShards(torch.optim.Optimizer):
+    """A sharded optimizer: every rank steps each world_size-th parameter, and sends it."""
+
+    def __init__(self, params, optimizer_cls, **options):
+        self.every = []
+        self.local = optimizer_cls([{"params": []}], **self.chosen(options))
+        self.local.param_groups.clear()
+        super().__init__(params, options)
+
+    def chosen(self, options):
+        return options
+
+    def is_own(self, number):
+        return number % dist.get_world_size() == dist.get_rank()
+
+    def add_param_group(self, group):
+        super().add_param_group(group)
+        group = self.param_groups[-1]
+        numbered = enumerate(group["params"], len(self.every))
+        own = [parameter for number, parameter in numbered if self.is_own(number)]
+        self.local.add_param_group({**self.chosen(group), "params": own})
+        self.every += group["params"]
+
+    def step(self, closure=None):
+        self.take_over_options()
+        self.local.step()
+        for number, parameter in enumerate(self.every):
+            dist.broadcast(parameter.detach(), src=number % dist.get_world_size())
+
+    def take_over_options(self):
+        for group, local in zip(self.param_groups, self.local.param_groups, strict=True):
+            local.update({**group, "params": local["params"]})
+
+
+class ForgetsOptions(RightShards):
+    """The optimizer inside has its own defaults, whatever the learning rate is."""
+
+    def chosen(self, options):
+        return {}
+
+    def take_over_options(self):
+        pass
+
+
+class IgnoresSchedulers(RightShards):
+    """What a scheduler writes into param_groups does not reach the optimizer inside."""
+
+    def take_over_options(self):
+        pass
+
+
+class KeepsAllState(RightShards):
+    """Every rank steps every parameter: right, and nothing is saved."""
+
+    def is_own(self, number):
+        return True
+
+
+class SendsNothing(RightShards):
+    """Every rank steps its own parameters, and the others never hear of it."""
+
+    def step(self, closure=None):
+        self.take_over_options()
+        self.local.step()
+
+
+class Gather(torch.autograd.Function):
+    """From a shard to the whole weight; backward, the mean gradient of this rank's part."""
+
+    @staticmethod
+    def forward(ctx, shard, shape, divisor):
+        ctx.divisor = divisor
+        pieces = [torch.empty_like(shard) for _ in range(dist.get_world_size())]
+        dist.all_gather(pieces, shard)
+        return torch.cat(pieces)[: shape.numel()].view(shape)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.contiguous()
+        dist.all_reduce(gradient)
+        return part_of(gradient / ctx.divisor), None, None
+
+
+def part_of(whole):
+    """This rank's part of a tensor: of equal length on all ranks, zeros fill up the end."""
+    length = -(-whole.numel() // dist.get_world_size())
+    flat = torch.cat([whole.flatten(), whole.new_zeros(length * dist.get_world_size())])
+    return flat[length * dist.get_rank() :][:length].clone()
+
+
+class RightFSDP(nn.Module):
+    """Keeps this rank's part of every weight; a forward gathers all of them."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.modules_of_user = [module]  # in a list, so that its parameters are not ours
+        self.shapes = {name: each.shape for name, each in module.named_parameters()}
+        self.divisor = dist.get_world_size()
+        self.shards = nn.ParameterList()
+        for parameter in module.parameters():
+            dist.broadcast(parameter.detach(), src=0)
+            shard = nn.Parameter(part_of(parameter.detach()), parameter.requires_grad)
+            self.shards.append(shard)
+
+    def gather_full_params(self):
+        pairs = zip(self.shapes.items(), self.shards, strict=True)
+        return {name: Gather.apply(shard, shape, self.divisor) for (name, shape), shard in pairs}
+
+    def forward(self, *inputs):
+        whole = self.gather_full_params()
+        return torch.func.functional_call(self.modules_of_user[0], whole, inputs)
+
+
+class SumsShards(RightFSDP):
+    """Does not divide."""
+
+    def __init__(self, module):
+        super().__init__(module)
+        self.divisor = 1
+
+
+class SplitsNothing(Right):
+    """A data-parallel wrapper that calls itself FSDP: every rank keeps everything."""
+
+    def gather_full_params(self):
+        return self.module.state_dict()
+
+
 WRAPPERS = [
     SumForMean,
     DividesTwice,
@@ -260,3 +385,5 @@ WRAPPERS = [
     SwapsGradients,
     AfterBackward,
 ]
+OPTIMIZERS = [ForgetsOptions, IgnoresSchedulers, KeepsAllState, SendsNothing]
+FSDPS = [SumsShards, SplitsNothing]

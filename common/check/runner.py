@@ -27,9 +27,11 @@ FORKS = sys.platform == "linux"
 SECONDS_TO_START = 120  # where a rank has to import torch; a fork takes a tenth of a second
 SECONDS_TO_FOLLOW = 1.0  # of the other ranks, once one has failed
 LONGEST_LIFE = 300  # seconds of a rank, whatever becomes of the process that started it
-KEPT_LINES = 6  # of what a rank prints
+KEPT_LINES = 3  # of what a rank prints
 OTHER_SIZE = "Received data size doesn't match expected size"  # what gloo says of mixed calls
-HERE = Path(__file__).resolve().parent
+WAITS_IN_VAIN = "a rank waits for a collective that another one does not make"
+NOISE = "CPUAllocator.cpp"  # what torch's profiler says of memory from before it
+COMMON = Path(__file__).resolve().parent.parent
 
 
 def judge(check, mine) -> dict:
@@ -49,13 +51,18 @@ def judge(check, mine) -> dict:
 
 def in_words(error: BaseException) -> dict:
     """An exception: its message, and the lines that led to it, the innermost first."""
-    message = "".join(traceback.format_exception_only(error)).strip()
-    frames = []
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if is_of_user(frame.filename):
-            frames.append(f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}: {frame.line}")
-    means = f"an exception from {frames[0].partition(': ')[0]}" if frames else "an exception of torch"
-    return {"seen": " ".join(message.split())[:300], "means": means, "lines": frames}
+    message = "".join(traceback.format_exception_only(error))
+    if isinstance(error, SyntaxError):
+        message = f"SyntaxError: {error.msg} in line {error.lineno}: {error.text}"
+    frames = traceback.extract_tb(error.__traceback__)[::-1]
+    own = [frame for frame in frames if is_of_user(frame.filename)]
+    place = place_of((own or frames)[0])
+    lines = [f"{place_of(frame)}: {frame.line}" for frame in own]
+    return {"seen": " ".join(message.split())[:300], "means": f"see {place}", "lines": lines}
+
+
+def place_of(frame: traceback.FrameSummary) -> str:
+    return f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}"
 
 
 def is_of_user(filename: str) -> bool:
@@ -67,7 +74,7 @@ def is_of_user(filename: str) -> bool:
 
 
 def is_of_checks(filename: str) -> bool:
-    return Path(filename).parent == HERE and Path(filename).name != "mistakes.py"
+    return COMMON in Path(filename).parents and Path(filename).name != "mistakes.py"
 
 
 def serve(check, mine: str, rank: int, world_size: int, backend: str, folder: str, pipe) -> None:
@@ -127,7 +134,7 @@ def run(check, mine: str, world_size: int, backend: str, limit: float) -> dict:
             answers = collect(processes, pipes, limit)
             for rank in range(world_size):
                 if rank not in answers:
-                    answers[rank] = ask_where(processes[rank], Path(folder, f"stack{rank}"), limit)
+                    answers[rank] = ask_where(processes[rank], Path(folder, f"stack{rank}"))
             for pipe in pipes:
                 with suppress(OSError):
                     pipe.send("end")
@@ -177,7 +184,7 @@ def ended(process) -> dict:
     return {"verdict": "failed", "seen": f"it {how}", "means": "the process ended in the class"}
 
 
-def ask_where(process, file: Path, limit: float) -> dict:
+def ask_where(process, file: Path) -> dict:
     """Where a rank stands that has not answered: its stack, written by faulthandler."""
     with suppress(ProcessLookupError):
         os.kill(process.pid, signal.SIGUSR1)
@@ -189,33 +196,30 @@ def ask_where(process, file: Path, limit: float) -> dict:
     frames = re.findall(r'File "(.*)", line (\d+) in (.*)', text.partition(" in serve\n")[0])
     own = [frame for frame in frames if is_of_user(frame[0])]
     checks = [frame for frame in frames if is_of_checks(frame[0])]
-    if not own and not checks:
-        return {"verdict": "stuck", "seen": "stands where Python cannot say", "means": ""}
+    if not own and not checks:  # it has answered meanwhile
+        return {"verdict": "stuck", "seen": "has answered late", "means": ""}
     filename, line, name = (own or checks)[0]
+    place = f"{Path(filename).name}:{line} in {name}"
     code = linecache.getline(filename, int(line)).strip()
-    place = f"line {line} of {Path(filename).name}, in {name}: {code}"
-    called = "" if own or "backward()" not in code else " (its hooks are C++)"
-    return {"verdict": "stuck", "seen": f"stands at {place}{called}", "means": "", "limit": limit}
+    return {"verdict": "stuck", "seen": f"stands at {place}: {code}", "means": place}
 
 
 def verdict_of(answers: dict[int, dict]) -> dict:
     """One verdict of all ranks: the failure that came first; a rank that is stuck says where."""
-    stuck = {rank: answer for rank, answer in answers.items() if answer["verdict"] == "stuck"}
-    failed = {rank: answer for rank, answer in answers.items() if answer["verdict"] == "failed"}
+    stuck = {rank: answers[rank] for rank in answers if answers[rank]["verdict"] == "stuck"}
+    places = [f"rank {rank} {answer['seen']}" for rank, answer in sorted(stuck.items())]
+    failed = [rank for rank in answers if answers[rank]["verdict"] == "failed"]
+    result = {"lines": []}
     if failed:
-        rank, first = next(iter(failed.items()))
-        result = first | {"seen": f"rank {rank}: {first['seen']}"}
-        for other, answer in stuck.items():
-            result["seen"] += f"; rank {other} {answer['seen']}"
+        first = answers[failed[0]]
+        result |= first | {"seen": "; ".join([f"rank {failed[0]}: {first['seen']}", *places])}
     elif stuck:
-        places = [f"rank {rank} {stuck[rank]['seen']}" for rank in sorted(stuck)]
-        done = [f"rank {rank} is through" for rank in sorted(answers) if rank not in stuck]
-        seen = "; ".join([*places, *done])
-        means = "a rank waits for a collective that another one does not make"
-        result = {"verdict": "failed", "seen": f"hangs: {seen}", "means": means}
+        through = [f"rank {rank} is through" for rank in sorted(answers) if rank not in stuck]
+        means = f"{WAITS_IN_VAIN}: see {next(iter(stuck.values()))['means']}"
+        seen = f"it hangs: {'; '.join([*places, *through])}"
+        result |= {"verdict": "failed", "seen": seen, "means": means}
     else:
-        result = dict(answers[0])
-    result.setdefault("lines", [])
+        result |= answers[0]
     return result
 
 
@@ -225,8 +229,8 @@ def output_of(folder: str, world_size: int) -> list[str]:
     for rank in range(world_size):
         file = Path(folder, f"output{rank}")
         text = file.read_text(errors="replace") if file.exists() else ""
-        printed = [line for line in text.splitlines() if line.strip()][-KEPT_LINES:]
-        lines += [f"rank {rank} printed: {line}" for line in reversed(printed)]
+        printed = [line for line in text.splitlines() if line.strip() and NOISE not in line]
+        lines += [f"rank {rank} printed: {line}" for line in printed[: -KEPT_LINES - 1 : -1]]
     return lines
 
 
