@@ -24,7 +24,7 @@ from common.check.findings import (
 CALLS = itertools.count()  # of a check, the same on all ranks
 ADAM_HIDES = "gradients with a constant factor, which Adam hides almost wholly: see SGD's check"
 NOT_THE_SAME = "the ranks did not step by the same gradients, or from the same weights"
-STEPS_DIFFER = "the gradients are right and the weights are not: does the wrapper write to them?"
+STEPS_DIFFER = "the gradients are right: the wrapper writes to weights, or changes .grad's strides"
 OTHER_GRADIENTS = "other gradients than those of one process: see SGD's check"
 
 
@@ -218,6 +218,16 @@ def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
+def standing_still(parameters):
+    """Where float32 weights would differ in their last bit, and all other gradients with them."""
+    return torch.optim.SGD(parameters, lr=0.0)
+
+
+def fused_sgd(parameters):
+    """It reads gradients and parameters front to back, however their elements are ordered."""
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, fused=True)
+
+
 def adam(parameters):
     return torch.optim.Adam(parameters, lr=0.01)
 
@@ -362,12 +372,12 @@ def trains_a_module_that_is_used_twice(mine):
 
 def trains_several_dtypes(mine):
     """parameters of several dtypes"""
-    follow_one_process(mine, SeveralDtypes)
+    follow_one_process(mine, SeveralDtypes, make_optimizer=standing_still)
 
 
 def trains_channels_last(mine):
-    """parameters in another memory format: channels_last"""
-    follow_one_process(mine, ChannelsLast)
+    """parameters in another memory format (channels_last), and a fused optimizer"""
+    follow_one_process(mine, ChannelsLast, make_optimizer=fused_sgd)
 
 
 def keeps_one_order_on_any_branch(mine):

@@ -82,11 +82,9 @@ def serve(check, mine: str, rank: int, world_size: int, backend: str, folder: st
     os.setsid()  # Ctrl-C is for the process that started this one; and what it starts can be ended
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.alarm(LONGEST_LIFE)
-    output = os.open(f"{folder}/output{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    sys.stdout = os.fdopen(1, "w", buffering=1)
-    sys.stderr = os.fdopen(2, "w", buffering=1)
+    sys.stdout = sys.stderr = output = open(f"{folder}/output{rank}", "a", buffering=1)
+    for descriptor in (1, 2):
+        os.dup2(output.fileno(), descriptor)
     stack = open(f"{folder}/stack{rank}", "w")
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size}
