@@ -35,7 +35,9 @@ HOSTS = --standalone
 endif
 TORCHRUN = $(PYTHON) -m common.launch.torchrun $(HOSTS) --nproc-per-node $(NPROC)
 VIA = $(if $(filter shared,$(BACKEND)),01_allreduce/shared_memory/with_shared.py )
-FLAGS_GIVEN = $(if $(BACKEND),--backend $(BACKEND) )$(ARGS)
+QUOTED = '$(subst ','\'',$(1))'
+FLAGS = $(if $(BACKEND),--backend $(BACKEND) )$(ARGS)
+FLAGS_GIVEN = $(if $(MINE),--mine $(call QUOTED,$(MINE)) )$(FLAGS)
 
 .NOTPARALLEL:
 .PHONY: help setup test test-full test-torch clean-torch hosts lint format all reference clean \
@@ -64,7 +66,6 @@ $(foreach stage,$(STAGES),$(eval .PHONY: $(call SHORT,$(stage)) $(stage)/) \
 ##   make 07_resnet_ddp/compile_ddp          DDP and FSDP, eager and compiled
 ##   make 07_resnet_ddp/balance              the slowest rank sets the pace
 ##   make 08_ddp_rpc                         DDP for the dense part, RPC servers for the embeddings
-QUOTED = '$(subst ','\'',$(1))'
 # The script of a folder has its name, without the number. torchrun starts it if its docstring says
 # so; otherwise it starts its processes itself, and is told how many if NPROC was given.
 GIVEN_NPROC := $(if $(filter file,$(origin NPROC)),,--nproc $(NPROC))
@@ -101,7 +102,7 @@ timeline: $(RUNTIME)
 ##                                           right? (KIND=wrapper, optimizer or fsdp)
 CHECKED = $(if $(MINE),$(call QUOTED,$(MINE)) )$(if $(KIND),--kind $(KIND) )--nproc $(NPROC)
 check: $(RUNTIME)
-	@$(PYTHON) $(VIA)common/check/check.py $(CHECKED) $(FLAGS_GIVEN)
+	@$(PYTHON) $(VIA)common/check/check.py $(CHECKED) $(FLAGS)
 
 ##   make read                               02 to 05 side by side in a browser: results/ladder.html;
 ##                                           needs Python alone
@@ -175,6 +176,7 @@ clean:
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 ##
 ## NPROC: ranks on this host. PYTHON=python3: an interpreter that has torch, instead of .venv.
+## MINE=my_ddp.py:MyDDP: a row of 02 to 06 and compare for a class of your own.
 ## BACKEND=gloo, nccl or shared: what carries the bytes; shared: memory (01_allreduce/shared_memory)
 ## Several hosts, on each:
 ## make 05_bucketed NPROC=8 NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 [MASTER_PORT=29400]

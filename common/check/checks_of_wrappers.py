@@ -3,7 +3,6 @@
 import copy
 import itertools
 import time
-from inspect import signature
 
 import torch
 import torch.distributed as dist
@@ -20,6 +19,7 @@ from common.check.findings import (
     loss_of,
     new,
 )
+from common.setup import with_bucket_size
 
 CALLS = itertools.count()  # of a check, the same on all ranks
 ADAM_HIDES = "gradients with a constant factor, which Adam hides almost wholly: see SGD's check"
@@ -151,9 +151,7 @@ class Normalized(Net):
 def wrap(mine, module: nn.Module) -> nn.Module:
     """The user's wrapper of it; with buckets so small that our models fill several."""
     module.rank = dist.get_rank()
-    if "bucket_size_mb" in signature(mine).parameters:
-        return mine(module, bucket_size_mb=0.0005)
-    return mine(module)
+    return with_bucket_size(mine, 0.0005)(module)
 
 
 def finish(model) -> None:

@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from common.memory import peak_bytes
 from common.report import percentiles
+from common.setup import with_bucket_size
 from common.timing import CollectiveCounter, Stopwatch, mark_last_gradient, measure
 
 STEPS = 20
@@ -41,7 +42,7 @@ class Trained:
         layers = [nn.Linear(512, 512) for _ in range(12)]
         self.watch = Stopwatch(torch.device("cpu"))
         mark_last_gradient(self.watch, layers[0].weight)
-        self.model = wrap(nn.Sequential(*layers))
+        self.model = with_bucket_size(wrap, 25.0)(nn.Sequential(*layers))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
         self.inputs = torch.randn(64, 512)
 
@@ -71,8 +72,8 @@ class Trained:
 
 def calls_and_bytes(noted: NotedCollectives) -> str:
     if not noted.times:  # a backend in Python, whose calls torch does not see
-        return f"{noted.count} calls"
-    return f"{noted.count} calls of {noted.bytes / 2**20:.1f} MB in all"
+        return f"calls: {noted.count}"
+    return f"calls: {noted.count}, {noted.bytes / 2**20:.1f} MB in all"
 
 
 def communication(mine):
@@ -89,7 +90,7 @@ def overlap(mine):
     noted = trained.noted_step()
     marks = trained.watch.marks
     early = sum(moment < marks["last gradient"] for moment in noted.times)
-    facts = [f"{early} of {len(noted.times)} calls start before the last gradient is there"]
+    facts = [f"calls before the last gradient is there: {early} of {len(noted.times)}"]
     if noted.times and early:
         begin, end = marks["backward"], marks["last gradient"]
         waited = 100 * (noted.times[0] - begin) / (end - begin)

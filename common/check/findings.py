@@ -130,7 +130,7 @@ def explanations(name: str, found: torch.Tensor, parts: list[list[dict]], rank: 
         return
     expected = mean[name]
     factor = ((found * expected).sum() / expected.square().sum()).item()
-    if is_close(found, factor * expected):
+    if found.numel() > 1 and is_close(found, factor * expected):
         yield f"{factor:.3g} times the mean", SCALED
     distance = ((found - expected).norm() / expected.norm()).item()
     if distance < 1e-6:

@@ -243,7 +243,7 @@ def test_the_command(forked, tmp_path, name, status, said):
     assert result["passed"] == (status == 0)
     checks = {check["check"]: check for check in result["checks"]}
     assert checks["trains_with_sgd"]["as_in"] == (status == 1 and "gradients_are_the_mean" or None)
-    assert checks["overlap"]["seen"].startswith("0 of 24 calls start before the last gradient")
+    assert checks["overlap"]["seen"].startswith("calls before the last gradient is there: 0 of 24")
 
 
 @pytest.mark.parametrize(
