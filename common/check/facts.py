@@ -90,8 +90,10 @@ def overlap(mine):
     noted = trained.noted_step()
     marks = trained.watch.marks
     early = sum(moment < marks["last gradient"] for moment in noted.times)
-    facts = [f"calls before the last gradient is there: {early} of {len(noted.times)}"]
-    if noted.times and early:
+    facts = []
+    if noted.times:
+        facts.append(f"calls before the last gradient is there: {early} of {len(noted.times)}")
+    if early:
         begin, end = marks["backward"], marks["last gradient"]
         waited = 100 * (noted.times[0] - begin) / (end - begin)
         facts.append(f"the first after {waited:.0f} % of backward")

@@ -4,6 +4,7 @@ A check is a function that takes the user's class. It raises Failed or NotTried,
 it returns are facts, a list of lines. The first line of its docstring is the promise.
 """
 
+import itertools
 from collections import Counter
 
 import torch
@@ -97,6 +98,8 @@ MISSING = "taken away, or never there when it was looked for"
 NOT_A_NUMBER = "memory that was never filled, or a division by zero"
 UNKNOWN = "half arrived, if a check above says so; or print it beside the mean of all ranks"
 
+MOST_MIXED = 6  # ranks of which every way to mix two gradients is tried
+
 
 def explanations(name: str, found: torch.Tensor, parts: list[list[dict]], rank: int):
     """(seen, meaning) for everything that this gradient might be instead of the mean."""
@@ -119,9 +122,10 @@ def explanations(name: str, found: torch.Tensor, parts: list[list[dict]], rank: 
     for other in own:
         if own[other].shape == own[name].shape and other != name:
             usual.append((mean[other], f"the gradient of {other}", SWAPPED))
-            mixed = own[name] + ranks * mean[other] - own[other]
-            seen = f"made of this rank's {name} and the others' {other}"
-            usual += [(mixed, seen, MIXED), (mixed / ranks, seen, MIXED)]
+            seen = f"made of some ranks' {name} and the others' {other}"
+            for names in itertools.product((name, other), repeat=min(ranks, MOST_MIXED)):
+                mixed = sum(each[key] for each, key in zip(of_ranks, names, strict=False))
+                usual += [(mixed, seen, MIXED), (mixed / ranks, seen, MIXED)]
     for candidate, seen, means in usual:
         if is_close(found, candidate):
             yield seen, means
