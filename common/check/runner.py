@@ -136,7 +136,7 @@ def run(check, mine: str, world_size: int, backend: str, limit: float) -> dict:
             for pipe in pipes:
                 with suppress(OSError):
                     pipe.send("end")
-            if all(answer["verdict"] != "failed" for answer in answers.values()):
+            if all(answer["verdict"] not in ("failed", "stuck") for answer in answers.values()):
                 for process in processes:
                     process.join(SECONDS_TO_FOLLOW)
         finally:
