@@ -124,6 +124,8 @@ def explanations(name: str, found: torch.Tensor, parts: list[list[dict]], rank: 
             usual.append((mean[other], f"the gradient of {other}", SWAPPED))
             seen = f"made of some ranks' {name} and the others' {other}"
             for names in itertools.product((name, other), repeat=min(ranks, MOST_MIXED)):
+                if len(set(names)) == 1:
+                    continue
                 mixed = sum(each[key] for each, key in zip(of_ranks, names, strict=False))
                 usual += [(mixed, seen, MIXED), (mixed / ranks, seen, MIXED)]
     for candidate, seen, means in usual:
