@@ -35,11 +35,13 @@ HOSTS = --standalone
 endif
 TORCHRUN = $(PYTHON) -m common.launch.torchrun $(HOSTS) --nproc-per-node $(NPROC)
 VIA = $(if $(filter shared,$(BACKEND)),01_allreduce/shared_memory/with_shared.py )
-FLAGS_GIVEN = $(if $(BACKEND),--backend $(BACKEND) )$(ARGS)
+QUOTED = '$(subst ','\'',$(1))'
+FLAGS = $(if $(BACKEND),--backend $(BACKEND) )$(ARGS)
+FLAGS_GIVEN = $(if $(MINE),--mine $(call QUOTED,$(MINE)) )$(FLAGS)
 
 .NOTPARALLEL:
 .PHONY: help setup test test-full test-torch clean-torch hosts lint format all reference clean \
-	compare timeline read check-python $(LESSONS)
+	check compare timeline read check-python $(LESSONS)
 help:
 	@sed -n 's/^## \{0,1\}//p' Makefile
 
@@ -96,6 +98,12 @@ compare: $(RUNTIME)
 timeline: $(RUNTIME)
 	@$(TORCHRUN) common/ladder/timeline.py $(ARGS)
 
+##   make check MINE=my_ddp.py:MyDDP         your own wrapper, sharded optimizer or FSDP: is it
+##                                           right? (KIND=wrapper, optimizer or fsdp)
+CHECKED = $(if $(MINE),$(call QUOTED,$(MINE)) )$(if $(KIND),--kind $(KIND) )--nproc $(NPROC)
+check: $(RUNTIME)
+	@$(PYTHON) $(VIA)common/check/check.py $(CHECKED) $(FLAGS)
+
 ##   make read                               02 to 05 side by side in a browser: results/ladder.html;
 ##                                           needs Python alone
 read:
@@ -104,7 +112,6 @@ read:
 
 ##   make hosts [RATE=1gbit DELAY=0.2ms]     make compare on a network between two hosts, which
 ##                                           Linux plays here (SCRIPT=… runs another script)
-QUOTED = '$(subst ','\'',$(1))'
 NETWORK = $(call QUOTED,$(or $(RATE),1gbit)) $(call QUOTED,$(or $(DELAY),0.2ms))
 hosts: $(RUNTIME)
 	@exec bash common/launch/hosts.sh $(PYTHON) $(NETWORK) $(or $(SCRIPT),common/ladder/rungs.py) $(ARGS)
@@ -169,6 +176,7 @@ clean:
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 ##
 ## NPROC: ranks on this host. PYTHON=python3: an interpreter that has torch, instead of .venv.
+## MINE=my_ddp.py:MyDDP: a row of 02 to 06 and compare for a class of your own.
 ## BACKEND=gloo, nccl or shared: what carries the bytes; shared: memory (01_allreduce/shared_memory)
 ## Several hosts, on each:
 ## make 05_bucketed NPROC=8 NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 [MASTER_PORT=29400]

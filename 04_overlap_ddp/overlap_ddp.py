@@ -314,7 +314,8 @@ def verify(wrap, args, device):
         return nn.Sequential(*hidden, nn.Linear(50, 10)).to(device, torch.float64)
 
     twin = classifier(args.seed)
-    model = wrap(classifier(args.seed + rank))  # rank 0's weights must win
+    wrapped = classifier(args.seed + rank)
+    model = wrap(wrapped)  # rank 0's weights must win
     twin_optimizer = torch.optim.Adam(twin.parameters(), lr=1e-3)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     watch = timing.Stopwatch(device)
@@ -337,7 +338,7 @@ def verify(wrap, args, device):
         sys.exit(f"verify: FAILED, a weight is {worst:.1e} away from single-process training")
     away = f"at most {worst:.1e} away from single-process training (allowed: {tolerance:.0e})"
     setup.say(f"verify: passed, the ranks are bitwise equal and {away}\n")
-    report.save(args.save, model.module.state_dict())
+    report.save(args.save, wrapped.state_dict())
     return {"max_abs_diff": worst, "tolerance": tolerance, "passed": True, "accuracy": accuracy}
 
 
@@ -379,9 +380,15 @@ def run(wrapper, **options):
     wrap = partial(wrapper, **{name: getattr(args, name) for name in options})
     with setup.process_group(args) as device:
         result = report.begin(Path(__file__).resolve().parent.name, args, device)
-        result["model"] = report.describe(LanguageModel, args, 1 if args.no_baseline else 4)
-        result["verify"] = None if args.no_verify else verify(wrap, args, device)
-        result["candidates"] = benchmark({wrapper.__name__: wrap}, args, device, result["model"])
+        wraps = {wrapper.__name__: wrap} | setup.users_wrapper(args)
+        replicas = len(wraps) + 3 * (not args.no_baseline)
+        result["model"] = report.describe(LanguageModel, args, replicas)
+        result["verify"] = None
+        for name in [] if args.no_verify else reversed(wraps):  # this stage's last: it is saved
+            if args.mine:
+                setup.say(f"verify: {name}")
+            result["verify"] = verify(wraps[name], args, device)
+        result["candidates"] = benchmark(wraps, args, device, result["model"])
         report.write_json(args.json, result)
 
 

@@ -8,15 +8,21 @@ import torch.distributed as dist
 from bucketed import BucketedDDP
 from torch import nn
 
-from common.testing import test_wrappers
+from common.check import checks_of_wrappers
+from common.testing import harness, test_wrappers
+
+
+def with_buckets(bucket_size_mb, module):
+    return BucketedDDP(module, bucket_size_mb)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("bucket_size_mb", [0.0001, 0.001, 1.0, float("inf")])
-@pytest.mark.parametrize("model", [test_wrappers.Branches, test_wrappers.MixedTypes])
-def test_bucket_sizes(ranks, world_size, model, bucket_size_mb):
-    wrapper = partial(BucketedDDP, bucket_size_mb=bucket_size_mb)
-    ranks(world_size).run(test_wrappers.trains_like_one_process, wrapper, model)
+def test_bucket_sizes(ranks, world_size, bucket_size_mb):
+    wrapper = partial(with_buckets, bucket_size_mb)  # which leaves the checks no choice
+    ranks(world_size).run(test_wrappers.accumulates_like_one_process, wrapper, 1, True)
+    checks = [checks_of_wrappers.trains_with_sgd, checks_of_wrappers.trains_several_dtypes]
+    assert not harness.failed(harness.judged(ranks, wrapper, checks, world_size))
 
 
 def buckets_of_layers(bucket_size_mb):

@@ -347,6 +347,17 @@ class LanguageModel(nn.Module):
         return self.head(self.norm(x))
 
 
+def sharded_optimizers(args) -> dict:
+    """This stage's, and with --mine the user's: functions of parameters and AdamW's options."""
+    from common import setup
+
+    if not args.mine:
+        return {"ShardedOptimizer": SHARDED_ADAMW}
+    mine = setup.load(args.mine)
+    users = {setup.users_name(args): lambda params, **options: mine(params, ADAMW, **options)}
+    return {"ShardedOptimizer": SHARDED_ADAMW} | users
+
+
 def average_gradients(model):
     """Stage 03's way: one all-reduce of one flat tensor."""
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
@@ -357,8 +368,8 @@ def average_gradients(model):
         gradient.copy_(average.view(gradient.shape))
 
 
-def verify(args, device):
-    """Train a classifier with ShardedOptimizer and a twin with AdamW; compare all their weights.
+def verify(make_sharded, args, device):
+    """Train a classifier with a sharded AdamW and a twin with AdamW; compare all their weights.
 
     The first layer is frozen in epoch 1 and added as a group for epoch 2; a scheduler lowers the
     learning rates.
@@ -378,7 +389,7 @@ def verify(args, device):
         optimizer = make_optimizer(model[1:].parameters(), lr=3e-3)
         return model, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
 
-    sharded = build(SHARDED_ADAMW)
+    sharded = build(make_sharded)
     plain = build(ADAMW)
     watch = Stopwatch(device)
     shuffle = torch.Generator().manual_seed(args.seed)
@@ -418,9 +429,10 @@ def verify(args, device):
 
 
 def own_state(optimizer) -> list:
-    """This rank's tensors of optimizer state."""
-    local = getattr(optimizer, "optim", optimizer)  # where ZeroRedundancyOptimizer keeps its shard
-    values = [value for state in local.state.values() for value in state.values()]
+    """This rank's tensors of optimizer state; that of a shard is in an optimizer within."""
+    within = [each for each in vars(optimizer).values() if isinstance(each, torch.optim.Optimizer)]
+    states = [state for each in within or [optimizer] for state in each.state.values()]
+    values = [value for state in states for value in state.values()]
     return [value for value in values if torch.is_tensor(value)]
 
 
@@ -440,7 +452,7 @@ def account(args, device, batch_shape):
 
     Returns {optimizer: {moment: [rank][bytes of parameters, gradients, optimizer state]}}.
     """
-    optimizers = {"ShardedOptimizer": SHARDED_ADAMW}
+    optimizers = sharded_optimizers(args)
     if not args.no_baseline:
         optimizers = {"AdamW": ADAMW} | optimizers
     memory = {}
@@ -533,7 +545,7 @@ def benchmark(args, device, batch_shape):
 
         return optimizer, training_step, update
 
-    optimizers = {"ShardedOptimizer": SHARDED_ADAMW}
+    optimizers = sharded_optimizers(args)
     if not args.no_baseline:
         zero = partial(ZeroRedundancyOptimizer, optimizer_class=ADAMW)
         optimizers = {"AdamW": ADAMW} | optimizers
@@ -577,9 +589,14 @@ def main():
     args = setup.stage_arguments(__doc__, steps=12)
     with setup.process_group(args) as device:
         result = report.begin(folder.name, args, device)
-        replicas = 1 if args.no_baseline else 4
+        replicas = (1 if args.no_baseline else 4) + bool(args.mine)
         model = result["model"] = report.describe(LanguageModel, args, replicas)
-        result["verify"] = None if args.no_verify else verify(args, device)
+        result["verify"] = None
+        makers = {} if args.no_verify else sharded_optimizers(args)
+        for name in reversed(makers):  # this stage's last: it is what is saved
+            if args.mine:
+                setup.say(f"verify: {name}")
+            result["verify"] = verify(makers[name], args, device)
         batch_shape = model["batch_size"], model["context_length"]
         result["memory_bytes"] = account(args, device, batch_shape)
         print_memory(result["memory_bytes"])

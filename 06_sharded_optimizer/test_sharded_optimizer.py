@@ -660,6 +660,21 @@ def test_script(forked, tmp_path, small):
     assert "traceEvents" in (tmp_path / "trace").read_text()
 
 
+@pytest.mark.parametrize("name, status", [("RightShards", 0), ("ForgetsOptions", 1)])
+def test_a_class_of_the_users_own_is_verified_and_has_a_row(forked, tmp_path, name, status):
+    mine = f"{harness.ROOT}/common/check/mistakes.py:{name}"
+    words = [*QUICK, "--no-baseline", "--json", tmp_path / "json", "--mine", mine]
+    found, output = forked(2, SCRIPT, *words)
+    assert found == status and f"verify: {name} (mine)\n" in output, output
+    if status == 1:
+        assert "verify FAILED: a weight is" in output, output
+        return
+    result = harness.read_json(tmp_path / "json", "06_sharded_optimizer")
+    ours, users = result["candidates"]
+    assert users["name"] == "RightShards (mine)"
+    assert sum(users["optimizer_state_bytes"]) >= 0.99 * sum(ours["optimizer_state_bytes"])
+
+
 @pytest.mark.full
 @harness.needs_proc
 @pytest.mark.parametrize("fault", harness.FAULTS)

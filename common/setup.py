@@ -1,6 +1,8 @@
 """Command line, output, data, device and process group."""
 
 import argparse
+import importlib.util
+import inspect
 import os
 import socket
 import sys
@@ -9,6 +11,7 @@ import traceback
 import zlib
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import cache, partial
 from pathlib import Path
 
 import numpy
@@ -117,6 +120,57 @@ def list_of(convert):
     return lambda text: [convert(word) for word in text.split(",")]
 
 
+@cache
+def load(text: str):
+    """What FILE.py:NAME names, for a class of the user's own. ValueError if there is none.
+
+    The file is run as if it were imported, with its folder first in sys.path.
+    """
+    file, _, name = text.rpartition(":")
+    path = Path(file).expanduser().resolve()
+    if not file.endswith(".py") or not name.isidentifier():
+        raise ValueError(f"{text!r} is not FILE.py:NAME")
+    if not path.is_file():
+        raise ValueError(f"there is no file {file}")
+    sys.path.insert(0, str(path.parent))
+    spec = importlib.util.spec_from_file_location("of_the_user", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["of_the_user"] = module  # as dataclasses and pickle need it
+    spec.loader.exec_module(module)
+    if not callable(getattr(module, name, None)):
+        raise ValueError(f"{file} has no class or function {name}")
+    return getattr(module, name)
+
+
+def loadable(text: str) -> str:
+    """A type for argparse: FILE.py:NAME that can be loaded."""
+    try:
+        load(text)
+    except Exception as error:  # whatever the file does
+        raise argparse.ArgumentTypeError(f"{text}: {error}") from error
+    return text
+
+
+def users_wrapper(args: argparse.Namespace) -> dict:
+    """{name of its row: a function that wraps a module}, with --mine; {} without it."""
+    if not args.mine:
+        return {}
+    size = getattr(args, "bucket_size_mb", 25.0)
+    return {users_name(args): with_bucket_size(load(args.mine), size)}
+
+
+def with_bucket_size(wrapper, megabytes: float):
+    """The wrapper, with this size of its buckets if it has some."""
+    if "bucket_size_mb" in inspect.signature(wrapper).parameters:
+        return partial(wrapper, bucket_size_mb=megabytes)
+    return wrapper
+
+
+def users_name(args: argparse.Namespace) -> str:
+    """A name for a row that none of ours has."""
+    return f"{args.mine.rpartition(':')[2]} (mine)"
+
+
 def can_be_written(path: Path) -> bool:
     """A file that may be replaced, or made; something like /dev/null that may be written to."""
     path = path.resolve()
@@ -153,6 +207,11 @@ def add_training_arguments(parser: Parser, steps: int) -> None:
     add_process_group_arguments(parser)
 
 
+def add_mine(parser: Parser) -> None:
+    mine = "a class of your own, measured beside"
+    parser.add_argument("--mine", type=loadable, metavar="FILE.py:NAME", help=mine)
+
+
 def add_verify_arguments(parser: Parser) -> None:
     """The flags of what verifies before it measures."""
     add = parser.add_argument
@@ -174,6 +233,7 @@ def stage_arguments(description: str, steps: int, **options) -> argparse.Namespa
         parser.add_argument("--" + name.replace("_", "-"), type=positive_number, default=default)
     add_training_arguments(parser, steps)
     add_verify_arguments(parser)
+    add_mine(parser)
     args = parser.parse_args()
     if args.save and args.no_verify:
         parser.error("argument --save: not with --no-verify, which trains no classifier")

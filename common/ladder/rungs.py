@@ -37,6 +37,7 @@ WRAPPERS = dict(zip(STAGES, [naive_ddp.NaiveDDP, FlatDDP, OverlapDDP, BucketedDD
 def read_arguments():
     parser = setup.Parser(__doc__)
     setup.add_training_arguments(parser, steps=12)
+    setup.add_mine(parser)
     network = "between the ranks; for the picture's title"
     parser.add_argument("--network", metavar="TEXT", help=network)
     setup.add_plot_arguments(parser, "compare.png")
@@ -105,6 +106,7 @@ def main():
     with setup.process_group(args) as device:
         if args.backend == "shared":
             wrappers |= beside_shared()
+        wrappers |= setup.users_wrapper(args)
         remove_earlier(args.json, args.plot)
         result = report.begin("rungs", args, device)
         result["network"] = args.network

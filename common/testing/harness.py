@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from common.check.runner import judge, verdict_of
 from common.recordings.record import output_of
 from common.testing.forked_script import run_script
 
@@ -129,6 +130,23 @@ def _serve(rank: int, world_size: int, store: str, pipe, output: Path) -> None:
         except BaseException:
             answer = None, traceback.format_exc()
         pipe.send(answer)
+
+
+def judged(ranks, mine, checks: list, world_size: int = 2) -> dict[str, dict]:
+    """The verdict of each check on a class, by the checks' names; the ranks are the fixture's."""
+    of_ranks = ranks(world_size).run(_judge_all, mine, checks)
+    verdicts = {}
+    for check, *answers in zip(checks, *of_ranks, strict=True):
+        verdicts[check.__name__] = verdict_of(dict(enumerate(answers)))
+    return verdicts
+
+
+def _judge_all(mine, checks: list) -> list[dict]:
+    return [judge(check, mine) for check in checks]
+
+
+def failed(verdicts: dict[str, dict]) -> set[str]:
+    return {name for name, verdict in verdicts.items() if verdict["verdict"] == "failed"}
 
 
 def check_ended(run, output: str) -> None:

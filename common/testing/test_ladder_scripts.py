@@ -38,6 +38,21 @@ def test_run_on_a_small_mnist(forked, tmp_path, path):
     harness.check_output(output, path, tmp_path, 2, "cpu")
 
 
+@pytest.mark.parametrize("name, status", [("Right", 0), ("SumForMean", 1)])
+def test_a_class_of_the_users_own_is_verified_and_has_a_row(forked, tmp_path, name, status):
+    mine = f"{ROOT}/common/check/mistakes.py:{name}"
+    words = [*harness.QUICK, "--device", "cpu", "--json", tmp_path / "json", "--mine", mine]
+    found, output = forked(2, SCRIPTS[1], *words, cwd=tmp_path)
+    assert found == status and f"verify: {name} (mine)\n" in output, output
+    if status == 1:
+        assert "verify: FAILED, a weight is" in output, output
+        return
+    result = harness.read_json(tmp_path / "json", "03_flat_ddp")
+    names = [candidate["name"] for candidate in result["candidates"]]
+    assert names == ["no sync", "FlatDDP", "Right (mine)", "torch DDP", "torch DDP, tuned"]
+    assert result["candidates"][2]["collectives_per_step"] == harness.NANO_CALLS["NaiveDDP"]
+
+
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_run_without_torchrun(forked, tmp_path, world_size):
     harness.check_run(forked, SCRIPTS[-1], tmp_path, world_size)
@@ -72,11 +87,11 @@ def test_stopped_rank(script, path):
     harness.check_stopped_rank(script, path, "--no-verify", *harness.LONG)
 
 
-BUCKET_SIZE = (SCRIPTS[-1], "--bucket-size-mb", "nan")
+OTHERS = [(SCRIPTS[-1], "--bucket-size-mb", "nan"), (SCRIPTS[0], "--mine", "nowhere.py:X")]
 
 
 @pytest.mark.parametrize(
-    "path, option, value", [*((path, "--size", "huge") for path in SCRIPTS), BUCKET_SIZE]
+    "path, option, value", [*((path, "--size", "huge") for path in SCRIPTS), *OTHERS]
 )
 def test_wrong_input(path, option, value, monkeypatch, capsys):
     """One of many: test_setup.py has what the parser refuses."""

@@ -56,6 +56,14 @@ def test_wrong_numbers_are_one_line():
         assert status == 2 and message in output and len(output.splitlines()) == 1, output
 
 
+def test_a_class_of_the_users_own_is_handed_on():
+    assert "bucketed.py --mine 'my ddp.py:My'" in would_make("05", "MINE=my ddp.py:My")
+    command = would_make("check", "MINE=my ddp.py:My", "KIND=fsdp", "NPROC=3", "BACKEND=shared")
+    shared = "01_allreduce/shared_memory/with_shared.py common/check/check.py"
+    assert f"{shared} 'my ddp.py:My' --kind fsdp --nproc 3 --backend shared" in command
+    assert "check.py --nproc 2" in would_make("check")
+
+
 def test_hosts_have_defaults_and_run_another_script():
     assert "'1gbit' '0.2ms' common/ladder/rungs.py" in would_make("hosts", "RATE=")
     commands = would_make("hosts", "SCRIPT=my.py", "DELAY=5ms", "ARGS=--steps 3")

@@ -1,0 +1,241 @@
+"""What a sharded optimizer has to do: the steps of the optimizer that it shards, with less state.
+
+Gradients are the same on all ranks here, as DDP leaves them.
+"""
+
+import weakref
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from common.check.checks_of_wrappers import check_equal_ranks
+from common.check.findings import Failed, is_close
+
+NOT_SENT = "the owners' new values do not reach all ranks: broadcast them at the end of step()"
+OPTIONS = "the learning rate or another option does not reach the optimizer inside"
+OTHER_STEP = "the optimizer inside is given other options or other gradients"
+SHAPES = (8, 6), (40,), (8, 6), (3, 2, 4), (), (25, 4), (1,)
+
+
+class Noted(torch.optim.AdamW):
+    """AdamW; remembers which ones there are, because a class may keep its own anywhere."""
+
+    alive = weakref.WeakSet()
+
+    def __init__(self, params, **options):
+        super().__init__(params, **options)
+        Noted.alive.add(self)
+
+
+def parameters(*shapes) -> list[nn.Parameter]:
+    """The same on all ranks."""
+    generator = torch.Generator().manual_seed(0)
+    draw = {"generator": generator, "dtype": torch.float64}
+    return [nn.Parameter(torch.randn(shape, **draw)) for shape in shapes or SHAPES]
+
+
+def give_gradients(owned: list[nn.Parameter], step: int) -> None:
+    """The same on all ranks, others in every step."""
+    generator = torch.Generator().manual_seed(100 + step)
+    for parameter in owned:
+        gradient = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        if parameter.requires_grad:
+            parameter.grad = gradient.to(parameter.dtype)
+
+
+def follow(mine, optimizer_cls, options, make=parameters, groups=list, change=None, steps=4):
+    """Train by it, and twins by the optimizer that it shards: the same values on all ranks?"""
+    owned, plain = make(), make()
+    before = [parameter.detach().clone() for parameter in owned]
+    sharded = mine(groups(owned), optimizer_cls, **options)
+    unsharded = optimizer_cls(groups(plain), **options)
+    for step in range(steps):
+        for optimizer, mines in ((sharded, owned), (unsharded, plain)):
+            if change:
+                change(optimizer, mines, step)
+            give_gradients(mines, step)
+            optimizer.step()
+        compare(owned, plain, before, step)
+    check_equal_ranks(owned, "parameters", NOT_SENT)
+
+
+def compare(owned: list, plain: list, before: list, step: int) -> None:
+    """Failed, unless all values are those of the optimizer without shards."""
+    wrong = [i for i in range(len(owned)) if not is_close(owned[i].detach(), plain[i].detach())]
+    if not wrong:
+        return
+    seen = f"after step {step + 1} {len(wrong)} of {len(owned)} parameters are not those of the "
+    seen += f"optimizer without shards: number {wrong[0]} "
+    first = wrong[0]
+    if torch.equal(owned[first], before[first]):
+        raise Failed(seen + "has not changed at all on this rank", NOT_SENT)
+    moved = owned[first].detach() - before[first]
+    expected = plain[first].detach() - before[first]
+    factor = ((moved * expected).sum() / expected.square().sum()).item()
+    if step == 0 and is_close(moved, factor * expected):
+        raise Failed(seen + f"has moved {factor:.3g} times as far", OPTIONS)
+    raise Failed(seen + "has moved elsewhere", OTHER_STEP)
+
+
+def steps_like_sgd(mine):
+    """SGD with momentum: all values are those of the optimizer without shards, on all ranks"""
+    follow(mine, torch.optim.SGD, {"lr": 0.05, "momentum": 0.9})
+
+
+def steps_like_adamw(mine):
+    """AdamW with all its options: the same"""
+    options = {"lr": 0.03, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.2}
+    follow(mine, torch.optim.AdamW, options)
+
+
+def state_bytes(mine) -> tuple[int, int]:
+    """Of AdamW's state for eight parameters after a step: what this rank keeps, and the whole."""
+    owned = parameters(*[(16, 16)] * 8)
+    optimizer = mine(owned, Noted, lr=0.01)
+    give_gradients(owned, 0)
+    optimizer.step()
+    held = 0
+    for local in Noted.alive:
+        for parameter in set(owned) & set(local.state):
+            held += sum(local.state[parameter][key].nbytes for key in ("exp_avg", "exp_avg_sq"))
+    return held, 2 * sum(parameter.nbytes for parameter in owned)
+
+
+def shares_the_state_out(mine):
+    """the optimizer state is shared out: no rank keeps that of a parameter that another keeps"""
+    held, whole = state_bytes(mine)
+    of_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, held)
+    seen = ", ".join(f"{100 * each / whole:.0f} %" for each in of_ranks)
+    seen = f"of AdamW's state the ranks keep {seen}"
+    if max(of_ranks) == whole:
+        raise Failed(seen, "every rank steps all parameters")
+    if sum(of_ranks) != whole:
+        raise Failed(seen, "some parameters have no owner, or several")
+    if max(of_ranks) > 2 * whole / len(of_ranks):
+        raise Failed(seen, "parameters are shared out unevenly")
+
+
+def keeps_groups_apart(mine):
+    """parameter groups with options of their own"""
+
+    def groups(owned):
+        return [{"params": owned[:3], "lr": 0.01, "weight_decay": 0.3}, {"params": owned[3:]}]
+
+    follow(mine, torch.optim.AdamW, {"lr": 0.03}, groups=groups)
+
+
+def takes_a_group_later(mine):
+    """add_param_group() between two steps"""
+
+    def change(optimizer, owned, step):
+        if step == 2:
+            optimizer.add_param_group({"params": owned[4:], "lr": 0.01})
+
+    follow(mine, torch.optim.AdamW, {"lr": 0.03}, groups=lambda owned: owned[:4], change=change)
+
+
+def follows_a_scheduler(mine):
+    """a learning rate that changes in param_groups, as schedulers do it"""
+
+    def change(optimizer, owned, step):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.05 / (1 + step)
+
+    follow(mine, torch.optim.SGD, {"lr": 0.05}, change=change)
+
+
+def skips_frozen_parameters(mine):
+    """frozen parameters stay as they are"""
+
+    def make():
+        owned = parameters()
+        owned[1].requires_grad_(False)
+        return owned
+
+    follow(mine, torch.optim.AdamW, {"lr": 0.03}, make=make)
+
+
+def takes_fewer_parameters_than_ranks(mine):
+    """fewer parameters than ranks"""
+    follow(mine, torch.optim.SGD, {"lr": 0.05}, make=lambda: parameters((3, 2)))
+
+
+def takes_several_dtypes(mine):
+    """parameters of several dtypes"""
+
+    def make():
+        return [*parameters(), *[nn.Parameter(torch.ones(size)) for size in (5, 70)]]
+
+    follow(mine, torch.optim.SGD, {"lr": 0.05}, make=make)
+
+
+def zeroes_all_gradients(mine):
+    """zero_grad() resets the gradients of all parameters, and not only of a rank's own"""
+    owned = parameters()
+    optimizer = mine(owned, torch.optim.SGD, lr=0.1)
+    give_gradients(owned, 0)
+    optimizer.zero_grad()
+    left = [each for each in owned if each.grad is not None and each.grad.any()]
+    if left:
+        seen = f"{len(left)} of {len(owned)} parameters still have their gradient"
+        raise Failed(seen, "param_groups has only the parameters that this rank steps")
+
+
+def calls_a_closure(mine):
+    """step(closure) calls it on every rank, and returns its loss"""
+    owned = parameters()
+    optimizer = mine(owned, torch.optim.SGD, lr=0.1)
+    calls = []
+
+    def closure():
+        calls.append(1)
+        give_gradients(owned, 0)
+        return torch.tensor(7.0)
+
+    loss = optimizer.step(closure)
+    if len(calls) != 1 or loss != 7:
+        seen = f"the closure was called {len(calls)} times, and step() returned {loss}"
+        raise Failed(seen, "step() does not hand the closure on, or not its loss back")
+
+
+def collects_its_state(mine):
+    """state_dict() of rank 0 has the state of all parameters, as the optimizer without shards"""
+    owned, plain = parameters(), parameters()
+    sharded = mine(owned, torch.optim.AdamW, lr=0.03)
+    unsharded = torch.optim.AdamW(plain, lr=0.03)
+    for optimizer, mines in ((sharded, owned), (unsharded, plain)):
+        give_gradients(mines, 0)
+        optimizer.step()
+    found = sharded.state_dict()["state"]  # a call of all ranks
+    expected = unsharded.state_dict()["state"]
+    if dist.get_rank() > 0:
+        return
+    if set(found) != set(expected):
+        seen = f"of {len(expected)} parameters it has the state of {len(found)}"
+        raise Failed(seen, "a checkpoint of rank 0 lacks what other ranks keep")
+    for number, state in expected.items():
+        if not is_close(found[number]["exp_avg_sq"], state["exp_avg_sq"]):
+            raise Failed(f"number {number} has another exp_avg_sq", "the numbers are others")
+
+
+def memory(mine):
+    """AdamW's state for eight parameters of 2 kB"""
+    held, whole = state_bytes(mine)
+    return [f"rank 0 keeps {held / 1024:.1f} of {whole / 1024:.1f} kB"]
+
+
+HAS_TO_HOLD = [
+    steps_like_sgd,
+    steps_like_adamw,
+    shares_the_state_out,
+    keeps_groups_apart,
+    takes_a_group_later,
+    follows_a_scheduler,
+    skips_frozen_parameters,
+    takes_fewer_parameters_than_ranks,
+    zeroes_all_gradients,
+]
+BEYOND = [takes_several_dtypes, calls_a_closure, collects_its_state]
+FACTS = [memory]

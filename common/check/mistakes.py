@@ -1,0 +1,389 @@
+"""Small classes that are wrong, each in one way that people get wrong: see common/docs/wrong.md.
+
+    make check MINE=common/check/mistakes.py:SumForMean
+
+What is called Right… is right; a wrong one says in its docstring what it does instead.
+"""
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+class Right(nn.Module):
+    """The plainest wrapper: one all-reduce per parameter, after backward."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+        self.broadcast()
+
+    def broadcast(self):
+        for tensor in [*self.module.parameters(), *self.module.buffers()]:
+            dist.broadcast(tensor.detach(), src=0)
+
+    def forward(self, *inputs):
+        return self.module(*inputs)
+
+    def trained(self):
+        return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+
+    def gradients(self):
+        """Of all that is trained; zeros for what this rank has not used."""
+        for parameter in self.trained():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        return [parameter.grad for parameter in self.trained()]
+
+    def finish_gradient_synchronization(self):
+        for gradient in self.gradients():
+            dist.all_reduce(gradient)
+            gradient /= dist.get_world_size()
+
+
+class RightHooks(Right):
+    """One all-reduce per parameter, during backward, in the same order on all ranks."""
+
+    def __init__(self, module):
+        super().__init__(module)
+        self.works = []
+        self.ready = set()
+        self.waiting = self.trained()[::-1]
+        for parameter in self.trained():
+            self.register(parameter)
+
+    def register(self, parameter):
+        parameter.register_post_accumulate_grad_hook(self.is_ready)
+
+    def is_ready(self, parameter):
+        self.ready.add(parameter)
+        while self.waiting and self.waiting[0] in self.ready:
+            self.launch(self.waiting.pop(0))
+
+    def launch(self, parameter):
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        parameter.grad /= dist.get_world_size()
+        self.works.append(dist.all_reduce(parameter.grad, async_op=True))
+
+    def finish_gradient_synchronization(self):
+        while self.waiting:
+            self.launch(self.waiting.pop(0))
+        for work in self.works:
+            work.wait()
+        self.works.clear()
+        self.ready.clear()
+        self.waiting = self.trained()[::-1]
+
+
+class SumForMean(Right):
+    """Does not divide."""
+
+    def finish_gradient_synchronization(self):
+        for gradient in self.gradients():
+            dist.all_reduce(gradient)
+
+
+class DividesTwice(Right):
+    """Divides before the all-reduce, and after it."""
+
+    def finish_gradient_synchronization(self):
+        for gradient in self.gradients():
+            gradient /= dist.get_world_size()
+        super().finish_gradient_synchronization()
+
+
+class NeverReduces(Right):
+    """Averages copies, and does not put them back."""
+
+    def finish_gradient_synchronization(self):
+        for gradient in self.gradients():
+            copy = gradient / dist.get_world_size()
+            dist.all_reduce(copy)
+
+
+class NoBroadcast(Right):
+    """Every rank starts with its own weights and buffers."""
+
+    def broadcast(self):
+        pass
+
+
+class ForgetsBuffers(Right):
+    """Broadcasts parameters only."""
+
+    def broadcast(self):
+        for parameter in self.module.parameters():
+            dist.broadcast(parameter.detach(), src=0)
+
+
+class HookBeforeGradient(RightHooks):
+    """Its hook runs before .grad is there: what is averaged is that of the last step, or zeros."""
+
+    def register(self, parameter):
+        parameter.register_hook(lambda gradient: self.is_ready(parameter))
+
+    def launch(self, parameter):
+        super().launch(parameter)
+        self.works[-1].wait()
+
+
+class DoesNotWait(RightHooks):
+    """Starts all-reduces, and goes on before they have ended."""
+
+    def finish_gradient_synchronization(self):
+        self.works.clear()
+        super().finish_gradient_synchronization()
+
+
+class OrderOfArrival(RightHooks):
+    """Calls all-reduce in the order in which gradients arrive, which ranks may not share."""
+
+    def is_ready(self, parameter):
+        self.waiting = [other for other in self.waiting if other is not parameter]
+        self.launch(parameter)
+
+
+class LeavesLastOut(Right):
+    """Off by one: the last parameter is never averaged."""
+
+    def trained(self):
+        return super().trained()[:-1]
+
+
+class TiedTwice(Right):
+    """Divides once for every name; a tied weight has two."""
+
+    def finish_gradient_synchronization(self):
+        for gradient in self.gradients():
+            dist.all_reduce(gradient)
+        for _, parameter in self.module.named_parameters(remove_duplicate=False):
+            if parameter.requires_grad:
+                parameter.grad /= dist.get_world_size()
+
+
+class SkipsUnused(Right):
+    """Calls no all-reduce for a parameter without a gradient, which another rank may have."""
+
+    def gradients(self):
+        return [parameter.grad for parameter in self.trained() if parameter.grad is not None]
+
+
+class FailsWhenFrozen(RightHooks):
+    """Registers a hook on every parameter; torch refuses it on a frozen one."""
+
+    def trained(self):
+        return list(self.module.parameters())
+
+
+class RoundsToFloat32(Right):
+    """Flattens all gradients into a buffer of the default dtype."""
+
+    def finish_gradient_synchronization(self):
+        gradients = self.gradients()
+        sizes = [gradient.numel() for gradient in gradients]
+        flat = torch.empty(sum(sizes))
+        for gradient, piece in zip(gradients, flat.split(sizes), strict=True):
+            piece.copy_(gradient.flatten())
+        dist.all_reduce(flat)
+        for gradient, piece in zip(gradients, flat.split(sizes), strict=True):
+            gradient.copy_(piece.view_as(gradient) / dist.get_world_size())
+
+
+class OverwritesAccumulated(Right):
+    """Averages the gradient of the last backward, and puts it into the place of the sum."""
+
+    def __init__(self, module):
+        super().__init__(module)
+        self.latest = {}
+        for parameter in self.trained():
+            parameter.register_hook(partial(self.latest.__setitem__, parameter))
+
+    def finish_gradient_synchronization(self):
+        for parameter, gradient in zip(self.trained(), self.gradients(), strict=True):
+            parameter.grad = self.latest.pop(parameter, gradient).clone()
+        super().finish_gradient_synchronization()
+
+
+class RemembersGradients(Right):
+    """Looks .grad up once; after zero_grad() there are other tensors."""
+
+    remembered = None
+
+    def gradients(self):
+        self.remembered = self.remembered or super().gradients()
+        return self.remembered
+
+
+class SwapsGradients(Right):
+    """Takes gradients in one order, and puts them back in the other."""
+
+    def finish_gradient_synchronization(self):
+        super().finish_gradient_synchronization()
+        alike = {}
+        for parameter in self.trained():
+            alike.setdefault((parameter.shape, parameter.dtype), []).append(parameter)
+        for parameters in alike.values():
+            gradients = [parameter.grad for parameter in parameters]
+            for parameter, gradient in zip(parameters, gradients[::-1], strict=True):
+                parameter.grad = gradient
+
+
+class AfterBackward(RightHooks):
+    """Right, but launches everything when backward is over: nothing is hidden."""
+
+    def is_ready(self, parameter):
+        pass
+
+
+class RightShards(torch.optim.Optimizer):
+    """A sharded optimizer: every rank steps each world_size-th parameter, and sends it."""
+
+    def __init__(self, params, optimizer_cls, **options):
+        self.every = []
+        self.local = optimizer_cls([{"params": []}], **self.chosen(options))
+        self.local.param_groups.clear()
+        super().__init__(params, options)
+
+    def chosen(self, options):
+        return options
+
+    def is_own(self, number):
+        return number % dist.get_world_size() == dist.get_rank()
+
+    def add_param_group(self, group):
+        super().add_param_group(group)
+        group = self.param_groups[-1]
+        numbered = enumerate(group["params"], len(self.every))
+        own = [parameter for number, parameter in numbered if self.is_own(number)]
+        self.local.add_param_group({**self.chosen(group), "params": own})
+        self.every += group["params"]
+
+    def step(self, closure=None):
+        self.take_over_options()
+        self.local.step()
+        for number, parameter in enumerate(self.every):
+            dist.broadcast(parameter.detach(), src=number % dist.get_world_size())
+
+    def take_over_options(self):
+        for group, local in zip(self.param_groups, self.local.param_groups, strict=True):
+            local.update({**group, "params": local["params"]})
+
+
+class ForgetsOptions(RightShards):
+    """The optimizer inside has its own defaults, whatever the learning rate is."""
+
+    def chosen(self, options):
+        return {}
+
+    def take_over_options(self):
+        pass
+
+
+class IgnoresSchedulers(RightShards):
+    """What a scheduler writes into param_groups does not reach the optimizer inside."""
+
+    def take_over_options(self):
+        pass
+
+
+class KeepsAllState(RightShards):
+    """Every rank steps every parameter: right, and nothing is saved."""
+
+    def is_own(self, number):
+        return True
+
+
+class SendsNothing(RightShards):
+    """Every rank steps its own parameters, and the others never hear of it."""
+
+    def step(self, closure=None):
+        self.take_over_options()
+        self.local.step()
+
+
+class Gather(torch.autograd.Function):
+    """From a shard to the whole weight; backward, the mean gradient of this rank's part."""
+
+    @staticmethod
+    def forward(ctx, shard, shape, divisor):
+        ctx.divisor = divisor
+        pieces = [torch.empty_like(shard) for _ in range(dist.get_world_size())]
+        dist.all_gather(pieces, shard)
+        return torch.cat(pieces)[: shape.numel()].view(shape)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.contiguous()
+        dist.all_reduce(gradient)
+        return part_of(gradient / ctx.divisor), None, None
+
+
+def part_of(whole):
+    """This rank's part of a tensor: of equal length on all ranks, zeros fill up the end."""
+    length = -(-whole.numel() // dist.get_world_size())
+    flat = torch.cat([whole.flatten(), whole.new_zeros(length * dist.get_world_size())])
+    return flat[length * dist.get_rank() :][:length].clone()
+
+
+class RightFSDP(nn.Module):
+    """Keeps this rank's part of every weight; a forward gathers all of them."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.modules_of_user = [module]  # in a list, so that its parameters are not ours
+        self.shapes = {name: each.shape for name, each in module.named_parameters()}
+        self.divisor = dist.get_world_size()
+        self.shards = nn.ParameterList()
+        for parameter in module.parameters():
+            dist.broadcast(parameter.detach(), src=0)
+            shard = nn.Parameter(part_of(parameter.detach()), parameter.requires_grad)
+            self.shards.append(shard)
+
+    def gather_full_params(self):
+        pairs = zip(self.shapes.items(), self.shards, strict=True)
+        return {name: Gather.apply(shard, shape, self.divisor) for (name, shape), shard in pairs}
+
+    def forward(self, *inputs):
+        whole = self.gather_full_params()
+        return torch.func.functional_call(self.modules_of_user[0], whole, inputs)
+
+
+class SumsShards(RightFSDP):
+    """Does not divide."""
+
+    def __init__(self, module):
+        super().__init__(module)
+        self.divisor = 1
+
+
+class SplitsNothing(Right):
+    """A data-parallel wrapper that calls itself FSDP: every rank keeps everything."""
+
+    def gather_full_params(self):
+        return self.module.state_dict()
+
+
+WRAPPERS = [
+    SumForMean,
+    DividesTwice,
+    NeverReduces,
+    NoBroadcast,
+    ForgetsBuffers,
+    HookBeforeGradient,
+    DoesNotWait,
+    OrderOfArrival,
+    LeavesLastOut,
+    TiedTwice,
+    SkipsUnused,
+    FailsWhenFrozen,
+    RoundsToFloat32,
+    OverwritesAccumulated,
+    RemembersGradients,
+    SwapsGradients,
+    AfterBackward,
+]
+OPTIMIZERS = [ForgetsOptions, IgnoresSchedulers, KeepsAllState, SendsNothing]
+FSDPS = [SumsShards, SplitsNothing]
