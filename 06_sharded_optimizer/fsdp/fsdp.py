@@ -669,6 +669,7 @@ def main():
     parser = setup.Parser(__doc__)
     setup.add_training_arguments(parser, steps=6)
     setup.add_verify_arguments(parser)
+    setup.add_mine(parser)
     setup.add_plot_arguments(parser, "fsdp.png")
     parser.set_defaults(warmup=3)  # five candidates, and all within a minute
     add = parser.add_argument
@@ -701,12 +702,15 @@ def main():
         return
     with setup.process_group(args) as device:
         result = report.begin("06_sharded_optimizer/fsdp", args, device)
-        replicas = 1 if args.no_baseline else 4
+        replicas = (1 if args.no_baseline else 4) + bool(args.mine)
         model = report.describe(LanguageModel, args, replicas)
         result["model"] = model
         result["verify"] = None
-        if not args.no_verify:
-            result["verify"] = measure.verify(args, device, wrap)
+        wraps = {} if args.no_verify else {"FSDP": wrap} | setup.users_wrapper(args)
+        for name in reversed(wraps):  # this stage's last: it is what is saved
+            if args.mine:
+                setup.say(f"verify: {name}")
+            result["verify"] = measure.verify(args, device, wraps[name])
         if not args.no_memory:
             result["memory_bytes"] = memory.account(args, device, wrap, choose_units)
             memory.show(result, args.plot)

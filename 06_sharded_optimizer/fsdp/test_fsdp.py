@@ -1233,6 +1233,14 @@ def test_script(script, tmp_path):
 
 
 @pytest.mark.full
+def test_a_class_of_the_users_own_has_a_row(script):
+    """Verified like ours, also without compute_dtype."""
+    words = f"--mine {SCRIPT}:FSDP --no-baseline --no-memory --no-plot".split()
+    status, output = script(torchrun(2, SCRIPT, *QUICK, *words)).wait()
+    assert status == 0 and output.count("verify: passed") == 2 and "FSDP (mine)" in output, output
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_script_in_other_ways(script, world_size, dtype):
