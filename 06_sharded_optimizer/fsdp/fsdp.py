@@ -14,7 +14,6 @@ VLDB 2023; Stanford CS336, assignment 2 (2026).
 """
 
 import gc
-import hashlib
 import sys
 import weakref
 from collections import deque
@@ -32,26 +31,26 @@ from torch.utils._pytree import tree_leaves
 class Unit:
     """Weights one after another in `whole`, which has memory only from gather() to free().
 
-    This rank keeps `part`, one of N equal slices of it. The shards, one for each weight, are views
-    into `part`, with as many dimensions as the weight, because some rules go by them.
+    This rank keeps its share, one of N equal slices. Of each weight it has a shard: a view into the
+    share, with as many dimensions as the weight, so that "decay what has two of them" still works.
     """
 
     def __init__(self, weights: list[nn.Parameter], dtype: torch.dtype, process_group):
         self.group = process_group
         world_size, rank = dist.get_world_size(process_group), dist.get_rank(process_group)
         flat = pad_to_multiple(world_size, torch.cat([w.detach().flatten() for w in weights]))
-        self.part = flat.view(world_size, -1)[rank].clone()
-        self.whole = torch.empty_like(flat, dtype=dtype)  # that in which weights travel
-        self.weights = {}  # shard -> the whole weight, a view into `whole`
-        end = -rank * len(self.part)  # as seen from this rank's part
+        self.share = flat.view(world_size, -1)[rank].clone()
+        self.whole = torch.empty_like(flat, dtype=dtype)  # weights travel in this dtype
+        self.weights = {}  # shard -> the whole weight: a leaf of autograd that lies in `whole`
+        end = -rank * len(self.share)  # where the first weight begins, counted from the share
         for weight, whole in zip(weights, split_like(weights, self.whole), strict=True):
             start, end = end, end + weight.numel()
-            mine = self.part[max(start, 0) : max(end, 0)]
+            mine = self.share[max(start, 0) : max(end, 0)]
             shard = nn.Parameter(mine.view(*[1] * (weight.ndim - 1), -1), weight.requires_grad)
             self.weights[shard] = whole.detach().requires_grad_(weight.requires_grad)
         self.trained = {weight for weight in self.weights.values() if weight.requires_grad}
         self.missing = set(self.trained)  # those whose gradient is not there yet
-        self.places, self.biases = [], []  # (module, name, whole weight): see show()
+        self.places, self.biases = [], []  # where modules read them: (module, name, weight)
         self.users = 0  # forwards that compute with it now
         self.gathering = None  # the all-gather in flight
         self.free()
@@ -60,7 +59,7 @@ class Unit:
         """Begin to put the whole together, unless it is there or under way."""
         if self.whole.untyped_storage().size() == 0:
             self.whole.untyped_storage().resize_(self.whole.nbytes)
-            sent = self.part.to(self.whole.dtype)
+            sent = self.share.to(self.whole.dtype)
             self.gathering = all_gather_single(self.whole.data, sent, self.group, async_op=True)
 
     def wait(self) -> None:
@@ -69,18 +68,18 @@ class Unit:
         if self.gathering:
             self.gathering.wait()
             self.gathering = None
-            set_version(self.whole, self.part._version)  # so autograd notices changes
+            set_version(self.whole, self.share._version)  # autograd refuses older graphs
 
     def free(self) -> None:
-        """Give up the memory. Autograd may keep the weights: backward fills the same memory."""
+        """Give up the memory. Autograd keeps the empty weights: backward fills them again."""
         if self.gathering:
             self.wait()
         self.whole.untyped_storage().resize_(0)
-        set_version(self.whole, NO_MEMORY)  # so autograd does not read it now
+        set_version(self.whole, NO_MEMORY)  # autograd refuses to read it until it is filled
 
 
 class Reduction:
-    """A unit's gradients on their way: wait() adds the mean of this rank's part to the shards'."""
+    """A unit's gradients on their way. wait() adds their mean to `grad` of this rank's shards."""
 
     def __init__(self, unit: Unit):
         self.unit = unit
@@ -88,7 +87,7 @@ class Reduction:
 
     def wait(self) -> None:
         self.work.wait()
-        mean = self.received.mean(0, dtype=self.unit.part.dtype)
+        mean = self.received.mean(0, dtype=self.unit.share.dtype)  # of a row from each rank
         gradients = split_like(self.unit.weights, mean)
         for shard, gradient in zip(self.unit.weights, gradients, strict=True):
             shard.grad = gradient if shard.grad is None else shard.grad + gradient
@@ -98,9 +97,9 @@ class FSDP(nn.Module):
     """Keep 1/N of each weight, of its gradient and of its optimizer state on N ranks.
 
     Biases and norms stay whole. parameters() has the shards: construct the optimizer afterwards.
-    `units`: modules whose weights are gathered together, by default choose_units(module). Weights
-    travel, and modules that have some compute, in `compute_dtype`; gradients are added up in the
-    weight's own. ValueError, RuntimeError: what cannot be done.
+    `units`: modules whose weights are gathered together, by default choose_units(module).
+    `compute_dtype`: in which weights travel and their modules compute. Gradients are averaged in
+    the weight's own. ValueError, RuntimeError: what cannot be done.
     """
 
     def __init__(self, module, compute_dtype=None, process_group=None, prefetch=True, units=None):
@@ -108,14 +107,14 @@ class FSDP(nn.Module):
         check_and_broadcast(module, process_group)
         self.module = module
         self.process_group = process_group
-        self.units_of = make_units(self, units, compute_dtype)  # module -> Units that it needs
+        self.units_of = make_units(self, units, compute_dtype)  # module -> its Units, mostly one
         parts = list(self.units_of) if prefetch else []
         self.after = dict(pairwise(parts))  # module -> the next one, in order of registration
         self.before = dict(pairwise(reversed(parts)))
         self.units = list(dict.fromkeys(unit for units in self.units_of.values() for unit in units))
-        self.order = [unit for unit in reversed(self.units) if unit.trained]  # of reductions
+        self.order = [unit for unit in reversed(self.units) if unit.trained]  # they are reduced so
         self.waiting = deque(self.order)  # units that are still to be reduced
-        self.in_flight = []  # the Reduction that has begun
+        self.in_flight = []  # at most one Reduction
         self.in_backward = False  # until the finish
         self.guard = Guard(self)
         self.unit_of = {weight: unit for unit in self.units for weight in unit.trained}
@@ -130,31 +129,32 @@ class FSDP(nn.Module):
         return self.module(*inputs, **kwargs)
 
     def _gather(self, part: nn.Module, order: dict) -> None:
-        """Wait until the units of a module are whole; those of the next one set out meanwhile."""
+        """Wait for the units of a module, and begin to gather those of the next one."""
         for unit in self.units_of[part]:
             unit.wait()
         for unit in self.units_of.get(order.get(part), []):
             unit.gather()
 
     def _before_forward(self, part: nn.Module, *_) -> None:
-        """Hook 1, of a module. In backward a checkpoint is computed again."""
+        """Hook 1, before a module's forward. In backward a checkpoint calls it again."""
         self._gather(part, self.before if self.in_backward else self.after)
-        show(self.units_of[part])
+        show(self.units_of[part])  # from here on part.weight is the whole weight
 
     def _after_forward(self, part: nn.Module, inputs, outputs) -> None:
-        """Hook 2, of a module."""
-        hide(self.units_of[part])
-        expect_backward(self.units_of[part], inputs, outputs, partial(self._before_backward, part))
-        if not self.in_backward:
+        """Hook 2, after a module's forward."""
+        hide(self.units_of[part])  # part.weight is this rank's shard again
+        for tensor in tensors_in_backward(self.units_of[part], inputs, outputs):
+            tensor.register_hook(partial(self._before_backward, part))
+        if not self.in_backward:  # there a checkpoint's own backward comes next
             free_unused(self.units_of[part])
 
     def _before_backward(self, part: nn.Module, _) -> None:
-        """Hook 3, of what a module returned."""
+        """Hook 3, when backward comes to what a module returned."""
         self.in_backward = True
         self._gather(part, self.before)
 
     def _gradient_is_there(self, weight: torch.Tensor) -> None:
-        """Hook 4, of a weight. The order of reductions is one on all ranks, as in 04 and 05."""
+        """Hook 4, when a weight's gradient is complete. All ranks reduce in one order."""
         unit = self.unit_of[weight]
         self.guard.check_gradient(self, weight)
         unit.missing.remove(weight)
@@ -169,7 +169,7 @@ class FSDP(nn.Module):
             begin_reduction(self.waiting.popleft(), self.in_flight)  # with zeros for the missing
         wait_for(self.in_flight)
         average_replicated(self)  # biases, norms
-        free_unused(self.units)
+        free_unused(self.units)  # frozen ones, and what was gathered in vain
         self.waiting.extend(self.order)
         self.in_backward = False
         self.guard.after_finish(self)
@@ -230,11 +230,11 @@ def begin_reduce_scatter(sent: torch.Tensor, unit: Unit) -> tuple:
         received = torch.empty_like(sent)
         work = dist.all_to_all_single(received, sent, group=unit.group, async_op=True)
     else:
-        sent = sent.to(unit.part.dtype)
-        received = torch.empty_like(unit.part)
+        sent = sent.to(unit.share.dtype)
+        received = torch.empty_like(unit.share)
         mean = dist.ReduceOp.AVG
         work = reduce_scatter_single(received, sent, mean, group=unit.group, async_op=True)
-    return sent, received.view(-1, len(unit.part)), work
+    return sent, received.view(-1, len(unit.share)), work
 
 
 def begin_reduction(unit: Unit, in_flight: list[Reduction]) -> None:
@@ -277,24 +277,20 @@ def hide(units: list[Unit]) -> None:
                 del module.__dict__[name]
 
 
-def expect_backward(units: list[Unit], inputs, outputs, hook) -> None:
-    """Call the hook when it comes to what a module has returned.
+def tensors_in_backward(units: list[Unit], inputs, outputs) -> list[torch.Tensor]:
+    """Those that a module has returned and that backward comes to, before the module's weights.
 
     No gradient says when backward is done with frozen weights: those of the module's inputs do.
     """
+    check_outputs(units, outputs)
     if not torch.is_grad_enabled():
-        return
+        return []
     frozen = [unit for unit in units if not unit.trained]
-    found = any(map(torch.is_tensor, tree_leaves(outputs)))
-    if not found and outputs is not None and len(frozen) < len(units):
-        what = f"a {type(outputs).__name__}, in which FSDP finds no tensor"
-        raise RuntimeError(f"a module returned {what}: return tensors, or a list, tuple or dict")
-    for tensor in with_gradient(outputs):
-        tensor.register_hook(hook)
-        for base in with_gradient(tensor._base):  # a view that is changed in place loses its hook
-            base.register_hook(hook)
     if frozen and with_gradient(inputs):
         register_multi_grad_hook(with_gradient(inputs), lambda _: free_unused(frozen))
+    tensors = with_gradient(outputs)
+    # A view that is changed in place loses its hooks: so its base has them, too.
+    return tensors + with_gradient([tensor._base for tensor in tensors])
 
 
 def with_gradient(value) -> list[torch.Tensor]:
@@ -329,12 +325,15 @@ def make_units(model: FSDP, chosen, compute_dtype) -> dict[nn.Module, list[Unit]
     Returns which units a module's forward needs; with a tied weight several need the same one.
     """
     module = model.module
+    chosen = chosen or choose_units(module)
+    if not all(is_called(part) and part in set(module.modules()) for part in chosen):
+        raise ValueError("units: must be modules within the module, and have a forward")
     places = {}  # weight -> [(module, name), …]
     for part in module.modules():
         for name, parameter in part._parameters.items():
-            if parameter is not None and parameter.ndim >= 2:
+            if parameter is not None and parameter.ndim >= 2 and parameter.numel():
                 places.setdefault(parameter, []).append((part, name))
-    of_parts = {part: list(part.parameters()) for part in chosen or choose_units(module)}
+    of_parts = {part: list(part.parameters()) for part in chosen}
     elsewhere = {parameter for parameters in of_parts.values() for parameter in parameters}
     own = set(module.parameters(recurse=False))
     rest = [p for p in module.parameters() if p in own or p not in elsewhere]
@@ -433,8 +432,8 @@ def full_state(model: FSDP) -> dict[str, torch.Tensor]:
     """Copies: of all parameters, whole, and of the buffers that a state_dict has."""
     whole = {}
     for unit in model.units:
-        flat = unit.part.new_empty(len(unit.whole))
-        all_gather_single(flat, unit.part, unit.group)
+        flat = unit.share.new_empty(len(unit.whole))
+        all_gather_single(flat, unit.share, unit.group)
         whole |= zip(unit.weights, split_like(unit.weights.values(), flat), strict=True)
     state = {}
     for name, parameter in model.module.named_parameters(remove_duplicate=False):
@@ -446,6 +445,7 @@ def full_state(model: FSDP) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def load_full_state(model: FSDP, state: dict[str, torch.Tensor]) -> None:
+    free_unused(model.units)
     whole = {shard: weight for unit in model.units for shard, weight in unit.weights.items()}
     values = {}
     for name, parameter in model.module.named_parameters(remove_duplicate=False):
@@ -455,9 +455,9 @@ def load_full_state(model: FSDP, state: dict[str, torch.Tensor]) -> None:
             shapes = f"{tuple(state[name].shape)}, not {tuple(expected)}"
             raise ValueError(f"{name} has shape {shapes}")
     for unit in model.units:
-        flat = torch.cat([values[shard].flatten().to(unit.part) for shard in unit.weights])
+        flat = torch.cat([values[shard].flatten().to(unit.share) for shard in unit.weights])
         flat = pad_to_multiple(len(unit.whole), flat)
-        unit.part.copy_(flat.view(-1, len(unit.part))[dist.get_rank(unit.group)])
+        unit.share.copy_(flat.view(-1, len(unit.share))[dist.get_rank(unit.group)])
     for parameter in replicated(model):
         parameter.copy_(values[parameter])
     for name, buffer in persistent_buffers(model.module).items():
@@ -543,6 +543,8 @@ class Guard:
         if not self.knows_optimizers:
             refuse_optimizers(shards_of(model))
         self.knows_optimizers = True
+        for weight in model.unit_of:
+            weight.grad = None  # of a backward that was refused
 
     def compare_ranks(self, model: FSDP) -> None:
         """From now on ranks tell each other what they do next: slow, for a run that hangs.
@@ -594,7 +596,7 @@ def check_module(module: nn.Module, process_group) -> None:
     check_same(mine, process_group, ValueError, "models differ")
     if any(hasattr(part, "finish_gradient_synchronization") for part in module.modules()):
         raise ValueError("a module can be wrapped only once: wrap the plain one, model.module")
-    if not any(parameter.ndim >= 2 for parameter in module.parameters()):
+    if not any(p.ndim >= 2 and p.numel() for p in module.parameters()):
         raise ValueError("there is no weight to shard: no parameter has two dimensions")
     for name, part in module.named_modules():
         if getattr(part, "sparse", False) or getattr(part, "max_norm", None) is not None:
@@ -604,15 +606,23 @@ def check_module(module: nn.Module, process_group) -> None:
 def check_same(mine: list[str], process_group, error: type, what: str) -> None:
     """Raise this error on all ranks if their lists differ; it names the first difference."""
     of_ranks = [None] * dist.get_world_size(process_group)
-    digest = hashlib.sha256("\n".join(mine).encode()).digest()
-    dist.all_gather_object(of_ranks, digest, group=process_group)
-    if len(set(of_ranks)) == 1:
-        return
     dist.all_gather_object(of_ranks, mine, group=process_group)
     for rank, theirs in enumerate(of_ranks):
         for expected, found in zip_longest(of_ranks[0], theirs, fillvalue="nothing"):
             if expected != found:
                 raise error(f"{what}: rank 0 has {expected}, rank {rank} has {found}")
+
+
+def check_outputs(units: list[Unit], outputs) -> None:
+    """RuntimeError for what FSDP could not handle: nothing to hook, or memory that will be gone."""
+    tensors = [leaf for leaf in tree_leaves(outputs) if torch.is_tensor(leaf)]
+    expected = torch.is_grad_enabled() and any(unit.trained for unit in units)
+    if expected and outputs is not None and not tensors:
+        what = f"a {type(outputs).__name__}, in which FSDP finds no tensor"
+        raise RuntimeError(f"a module returned {what}: return tensors, or a list, tuple or dict")
+    memory = {memory_of(unit.whole) for unit in units}
+    if any(memory_of(tensor) in memory for tensor in tensors):
+        raise RuntimeError("a module returned its weight, or a view of it: return a clone()")
 
 
 def check_finished(model: FSDP) -> None:
@@ -641,7 +651,12 @@ def refuse_optimizers(shards: list[nn.Parameter]) -> None:
                     raise RuntimeError(f"{name} needs whole weights, and FSDP's are sharded")
 
 
-# Private in torch, which has no public name for it; nothing else here is.
+# Private in torch, which has no public name for either; nothing else here is.
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """The same for all views of one memory, also on `meta`, where there is no address."""
+    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else 0
 
 
 NO_MEMORY = 2**30  # a version that no weight has

@@ -229,7 +229,7 @@ def all_train_like_one_process(builds, optimizers):
 @pytest.mark.parametrize(
     "world_size, builds, optimizers",
     [
-        (2, [plain, frozen, recomputed_reentrant, transformer, Unusual], OPTIMIZERS[:1]),
+        (2, [plain, frozen, recomputed_reentrant, transformer, own, Unusual], OPTIMIZERS[:1]),
         (2, [transformer], OPTIMIZERS[1:2]),
         (3, [tied, TiedByHand], OPTIMIZERS[:2]),
         *(pytest.param(n, BUILDS, OPTIMIZERS, marks=FULL) for n in (1, 2, 3)),
@@ -470,13 +470,17 @@ def takes_any_way_together():
     twin = copy.deepcopy(net)
     model = FSDP(net)
     x = torch.ones(2, 6, dtype=torch.float64, requires_grad=True)
-    for way in [(0, 1, 2, 3), (3, 1, 0), (2,), (1, 2, 1), ()]:
-        model.zero_grad()
-        twin.zero_grad()
-        for one in (model, twin):
-            one(x, way).square().sum().backward()
-        model.finish_gradient_synchronization()
-        assert gradients_agree(model, twin) < 1e-12, way
+    with Spy(model) as spy:
+        for way in [(0, 1, 2, 3), (3, 1, 0), (2,), (1, 2, 1), ()]:
+            model.zero_grad()
+            twin.zero_grad()
+            spy.log.clear()
+            for one in (model, twin):
+                one(x, way).square().sum().backward()
+            model.finish_gradient_synchronization()
+            assert gradients_agree(model, twin) < 1e-12, way
+            reduced = [step for step in spy.log if "reduce" in step]
+            assert reduced == ["reduce 3", "reduce 2", "reduce 1", "reduce 0"], way
 
 
 def test_units_in_any_order(ranks):
@@ -547,6 +551,16 @@ class ChangesInPlace(nn.Module):
         return y
 
 
+class Positions(nn.Linear):
+    """Returns a view of its weight, whose memory is given up then."""
+
+    def __init__(self):
+        super().__init__(6, 6)
+
+    def forward(self, x):
+        return self.weight[: len(x)]
+
+
 class HidesItsOutput(nn.Linear):
     """Returns an object, in which nobody finds a tensor."""
 
@@ -586,6 +600,11 @@ def refuses_wrong_use():
     with pytest.raises(RuntimeError, match=r"create_graph=True\) is not supported"):
         model(x).sum().backward(create_graph=True)
     model.finish_gradient_synchronization()
+    for wrong in (nn.Linear(6, 6), nn.ModuleList()):
+        with pytest.raises(ValueError, match="units: must be modules within the module"):
+            FSDP(chain(), units=[wrong])
+    with pytest.raises(RuntimeError, match=r"a view of it: return a clone\(\)"):
+        FSDP(nn.Sequential(Positions()))(x)
     with pytest.raises(ValueError, match="wrapped only once"):
         FSDP(nn.Sequential(model))
     with pytest.raises(ValueError, match="no weight to shard"):
@@ -708,6 +727,24 @@ def runs_a_retained_graph_twice():
         model.finish_gradient_synchronization()
 
 
+def forgets_a_backward_that_was_refused():
+    """Its gradients must not be in those of the next step."""
+    torch.manual_seed(0)
+    net = chain()
+    twin = copy.deepcopy(net)
+    model = FSDP(net)
+    x = torch.ones(2, 6, dtype=torch.float64)
+    loss = model(x).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="backward.. ran twice"):
+        loss.backward()
+    model.finish_gradient_synchronization()
+    model.zero_grad()
+    train_step(model, x)
+    twin(x).square().mean().backward()
+    assert gradients_agree(model, twin) < 1e-12
+
+
 def sums_two_forwards():
     """Two forwards before a backward: what both make of each weight is summed."""
     torch.manual_seed(0)
@@ -793,6 +830,7 @@ def nests():
     "check",
     [
         runs_a_retained_graph_twice,
+        forgets_a_backward_that_was_refused,
         sums_two_forwards,
         refuses_two_reentrant_checkpoints_of_a_layer,
         computes_under_autocast,
@@ -873,7 +911,10 @@ def loads(path):
     full = torch.load(path)
     torch.manual_seed(7)
     model = FSDP(tied())
+    with torch.no_grad():
+        model.module.embedding(batch_of(1)[1])  # gathers more than it needs
     model.load_full_params(full)
+    assert not any(unit.whole.untyped_storage().size() for unit in model.units)
     again = model.gather_full_params()
     assert set(full) == set(again) == set(tied().state_dict())
     assert all(torch.equal(full[name], again[name]) for name in full)
