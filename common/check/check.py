@@ -117,7 +117,8 @@ def run_checks(args, kind: str) -> list[dict]:
     end = time.monotonic() + SECONDS_IN_ALL * crowd
     results = []
     for group, checks in groups.items():
-        setup.say(f"\n{HEADINGS[group]}")
+        if checks:
+            setup.say(f"\n{HEADINGS[group]}")
         for check in checks:
             share = (end - time.monotonic()) / left
             limit = min(max(share, LIMITS[0] * crowd), LIMITS[1] * crowd)
