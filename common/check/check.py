@@ -28,11 +28,6 @@ from common import report, setup  # noqa: E402
 from common.check import checks_of_fsdp, checks_of_optimizers, checks_of_wrappers, runner  # noqa: E402
 
 KINDS = {"wrapper": checks_of_wrappers, "optimizer": checks_of_optimizers, "fsdp": checks_of_fsdp}
-POSITIONAL = {  # how the checks call it
-    "wrapper": ["module"],
-    "optimizer": ["params", "optimizer_cls"],
-    "fsdp": ["module"],
-}
 HEADINGS = {
     "has to hold": "What has to hold",
     "beyond": "Beyond: more than the course asks, and partly more than torch's own classes do",
@@ -87,10 +82,7 @@ def load(args) -> str:
 
 def kind_of(mine, given: str | None) -> list[str]:
     """[its kind], given or found; ValueError if it cannot be called as the checks call it."""
-    try:
-        signature = inspect.signature(mine)
-    except ValueError:  # written in C
-        return [given or "wrapper"]
+    signature = inspect.signature(mine)
     names = list(signature.parameters)
     kind = given
     if kind is None:
@@ -99,11 +91,12 @@ def kind_of(mine, given: str | None) -> list[str]:
             kind = "fsdp"
         if "params" in names[:1] or (isinstance(mine, type) and issubclass(mine, Optimizer)):
             kind = "optimizer"
-    options = {name: None for name in ("bucket_size_mb",) if name in names}
+    given = ["params", "optimizer_cls"] if kind == "optimizer" else ["module"]
+    options = {"bucket_size_mb": 25.0} if "bucket_size_mb" in names else {}
     try:
-        signature.bind(*POSITIONAL[kind], **options)
+        signature.bind(*given, **options)
     except TypeError as error:
-        raise ValueError(f"cannot be called with {', '.join(POSITIONAL[kind])}: {error}") from None
+        raise ValueError(f"cannot be called with {', '.join(given)}: {error}") from None
     return [kind]
 
 
@@ -124,7 +117,8 @@ def run_checks(args, kind: str) -> list[dict]:
     end = time.monotonic() + SECONDS_IN_ALL * crowd
     results = []
     for group, checks in groups.items():
-        setup.say(f"\n{HEADINGS[group]}")
+        if checks:
+            setup.say(f"\n{HEADINGS[group]}")
         for check in checks:
             share = (end - time.monotonic()) / left
             limit = min(max(share, LIMITS[0] * crowd), LIMITS[1] * crowd)
@@ -135,16 +129,11 @@ def run_checks(args, kind: str) -> list[dict]:
             if group == "facts":
                 result["verdict"] = result["verdict"].replace("failed", "not tried")
             result = {"check": check.__name__, "promise": promise, "group": group, **result}
-            result["as_in"] = first_with(result["means"], results)
+            same = [each["check"] for each in results if each["means"] == result["means"] != ""]
+            result["as_in"] = same[0] if same else None  # it has failed for the same reason
             results.append(result)
             show(result)
     return results
-
-
-def first_with(means: str, results: list[dict]) -> str | None:
-    """The first check that has failed for the same reason."""
-    same = [each["check"] for each in results if means and each["means"] == means]
-    return same[0] if same else None
 
 
 def show(result: dict) -> None:

@@ -72,29 +72,27 @@ class Trained:
 
 def calls_and_bytes(noted: NotedCollectives) -> str:
     if not noted.times:  # a backend in Python, whose calls torch does not see
-        return f"calls: {noted.count}"
-    return f"calls: {noted.count}, {noted.bytes / 2**20:.1f} MB in all"
+        return f"{noted.count} calls"
+    return f"{noted.count} calls, {noted.bytes / 2**20:.1f} MB in all"
 
 
 def communication(mine):
     """a step of a model with 24 parameters, 12 MB"""
-    theirs = Trained(DistributedDataParallel).noted_step()
-    return [
-        f"{calls_and_bytes(Trained(mine).noted_step())}; torch's DDP: {calls_and_bytes(theirs)}"
-    ]
+    noted = {wrap: Trained(wrap).noted_step() for wrap in (mine, DistributedDataParallel)}
+    ours, theirs = map(calls_and_bytes, noted.values())
+    return [f"{ours}; torch's DDP: {theirs}"]
 
 
 def overlap(mine):
     """communication that is not hidden under backward"""
     trained = Trained(mine)
     noted = trained.noted_step()
-    marks = trained.watch.marks
-    early = sum(moment < marks["last gradient"] for moment in noted.times)
+    begin, end = trained.watch.marks["backward"], trained.watch.marks["last gradient"]
+    early = sum(moment < end for moment in noted.times)
     facts = []
     if noted.times:
-        facts.append(f"calls before the last gradient is there: {early} of {len(noted.times)}")
+        facts.append(f"calls before the last gradient is there: {early} of {noted.count}")
     if early:
-        begin, end = marks["backward"], marks["last gradient"]
         waited = 100 * (noted.times[0] - begin) / (end - begin)
         facts.append(f"the first after {waited:.0f} % of backward")
     candidates = {"mine": trained.step, "torch's DDP": Trained(DistributedDataParallel).step}
@@ -112,8 +110,3 @@ def memory(mine):
         trained.step()
         needed.append(peak_bytes(trained.step, torch.device("cpu")) / 2**20)
     return ["{:.1f} MB; torch's DDP: {:.1f} MB".format(*needed)]
-
-
-def communication_of_fsdp(mine):
-    """a step of a model with 24 parameters, 12 MB"""
-    return [calls_and_bytes(Trained(mine).noted_step())]

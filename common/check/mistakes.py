@@ -5,8 +5,6 @@
 What is called Right… is right; a wrong one says in its docstring what it does instead.
 """
 
-from functools import partial
-
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -86,24 +84,6 @@ class SumForMean(Right):
             dist.all_reduce(gradient)
 
 
-class DividesTwice(Right):
-    """Divides before the all-reduce, and after it."""
-
-    def finish_gradient_synchronization(self):
-        for gradient in self.gradients():
-            gradient /= dist.get_world_size()
-        super().finish_gradient_synchronization()
-
-
-class NeverReduces(Right):
-    """Averages copies, and does not put them back."""
-
-    def finish_gradient_synchronization(self):
-        for gradient in self.gradients():
-            copy = gradient / dist.get_world_size()
-            dist.all_reduce(copy)
-
-
 class NoBroadcast(Right):
     """Every rank starts with its own weights and buffers."""
 
@@ -179,42 +159,21 @@ class FailsWhenFrozen(RightHooks):
 
 
 class RoundsToFloat32(Right):
-    """Flattens all gradients into a buffer of the default dtype."""
+    """Averages in a buffer of the default dtype."""
 
     def finish_gradient_synchronization(self):
-        gradients = self.gradients()
-        sizes = [gradient.numel() for gradient in gradients]
-        flat = torch.empty(sum(sizes))
-        for gradient, piece in zip(gradients, flat.split(sizes), strict=True):
-            piece.copy_(gradient.flatten())
-        dist.all_reduce(flat)
-        for gradient, piece in zip(gradients, flat.split(sizes), strict=True):
-            gradient.copy_(piece.view_as(gradient) / dist.get_world_size())
+        for gradient in self.gradients():
+            buffer = gradient.float()
+            dist.all_reduce(buffer)
+            gradient.copy_(buffer / dist.get_world_size())
 
 
 class OverwritesAccumulated(Right):
-    """Averages the gradient of the last backward, and puts it into the place of the sum."""
+    """Empties .grad before every forward; what an earlier backward has left there is lost."""
 
-    def __init__(self, module):
-        super().__init__(module)
-        self.latest = {}
-        for parameter in self.trained():
-            parameter.register_hook(partial(self.latest.__setitem__, parameter))
-
-    def finish_gradient_synchronization(self):
-        for parameter, gradient in zip(self.trained(), self.gradients(), strict=True):
-            parameter.grad = self.latest.pop(parameter, gradient).clone()
-        super().finish_gradient_synchronization()
-
-
-class RemembersGradients(Right):
-    """Looks .grad up once; after zero_grad() there are other tensors."""
-
-    remembered = None
-
-    def gradients(self):
-        self.remembered = self.remembered or super().gradients()
-        return self.remembered
+    def forward(self, *inputs):
+        self.module.zero_grad()
+        return super().forward(*inputs)
 
 
 class SwapsGradients(Right):
@@ -264,6 +223,9 @@ class RightShards(torch.optim.Optimizer):
     def step(self, closure=None):
         self.take_over_options()
         self.local.step()
+        self.send()
+
+    def send(self):
         for number, parameter in enumerate(self.every):
             dist.broadcast(parameter.detach(), src=number % dist.get_world_size())
 
@@ -282,13 +244,6 @@ class ForgetsOptions(RightShards):
         pass
 
 
-class IgnoresSchedulers(RightShards):
-    """What a scheduler writes into param_groups does not reach the optimizer inside."""
-
-    def take_over_options(self):
-        pass
-
-
 class KeepsAllState(RightShards):
     """Every rank steps every parameter: right, and nothing is saved."""
 
@@ -299,64 +254,8 @@ class KeepsAllState(RightShards):
 class SendsNothing(RightShards):
     """Every rank steps its own parameters, and the others never hear of it."""
 
-    def step(self, closure=None):
-        self.take_over_options()
-        self.local.step()
-
-
-class Gather(torch.autograd.Function):
-    """From a shard to the whole weight; backward, the mean gradient of this rank's part."""
-
-    @staticmethod
-    def forward(ctx, shard, shape, divisor):
-        ctx.divisor = divisor
-        pieces = [torch.empty_like(shard) for _ in range(dist.get_world_size())]
-        dist.all_gather(pieces, shard)
-        return torch.cat(pieces)[: shape.numel()].view(shape)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        gradient = gradient.contiguous()
-        dist.all_reduce(gradient)
-        return part_of(gradient / ctx.divisor), None, None
-
-
-def part_of(whole):
-    """This rank's part of a tensor: of equal length on all ranks, zeros fill up the end."""
-    length = -(-whole.numel() // dist.get_world_size())
-    flat = torch.cat([whole.flatten(), whole.new_zeros(length * dist.get_world_size())])
-    return flat[length * dist.get_rank() :][:length].clone()
-
-
-class RightFSDP(nn.Module):
-    """Keeps this rank's part of every weight; a forward gathers all of them."""
-
-    def __init__(self, module):
-        super().__init__()
-        self.modules_of_user = [module]  # in a list, so that its parameters are not ours
-        self.shapes = {name: each.shape for name, each in module.named_parameters()}
-        self.divisor = dist.get_world_size()
-        self.shards = nn.ParameterList()
-        for parameter in module.parameters():
-            dist.broadcast(parameter.detach(), src=0)
-            shard = nn.Parameter(part_of(parameter.detach()), parameter.requires_grad)
-            self.shards.append(shard)
-
-    def gather_full_params(self):
-        pairs = zip(self.shapes.items(), self.shards, strict=True)
-        return {name: Gather.apply(shard, shape, self.divisor) for (name, shape), shard in pairs}
-
-    def forward(self, *inputs):
-        whole = self.gather_full_params()
-        return torch.func.functional_call(self.modules_of_user[0], whole, inputs)
-
-
-class SumsShards(RightFSDP):
-    """Does not divide."""
-
-    def __init__(self, module):
-        super().__init__(module)
-        self.divisor = 1
+    def send(self):
+        pass
 
 
 class SplitsNothing(Right):
@@ -368,8 +267,6 @@ class SplitsNothing(Right):
 
 WRAPPERS = [
     SumForMean,
-    DividesTwice,
-    NeverReduces,
     NoBroadcast,
     ForgetsBuffers,
     HookBeforeGradient,
@@ -381,9 +278,6 @@ WRAPPERS = [
     FailsWhenFrozen,
     RoundsToFloat32,
     OverwritesAccumulated,
-    RemembersGradients,
     SwapsGradients,
     AfterBackward,
 ]
-OPTIMIZERS = [ForgetsOptions, IgnoresSchedulers, KeepsAllState, SendsNothing]
-FSDPS = [SumsShards, SplitsNothing]

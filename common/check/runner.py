@@ -44,9 +44,8 @@ def judge(check, mine) -> dict:
         return {"verdict": "failed", "seen": failure.seen, "means": failure.means}
     except BaseException as error:  # sys.exit(), too
         return {"verdict": "failed", **in_words(error)}
-    if facts:
-        return {"verdict": "fact", "seen": "; ".join(facts), "means": ""}
-    return {"verdict": "passed", "seen": "", "means": ""}
+    verdict = "fact" if facts else "passed"
+    return {"verdict": verdict, "seen": "; ".join(facts or []), "means": ""}
 
 
 def in_words(error: BaseException) -> dict:

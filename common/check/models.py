@@ -1,0 +1,134 @@
+"""The small models of the checks, and the gradients that one process computes of them."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+class Plain(nn.Module):
+    """Some of its parameters have a shape in common; of odd length, which no two ranks halve."""
+
+    rank = 0  # on which some of the others take another way
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(6, 7)
+        self.first = nn.Linear(7, 7)
+        self.norm = nn.LayerNorm(7)
+        self.second = nn.Linear(7, 7, bias=False)
+        self.last = nn.Linear(7, 6, bias=False)
+        self.double()
+
+    def forward(self, x):
+        tokens = (3 * x).abs().long().clamp(max=5)
+        return self.last(self.between(self.embedding(tokens)))
+
+    def between(self, x):
+        return self.second(self.norm(self.first(x).tanh())).tanh()
+
+
+class Tied(Plain):
+    """Its last weight is its first one."""
+
+    def __init__(self):
+        super().__init__()
+        self.last.weight = self.embedding.weight
+
+
+class Frozen(Plain):
+    def __init__(self):
+        super().__init__()
+        self.first.requires_grad_(False)
+
+
+class UsedByNobody(Plain):
+    def __init__(self):
+        super().__init__()
+        self.never = nn.Linear(7, 7).double()
+
+
+class UsedByRank0(UsedByNobody):
+    def between(self, x):
+        return super().between(self.never(x) if self.rank == 0 else x)
+
+
+class UsedTwice(Plain):
+    def between(self, x):
+        return self.second(super().between(x))
+
+
+class Branches(Plain):
+    """Even ranks go through its layers in one order, odd ones in the other; a scalar between."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(7, 7, bias=False).double()  # so that gloo cannot tell them apart
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def between(self, x):
+        if self.rank % 2 == 0:
+            return self.norm(self.second(self.scale * self.first(x).tanh()))
+        return self.norm(self.first(self.scale * self.second(x).tanh()))
+
+
+class SeveralDtypes(Plain):
+    def __init__(self):
+        super().__init__()
+        self.second.float()
+
+    def between(self, x):
+        return self.second(self.norm(self.first(x)).float()).tanh().double()
+
+
+class ChannelsLast(Plain):
+    """The elements of a weight lie in another order in memory than contiguous ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.convolution = nn.Conv2d(6, 6, 3).double().to(memory_format=torch.channels_last)
+
+    def between(self, x):
+        images = x[..., None, None].flatten(0, 1).expand(-1, 7, 3, 3)[:, :6]
+        return super().between(x + self.convolution(images).mean())
+
+
+class Normalized(Plain):
+    """It has buffers, which a forward changes: those of BatchNorm."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6).double()
+
+
+def new(build, seed: int = 0) -> nn.Module:
+    """The same model on all ranks."""
+    torch.manual_seed(seed)
+    return build()
+
+
+def loss_of(model: nn.Module, step: int, part: int, rank: int) -> torch.Tensor:
+    """The loss of a rank's share of a batch; a step has several parts where it accumulates."""
+    generator = torch.Generator().manual_seed(10_000 * step + 100 * part + rank)
+    inputs = torch.randn(4, 6, generator=generator, dtype=torch.float64)
+    return model(inputs).square().mean()
+
+
+def gradients_of_ranks(twin: Plain, step: int, parts: int) -> list[list[dict]]:
+    """[part][rank]{name: gradient}, all computed by this process alone; zeros where there is none.
+
+    The twin is left with the mean over the ranks, added up over the parts.
+    """
+    world_size = dist.get_world_size()
+    parameters = dict(twin.named_parameters())
+    gradients = []
+    for part in range(parts):
+        gradients.append([])
+        for twin.rank in range(world_size):
+            for parameter in parameters.values():
+                parameter.grad = torch.zeros_like(parameter)
+            loss_of(twin, step, part, twin.rank).backward()
+            gradients[-1].append({name: each.grad for name, each in parameters.items()})
+    for name, parameter in parameters.items():
+        of_all = [of_rank[name] for of_ranks in gradients for of_rank in of_ranks]
+        parameter.grad = sum(of_all) / world_size
+    return gradients
