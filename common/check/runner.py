@@ -27,6 +27,7 @@ FORKS = sys.platform == "linux"
 SECONDS_TO_START = 120  # where a rank has to import torch; a fork takes a tenth of a second
 SECONDS_TO_FOLLOW = 1.0  # of the other ranks, once one has failed
 LONGEST_LIFE = 300  # seconds of a rank, whatever becomes of the process that started it
+ENDING = {signal.SIGINT, signal.SIGTERM}
 KEPT_LINES = 3  # of what a rank prints
 OTHER_SIZE = "Received data size doesn't match expected size"  # what gloo says of mixed calls
 WAITS_IN_VAIN = "a rank waits for a collective that another one does not make"
@@ -80,6 +81,7 @@ def serve(check, mine: str, rank: int, world_size: int, backend: str, folder: st
     """A rank: joins the others, calls the check, tells what came of it, and waits to be let go."""
     os.setsid()  # Ctrl-C is for the process that started this one; and what it starts can be ended
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
     signal.alarm(LONGEST_LIFE)
     sys.stdout = sys.stderr = output = open(f"{folder}/output{rank}", "a", buffering=1)
     for descriptor in (1, 2):
@@ -125,7 +127,10 @@ def run(check, mine: str, world_size: int, backend: str, limit: float) -> dict:
                 ours, theirs = context.Pipe()
                 arguments = (check, mine, rank, world_size, backend, folder, theirs)
                 processes.append(context.Process(target=serve, args=arguments, daemon=True))
+                # Python ignores what a signal raises while it forks, and nobody would hear of it.
+                signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
                 processes[-1].start()
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
                 theirs.close()
                 pipes.append(ours)
             answers = collect(processes, pipes, limit)
