@@ -25,10 +25,10 @@ import math
 import signal
 import sys
 import tempfile
-import time
 import timeit
 from collections.abc import Callable
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -70,28 +70,23 @@ def ring_all_reduce(tensor: torch.Tensor) -> None:
     While a piece is added, the next ones arrive and the last one is on its way out.
     """
     check_tensor(tensor)
-    rank = dist.get_rank()
-    world_size = dist.get_world_size()
-    left = (rank - 1) % world_size
-    right = (rank + 1) % world_size
-    flat = tensor.detach().view(-1)
-    chunks = flat.tensor_split(world_size)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if world_size == 1:
+        return
+    left, right = (rank - 1) % world_size, (rank + 1) % world_size
     length = PIECE_BYTES // tensor.element_size()
-    pieces_of = []
-    for chunk in chunks:
-        pieces_of.append([chunk[i : i + length] for i in range(0, len(chunk), length)])
-    incoming = []
-    outgoing = []
-    to_add = 0  # so many pieces that arrive are added, the later ones replace
+    chunks = tensor.detach().view(-1).tensor_split(world_size)
+    pieces_of = [chunk.split(length) for chunk in chunks]
+    incoming = []  # all pieces, in the order in which they arrive
     for step in range(2 * (world_size - 1)):
-        incoming += pieces_of[(rank - 1 - step) % world_size]
-        outgoing += pieces_of[(rank - step) % world_size]  # what came in the step before
-        if step < world_size - 1:
-            to_add = len(incoming)
+        if step == world_size - 1:
+            to_add = len(incoming)  # so many are added, the later ones replace
+        to_pass_on = len(incoming)  # all but those of the last step
+        incoming += pieces_of[(rank - step - 1) % world_size]
 
     # A piece is received beside the tensor if it is to be added; else in its own place, which is
     # free by then, because what was there left this rank long ago, or its sum would not be back.
-    buffers = flat.new_empty(IN_FLIGHT, min(length, len(chunks[0])))
+    buffers = chunks[0].new_empty(IN_FLIGHT, min(length, len(chunks[0])))
     targets = []
     for number, piece in enumerate(incoming):
         if number < to_add:
@@ -99,17 +94,16 @@ def ring_all_reduce(tensor: torch.Tensor) -> None:
         else:
             targets.append(piece)
 
-    own = len(pieces_of[rank])  # these need not wait for anything
     receives = [dist.irecv(target, left) for target in targets[:IN_FLIGHT]]
-    sends = [dist.isend(piece, right) for piece in outgoing[:own]]
+    sends = [dist.isend(piece, right) for piece in pieces_of[rank]]
     for number, piece in enumerate(incoming):
         receives[number].wait()  # messages of two ranks arrive in the order in which they were sent
         if number < to_add:
             piece.add_(targets[number])
         if number + IN_FLIGHT < len(targets):  # into the buffer that is free now
             receives.append(dist.irecv(targets[number + IN_FLIGHT], left))
-        if own + number < len(outgoing):  # this very piece, now with our part in it
-            sends.append(dist.isend(outgoing[own + number], right))
+        if number < to_pass_on:  # with our part in it
+            sends.append(dist.isend(piece, right))
     for work in sends:
         work.wait()
 
@@ -136,46 +130,25 @@ def check_tensor(tensor: torch.Tensor) -> None:
         raise RuntimeError("the ring needs a contiguous CPU tensor; .contiguous() makes one")
 
 
-def demonstrate(device: torch.device, backend: str, all_reduce: Callable = dist.all_reduce) -> None:
-    """All-reduce one random integer tensor per rank and print all, before and after."""
+def demonstrate(device: torch.device, all_reduce: Callable = dist.all_reduce) -> None:
+    """All-reduce three random integers of each rank, and print all, before and after."""
     from common.setup import say
 
-    rank = dist.get_rank()
-    world_size = dist.get_world_size()
-    tensor = torch.randint(0, 10, (3,), generator=torch.Generator().manual_seed(rank))
-    before = [torch.empty_like(tensor) for _ in range(world_size)]
-    after = [torch.empty_like(tensor) for _ in range(world_size)]
-    dist.all_gather(before, tensor)
+    tensor = torch.randint(0, 10, (3,), generator=torch.Generator().manual_seed(dist.get_rank()))
+    before = tensor.tolist()
     all_reduce(tensor)
-    dist.all_gather(after, tensor)
-    if rank == 0:
-        for other in range(world_size):
-            say(f"rank {other}: before {before[other].tolist()}, after {after[other].tolist()}")
-        if not all(torch.equal(result, sum(before)) for result in after):
-            sys.exit("demonstration FAILED: not every rank holds the sum")
-        say("demonstration: passed, all ranks hold the sum, bitwise equal\n")
-
-
-def differing_sums(
-    all_reduce: Callable, lengths: list[int], dtypes: list[torch.dtype]
-) -> list[tuple]:
-    """Those (length, dtype) whose sum is not bitwise torch's: of integers, exact in any order."""
-    differing = []
-    for dtype in dtypes:
-        for length in lengths:
-            numbers = torch.Generator().manual_seed(1000 * length + dist.get_rank())
-            tensor = torch.randint(0, 10, (length,), generator=numbers).to(dtype)
-            expected = tensor.clone()
-            all_reduce(tensor)
-            dist.all_reduce(expected)
-            if not torch.equal(tensor, expected):
-                differing.append((length, dtype))
-    return differing
+    of_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, (before, tensor.tolist()))
+    for rank, (before, after) in enumerate(of_ranks):
+        say(f"rank {rank}: before {before}, after {after}")
+    expected = torch.tensor([before for before, _ in of_ranks]).sum(0).tolist()
+    if any(after != expected for _, after in of_ranks):
+        raise RuntimeError("demonstration FAILED: not every rank holds the sum")
+    say("demonstration: passed, all ranks hold the sum, bitwise equal\n")
 
 
 def benchmark(
     device: torch.device,
-    backend: str,
     sizes_bytes: list[int],
     steps: int,
     warmup: int,
@@ -187,40 +160,25 @@ def benchmark(
     Rank 0 prints a row as soon as it has it, and appends it to rows_file as JSON, so that it is
     kept whatever happens next.
     """
-    from alpha_beta import call_seconds
-
-    from common.report import percentiles
-
+    backend = dist.get_backend()
     algorithms = {backend: dist.all_reduce}
     if backend == "gloo":  # nccl, as far as we know, would wait: it runs sends and receives in turn
         algorithms |= others
-    latencies = {}
-    for name, all_reduce in algorithms.items():
-        awake = call_seconds(all_reduce, device)
-        asleep = call_seconds(all_reduce, device, pause=0.01)
-        latencies[name] = {"awake": awake, "asleep": asleep}
     for size_bytes in sizes_bytes:
         tensor = torch.empty(size_bytes // 4, device=device)
-        samples, warmups, wrong = measure(algorithms, tensor, steps, warmup)
-        if dist.get_rank() != 0:
-            continue
-        p50_of_backend = percentiles(samples[backend])[0]
-        for name, seconds in samples.items():
+        measured = measure(algorithms, tensor, steps, warmup)
+        for name in algorithms:
             row = {
                 "algorithm": name,
                 "world_size": dist.get_world_size(),
                 "threads_per_rank": torch.get_num_threads(),
                 "size_bytes": size_bytes,
-                "warmup": warmups,
-                "seconds": seconds,
-                "mean": sum(seconds) / len(seconds),
-                "p50": percentiles(seconds)[0],
-                "wrong": wrong[name],
-                **latencies[name],
+                **measured[name],
             }
-            with open(rows_file, "a") as file:
-                file.write(json.dumps(row) + "\n")
-            print_measured(row, p50_of_backend)
+            if dist.get_rank() == 0:
+                with open(rows_file, "a") as file:
+                    file.write(json.dumps(row) + "\n")
+            print_measured(row, measured[backend]["p50"])
 
 
 def print_measured(row: dict, p50_of_backend: float) -> None:
@@ -233,8 +191,8 @@ def print_measured(row: dict, p50_of_backend: float) -> None:
     busbw = algbw * 2 * (world_size - 1) / world_size
     cells = [row["algorithm"], str(world_size), f"{size / 2**20:g}"]
     cells.append(f"{len(row['seconds'])}+{row['warmup']}")
-    for seconds in [row["mean"], *percentiles(row["seconds"])]:
-        cells.append(f"{1000 * seconds:.2f}")
+    mean = sum(row["seconds"]) / len(row["seconds"])
+    cells += [f"{1000 * value:.2f}" for value in (mean, *percentiles(row["seconds"]))]
     cells += [f"{algbw:.2f}", f"{busbw:.2f}", f"{p50_of_backend / row['p50']:.2f}"]
     cells.append(str(row["wrong"]))
     print_row(cells, WIDTHS)
@@ -242,71 +200,50 @@ def print_measured(row: dict, p50_of_backend: float) -> None:
 
 def measure(
     algorithms: dict[str, Callable], tensor: torch.Tensor, steps: int, warmup: int
-) -> tuple[dict, int, dict]:
+) -> dict[str, dict]:
     """Call the algorithms in turn (A B A B …), so that noise meets them alike, and check each call.
 
     Calls that together would take longer than ROW_SECONDS are left out, warm-ups and counted ones
-    in proportion; four calls stay. Returns {algorithm: seconds of the slowest rank per counted
-    call}, the number of warm-ups, {algorithm: wrong elements}.
+    in proportion; four calls stay. Returns of each algorithm the "seconds" of the slowest rank per
+    counted call, their "p50", the number of calls before them ("warmup"), "wrong" elements.
     """
-    from common.setup import progress, time_left
-    from common.timing import Stopwatch
+    from common import report, timing
 
-    rank = dist.get_rank()
-    world_size = dist.get_world_size()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     # Small integers, of which every sum is exact. The period of the numbers is a prime, so that no
     # chunk looks like another one.
     pattern = torch.arange(1_000_003, device=tensor.device).remainder(1021).float()
     expected = world_size * pattern + world_size * (world_size - 1) / 2
     parts = tensor.split(len(pattern))
-    watch = Stopwatch(tensor.device)
-    seconds = {name: [] for name in algorithms}
-    wrong = {name: 0 for name in algorithms}
-    calls = warmup + steps
-    done = 0
-    began = time.perf_counter()
-    while done < calls:
-        left = time_left(began, done, calls)
-        for name, all_reduce in algorithms.items():
-            where = f"{world_size} ranks, {tensor.nbytes / 2**20:g} MB"
-            progress(f"{where}: call {done + 1} of {calls}{left}: {name}")
-            for part in parts:
-                torch.add(pattern[: len(part)], rank, out=part)
-            dist.barrier()
-            watch.mark("start")
-            all_reduce(tensor)
-            watch.mark("end")
-            mine = watch.seconds("start", "end")
-            slowest = torch.tensor(mine, dtype=torch.float64, device=tensor.device)
-            dist.all_reduce(slowest, dist.ReduceOp.MAX)
-            seconds[name].append(slowest.item())
-            for part in parts:
-                wrong[name] += (part != expected[: len(part)]).sum().item()
-        done += 1
-        if done == 1:  # all ranks agree on every time, so they agree on the number of calls
-            longest = max(times[0] for times in seconds.values())
-            calls = min(calls, max(4, math.ceil(ROW_SECONDS / longest)))
-    warmups = min(done - 1, math.ceil(done * warmup / (warmup + steps)))
+    watch = timing.Stopwatch(tensor.device)
+
+    def fill() -> None:
+        for part in parts:
+            torch.add(pattern[: len(part)], rank, out=part)
+
+    def timed(all_reduce: Callable) -> dict:
+        watch.mark("start")
+        all_reduce(tensor)
+        watch.mark("end")
+        differ = [(part != expected[: len(part)]).sum().item() for part in parts]
+        fill()  # for the next call, before the barrier
+        return {"seconds": watch.seconds("start", "end"), "wrong": sum(differ)}
+
+    fill()
+    candidates = {name: partial(timed, algorithms[name]) for name in algorithms}
+    first = timing.measure(candidates, steps=1, warmup=0)
+    longest = max(max(times["seconds"])[0] for times in first.values())
+    calls = min(warmup + steps, max(4, math.ceil(ROW_SECONDS / longest)))
+    warmups = min(calls - 1, math.ceil(calls * warmup / (warmup + steps)))
+    later = timing.measure(candidates, steps=calls - 1, warmup=0)
+    measured = {}
     for name in algorithms:
-        total = torch.tensor(wrong[name], device=tensor.device)
-        dist.all_reduce(total)
-        wrong[name] = total.item()
-        seconds[name] = seconds[name][warmups:]
-    return seconds, warmups, wrong
-
-
-def why_not(backend: str, world_size: int, size_bytes: int) -> str | None:
-    """Why this machine cannot run this combination; None if it can."""
-    from common.setup import TORCH_BYTES, available_memory
-
-    gpus = torch.cuda.device_count()
-    if backend == "nccl" and gpus < world_size:
-        return f"needs {world_size} GPUs, and torch finds {gpus}"
-    needed = world_size * (size_bytes + TORCH_BYTES)
-    free = available_memory()
-    if backend == "gloo" and needed > free:
-        return f"needs {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} are free"
-    return None
+        of_calls = list(zip(*later[name]["seconds"], strict=True))
+        seconds = [max(of_ranks) for of_ranks in of_calls[warmups - 1 :]]
+        wrong = sum(map(sum, first[name]["wrong"] + later[name]["wrong"]))
+        p50 = report.percentiles(seconds)[0]
+        measured[name] = {"warmup": warmups, "seconds": seconds, "p50": p50, "wrong": wrong}
+    return measured
 
 
 def copy_bandwidth() -> float:
@@ -316,21 +253,7 @@ def copy_bandwidth() -> float:
     return source.nbytes / min(times)
 
 
-def grid_of(args, has_gpu: bool) -> list[tuple[str, int]]:
-    """Every backend with every world size; with a GPU gloo on it and one rank of nccl, too.
-
-    Of them those on --device, if that names one.
-    """
-    grid = list(itertools.product(args.backends, args.world_sizes))
-    if has_gpu and "gloo" in args.backends:
-        grid += itertools.product(["gloo-cuda"], args.world_sizes)
-    if has_gpu and "nccl" in args.backends and ("nccl", 1) not in grid:
-        grid.append(("nccl", 1))  # what a call costs where nothing has to be sent
-    devices = {"gloo": "cpu", "gloo-cuda": "cuda", "nccl": "cuda"}
-    return [place for place in grid if args.device in ("auto", devices[place[0]])]
-
-
-def run_grid(args, result: dict, ranks_measure: Callable, rows_file: Path) -> None:
+def run_grid(args, result: dict, ranks_measure: Callable, rows_file: str) -> None:
     """Measure every backend with every world size, and say what this machine cannot run."""
     from spawn import run_ranks
 
@@ -343,91 +266,57 @@ def run_grid(args, result: dict, ranks_measure: Callable, rows_file: Path) -> No
     say(f"{result['stage']}: torch {torch.__version__}, {backends} with {world_sizes} ranks")
     say(f"{threads_per_rank(1)} cores shared by the ranks, memory copy {copy:.2f} GB/s")
     print_row(HEADER, WIDTHS)
-    for backend, world_size in grid_of(args, torch.cuda.is_available()):
-        possible = []
-        sizes_of_reason = {}
-        for size in sizes_in_bytes(args.sizes_mb):
-            reason = why_not(backend, world_size, size)
-            if reason is None:
-                possible.append(size)
-            else:
-                sizes_of_reason.setdefault(reason, []).append(size)
+    sizes = [int(size * 2**18) * 4 for size in args.sizes_mb]  # whole float32s
+    for backend, world_size in itertools.product(args.backends, args.world_sizes):
+        possible, reason = what_fits(backend, world_size, sizes)
         if possible:
             progress(f"{backend}: {world_size} ranks are started")
-            options = (possible, args.steps, args.warmup, str(rows_file))
+            options = (possible, args.steps, args.warmup, rows_file)
             run_ranks(world_size, ranks_measure, backend, *options)
-        for reason, sizes in sizes_of_reason.items():
-            names = ",".join(f"{size / 2**20:g}" for size in sizes)
-            cells = [backend, str(world_size), names, f"not run: {reason}"]
+        left_out = [f"{size / 2**20:g}" for size in sizes if size not in possible]
+        if left_out:
+            cells = [backend, str(world_size), ",".join(left_out), f"not run: {reason}"]
             print_row(cells, [*WIDTHS[:3], 0])
 
 
-def sizes_in_bytes(sizes_mb: list[float]) -> list[int]:
-    """The sizes of --sizes-mb in whole float32s."""
-    return [int(size * 2**18) * 4 for size in sizes_mb]
+def what_fits(backend: str, world_size: int, sizes: list[int]) -> tuple[list[int], str]:
+    """Those sizes that this machine can run, and why not the others."""
+    from common.setup import TORCH_BYTES, available_memory
 
-
-def add_grid_arguments(parser, sizes_mb: str) -> None:
-    """Sizes, numbers of ranks and calls; `sizes_mb` is the default of --sizes-mb."""
-    from common.setup import checked, list_of, whole_number
-
-    def is_possible(megabytes: float) -> bool:
-        return 2**-18 <= megabytes < 2**40
-
-    size = checked(float, is_possible, "a size in MB, of one float32 at least")
-    numbers = list_of(whole_number(1))
-    add = parser.add_argument
-    add("--sizes-mb", type=list_of(size), default=sizes_mb, old_names=["--tensor_size_mb"])
-    ranks = {"dest": "world_sizes", "default": "2,4,6", "help": "numbers of ranks"}
-    add("--nproc", type=numbers, **ranks, old_names=["--world_size"])
-    add("--steps", type=whole_number(1), default=20, old_names=["--iters"], help="measured calls")
-    add("--warmup", type=whole_number(0), default=5, help="calls before them, not measured")
+    if backend == "nccl":
+        gpus = torch.cuda.device_count()
+        possible = sizes if gpus >= world_size else []
+        return possible, f"needs {world_size} GPUs, and torch finds {gpus}"
+    free = available_memory()
+    possible = [size for size in sizes if world_size * (size + TORCH_BYTES) <= free]
+    needed = world_size * (max(sizes) + TORCH_BYTES)
+    return possible, f"needs {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} are free"
 
 
 def read_arguments(description: str, picture: str):
     """The command line, checked; `picture` is the file's name if no --plot names another."""
     from common import setup
 
+    def is_possible(megabytes: float) -> bool:
+        return 2**-18 <= megabytes < 2**40
+
+    size = setup.checked(float, is_possible, "a size in MB, of one float32 at least")
+    sizes = {"type": setup.list_of(size), "default": "1,10,100,1000"}
+    one = setup.whole_number(1)
+    ranks = {"dest": "world_sizes", "type": setup.list_of(one), "default": "2,4,6"}
     backend = setup.checked(str, lambda name: name in ("gloo", "nccl"), "gloo or nccl")
     backends = {"type": setup.list_of(backend), "default": "gloo,nccl"}
     parser = setup.Parser(description)
     add = parser.add_argument
     add("--demo", action="store_true", help="measure nothing")
     add("--backends", **backends, help="of them what is here", old_names=["--backend"])
-    devices = ["auto", "cpu", "cuda"]
-    add("--device", choices=devices, default="auto", help="of the tensors; auto: all that is here")
-    add_grid_arguments(parser, "1,10,100,1000")
+    add("--sizes-mb", **sizes, old_names=["--tensor_size_mb"])
+    add("--nproc", **ranks, help="numbers of ranks", old_names=["--world_size"])
+    add("--steps", type=one, default=20, help="measured calls", old_names=["--iters"])
+    add("--warmup", type=one, default=5, help="calls before them, not measured")
     add("--json", type=setup.output_file, metavar="FILE", help="everything measured, raw")
     setup.add_plot_arguments(parser, picture)
-    args = parser.parse_args()
-    if not grid_of(args, torch.cuda.is_available()):
-        without = f"leaves nothing of --backends {','.join(args.backends)}"
-        parser.error(f"argument --device: '{args.device}' {without}; allowed are auto, cpu, cuda")
-    return args
-
-
-def begin(stage: str, args) -> dict:
-    """The head of the JSON, with the keys of report.begin, which needs a process group.
-
-    Backends, their devices and world sizes are lists; how many threads a rank has is in its rows.
-    """
-    from common import report
-
-    devices = {"gloo": "cpu", "nccl": "cuda"}
-    names = {"gloo": report.processor_name(), "nccl": None}
-    if torch.cuda.is_available():
-        names["nccl"] = torch.cuda.get_device_name()
-    return {
-        "stage": stage,
-        "torch": torch.__version__,
-        "backend": args.backends,
-        "device": [devices[backend] for backend in args.backends],
-        "device_name": [names[backend] for backend in args.backends],
-        "world_size": args.world_sizes,
-        "threads_per_rank": None,
-        "options": dict(vars(args)),
-        "started": datetime.now(timezone.utc),
-    }
+    return parser.parse_args()
 
 
 def run(args, stage: str, ranks_show: Callable, ranks_measure: Callable) -> None:
@@ -440,19 +329,31 @@ def run(args, stage: str, ranks_show: Callable, ranks_measure: Callable) -> None
 
     from common import report, setup
 
-    result = begin(stage, args)
-    result |= {"copy_bytes_per_second": None, "rows": [], "fits": []}
+    device_of = {"gloo": "cpu", "nccl": "cuda"}
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    name_of = {"gloo": report.processor_name(), "nccl": gpu}
+    result = {  # the head has a list where later stages have one backend and world size
+        "stage": stage,
+        "torch": torch.__version__,
+        "backend": args.backends,
+        "device": [device_of[backend] for backend in args.backends],
+        "device_name": [name_of[backend] for backend in args.backends],
+        "world_size": args.world_sizes,
+        "threads_per_rank": None,  # in the rows
+        "options": dict(vars(args)),
+        "started": datetime.now(timezone.utc),
+        "copy_bytes_per_second": None,
+        "fits": [],
+    }
     status = 0
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C
-    with tempfile.TemporaryDirectory() as temporary:
-        rows_file = Path(temporary, "rows")
-        rows_file.touch()
+    with tempfile.NamedTemporaryFile("r") as rows_file:
         try:
             setup.progress("demonstration: 4 ranks are started")
             run_ranks(4, ranks_show, "gloo")
             if not args.demo:
                 result["copy_bytes_per_second"] = copy_bandwidth()
-                run_grid(args, result, ranks_measure, rows_file)
+                run_grid(args, result, ranks_measure, rows_file.name)
         except KeyboardInterrupt:
             setup.say("interrupted: what is measured so far follows")
             status = 130
@@ -460,11 +361,9 @@ def run(args, stage: str, ranks_show: Callable, ranks_measure: Callable) -> None
             setup.progress()
             print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr, flush=True)
             status = 1
-        for line in rows_file.read_text().splitlines(keepends=True):
-            if line.endswith("\n"):  # the last one may have been cut off
-                result["rows"].append(json.loads(line))
+        whole_lines = rows_file.read().split("\n")[:-1]  # the last one may have been cut off
+    rows = result["rows"] = [json.loads(line) for line in whole_lines]
 
-    rows = result["rows"]
     if rows:
         setup.say(LEGEND)
         result["fits"] = fit_all(rows)

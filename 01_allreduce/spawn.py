@@ -7,7 +7,7 @@ a global variable never gets there), and a fixed port lets two runs on one machi
 
 import os
 import signal
-import tempfile
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 import torch
@@ -16,7 +16,7 @@ import torch.multiprocessing as mp
 
 
 def run_ranks(world_size: int, function, backend: str, *arguments) -> None:
-    """Run function(device, backend, *arguments) on world_size ranks of this host.
+    """Run function(device, *arguments) on world_size ranks of this host.
 
     The function must be at the top level of a module, because a spawned process imports it by its
     name. No rank is left when this returns or raises: KeyboardInterrupt for SIGINT and SIGTERM,
@@ -31,11 +31,13 @@ def run_ranks(world_size: int, function, backend: str, *arguments) -> None:
     # Only noted at first: an exception while a rank is half started would leave that rank behind.
     for number in signals:
         signal.signal(number, note)
-    handle, store = tempfile.mkstemp()  # the ranks meet in a file: no port to fight for
-    os.close(handle)
-    # Blocking is inherited, so that no rank that starts greets Ctrl-C with a traceback.
+    # The ranks meet at a store whose port the system has chosen.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    # Blocking is inherited, so that no rank that starts greets Ctrl-C with a traceback. With the
+    # first rank Python would start this helper, too, and unblock the signals after it.
+    resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    of_start_rank = (world_size, store, function, backend, *arguments)
+    of_start_rank = (world_size, store.port, function, backend, *arguments)
     ranks = mp.spawn(start_rank, of_start_rank, nprocs=world_size, join=False)
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
@@ -52,12 +54,11 @@ def run_ranks(world_size: int, function, backend: str, *arguments) -> None:
         for process in ranks.processes:
             process.kill()
             process.join()
-        # error_files: torch's own, in which a rank leaves its traceback
-        for file in [store, *ranks.error_files]:
+        for file in ranks.error_files:  # torch's own, in which a rank leaves its traceback
             Path(file).unlink(missing_ok=True)
 
 
-def start_rank(rank: int, world_size: int, store: str, function, backend: str, *arguments) -> None:
+def start_rank(rank: int, world_size: int, port: int, function, backend: str, *arguments) -> None:
     """In the spawned process: join the process group, call the function, leave."""
     from common.setup import threads_per_rank, without_gloo_greeting
 
@@ -66,21 +67,13 @@ def start_rank(rank: int, world_size: int, store: str, function, backend: str, *
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
     torch.set_num_threads(threads_per_rank(world_size))
     device = torch.device("cpu")
-    device_id = None
-    if backend != "gloo":  # nccl; or "gloo-cuda", gloo with CUDA tensors, where ranks share a GPU
-        device = torch.device("cuda", rank % torch.cuda.device_count())
-        torch.cuda.set_device(device)
+    options = {"store": dist.TCPStore("127.0.0.1", port), "rank": rank, "world_size": world_size}
     if backend == "nccl":
-        device_id = device
+        device = options["device_id"] = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
     with without_gloo_greeting():
-        dist.init_process_group(
-            backend.removesuffix("-cuda"),
-            store=dist.FileStore(store, world_size),
-            rank=rank,
-            world_size=world_size,
-            device_id=device_id,
-        )
+        dist.init_process_group(backend, **options)
     try:
-        function(device, backend, *arguments)
+        function(device, *arguments)
     finally:
         dist.destroy_process_group()

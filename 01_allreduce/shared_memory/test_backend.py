@@ -37,7 +37,6 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 MAX = dist.ReduceOp.MAX
 MEAN = dist.ReduceOp.AVG
-slow = pytest.mark.full
 
 
 def groups():
@@ -99,13 +98,11 @@ def keeps_the_order():
     """What is gloo's waits for what was called before; only send and receive may come between."""
     shared, _ = groups()
     for handed_on in (dist.barrier, partial(dist.broadcast, torch.ones(1), 0)):
-        for _ in range(5):
-            tensor = torch.ones(4_000_000)
-            work = dist.all_reduce(tensor, group=shared, async_op=True)
-            handed_on(group=shared)
-            assert (tensor == 2).all()
-            assert work.is_completed() and work.result()[0] is tensor
-    tensor = torch.ones(3)
+        tensor = torch.ones(4_000_000)
+        work = dist.all_reduce(tensor, group=shared, async_op=True)
+        handed_on(group=shared)
+        assert (tensor == 2).all()
+        assert work.is_completed() and work.result()[0] is tensor
     if dist.get_rank() == 0:
         work = dist.all_reduce(tensor, group=shared, async_op=True)
         dist.send(torch.ones(3), 1, group=shared)
@@ -113,25 +110,7 @@ def keeps_the_order():
         dist.recv(torch.empty(3), 0, group=shared)
         work = dist.all_reduce(tensor, group=shared, async_op=True)
     work.wait()
-    assert tensor.tolist() == [2.0] * 3
-
-
-def lets_callbacks_make_calls():
-    """Also in a callback of a callback. Rank 1 comes when rank 0's call has its callback."""
-    shared, _ = groups()
-
-    def sum_again(future):
-        return launched(future.value()[0]).wait()[0]
-
-    def launched(tensor):
-        return dist.all_reduce(tensor, group=shared, async_op=True).get_future()
-
-    if dist.get_rank() == 1:
-        dist.barrier()
-    future = launched(torch.ones(2)).then(sum_again).then(lambda f: [f.value()]).then(sum_again)
-    if dist.get_rank() == 0:
-        dist.barrier()
-    assert future.wait().tolist() == [8.0, 8.0]
+    assert (tensor == 4).all()
 
 
 def is_compiled():
@@ -221,9 +200,8 @@ def leaves_no_thread_and_no_file():
     assert count() == before
 
 
-PROMISES = [takes_means, keeps_the_order, lets_callbacks_make_calls, is_compiled]
-PROMISES += [leaves_tensors_as_they_are, lets_go_of_tensors, is_gloos_on_two_hosts]
-PROMISES += [names_a_late_rank]
+PROMISES = [takes_means, keeps_the_order, is_compiled, leaves_tensors_as_they_are]
+PROMISES += [lets_go_of_tensors, is_gloos_on_two_hosts, names_a_late_rank]
 if sys.platform == "linux":  # it has /proc
     PROMISES += [leaves_no_thread_and_no_file]
 
@@ -302,15 +280,7 @@ def test_make_goes_by_way_of_the_runner():
     assert runner not in harness.would_make("05_bucketed", "BACKEND=gloo")
 
 
-@pytest.mark.parametrize("fault", [pytest.param(fault, marks=slow) for fault in harness.FAULTS])
-def test_faults_in_training(script, tmp_path, fault):
-    """kill -9 of a rank, SIGTERM, Ctrl-C: all of it ends, and nothing is left."""
-    words = [*OVER_SHARED, "--size", "nano", *harness.LONG]
-    command = harness.torchrun(2, *words)
-    harness.check_fault(script, command, "verify: passed", fault, tmp_path)
-
-
-@slow
+@pytest.mark.full
 def test_a_script_can_end_while_a_call_waits(script, tmp_path):
     """A rank that fails must not be kept from ending by a call that waits for another one."""
     program = f"""

@@ -186,8 +186,8 @@ def die(name, count, timeout):
         all_reduce(torch.ones(3 * SMALL_PIECE))
 
 
-MOMENTS = [("_slot", 1), ("_meet", 2), ("all_reduce", 2), ("open_shared_memory", 1)]
-SLOW = [pytest.param(*moment, marks=pytest.mark.full) for moment in MOMENTS]
+SLOW = [("_slot", 1), ("all_reduce", 2), ("open_shared_memory", 1)]
+SLOW = [pytest.param(*moment, marks=pytest.mark.full) for moment in SLOW]
 
 
 @pytest.mark.distributed
@@ -217,17 +217,13 @@ def test_script(forked, tmp_path):
     status, output = forked(None, SCRIPT, *words, *files)
     assert status == 0, output
     assert output.startswith("verify: passed, sums of 8 lengths and 8 dtypes, bitwise gloo's\n")
-    recorded = output_of(SCRIPT.with_name("reference_output.txt"))
+    recorded = output_of(SCRIPT.with_name("reference_output.txt")).partition("\nmodel")[0]
     if torch.cuda.device_count() < 2:
         assert set(masked(recorded)) <= set(masked(output)), output
     assert (tmp_path / "a.png").exists()
     result = read_json(tmp_path / "a.json", "01_allreduce/shared_memory")
     rows = [row for row in result["rows"] if row["algorithm"] == "shared"]
     assert [row["wrong"] for row in rows] == [0, 0]
-
-
-def test_bad_input_is_one_line(monkeypatch, capsys):
-    harness.check_wrong_input(shared_memory.main, SCRIPT, "--nproc", "0", monkeypatch, capsys)
 
 
 def test_file_alone(tmp_path):
