@@ -74,8 +74,6 @@ def resume(path: Path | None, start: dict, settings: dict, parts: dict, device) 
         epoch, epochs = progress["epoch"], settings["epochs"]
         if epoch > epochs:
             raise ValueError(f"it is from after epoch {epoch}, and --epochs is {epochs}")
-        if progress.keys() != start.keys():
-            raise ValueError("another version of this script has written it")
     except Exception as error:  # torch.load has many kinds: missing on this host, cut short
         reason = (str(error) or type(error).__name__).splitlines()[0]
         problem = f"rank {dist.get_rank()} can resume from ({reason})"

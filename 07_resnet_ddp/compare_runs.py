@@ -1,7 +1,7 @@
 """07: compare the results of resnet_ddp.py, one device against N: a table and a picture.
 
-resnet_ddp.py does so when it has written 07_single.json or 07_ddp_N.json and the other one is
-there, too: speedup.png is drawn beside them.
+resnet_ddp.py does so when it has written 07_ddp_N.json and 07_single.json is there, too:
+speedup.png is drawn beside them.
 """
 
 import json
@@ -21,60 +21,44 @@ PARTS = {  # of a batch, from bottom to top: what is measured, its name and its 
 }
 
 # What runs must have in common to be compared, of the result's head and of its options; a
-# checkpoint, too, belongs to these options.
+# checkpoint, too, belongs to these.
 HEAD = ["device", "threads_per_rank", "data"]
-OPTIONS = ["epochs", "image_size", "global_batch", "steps_per_epoch", "lr", "momentum"]
-OPTIONS += ["warmup_epochs", "amp", "workers", "seed"]
+OPTIONS = ["scaling", "epochs", "image_size", "global_batch", "steps_per_epoch", "lr"]
+OPTIONS += ["amp", "workers", "seed"]
 
 
-def summarize(result: dict) -> dict:
-    """What the table and the picture show of a run; times of a batch are in ms."""
-    options = result["options"]
+def settings_of(result: dict) -> dict:
     settings = {name: result[name] for name in HEAD}
-    settings |= {name: options[name] for name in OPTIONS}
-    caption = f"ResNet-18, {result['data']}, {options['image_size']} px, "
-    caption += f"--global-batch {options['global_batch']}, {result['device']}, "
-    caption += f"threads per rank: {result['threads_per_rank']}, {options['scaling']} scaling"
-    parts = {part: 1000 * float(numpy.mean(result[part])) for part in PARTS}
-    batch = sum(parts.values())
-    return {
-        "name": result["name"],
-        "caption": caption,
-        "settings": settings,
-        "world_size": result["world_size"],
-        "total": result["train_seconds"],
-        "batch": batch,
-        "parts": parts,
-        "data share": parts["data_seconds"] / batch,
-        "throughput": result["images_per_second"],
-        "accuracy": result["evaluations"][-1]["accuracy"],
-    }
+    return settings | {name: result["options"][name] for name in OPTIONS}
 
 
 def read(path: Path) -> dict:
-    """The summary of one result. Ends with one line if the file is none."""
+    """A result with what the table and the picture show of it; times of a batch are in ms."""
     from common.setup import fail
 
     try:
-        return summarize(json.loads(path.read_text()))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        run = json.loads(path.read_text())
+        run["settings"] = settings_of(run)
+        run["parts"] = {part: 1000 * float(numpy.mean(run[part])) for part in PARTS}
+        run["batch"] = sum(run["parts"].values())
+        run["accuracy"] = run["evaluations"][-1]["accuracy"]
+        run["total"] = run["train_seconds"]
+        run["throughput"] = run["images_per_second"]
+    except (OSError, ValueError, LookupError, TypeError) as error:
         fail(f"{path}: is not a result of resnet_ddp.py ({type(error).__name__}: {error})")
+    return run
 
 
 def find_runs(folder: Path) -> list[dict]:
-    """07_single.json, then the 07_ddp_N.json of the same settings by N; without a pair, nothing."""
+    """07_single.json, then the 07_ddp_N.json of the same settings by N."""
     from common.setup import say
 
-    single_file = folder / "07_single.json"
-    ddp_files = sorted(folder.glob("07_ddp_*.json"), key=lambda path: (len(path.name), path.name))
-    if not single_file.exists() or not ddp_files:
-        return []
-    single = read(single_file)
-    settings = single["settings"]
+    single = read(folder / "07_single.json")
     runs = [single]
-    for path in ddp_files:
+    for path in folder.glob("07_ddp_*.json"):
         ddp = read(path)
-        different = [name for name in settings if ddp["settings"][name] != settings[name]]
+        settings = ddp["settings"]
+        different = [name for name in settings if settings[name] != single["settings"][name]]
         if different:
             reason = f"07_single.json has another {', '.join(different)}"
             say(f"{path.name} is left out of the comparison: {reason}")
@@ -82,8 +66,7 @@ def find_runs(folder: Path) -> list[dict]:
             runs.append(ddp)
     for run in runs:
         run["speedup"] = run["throughput"] / single["throughput"]
-        run["time speedup"] = single["total"] / run["total"]
-    return runs
+    return sorted(runs, key=lambda run: (run["name"] != "single", run["world_size"]))
 
 
 def print_comparison(runs: list[dict]) -> None:
@@ -95,10 +78,10 @@ def print_comparison(runs: list[dict]) -> None:
             run["name"],
             f"{run['total']:.1f}",
             f"{run['batch']:.1f}",
-            f"{run['data share']:.1%}",
+            f"{run['parts']['data_seconds'] / run['batch']:.1%}",
             f"{run['throughput']:.1f}",
             f"{run['speedup']:.2f}",
-            f"{run['time speedup']:.2f}",
+            f"{runs[0]['total'] / run['total']:.2f}",
             f"{run['speedup'] / run['world_size']:.1%}",
             f"{run['accuracy']:.2%}",
         ]
@@ -108,36 +91,30 @@ def print_comparison(runs: list[dict]) -> None:
     print_table(header, rows)
 
 
-def three_digits(value: float) -> str:
-    if value < 10:
-        return f"{value:.2f}"
-    if value < 100:
-        return f"{value:.1f}"
-    return f"{value:.0f}"
-
-
 def draw_speedup(runs: list[dict], path: Path) -> None:
     """Total time, batch time, throughput and speed-up: a bar for each run."""
     from matplotlib.figure import Figure
 
+    settings = runs[0]["settings"]
+    caption = "ResNet-18, {data}, {image_size} px, --global-batch {global_batch}, {device}, "
+    caption += "threads per rank: {threads_per_rank}, {scaling} scaling"
     figure = Figure(figsize=(9, 6), dpi=150, layout="constrained")
-    figure.suptitle(f"One device against N\n{runs[-1]['caption']}", fontsize=11)
+    figure.suptitle(f"One device against N\n{caption.format(**settings)}", fontsize=11)
     names = [run["name"] for run in runs]
     colours = [BLUE] + [ORANGE] * (len(runs) - 1)
     panels = [
-        ("total", "Total training time", "seconds"),
-        ("batch", "Mean time of a batch", "ms"),
-        ("throughput", "Throughput", "images/s over all ranks"),
-        ("speedup", "Speed-up in throughput", "× single"),
+        ("total", "Total training time", "seconds", "%.1f"),
+        ("batch", "Mean time of a batch", "ms", "%.0f"),
+        ("throughput", "Throughput", "images/s over all ranks", "%.1f"),
+        ("speedup", "Speed-up in throughput", "× single", "%.2f"),
     ]
     grid = list(figure.subplots(2, 2).flat)
-    for axes, (key, title, unit) in zip(grid, panels, strict=True):
+    for axes, (key, title, unit, form) in zip(grid, panels, strict=True):
         heights = [run[key] for run in runs]
         bars = axes.bar(names, heights, width=0.6, color=colours)
-        axes.bar_label(bars, [three_digits(height) for height in heights], padding=2)
+        axes.bar_label(bars, fmt=form, padding=2)
         axes.set(title=title, ylabel=unit, ylim=(0, 1.2 * max(heights)))
-        if key == "batch":
-            draw_parts(runs, axes)
+    draw_parts(runs, grid[1])
 
     # The last panel shows what would be ideal as well.
     speedup = grid[-1]
@@ -167,6 +144,8 @@ def compare(folder: Path) -> None:
     """Compare and draw the runs in this folder, if there are two."""
     from common.setup import say
 
+    if not (folder / "07_single.json").exists():
+        return
     runs = find_runs(folder)
     if len(runs) < 2:
         return

@@ -14,8 +14,7 @@ What each costs and saves is measured here, side by side; --bare, --ddp or --fsd
         07_resnet_ddp/compile_ddp/compile_ddp.py --fsdp    (two hosts; R is 0 on HOST0, else 1)
 
 Source: PyTorch's benchmarks/dynamo/distributed.py, here with today's fully_shard in place of
-FullyShardedDataParallel; its flags are understood, also with _ for -. The models are in
-compile_models.py.
+FullyShardedDataParallel; its flags are understood. The models are in compile_models.py.
 """
 
 import argparse
@@ -34,7 +33,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.profiler import profile, record_function
+from torch.profiler import record_function
 from torch.utils.checkpoint import checkpoint
 
 
@@ -95,12 +94,9 @@ def shard(model: nn.Module, cell: Cell, compiled) -> nn.Module:
 
     FSDP gathers, uses and frees one unit after the other: with `cell.wrap` a unit is one block and
     compiled by itself, otherwise the model. `cell.checkpoint` keeps no activations inside a block
-    and computes them again in backward. ValueError if there are no such blocks.
+    and computes them again in backward.
     """
-    blocks = blocks_of(model)
-    if (cell.wrap or cell.checkpoint) and not blocks:
-        raise ValueError("the model has no blocks that could be wrapped or checkpointed one by one")
-    for block in blocks:
+    for block in blocks_of(model):
         if cell.wrap:
             # The function and not the module: FSDP gathers in hooks, and no graph crosses those.
             block.forward = compiled(block.forward)
@@ -233,11 +229,15 @@ def prepare(args, device, cell: Cell, expected: tuple) -> dict:
     """
     from compile_models import create_inputs, create_model
 
-    from common.memory import held_bytes, peak_bytes
+    from common.report import held_bytes, peak_bytes
+    from common.setup import fail
     from common.timing import Stopwatch
 
+    model = create_model(args, device)
+    if (cell.wrap or cell.checkpoint) and not blocks_of(model):
+        fail("argument --fsdp-wrap, --fsdp-checkpoint: this model has no blocks to take one by one")
     inputs = create_inputs(args, device, dist.get_rank())
-    model, graphs = distribute(create_model(args, device), cell)
+    model, graphs = distribute(model, cell)
     watch = Stopwatch(device)
 
     def step():
@@ -275,46 +275,37 @@ def prepare(args, device, cell: Cell, expected: tuple) -> dict:
     return {"step": measured_step, "model": model, "inputs": inputs, "found": found}
 
 
-def attempt(function) -> tuple:
-    """Call a function on all ranks: its result and None, or None and why it failed on one of them.
+def problem_of(backend: str | None, device) -> str | None:
+    """Why a backend of torch.compile does not work on some rank; None if it does on all.
 
-    Every rank is told the same reason.
+    It compiles something tiny, where no rank waits for another in a collective: without g++, Triton
+    or what else the backend needs that fails.
     """
-    result = None
     reason = None
     try:
-        result = function()
-    except Exception as error:  # compilers and models have many kinds
+        if backend not in (None, "print"):
+            torch.compile(torch.sin, backend=backend)(torch.ones(8, device=device))
+    except Exception as error:  # compilers have many kinds
         cause = getattr(error, "inner_exception", error)
-        lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
-        reason = lines[0] if lines else type(cause).__name__
+        reason = str(cause).strip().partition("\n")[0] or type(cause).__name__
     reasons = [None] * dist.get_world_size()
     dist.all_gather_object(reasons, reason)
     for rank, reason_of_rank in enumerate(reasons):
-        if reason_of_rank is not None:
-            return None, f"{reason_of_rank} (rank {rank})"
-    return result, None
+        if reason_of_rank:
+            return f"{reason_of_rank} (rank {rank})"
+    return None
 
 
-def try_compiler(backend: str | None, device) -> None:
-    """Compile something tiny: without g++, Triton or what else the backend needs it fails here.
-
-    Here no rank waits for another in a collective.
-    """
-    if backend not in (None, "print"):
-        torch.compile(torch.sin, backend=backend)(torch.ones(8, device=device))
-
-
-def check_differences(name: str, outputs: float, gradients: float, tolerance: float) -> None:
+def check_differences(name: str, found: dict, tolerance: float) -> None:
     """Say how far a cell is from eager mode on a single device; end the run if it is too far."""
     from common.setup import say
 
+    outputs = found["output_difference"]
+    gradients = found["gradient_difference"]
+    text = f"outputs within {outputs:.1e}, gradients within {gradients:.1e} of eager single-device"
     if not (outputs <= tolerance and gradients <= tolerance):  # so that nan is caught, too
-        found = f"outputs {outputs:.1e}, gradients {gradients:.1e} away"
-        allowed = f"from eager single-device; allowed: {tolerance:.0e}"
-        sys.exit(f"{name}, rank {dist.get_rank()}: {found} {allowed}")
-    found = f"outputs within {outputs:.1e}, gradients within {gradients:.1e}"
-    say(f"{name}: {found} of eager single-device (allowed: {tolerance:.0e})")
+        sys.exit(f"{name}, rank {dist.get_rank()}: only {text}; allowed: {tolerance:.0e}")
+    say(f"{name}: {text} (allowed: {tolerance:.0e})")
 
 
 def prepare_all(args, device, plan: list) -> tuple[dict, dict]:
@@ -326,21 +317,18 @@ def prepare_all(args, device, plan: list) -> tuple[dict, dict]:
     expected = reference(args, device)
     cells = {}
     left_out = {}
-    for wanted in plan:
+    for number, wanted in enumerate(plan, 1):
         name = name_of(wanted)
-        place = f"{name}, {len(cells) + len(left_out) + 1} of {len(plan)}"
-        progress(f"{place}: {'compiling' if wanted.backend else 'checking'}")
+        progress(
+            f"{name}, {number} of {len(plan)}: {'compiling' if wanted.backend else 'checking'}"
+        )
         with empty_cache():  # else the first call would find the kernels of another cell
-            _, problem = attempt(partial(try_compiler, wanted.backend, device))
-            if not problem:
-                cell, problem = attempt(partial(prepare, args, device, wanted, expected))
-        if problem:
-            left_out[name] = problem
-            continue
-        outputs = cell["found"]["output_difference"]
-        gradients = cell["found"]["gradient_difference"]
-        check_differences(name, outputs, gradients, tolerance)
-        cells[name] = cell
+            problem = problem_of(wanted.backend, device)
+            if problem:
+                left_out[name] = problem
+                continue
+            cells[name] = prepare(args, device, wanted, expected)
+        check_differences(name, cells[name]["found"], tolerance)
     return cells, left_out
 
 
@@ -396,18 +384,6 @@ def write_graph(path: Path, model: nn.Module, inputs: tuple) -> None:
     loss.backward()  # for DDP and FSDP, which expect one after every forward
 
 
-def write_trace(path: Path, step, steps: int) -> None:
-    """A Chrome trace of rank 0, with spans Forward and Backward."""
-    from common.setup import say
-
-    with profile(acc_events=True) as profiler:
-        for _ in range(steps):
-            step()
-    if dist.get_rank() == 0:
-        profiler.export_chrome_trace(str(path))
-    say(f"written: {path}")
-
-
 def name_of(cell: Cell) -> str:
     """How the output calls a cell."""
     # "eager" is also a backend of torch.compile, which leaves the graphs as they are.
@@ -424,24 +400,28 @@ def name_of(cell: Cell) -> str:
 
 def cells_of(args) -> list[Cell]:
     """The cells to measure."""
-    if args.cells == "variants":
+    if args.variants:
         backend = args.compile or "inductor"
         cells = [Cell("bare"), Cell("ddp")]
         for wrap, checkpoints in ((False, False), (True, False), (False, True), (True, True)):
             cells.append(Cell("fsdp", None, wrap, checkpoints))
         return [*cells, Cell("ddp", backend), Cell("ddp", backend, split=False)]
-    options = {
-        "bare": {},
-        "ddp": {"split": not args.no_optimize_ddp},
-        "fsdp": {"wrap": args.fsdp_wrap, "checkpoint": args.fsdp_checkpoint},
-    }
-    if args.cells in options:
-        return [Cell(args.cells, args.compile, **options[args.cells])]
+    backends = [args.compile]
+    if not is_one_cell(args):
+        backends = [None, args.compile or "inductor"]
     cells = []
-    for how in options:
-        for backend in (None, args.compile or "inductor"):
-            cells.append(Cell(how, backend, **options[how]))
+    for backend in backends:
+        cells.append(Cell("bare", backend))
+        cells.append(Cell("ddp", backend, split=not args.no_optimize_ddp))
+        cells.append(Cell("fsdp", backend, args.fsdp_wrap, args.fsdp_checkpoint))
+    cells.sort(key=lambda cell: cell.how)  # bare, ddp, fsdp
+    if is_one_cell(args):
+        cells = [cell for cell in cells if getattr(args, cell.how)]
     return cells
+
+
+def is_one_cell(args) -> bool:
+    return args.bare or args.ddp or args.fsdp
 
 
 def backend(text: str) -> str:
@@ -452,72 +432,69 @@ def backend(text: str) -> str:
     raise argparse.ArgumentTypeError(f"{text!r} is no backend of torch.compile: {known} or print")
 
 
-def with_dashes(words: list[str]) -> list[str]:
-    """A command line with its flags spelled with -: --batch_size=8 becomes --batch-size=8."""
-    spelled = []
-    for word in words:
-        flag, equals, value = word.partition("=")
-        if flag.startswith("--"):
-            word = flag.replace("_", "-") + equals + value
-        spelled.append(word)
-    return spelled
-
-
 def add_arguments(parser) -> None:
-    """The flags, apart from those of the models and the process group."""
+    """The flags, apart from those of the models and the process group; old_names are upstream's."""
     from common.setup import output_file, whole_number
 
-    variants = "what --fsdp-wrap, --fsdp-checkpoint and --no-optimize-ddp change, side by side"
-    only = {"variants": variants, "bare": "only the bare model on every rank"}
-    only |= {"ddp": "only DDP", "fsdp": "only FSDP"}
     one_of = parser.add_mutually_exclusive_group()
-    for name, text in only.items():
-        choice = {"dest": "cells", "action": "store_const", "const": name, "default": "all"}
-        one_of.add_argument(f"--{name}", **choice, help=text)
+    one_of.add_argument("--bare", action="store_true", help="only the bare model on every rank")
+    one_of.add_argument("--ddp", action="store_true", help="only DDP")
+    one_of.add_argument("--fsdp", action="store_true", help="only FSDP")
+    variants = "what --fsdp-wrap, --fsdp-checkpoint and --no-optimize-ddp change, side by side"
+    one_of.add_argument("--variants", action="store_true", help=variants)
     add = parser.add_argument
     printing = "print: print the graphs (default: none; of several cells inductor)"
     backends = f"torch.compile's backend: inductor, aot_eager, eager, …; {printing}"
     add("--compile", type=backend, metavar="NAME", old_names=["--dynamo"], help=backends)
+    older = ["--dynamo-no-optimize-ddp", "--dynamo_no_optimize_ddp"]
     one_graph = "don't split the graph where DDP's buckets end"
-    older = {"old_names": ["--dynamo-no-optimize-ddp"]}
-    add("--no-optimize-ddp", action="store_true", help=one_graph, **older)
+    add("--no-optimize-ddp", action="store_true", old_names=older, help=one_graph)
     units = "each block its own unit; otherwise the model is the only one"
-    add("--fsdp-wrap", action="store_true", help=units)
+    add("--fsdp-wrap", action="store_true", old_names=["--fsdp_wrap"], help=units)
     again = "compute each block's activations again in backward"
-    add("--fsdp-checkpoint", action="store_true", help=again)
+    add("--fsdp-checkpoint", action="store_true", old_names=["--fsdp_checkpoint"], help=again)
     add("--steps", type=whole_number(1), default=10, old_names=["--repeat"], help="measured")
     add("--warmup", type=whole_number(0), default=3, help="steps before them, not measured")
     more = "print the model; dynamo's debug log, graph breaks and recompilations of rank 0"
     add("--verbose", action="store_true", help=more)
-    file = {"type": output_file, "metavar": "FILE"}
-    add("--json", **file, help="everything measured, raw")
-    trace = {"const": "profile.json", "old_names": ["--trace-file", "--profile"]}
-    add("--trace", nargs="?", **file, **trace, help="Chrome trace of --steps steps of rank 0")
-    graph = {"const": "torchviz.dot", "old_names": ["--torchviz"]}
-    drawn = "the autograd graph for Graphviz, drawn where that is installed; needs torchviz"
-    add("--graph", nargs="?", **file, **graph, help=drawn)
+    add("--json", type=output_file, metavar="FILE", help="everything measured, raw")
+    add(
+        "--trace",
+        type=output_file,
+        metavar="FILE",
+        nargs="?",
+        const="profile.json",
+        old_names=["--profile", "--trace-file", "--trace_file"],
+        help="Chrome trace of three more steps of rank 0",
+    )
+    add(
+        "--graph",
+        type=output_file,
+        metavar="FILE",
+        nargs="?",
+        const="torchviz.dot",
+        old_names=["--torchviz"],
+        help="the autograd graph for Graphviz, drawn where that is installed; needs torchviz",
+    )
     # Upstream's; the table always has the peak.
-    add("--gpu-memory-stats", action="store_true", help=argparse.SUPPRESS)
+    older = ["--gpu_memory_stats"]
+    add("--gpu-memory-stats", action="store_true", old_names=older, help=argparse.SUPPRESS)
 
 
 def check(args) -> None:
     """End the run if flags contradict each other."""
     from common.setup import fail
 
-    of_one_cell = {
-        "--trace": args.trace,
-        "--graph": args.graph,
-        "--compile print": args.compile == "print",
-    }
-    for flag, given in of_one_cell.items():
-        if given and args.cells in ("all", "variants"):
-            fail(f"argument {flag}: is for one cell: add --bare, --ddp or --fsdp")
     of_fsdp = args.fsdp_wrap or args.fsdp_checkpoint
-    if args.cells == "variants" and (of_fsdp or args.no_optimize_ddp):
+    if not is_one_cell(args) and (args.trace or args.graph or args.compile == "print"):
+        fail(
+            "argument --trace, --graph, --compile print: for one cell: add --bare, --ddp or --fsdp"
+        )
+    if args.variants and (of_fsdp or args.no_optimize_ddp):
         flags = "--fsdp-wrap, --fsdp-checkpoint, --no-optimize-ddp"
         fail(f"argument --variants: has all cases of {flags}; leave these out")
-    if args.cells in ("bare", "ddp") and of_fsdp:
-        fail(f"argument --fsdp-wrap, --fsdp-checkpoint: they are not for --{args.cells}")
+    if (args.bare or args.ddp) and of_fsdp:
+        fail("argument --fsdp-wrap, --fsdp-checkpoint: they are not for --bare and --ddp")
     if args.graph and not importlib.util.find_spec("torchviz"):
         fail("argument --graph: needs torchviz, which is not installed: pip install torchviz")
 
@@ -527,22 +504,22 @@ def main():
     sys.path[:0] = [str(folder), str(folder.parent), str(folder.parent.parent)]
     try:
         import compile_models
+        from resnet_ddp import be_the_only_rank
 
         from common import report, setup, timing
     except ModuleNotFoundError as error:
-        needed = "the repository's folder common/ and compile_models.py"
+        needed = "the repository's folder common/, compile_models.py and resnet_ddp.py"
         sys.exit(f"error: {error}: copy {needed} into {folder}")
 
     parser = setup.Parser(__doc__)
     compile_models.add_arguments(parser)
     add_arguments(parser)
     setup.add_process_group_arguments(parser)
-    args = parser.parse_args(with_dashes(sys.argv[1:]))
+    args = parser.parse_args()
     check(args)
     compile_models.check(args)
-    if "RANK" not in os.environ:  # no torchrun: a group of one process, on a free port
-        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    if "RANK" not in os.environ:  # no torchrun
+        be_the_only_rank()
     log_compiler(args.verbose)
 
     with setup.process_group(args) as device:
@@ -565,7 +542,8 @@ def main():
         print_results(result["cells"], left_out)
         for cell in cells.values():  # with --trace or --graph there is only one
             if args.trace:
-                write_trace(args.trace, cell["step"], args.steps)
+                timing.profile(cell["step"], args.trace)
+                setup.say(f"written: {args.trace}")
             if args.graph:
                 write_graph(args.graph, cell["model"], cell["inputs"])
         report.write_json(args.json, result)

@@ -106,17 +106,24 @@ def create_inputs(args, device: torch.device, rank: int) -> tuple:
 
 
 def add_arguments(parser) -> None:
-    """The flags that say which model and how large a batch."""
+    """The flags that say which model and how large a batch; old_names are upstream's."""
     from common.setup import whole_number
 
-    one_of = parser.add_mutually_exclusive_group()
-    one_of.add_argument("--model", choices=["toy", "lm"], help="(default: lm)")
-    toy = {"dest": "model", "action": "store_const", "const": "toy", "help": argparse.SUPPRESS}
-    one_of.add_argument("--toy-model", **toy)  # upstream's name
+    add = parser.add_argument
+    add("--model", choices=["toy", "lm"], help="(default: lm)")
+    add(
+        "--toy-model",
+        dest="model",
+        action="store_const",
+        const="toy",
+        old_names=["--toy_model"],
+        help=argparse.SUPPRESS,
+    )
     checkout = "through a checkout of torchbenchmark on PYTHONPATH"
-    one_of.add_argument("--torchbench-model", metavar="NAME", help=checkout)
+    older = ["--torchbench_model"]
+    add("--torchbench-model", metavar="NAME", old_names=older, help=checkout)
     batches = "per rank (default: toy 20, lm 4)"
-    parser.add_argument("--batch-size", type=whole_number(1), help=batches)
+    add("--batch-size", type=whole_number(1), old_names=["--batch_size"], help=batches)
 
 
 def check(args) -> None:
@@ -127,6 +134,8 @@ def check(args) -> None:
     if name is None:
         args.model = args.model or "lm"
         return
+    if args.model:
+        fail("argument --torchbench-model: not with --model or --toy-model, which name another one")
     try:
         importlib.import_module(f"torchbenchmark.models.{name}")
     except ImportError as error:

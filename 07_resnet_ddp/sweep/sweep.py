@@ -59,17 +59,19 @@ def plan(ranks: int, local_size: int) -> list[tuple[str, list[int], bool]]:
     return subsets
 
 
-def train(model: nn.Module, benchmark, steps: int, warmup: int, watch, progress) -> list[float]:
+def train(model: nn.Module, benchmark, steps: int, warmup: int, watch, place: str) -> list[float]:
     """Train on one batch of a sweep_models.Benchmark again and again.
 
-    Returns the seconds of each step after the first `warmup`; calls `progress` with what it does.
+    Returns the seconds of each step after the first `warmup`; on a terminal says in which it is.
     """
+    from common.setup import progress
+
     inputs = benchmark.generate_inputs()
     target = benchmark.generate_target()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9, weight_decay=1e-4)
     seconds = []
     for i in range(warmup + steps):
-        progress(f"step {i + 1} of {warmup + steps}")
+        progress(f"{place}: step {i + 1} of {warmup + steps}")
         watch.mark("start")
         logits = model(*inputs)
         # googlenet and inception_v3 have auxiliary classifiers, which must be trained as well,
@@ -131,17 +133,10 @@ def sweep(name: str, args, device) -> dict:
     import sweep_models
 
     from common.report import percentiles, print_row
-    from common.setup import progress, say
+    from common.setup import say
     from common.timing import Stopwatch
 
     benchmark = sweep_models.make(name, args, device)
-
-    def train_model(label, model):
-        def show(step):
-            progress(f"{name}, {label}: {step}")
-
-        return train(model, benchmark, args.steps, args.warmup, Stopwatch(device), show)
-
     say(f"\nBenchmark: {name} with batch size {benchmark.batch_size}\n")
     header = ["ranks"]
     widths = [15]
@@ -149,6 +144,11 @@ def sweep(name: str, args, device) -> dict:
         header += [f"p{percentile} sec/iter", "ex/sec"]
         widths += [14, 8]
     print_row(header, widths)
+
+    def train_model(label, model):
+        watch = Stopwatch(device)
+        return train(model, benchmark, args.steps, args.warmup, watch, f"{name}, {label}")
+
     # First each rank for itself, uncounted: libraries are loaded, memory is taken, kernels are
     # chosen.
     torch.manual_seed(dist.get_rank())
@@ -166,58 +166,45 @@ def sweep(name: str, args, device) -> dict:
     return {"model": name, "batch_size": benchmark.batch_size, "result": result}
 
 
-def check_hosts(args) -> str:
-    """The topology of the hosts. Ends the run where they differ, because results would mix.
-
-    They differ in topology (--allow-mixed: that is no reason to end) or in number of ranks.
-    """
+def check_hosts() -> str:
+    """The topology of the hosts. Ends the run where they differ, because results would mix."""
     from common import report
     from common.setup import fail, say
 
+    here = f"{os.environ['LOCAL_WORLD_SIZE']} ranks; {report.topology()}"
     host = f"{socket.gethostname()} (machine {os.environ.get('GROUP_RANK', 0)})"
-    here = (host, report.topology().strip("\n"), os.environ["LOCAL_WORLD_SIZE"])
     of_ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, here)
-    hosts = sorted(set(of_ranks))
-    if len({ranks for _, _, ranks in hosts}) > 1:
-        found = ", ".join(f"{ranks} on {host}" for host, _, ranks in hosts)
-        fail(f"every machine must have the same number of ranks, and there are {found}")
-    if len({topology for _, topology, _ in hosts}) == 1:
-        return here[1]
-    found = "The machines differ:"
-    for host, topology, _ in hosts:
-        found += f"\n{host}:\n{topology}"
-    if not args.allow_mixed:
-        say(found)
-        fail("the machines' topologies differ (see above); --allow-mixed measures all the same")
-    return found
+    dist.all_gather_object(of_ranks, (host, here))
+    if any(there != here for _, there in of_ranks):
+        for host, there in sorted(set(of_ranks)):
+            say(f"{host}: {there}")
+        fail("the machines differ in ranks or topology (see above), and results would mix")
+    return report.topology().strip("\n")
 
 
-def take_upstreams_place(args) -> None:
-    """Join as upstream's script does, by flags: as many processes as ranks, without torchrun.
-
-    Beside torchrun, which says all this itself, the flags may stand, if they say the same.
-    """
+def join_as_upstream(args) -> None:
+    """Say by flags, as upstream's script does, what torchrun would: a process for each rank."""
     from common.setup import fail
 
-    flags = ["--rank", "--world-size", "--master-addr", "--master-port"]
+    names = ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
     given = [args.rank, args.world_size, args.master_addr, args.master_port]
+    flags = "--rank, --world-size, --master-addr, --master-port"
     if given == [None] * 4:
         return
-    for flag, value in zip(flags, given, strict=True):
-        name = flag.strip("-").replace("-", "_").upper()
-        if value is None:
-            fail(f"argument {flag}: is missing; these four belong together: {', '.join(flags)}")
-        if os.environ.setdefault(name, str(value)) != str(value):
-            fail(f"argument {flag}: '{value}', but torchrun's {name} is '{os.environ[name]}'")
+    if None in given:
+        fail(f"argument {flags}: these four belong together")
+    if "RANK" in os.environ:
+        fail(f"argument {flags}: torchrun says these itself; start without one of both")
     if args.rank >= args.world_size:
         fail(f"argument --rank: '{args.rank}' is not below --world-size {args.world_size}")
+    for name, value in zip(names, given, strict=True):
+        os.environ[name] = str(value)
     # Upstream has eight GPUs on every machine; here as many ranks as GPUs, or all on one machine.
     gpus = torch.cuda.device_count() if args.device != "cpu" else 0
     local_size = min(args.world_size, gpus or args.world_size)
-    os.environ.setdefault("LOCAL_WORLD_SIZE", str(local_size))
-    os.environ.setdefault("LOCAL_RANK", str(args.rank % local_size))
-    os.environ.setdefault("GROUP_RANK", str(args.rank // local_size))
+    os.environ["LOCAL_WORLD_SIZE"] = str(local_size)
+    os.environ["LOCAL_RANK"] = str(args.rank % local_size)
+    os.environ["GROUP_RANK"] = str(args.rank // local_size)
 
 
 def choose_sizes(args) -> None:
@@ -230,7 +217,7 @@ def choose_sizes(args) -> None:
 
 
 def add_arguments(parser) -> None:
-    """The flags; those of PyTorch's benchmark have its names as well."""
+    """The flags; old_names are those of PyTorch's benchmark."""
     from common.setup import output_file, positive_number, whole_number
 
     add = parser.add_argument
@@ -240,19 +227,24 @@ def add_arguments(parser) -> None:
     add("--image-size", type=whole_number(1, 10_000), help="pixels a side (default: 64)")
     upstreams = f"other defaults, upstream's: {', '.join(FULL['model'])}; 32 images; 224 pixels"
     add("--full", action="store_true", help=upstreams)
-    bucket = {"default": 25, "old_names": ["--bucket-size"], "help": "of DDP's buckets"}
-    add("--bucket-size-mb", type=whole_number(1), **bucket)
+    older = ["--bucket-size"]
+    add(
+        "--bucket-size-mb",
+        type=whole_number(1),
+        default=25,
+        old_names=older,
+        help="of DDP's buckets",
+    )
     add("--steps", type=whole_number(1), default=10, old_names=["--iterations"], help="measured")
     add("--warmup", type=whole_number(0), default=5, help="steps before them, not measured")
     devices = ["auto", "cpu", "cuda"]
     add("--device", choices=devices, default="auto", help="auto: CUDA if there is one")
-    backends = {"choices": ["auto", "gloo", "nccl"], "old_names": ["--distributed-backend"]}
+    backends = ["auto", "gloo", "nccl"]
+    older = ["--distributed-backend"]
     chosen = "of the subsets; auto: nccl if a GPU per rank"
-    add("--backend", **backends, default="auto", help=chosen)
+    add("--backend", choices=backends, default="auto", old_names=older, help=chosen)
     waiting = "how long a rank waits for the others of its subset"
     add("--timeout", type=positive_number, default=300.0, metavar="SECONDS", help=waiting)
-    mixed = "measure although the machines' topologies differ"
-    add("--allow-mixed", action="store_true", help=mixed)
     layout = "everything measured, as PyTorch's benchmark writes it"
     add("--json", type=output_file, metavar="FILE", help=layout)
     alone = parser.add_argument_group(
@@ -283,7 +275,7 @@ def main():
     # this script's subject.
     warnings.filterwarnings("ignore", ".*broadcast_buffers", FutureWarning)
     choose_sizes(args)
-    take_upstreams_place(args)
+    join_as_upstream(args)
 
     # The group of all ranks only carries samples and makes ranks wait: gloo, so that a waiting
     # rank's GPU stays free, and for as long as the subsets need. torchrun ends the waiting ranks if
@@ -293,7 +285,7 @@ def main():
         waiting.timeout = args.timeout  # from now on what runs out of time is the group of a subset
         setup.choose_device(args)  # the backend of the subsets
         sweep_models.check(args)
-        machine = check_hosts(args)
+        machine = check_hosts()
         result = report.begin("07_resnet_ddp/sweep", args, device)
         result["backend"] = args.backend  # of what is measured
         result |= {

@@ -23,10 +23,6 @@ win over them.
 Source: `Benchmark` of PyTorch's benchmarks/distributed/ddp; its subclasses work here unchanged.
 """
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import torch
 from torch import nn
 
@@ -73,31 +69,12 @@ class TorchvisionBenchmark(Benchmark):
         return torch.randint(1000, (self.batch_size,), device=self.device)
 
 
-def own_class(name: str) -> type:
-    """The class, or the function, of FILE.py:CLASS. Ends the run if there is none."""
-    from common.setup import fail
-
-    file, _, attribute = name.rpartition(":")
-    try:
-        spec = importlib.util.spec_from_file_location(Path(file).stem, file)
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module
-        spec.loader.exec_module(module)
-        return getattr(module, attribute)
-    except Exception as error:  # whatever that file does
-        problem = f"cannot be imported ({type(error).__name__}: {error})"
-        fail(f"argument --model: {name!r} {problem}")
-
-
 def make(name: str, args, device: torch.device) -> Benchmark:
     """The benchmark of this name: a model of torchvision, or FILE.py:CLASS if that gives one."""
-    from common.setup import fail
+    from common.setup import load
 
-    create = own_class(name) if ".py:" in name else TorchvisionBenchmark
+    create = load(name) if ".py:" in name else TorchvisionBenchmark
     benchmark = create(device, args.backend, args.bucket_size_mb)
-    for method in ("create_model", "generate_inputs", "generate_target"):
-        if not callable(getattr(benchmark, method, None)):
-            fail(f"argument --model: {name!r} has no method {method}()")
     if create is TorchvisionBenchmark:
         benchmark.name = name
     for size in ("batch_size", "image_size"):
@@ -116,10 +93,10 @@ def check(args) -> None:
 
     images = f"{args.batch_size} images of {args.image_size} × {args.image_size} pixels"
     for name in args.model:
-        benchmark = make(name, args, torch.device("meta"))
-        if ".py:" in name:
-            continue
         try:
+            benchmark = make(name, args, torch.device("meta"))
+            if ".py:" in name:
+                continue
             from torchvision import models
 
             known = models.list_models(module=models)
@@ -127,6 +104,6 @@ def check(args) -> None:
                 raise ValueError(f"there are {', '.join(known)}, or FILE.py:CLASS of your own")
             with torch.device("meta"):
                 benchmark.create_model()(*benchmark.generate_inputs())
-        except Exception as error:  # assertions, shapes that don't fit, batch norm of one value, …
+        except Exception as error:  # assertions, shapes that don't fit, whatever a file does, …
             reason = (str(error) or type(error).__name__).splitlines()[0]
             fail(f"argument --model: '{name}' cannot be trained on {images}: {reason}")

@@ -16,7 +16,6 @@ import torch
 from common import setup
 from common.recordings.record import output_of
 from common.testing.harness import masked, read_json
-from common.timing import Stopwatch
 
 FOLDER = Path(__file__).resolve().parent
 sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
@@ -31,8 +30,6 @@ TINY += ["--warmup", 1, "--steps", 3, "--device", "cpu"]
 @pytest.mark.parametrize(
     "ranks, local_size, labels",
     [
-        (1, 1, ["1M/1G"]),
-        (2, 2, ["1M/1G", "1M/2G"]),
         (16, 8, ["1M/1G", "1M/2G", "1M/4G", "1M/8G", "2M/8G"]),
         (4, 2, ["1M/1G", "1M/2G", "2M/2G"]),
         (12, 6, ["1M/1G", "1M/2G", "1M/4G", "1M/6G", "2M/6G"]),
@@ -77,8 +74,8 @@ def measured(output):
 
 def test_one_host(forked, tmp_path, diff):
     words = [*TINY, "--json", tmp_path / "a.json"]
-    status, output = forked(2, FOLDER / "sweep.py", *words)
-    assert status == 0, output
+    status, output, shown = forked.on_a_terminal(2, FOLDER / "sweep.py", *words)
+    assert status == 0 and "squeezenet1_1, 1M/2G: step 4 of 4" in shown, shown
     report = read_json(tmp_path / "a.json", "07_resnet_ddp/sweep")
     upstreams = "pytorch_version cuda_version distributed_backend bucket_size benchmark_results"
     upstreams = {name: report[name] for name in upstreams.split()}
@@ -136,16 +133,6 @@ def test_small_is_the_default_and_full_is_upstreams():
     assert sizes("--image-size", "96") == (["resnet18"], 8, 96)
 
 
-def test_progress_within_a_subset_is_shown():
-    shown = []
-    network = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 2 * 2, 1000))
-    watch = Stopwatch(torch.device("cpu"))
-    benchmark = sweep_models.TorchvisionBenchmark("cpu", "gloo", 25)
-    benchmark.batch_size, benchmark.image_size = 1, 2
-    assert len(sweep.train(network, benchmark, 2, 1, watch, shown.append)) == 2
-    assert shown == ["step 1 of 3", "step 2 of 3", "step 3 of 3"]
-
-
 MY_MODEL = """
 import torch
 from sweep_models import Benchmark
@@ -160,9 +147,6 @@ class Mine(Benchmark):
         return [torch.rand([self.batch_size, 5], device=self.device)]
     def generate_target(self):
         return torch.tensor([1] * self.batch_size, dtype=torch.long, device=self.device)
-
-class Half(Benchmark):
-    create_model = None
 """
 
 
@@ -190,7 +174,6 @@ def test_a_model_of_ones_own_started_as_upstream_is(forked, tmp_path):
         ("pass", [], (32, 224)),  # the base class's, which are upstream's
         ("self.batch_size = 3", [], (3, 224)),
         ("self.batch_size = 3", ["--batch-size", "5"], (5, 224)),
-        ("self.batch_size = 3", ["--image-size", "9"], (3, 9)),
     ],
 )
 def test_a_model_of_ones_own_keeps_its_sizes(tmp_path, statement, words, expected):
@@ -271,8 +254,6 @@ def test_hosts_that_differ(script, tmp_path):
     assert all(status != 0 for status, _ in results)
     assert "GPU0 is somewhere else" in results[0][1] and "cores" in results[0][1]
     assert sum(line.startswith("sweep.py: error: ") for line in results[0][1].splitlines()) == 1
-    [(status, output), _] = two_hosts(script, "--allow-mixed", second_environment=path)
-    assert status == 0 and "GPU0 is somewhere else" in output and "2M/1G" in output, output
 
 
 ONLY_RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
@@ -284,22 +265,16 @@ FOUR = "--rank 1 --world-size 2 --master-addr x --master-port 1".split()
     "words, named, environment",
     [
         (["--model", "resnet1"], "--model: 'resnet1' cannot be trained on 8 images", ONLY_RANK),
-        (["--batch-size", "0"], "--batch-size", ONLY_RANK),
-        (["--model", "alexnet", "--image-size", "8"], "of 8 × 8 pixels", ONLY_RANK),
         (["--model", "vit_b_16"], "of 64 × 64 pixels", ONLY_RANK),
         (["--bucket-size", "2.5"], "--bucket-size-mb", ONLY_RANK),
-        (["--iterations", "0"], "--steps", ONLY_RANK),
         (["--distributed-backend", "mpi"], "--backend", ONLY_RANK),
         (["--backend", "nccl", "--device", "cpu"], "--backend", ONLY_RANK),
-        (["--model", "no_such.py:Mine"], "'no_such.py:Mine' cannot be imported", ONLY_RANK),
-        (["--model", "my_model.py:Yours"], "has no attribute 'Yours'", ONLY_RANK),
-        (["--model", "my_model.py:Half"], "no method create_model()", ONLY_RANK),
-        (["--model", "broken.py:Mine"], "broken.py:Mine' cannot be imported (Name", ONLY_RANK),
-        ([], "torchrun", {}),
-        (["--rank", "0"], "--world-size: is missing", {}),
-        (["--master-port", "0"], "--master-port", {}),
+        (["--model", "no_such.py:Mine"], "No such file or directory", ONLY_RANK),
+        (["--model", "my_model.py:Yours"], "no class or function Yours", ONLY_RANK),
+        (["--model", "broken.py:Mine"], "'what' is not defined", ONLY_RANK),
+        (["--rank", "0"], "belong together", {}),
         ([*FOUR, "--world-size", "1"], "--rank: '1' is not below --world-size 1", {}),
-        (FOUR, "--rank: '1', but torchrun's RANK is '0'", ONLY_RANK),
+        (FOUR, "torchrun says these itself", ONLY_RANK),
     ],
 )
 def test_bad_values(words, named, environment, monkeypatch, capsys, tmp_path):
@@ -307,7 +282,6 @@ def test_bad_values(words, named, environment, monkeypatch, capsys, tmp_path):
     (tmp_path / "broken.py").write_text("what")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(os, "environ", os.environ | environment)
-    monkeypatch.setattr(setup.time, "sleep", lambda seconds: None)  # of other ranks than 0
     monkeypatch.setattr(sys, "argv", ["sweep.py", *words])
     with pytest.raises(SystemExit) as end:
         sweep.main()
@@ -366,23 +340,12 @@ def test_diff(tmp_path, diff):
     assert status == 0 and output.count("vgg11") == 2
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        "no JSON\n",
-        "[1, 2]",
-        '{"stage": "05_bucketed"}',
-        b"\xff\xfe\x00",
-        '{"benchmark_results": [{"model": "a", "batch_size": 8, "result": '
-        '[{"ranks": [0], "measurements": []}]}]}',
-        None,
-    ],
-)
+@pytest.mark.parametrize("content", ["no JSON\n", "[1, 2]", '{"stage": "05_bucketed"}', None])
 def test_diff_of_a_bad_file_is_one_line(content, tmp_path, diff):
     good = write(tmp_path / "good", {("resnet18", 8): [(1, 1.0)]})
     bad = tmp_path / "bad"
     if content is not None:
-        bad.write_bytes(content if isinstance(content, bytes) else content.encode())
+        bad.write_text(content)
     status, _, errors = diff(good, bad)
     assert status == 2 and errors.count("\n") == 1, errors
     assert errors.startswith("sweep_diff.py: error: ") and str(bad) in errors
