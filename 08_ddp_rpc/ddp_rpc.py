@@ -17,9 +17,11 @@ with the Parameter Server", OSDI 2014.
 
 import copy
 import math
+import os
 import sys
 import time
 from datetime import datetime, timezone
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -35,6 +37,7 @@ CLASSES = 8
 DENSE_INPUT = 512
 LEARNING_RATE = 0.05
 EPOCH = 10  # steps, as upstream: it is timed as a whole
+VERIFY_STEPS = 20
 LOOKUPS = ["parallel", "sequential"]
 
 # Four functions that run on a parameter server when somebody calls them from afar.
@@ -158,9 +161,10 @@ def read_arguments():
         return EPOCH * whole_number(0)(epochs)
 
     count = whole_number(1, 64)
+    one = whole_number(1)
     steps = checked(int, lambda n: n > 0 and n % EPOCH == 0, f"a multiple of {EPOCH} above 0")
     warmup = checked(int, lambda n: n >= 0 and n % EPOCH == 0, f"0 or a multiple of {EPOCH}")
-    rows = {"type": whole_number(1), "default": 300, "help": "rows of each server's table"}
+    rows = "rows of each server's table"
     columns = f"its columns (default: the fewest that give all servers {DENSE_INPUT} together)"
     lookup = "ask all servers at once, or one after another; both: epoch by epoch in turn"
     parser = setup.Parser(__doc__)
@@ -168,8 +172,8 @@ def read_arguments():
     add("--nproc", type=count, default=2, help="so many trainers, and as many servers")
     add("--trainers", type=count, old_names=["--number-trainers"], help="(default: --nproc)")
     add("--servers", type=count, old_names=["--number-ps"], help="(default: --nproc)")
-    add("--embeddings", old_names=["--number-embeddings"], **rows)
-    add("--embedding-dim", type=whole_number(1), help=columns)
+    add("--embeddings", old_names=["--number-embeddings"], type=one, default=300, help=rows)
+    add("--embedding-dim", type=one, help=columns)
     add("--steps", type=steps, default=1000, help=f"measured; {EPOCH} are an epoch")
     add("--warmup", type=warmup, default=50, help="steps before them, not measured")
     add("--warmup-cycles", dest="warmup", type=steps_of, help="upstream's, in epochs")
@@ -182,14 +186,25 @@ def read_arguments():
     args = parser.parse_args()
     args.trainers = args.trainers or args.nproc
     args.servers = args.servers or args.nproc
-    args.lookups = LOOKUPS if args.lookup == "both" else [args.lookup]
     args.timeout = min(args.timeout, 1e6)  # infinity is no timedelta
-    check_sizes(args)
     choose_device(args)
+    choose_sizes(args)
     return args
 
 
-def check_sizes(args):
+def choose_device(args):
+    """Replace "auto" in args.device; set args.backend, that of the trainers' process group."""
+    from common.setup import fail
+
+    gpus = torch.cuda.device_count()
+    args.device = args.device.replace("auto", "cuda" if gpus > 0 else "cpu")
+    if args.device == "cuda" and gpus == 0:
+        fail("argument --device: 'cuda' needs a GPU that torch can use, and there is none; use cpu")
+    gpu_per_trainer = args.device == "cuda" and gpus >= args.trainers
+    args.backend = "nccl" if gpu_per_trainer else "gloo"
+
+
+def choose_sizes(args):
     """Complete args.embedding_dim; refuse what doesn't fit together, or into this host's memory."""
     from common.setup import available_memory, fail
 
@@ -200,8 +215,8 @@ def check_sizes(args):
             f"argument --embedding-dim: '{args.embedding_dim}' is not a multiple of {multiple}: "
             f"the columns of {args.servers} servers have to make rows of {DENSE_INPUT}"
         )
-    tables_bytes = 4 * args.servers * args.embeddings * args.embedding_dim
-    needed = tables_bytes * (1 + args.trainers)  # each trainer has a gradient there
+    tables = 4 * args.servers * args.embeddings * args.embedding_dim
+    needed = tables * (1 + args.trainers)  # each trainer has a gradient there
     available = available_memory()
     if needed > available:
         fail(
@@ -210,62 +225,39 @@ def check_sizes(args):
         )
 
 
-def choose_device(args):
-    """Replace "auto" in args.device; set args.backend, that of the trainers' process group."""
-    from common.setup import fail
-
-    gpus = torch.cuda.device_count()
-    if args.device == "auto":
-        args.device = "cuda" if gpus > 0 else "cpu"
-    if args.device == "cuda" and gpus == 0:
-        fail("argument --device: 'cuda' needs a GPU that torch can use, and there is none; use cpu")
-    gpu_per_trainer = args.device == "cuda" and gpus >= args.trainers
-    args.backend = "nccl" if gpu_per_trainer else "gloo"
-
-
-def begin(args):
-    """Print what runs, where, and which rank is what; returns the head of the JSON.
-
-    It has the keys of report.begin, which asks a process group; the launcher is in none.
-    """
+def begin(args) -> dict:
+    """Print what runs, where, and which rank is what; returns the head of the JSON."""
     from common.report import processor_name, topology
-    from common.setup import say, threads_per_rank
+    from common.setup import say
 
-    on_gpu = args.device == "cuda"
     last = args.trainers + args.servers
-    threads = threads_per_rank(last)  # the master only waits
-    ranks = f"{last + 1} ranks, {threads} threads per rank"
-    say(f"08_ddp_rpc: torch {torch.__version__}, {args.backend} on {args.device}, {ranks}")
+    name = torch.cuda.get_device_name() if args.device == "cuda" else processor_name()
+    result = {"stage": "08_ddp_rpc", "torch": torch.__version__, "backend": args.backend}
+    result |= {"device": args.device, "device_name": name, "world_size": last + 1}  # with master
+    result |= {"threads_per_rank": torch.get_num_threads(), "options": dict(vars(args))}
+    line = "{stage}: torch {torch}, {backend} on {device}, {world_size} ranks, "
+    say((line + "{threads_per_rank} threads per rank").format(**result))
     say(f"CUDA {torch.version.cuda or 'none'}, {torch.cuda.device_count()} GPUs; {topology()}")
     parameters = sum(parameter.numel() for parameter in dense_net().parameters())
     dense = f"{parameters} dense parameters on {args.device}, DDP over {args.backend}"
     say(f"rank 0 to {args.trainers - 1}: trainers, {dense}")
     tables = f"a table of {args.embeddings} × {args.embedding_dim} each"
     say(f"rank {args.trainers} to {last - 1}: parameter servers, {tables}")
-    meeting = f"all meet at 127.0.0.1 port {args.port}"
-    say(f"rank {last}: master; RPC over TensorPipe (TCP); {meeting}")
+    meeting = "{MASTER_ADDR} port {MASTER_PORT}".format(**os.environ)
+    say(f"rank {last}: master; RPC over TensorPipe (TCP); all meet at {meeting}")
     measured = f"{args.steps} steps are measured, after {args.warmup} to warm up"
     say(f"{measured}; an epoch is {EPOCH} steps")
-    return {
-        "stage": "08_ddp_rpc",
-        "torch": torch.__version__,
-        "backend": args.backend,
-        "device": args.device,
-        "device_name": torch.cuda.get_device_name() if on_gpu else processor_name(),
-        "world_size": last + 1,  # everybody: trainers, servers and the master
-        "threads_per_rank": threads,
-        "options": dict(vars(args)),
-        "started": datetime.now(timezone.utc),
-        "cuda": torch.version.cuda,
-    }
+    return result | {"started": datetime.now(timezone.utc)}
 
 
-def random_batches(steps: int, embeddings: int, rows_of_bag: int, generator: torch.Generator):
-    """Yield (indices, offsets, targets): 20 to 50 indices in bags of 1 to 10.
+def random_batches(args, embeddings: int, seed: int):
+    """Yield (indices, offsets, targets) without end: 20 to 50 indices in bags of 1 to 10.
 
     There is a target per row of the dense net's input.
     """
-    for _ in range(steps):
+    rows_of_bag = args.servers * args.embedding_dim // DENSE_INPUT
+    generator = torch.Generator().manual_seed(seed)
+    while True:
         length = int(torch.randint(20, 51, (), generator=generator))
         sizes = torch.randint(1, 11, (length,), generator=generator)
         starts = sizes.cumsum(0) - sizes
@@ -274,11 +266,6 @@ def random_batches(steps: int, embeddings: int, rows_of_bag: int, generator: tor
         rows = len(offsets) * rows_of_bag
         targets = torch.randint(CLASSES, (rows,), generator=generator)
         yield indices, offsets, targets
-
-
-def rows_per_bag(args) -> int:
-    """How many rows of the dense net's input a bag makes."""
-    return args.servers * args.embedding_dim // DENSE_INPUT
 
 
 def new_model(args, servers, seed, process_group=None):
@@ -318,9 +305,8 @@ def verify_one_trainer(args, servers, embeddings):
         tables.append(nn.EmbeddingBag.from_pretrained(weight, freeze=False, mode="sum"))
     plain = nn.ModuleList([dense, tables])
     plain_optimizer = torch.optim.SGD(plain.parameters(), lr=LEARNING_RATE)
-
-    generator = torch.Generator().manual_seed(args.seed)
-    for step, batch in enumerate(random_batches(20, embeddings, rows_per_bag(args), generator)):
+    batches = random_batches(args, embeddings, args.seed)
+    for step, batch in enumerate(islice(batches, VERIFY_STEPS)):
         training_step(model, optimizer, batch, LOOKUPS[step % 2])
         indices, offsets, targets = batch
         columns = [embedding(indices, offsets) for embedding in tables]
@@ -330,10 +316,8 @@ def verify_one_trainer(args, servers, embeddings):
         plain_optimizer.step()
         plain_optimizer.zero_grad()
     weights = [*model.dense.parameters(), *call_all(servers, weight_copy)]
-    differences = []
-    for weight, plain_weight in zip(weights, plain.parameters(), strict=True):
-        differences.append((weight - plain_weight).abs().max().item())
-    return max(differences)
+    pairs = zip(weights, plain.parameters(), strict=True)
+    return max((weight - other).abs().max().item() for weight, other in pairs)
 
 
 def verify_replicas(args, servers, embeddings):
@@ -341,13 +325,11 @@ def verify_replicas(args, servers, embeddings):
 
     Returns this replica's weights and the rows that it has looked up.
     """
-    rank = dist.get_rank()
-    # Different at the start: DDP must make them equal.
-    model, optimizer = new_model(args, servers, args.seed + rank)
-    generator = torch.Generator().manual_seed(args.seed + rank)
+    seed = args.seed + dist.get_rank()
+    model, optimizer = new_model(args, servers, seed)  # DDP must make them equal
     looked_up = set()
-    half = max(1, embeddings // 2)
-    for indices, offsets, targets in random_batches(20, half, rows_per_bag(args), generator):
+    batches = random_batches(args, max(1, embeddings // 2), seed)
+    for indices, offsets, targets in islice(batches, VERIFY_STEPS):
         even = 2 * indices
         training_step(model, optimizer, (even, offsets, targets), "parallel")
         looked_up.update(even.tolist())
@@ -363,39 +345,33 @@ def verify(args, trainers, servers):
     embeddings = min(args.embeddings, 300)  # the plain model has all tables in one process
     tolerance = 1e-5
     tables = (create_table, embeddings, args.embedding_dim, args.seed)
-    arguments = (args, servers, embeddings)
     call_all(servers, *tables)
-    difference = rpc.rpc_sync("trainer0", verify_one_trainer, arguments, timeout=0)
+    arguments = (args, servers, embeddings)
+    [difference] = call_all(trainers[:1], verify_one_trainer, *arguments, timeout=0)
     away = f"{difference:.1e} away from a plain model in one process"
     if not difference <= tolerance:
         sys.exit(f"verify FAILED: one trainer is {away}")
-    say(
-        f"verify: passed, one trainer and {len(servers)} servers at most {away} after 20 steps; "
-        f"allowed: {tolerance}"
-    )
+    passed = f"one trainer and {len(servers)} servers at most {away} after {VERIFY_STEPS} steps"
+    say(f"verify: passed, {passed}; allowed: {tolerance}")
 
     progress("verify: all trainers with all servers")
     call_all(servers, *tables)
     before = call_all(servers, weight_copy)
-    replicas = []
-    rows = set()
-    for replica, looked_up in call_all(trainers, verify_replicas, *arguments, timeout=0):
-        replicas.append(replica)
-        rows |= looked_up
+    replicas, rows = zip(*call_all(trainers, verify_replicas, *arguments, timeout=0), strict=True)
     if not all(torch.equal(replica, replicas[0]) for replica in replicas):
         sys.exit("verify FAILED: the trainers hold different dense weights")
+    looked_up = set().union(*rows)
     for name, old, new in zip(servers, before, call_all(servers, weight_copy), strict=True):
         moved = (old != new).any(dim=1).nonzero().flatten().tolist()
-        if set(moved) != rows:
-            sys.exit(
-                f"verify FAILED: the rows of {name} that moved are not those that were looked up"
-            )
+        if set(moved) != looked_up:
+            sys.exit(f"verify FAILED: the rows of {name} that moved are not those looked up")
+    exactly = f"of {embeddings} rows per server exactly the {len(looked_up)} that were looked up"
     say(
-        f"verify: passed, dense weights of {len(trainers)} trainers bitwise equal; of {embeddings} "
-        f"rows per server exactly the {len(rows)} that were looked up have moved\n"
+        f"verify: passed, dense weights of {len(trainers)} trainers bitwise equal; "
+        f"{exactly} have moved\n"
     )
-    moved_rows = {"rows": embeddings, "rows_moved": len(rows)}
-    return {"max_abs_diff": difference, "tolerance": tolerance, "passed": True, **moved_rows}
+    result = {"max_abs_diff": difference, "tolerance": tolerance, "passed": True}
+    return result | {"rows": embeddings, "rows_moved": len(looked_up)}
 
 
 def train(args, servers):
@@ -405,46 +381,48 @@ def train(args, servers):
     """
     from common.setup import progress, say, time_left
 
-    name = rpc.get_worker_info().name
+    rank = dist.get_rank()
     warmup = args.warmup // EPOCH
     epochs = warmup + args.steps // EPOCH
     between_reports = math.ceil(epochs / 5)
+    lookups = LOOKUPS if args.lookup == "both" else [args.lookup]
     model, optimizer = new_model(args, servers, args.seed)
-    generator = torch.Generator().manual_seed(args.seed + dist.get_rank())
+    all_batches = random_batches(args, args.embeddings, args.seed + rank)
     losses = []
-    measured = {lookup: [] for lookup in args.lookups}
+    measured = {lookup: [] for lookup in lookups}
     began = time.perf_counter()
     for epoch in range(1, epochs + 1):
-        if name == "trainer0":
+        if rank == 0:
             left = time_left(began, epoch - 1, epochs)
             progress(f"training: epoch {epoch} of {epochs}{left}")
-        for lookup, samples in measured.items():
-            batches = list(random_batches(EPOCH, args.embeddings, rows_per_bag(args), generator))
+        for lookup in lookups:
+            batches = list(islice(all_batches, EPOCH))
             model.lookup_seconds = 0.0
             start = time.perf_counter()
             step_losses = [training_step(model, optimizer, batch, lookup) for batch in batches]
             loss = torch.stack(step_losses).mean().item()  # waits for the GPU, if there is one
-            seconds = time.perf_counter() - start
+            sample = {"seconds": time.perf_counter() - start}
+            sample["lookup_seconds"] = model.lookup_seconds
+            sample["examples"] = sum(len(offsets) for _, offsets, _ in batches)
             losses.append(loss)
             if epoch > warmup:
-                sample = {"seconds": seconds, "lookup_seconds": model.lookup_seconds}
-                sample["examples"] = sum(len(offsets) for _, offsets, _ in batches)
-                samples.append(sample)
-        if name == "trainer0" and epoch % between_reports == 0 and epoch < epochs:
+                measured[lookup].append(sample)
+        if rank == 0 and epoch % between_reports == 0 and epoch < epochs:
             say(f"epoch {epoch} of {epochs}, loss of trainer0 {loss:.3f}")
-    return {"name": name, "lookups": measured, "loss": losses}
+    return {"name": f"trainer{rank}", "lookups": measured, "loss": losses}
 
 
-def run_master(args, names, result):
+def run_master(args, names):
     """What the master does: verify, have the trainers train, print and write what they measured.
 
-    names: of all ranks, for RPC. result: the head of the JSON.
+    names: of all ranks, for RPC.
     """
     from common import report
     from common.setup import say
 
     trainers = names[: args.trainers]
     servers = names[args.trainers : -1]
+    result = begin(args)
     result["verify"] = None if args.no_verify else verify(args, trainers, servers)
     call_all(servers, create_table, args.embeddings, args.embedding_dim, args.seed)
     result["trainers"] = call_all(trainers, train, args, servers, timeout=0)
@@ -476,24 +454,23 @@ def summarize(args, results):
     from common.setup import say
 
     rows = []
-    pooled = {lookup: [] for lookup in args.lookups}
+    pooled = {}
     for result in results:
         for lookup, epochs in result["lookups"].items():
-            pooled[lookup] += epochs
+            pooled.setdefault(lookup, []).extend(epochs)
             rows.append(row(args, f"{result['name']} {lookup}", epochs))
     rates = {}
-    waits = {}
     for lookup, epochs in pooled.items():
         rows.append(row(args, f"all {lookup}", epochs))
         seconds = total(epochs, "seconds") / args.trainers  # they train at the same time
         rates[lookup] = total(epochs, "examples") / seconds
-        waits[lookup] = total(epochs, "lookup_seconds")
     header = ["", "p50", "ex./s", "p75", "ex./s", "p90", "ex./s", "p95", "ex./s", "lookups"]
     print_table(header, rows)
     say("seconds per epoch at each percentile, and examples (bags) per second at that pace;")
     say("lookups: their share of the time; all: samples pooled, examples summed")
     if args.lookup == "both":
         faster = rates["parallel"] / rates["sequential"]
+        waits = {lookup: total(epochs, "lookup_seconds") for lookup, epochs in pooled.items()}
         longer = waits["sequential"] / waits["parallel"]
         say(
             f"parallel / sequential: {faster:.3f} × the examples per second, all epochs; "
@@ -519,7 +496,7 @@ def main():
             "and 08_ddp_rpc/launcher.py beside this file"
         )
 
-    launcher.run(read_arguments(), begin, run_master)
+    launcher.run(read_arguments(), run_master)
 
 
 if __name__ == "__main__":
