@@ -40,27 +40,26 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.process_group = process_group
         self.rank = dist.get_rank(process_group)
         self.world_size = dist.get_world_size(process_group)
-        check_membership(self.rank)
         self.owners = {}  # parameter -> the rank that keeps its state and updates it
         self.loads = [0] * self.world_size  # bytes of parameters that each rank owns
         self.flats = []  # (owner, one flat buffer with the values of parameters that it owns)
         self.views = {}  # parameter -> its part of a flat buffer
         self.make_optimizer = partial(optimizer_cls, **kwargs)
-        self.local = without_groups(self.make_optimizer)  # the optimizer of this rank's parameters
+        self.local = self.make_optimizer([{"params": []}])  # the optimizer of this rank's shard
+        refuse_lbfgs(self.local)
         # The base class wants a group, and would register groups one by one: it gets an empty one.
         super().__init__([{"params": []}], self.local.defaults)
         self.param_groups.clear()
+        self.local.param_groups.clear()
         self._register(params)
         self.state = self.local.state
 
     def _register(self, params) -> None:
         """Share new groups out: here they have all parameters, in `local` those of this rank."""
         groups = agree_on_groups(self, params)  # the new ones; if one rank refuses them, all do
-        every = [parameter for group in groups for parameter in group["params"]]
-        # A group that was taken out and is added again has owners already.
-        new = [parameter for parameter in dict.fromkeys(every) if parameter not in self.owners]
-        self._choose_owners(new)
-        self._flatten(new)
+        parameters = [parameter for group in groups for parameter in group["params"]]
+        self._choose_owners(parameters)
+        self._flatten(parameters)
         for group in groups:
             add_to_local(self, self._own(group))
 
@@ -131,7 +130,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         The first rank that has one hands it out; others may pass None, or what they got.
         """
         super().load_state_dict(hand_out_state(self, state_dict))
-        follow_loaded_state(self)
 
     def __getstate__(self):
         raise RuntimeError("cannot be copied or pickled: save state_dict(), load it into another")
@@ -141,18 +139,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 # Below this line: what keeps the ranks together, the models, verify, the benchmark, main.
 
 
-def check_membership(rank: int) -> None:
-    if rank < 0:
-        raise ValueError("this rank is not in process_group: make no ShardedOptimizer here")
-
-
-def without_groups(make_optimizer) -> torch.optim.Optimizer:
-    """An optimizer of the class, without parameters: it checks the arguments and has defaults."""
-    local = make_optimizer([{"params": []}])
-    if isinstance(local, torch.optim.LBFGS):
+def refuse_lbfgs(optimizer: torch.optim.Optimizer) -> None:
+    if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("LBFGS looks at all parameters at once: use it without sharding")
-    local.param_groups.clear()
-    return local
 
 
 def agree_on_groups(sharded: ShardedOptimizer, params) -> list[dict]:
@@ -161,7 +150,6 @@ def agree_on_groups(sharded: ShardedOptimizer, params) -> list[dict]:
     If one rank refuses them, or has others than rank 0, all raise, and no rank keeps any.
     """
     before = len(sharded.param_groups)
-    del sharded.local.param_groups[before:]  # groups that the user has taken out
     failure = None
     lines = []
     try:
@@ -172,8 +160,8 @@ def agree_on_groups(sharded: ShardedOptimizer, params) -> list[dict]:
             for parameter in group["params"]:
                 # If the class refuses it on one rank, all refuse.
                 sharded.make_optimizer([{**group, "params": [parameter]}])
-                kind = f"{layout(parameter)}, requires_grad={parameter.requires_grad}"
-                lines.append(f"{kind}, group {number}")
+                kind = f"requires_grad={parameter.requires_grad}, group {number}"
+                lines.append(f"as number {len(lines)} {layout(parameter)}, {kind}")
     except Exception as error:  # the other ranks must hear of it, or they would wait for us
         failure = error
         lines = [f"{type(error).__name__}: {error}"]
@@ -204,10 +192,9 @@ def gather(sharded: ShardedOptimizer, mine) -> list:
 def first_difference(of_ranks: list[list[str]]) -> str | None:
     """The first line in which a rank differs from rank 0, said in words."""
     for rank, theirs in enumerate(of_ranks):
-        pairs = zip_longest(of_ranks[0], theirs, fillvalue="nothing")
-        for number, (expected, found) in enumerate(pairs):
+        for expected, found in zip_longest(of_ranks[0], theirs, fillvalue="nothing"):
             if expected != found:
-                return f"as number {number} rank 0 has {expected}, rank {rank} has {found}"
+                return f"rank 0 has {expected}, rank {rank} has {found}"
     return None
 
 
@@ -224,21 +211,13 @@ def view_in_layout_of(parameter: nn.Parameter, flat: torch.Tensor) -> torch.Tens
 
 
 def take_over_changes(sharded: ShardedOptimizer) -> None:
-    """Take over what was changed since the last step.
-
-    Values of parameters that were given other memory (vector_to_parameters), hyper-parameters,
-    groups that were taken out, a state that was reset.
-    """
+    """Take over what was changed since the last step: hyper-parameters, a state that was reset."""
     for parameter, view in sharded.views.items():
-        if parameter.data_ptr() == view.data_ptr():
-            continue
-        if layout(parameter) != layout(view) or parameter.device != view.device:
+        if parameter.data_ptr() != view.data_ptr():
             raise RuntimeError(
-                f"a parameter has left its flat buffer, {layout(view)}, for {layout(parameter)}"
-                ": move or cast the model before constructing ShardedOptimizer, not after"
+                "a parameter has left its flat buffer: move or cast the model before constructing"
+                " ShardedOptimizer, not after, and change values in place: parameter.copy_(…)"
             )
-        parameter.data = view.copy_(parameter)
-    del sharded.local.param_groups[len(sharded.param_groups) :]
     for group, local in zip(sharded.param_groups, sharded.local.param_groups, strict=True):
         local.update(sharded._own(group))
     sharded.local.state = sharded.state
@@ -284,13 +263,6 @@ def hand_out_state(sharded: ShardedOptimizer, state_dict: dict | None) -> dict:
     return {"state": state, "param_groups": packed_groups}
 
 
-def follow_loaded_state(sharded: ShardedOptimizer) -> None:
-    """Give the local optimizer what was loaded; its class itself adds what old files lack."""
-    loaded = {"state": sharded.state, "param_groups": sharded.param_groups}
-    sharded.local.__setstate__(loaded)
-    sharded.local.param_groups = [sharded._own(group) for group in sharded.param_groups]
-
-
 def numbered(sharded: ShardedOptimizer, packed_groups: list[dict]):
     """(packed group, number, parameter) for all parameters of a state_dict."""
     for packed, group in zip(packed_groups, sharded.param_groups, strict=False):
@@ -315,13 +287,11 @@ def move(sharded: ShardedOptimizer, values: dict, source: int, target: int) -> d
 ADAMW = torch.optim.AdamW
 SHARDED_ADAMW = partial(ShardedOptimizer, optimizer_cls=ADAMW)
 TOLERANCE = 1e-12  # of the weights in verify: the same updates by the same gradients give 0
-
-LEGEND = [
-    "Percentiles over all steps of all ranks; optimizer: optimizer.step() alone; step: all of a",
-    "training step; ZeRO: torch's ZeroRedundancyOptimizer, view: with its option",
-    "parameters_as_bucket_view; /: ratio of the p50s, below 1 is faster; state: optimizer state",
-    "of the rank that has most.",
-]
+LEGEND = """\
+Percentiles over all steps of all ranks; optimizer: optimizer.step() alone; step: all of a
+training step; ZeRO: torch's ZeroRedundancyOptimizer, view: with its option
+parameters_as_bucket_view; /: ratio of the p50s, below 1 is faster; state: optimizer state
+of the rank that has most."""
 
 
 class LanguageModel(nn.Module):
@@ -428,23 +398,25 @@ def verify(make_sharded, args, device):
     return {**result, "accuracy": accuracy}
 
 
-def own_state(optimizer) -> list:
-    """This rank's tensors of optimizer state; that of a shard is in an optimizer within."""
+def held_parts(model, optimizer) -> list[int]:
+    """Bytes that this rank holds: of parameters, gradients, optimizer state.
+
+    The state of a shard is in an optimizer within the optimizer.
+    """
+    from common.report import held_bytes
+
+    parameters = list(model.parameters())
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     within = [each for each in vars(optimizer).values() if isinstance(each, torch.optim.Optimizer)]
     states = [state for each in within or [optimizer] for state in each.state.values()]
-    values = [value for state in states for value in state.values()]
-    return [value for value in values if torch.is_tensor(value)]
+    values = [value for state in states for value in state.values() if torch.is_tensor(value)]
+    return [held_bytes(tensors) for tensors in (parameters, gradients, values)]
 
 
 def of_all_ranks(value) -> list:
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
-
-
-def state_bytes(optimizer) -> list[int]:
-    """Bytes of optimizer state on each rank."""
-    return of_all_ranks(sum(value.nbytes for value in own_state(optimizer)))
 
 
 def account(args, device, batch_shape):
@@ -458,25 +430,15 @@ def account(args, device, batch_shape):
     memory = {}
     for name, make_optimizer in optimizers.items():
         model, optimizer, compute_gradients = training(args, device, batch_shape, make_optimizer)
-        moments = {"model built": held_parts(model, optimizer)}
+        moments = {"model built": of_all_ranks(held_parts(model, optimizer))}
         compute_gradients()
         optimizer.step()
         compute_gradients()
-        moments["before the step"] = held_parts(model, optimizer)
+        moments["before the step"] = of_all_ranks(held_parts(model, optimizer))
         optimizer.step()
-        moments["after the step"] = held_parts(model, optimizer)
+        moments["after the step"] = of_all_ranks(held_parts(model, optimizer))
         memory[name] = moments
     return memory
-
-
-def held_parts(model, optimizer) -> list:
-    """[rank][bytes of parameters, gradients, optimizer state] at this moment."""
-    from common.memory import held_bytes
-
-    parameters = list(model.parameters())
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    parts = parameters, gradients, own_state(optimizer)
-    return of_all_ranks([held_bytes(tensors) for tensors in parts])
 
 
 def print_memory(memory):
@@ -513,7 +475,7 @@ def training(args, device, batch_shape, make_optimizer):
         F.cross_entropy(model(tokens).flatten(0, 1).float(), targets.flatten()).backward()
         mark("gradients are there")
         average_gradients(model)
-        mark("gradients are averaged")
+        mark("averaged")
 
     return model, optimizer, compute_gradients
 
@@ -526,24 +488,21 @@ def benchmark(args, device, batch_shape):
     watch = timing.Stopwatch(device)
 
     def candidate(make_optimizer):
-        """An optimizer with a model of its own, and two functions to time: a step, the update."""
-        _, optimizer, compute_gradients = training(args, device, batch_shape, make_optimizer)
+        """A model of its own, its optimizer, and the function that trains it for a step."""
+        model, optimizer, compute_gradients = training(args, device, batch_shape, make_optimizer)
 
-        def training_step():
+        def step():
             watch.mark("start")
             compute_gradients(watch.mark)
             optimizer.step()
             watch.mark("end")
-            exposed = watch.seconds("gradients are there", "gradients are averaged")
-            return {"step_seconds": watch.seconds("start", "end"), "exposed_comm_seconds": exposed}
+            return {
+                "step_seconds": watch.seconds("start", "end"),
+                "exposed_comm_seconds": watch.seconds("gradients are there", "averaged"),
+                "optimizer_seconds": watch.seconds("averaged", "end"),
+            }
 
-        def update():
-            watch.mark("start")
-            optimizer.step()  # once more with the last gradients
-            watch.mark("end")
-            return {"optimizer_seconds": watch.seconds("start", "end")}
-
-        return optimizer, training_step, update
+        return model, optimizer, step
 
     optimizers = sharded_optimizers(args)
     if not args.no_baseline:
@@ -552,15 +511,13 @@ def benchmark(args, device, batch_shape):
         optimizers["torch ZeRO"] = zero
         optimizers["torch ZeRO view"] = partial(zero, parameters_as_bucket_view=True)
     candidates = {name: candidate(make) for name, make in optimizers.items()}
-    training_steps = {name: step for name, (_, step, _) in candidates.items()}
-    updates = {name: update for name, (_, _, update) in candidates.items()}
-    samples = timing.measure(training_steps, args.steps, args.warmup)
-    of_updates = timing.measure(updates, args.steps, args.warmup)
-    for name, times in samples.items():
-        times |= of_updates[name]
-        times["optimizer_state_bytes"] = state_bytes(candidates[name][0])
+    steps = {name: step for name, (_, _, step) in candidates.items()}
+    samples = timing.measure(steps, args.steps, args.warmup)
+    for name, (model, optimizer, step) in candidates.items():
+        held = of_all_ranks(held_parts(model, optimizer))
+        samples[name]["optimizer_state_bytes"] = [state for _, _, state in held]
         trace = args.trace if name == "ShardedOptimizer" else None
-        times["collectives_per_step"] = timing.count_collectives(training_steps[name], trace)
+        samples[name]["collectives_per_step"] = timing.count_collectives(step, trace)
 
     rows = []
     for quantity in ("optimizer_seconds", "step_seconds"):
@@ -573,8 +530,7 @@ def benchmark(args, device, batch_shape):
             rows.append(row)
     header = ["ms", "p50", "p75", "p90", "p95", "/ZeRO", "/ZeRO view", "state MB"]
     report.print_table(header, rows)
-    for line in LEGEND:
-        say(line)
+    say(LEGEND)
     return [{"name": name, **times} for name, times in samples.items()]
 
 

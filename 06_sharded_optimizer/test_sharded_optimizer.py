@@ -1,4 +1,7 @@
-"""ShardedOptimizer against the optimizers that it shards, on real ranks, and the script."""
+"""What ShardedOptimizer promises beyond common/check, on real ranks, and the script.
+
+The checks themselves on two ranks: common/check/test_check.py.
+"""
 
 import collections
 import copy
@@ -13,14 +16,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
 
+from common.check import checks_of_optimizers
 from common.recordings.record import output_of
 from common.testing import harness
-from common.testing.harness import masked, torchrun
+from common.testing.harness import failed, judged, masked
 
 sys.path.insert(0, str(Path(__file__).parent))
-from sharded_optimizer import LanguageModel, ShardedOptimizer, main, state_bytes
+from sharded_optimizer import LanguageModel, ShardedOptimizer, held_parts
 
 SCRIPT = Path(__file__).with_name("sharded_optimizer.py")
 ADAM = torch.optim.Adam
@@ -146,6 +149,11 @@ NO_CLASS = {"Optimizer", "LBFGS"}  # which is refused
 CLASSES = [name for name in torch.optim.__all__ if name[0].isupper() and name not in NO_CLASS]
 
 
+def test_keeps_the_promises_of_sharded_optimizers(ranks):
+    checks = [*checks_of_optimizers.HAS_TO_HOLD, *checks_of_optimizers.BEYOND]
+    assert not failed(judged(ranks, ShardedOptimizer, checks, 3))
+
+
 def equals_unsharded(optimizer_cls, options, groups):
     shapes = {"Muon": [(30, 20), (7, 5), (4, 4)], "SparseAdam": [(30, 20), (7, 5, 3), (600,)]}
     twins = Twins(optimizer_cls, options, shapes.get(optimizer_cls.__name__, SHAPES), groups)
@@ -171,11 +179,10 @@ def test_every_class_of_torch(ranks, name, world_size):
     ranks(world_size).run(equals_unsharded, optimizer_cls, EVERY_CLASS[name], grouped)
 
 
-@on_ranks(1, 2, 3, 4)
+@on_ranks(1, 3)
 def equals_every_implementation():
     for optimizer_cls, options in [*OPTIMIZERS, (ADAM, {"lr": torch.tensor(0.01)})]:
-        for groups in (list, grouped):
-            equals_unsharded(optimizer_cls, options, groups)
+        equals_unsharded(optimizer_cls, options, grouped)
 
 
 @on_ranks(3)
@@ -186,51 +193,35 @@ def waits_for_a_late_rank():
     torch.testing.assert_close(twins.mine, twins.plain, rtol=0, atol=1e-12)
 
 
-@on_ranks(2)
-def follows_schedulers():
-    schedulers = torch.optim.lr_scheduler
-    for make in (
-        lambda optimizer: schedulers.OneCycleLR(optimizer, 0.1, total_steps=12),  # betas, too
-        lambda optimizer: schedulers.StepLR(optimizer, 2, 0.1),
-        lambda optimizer: schedulers.CosineAnnealingLR(optimizer, 8),
-    ):
-        twins = Twins(groups=grouped)
-        for optimizer, owned in twins.both():
-            scheduler = make(optimizer)
-            for step in range(8):
-                train(optimizer, owned, [step])
-                scheduler.step()
-        twins.check()
-
-
-@on_ranks(1, 2, 4)
+@on_ranks(2, 4)
 def takes_groups_in_mid_training():
-    for optimizer_cls, options in OPTIMIZERS:
+    """What is there keeps its owner and its state. Afterwards all state is dropped."""
+    for optimizer_cls, options in ((ADAM, {}), (torch.optim.Adagrad, {"lr": 0.1})):
         twins = Twins(optimizer_cls, options, groups=lambda owned: owned[:3])
         twins.train(range(4), 3)
         owners = dict(twins.sharded.owners)
-        state = copy.deepcopy(list(twins.sharded.state.values()))
         for optimizer, owned in twins.both():
             optimizer.add_param_group({"params": owned[3], "lr": 0.05})
             optimizer.add_param_group({"params": owned[4:]})
         assert twins.sharded.owners.items() >= owners.items()
-        kept = list(twins.sharded.state.values())[: len(state)]
-        torch.testing.assert_close(kept, state, rtol=0, atol=0)
         if optimizer_cls is torch.optim.Adagrad:  # older ones have state only when constructed
             for parameter in twins.plain[3:]:
                 fresh = optimizer_cls([parameter], **options)
                 twins.unsharded.state[parameter] = fresh.state[parameter]
         twins.train(range(4, 8))
         twins.check()
+        if optimizer_cls is ADAM:
+            for optimizer, _ in twins.both():
+                optimizer.state = collections.defaultdict(dict)  # the usual idiom
+            twins.train(range(8, 10))
+            twins.check()
 
 
 @on_ranks(3)  # three ranks, two parameters: one rank owns nothing
 def steps_with_a_closure():
     twins = Twins(options={"lr": 0.1}, shapes=[(4, 3), (2,)])
-    calls = []
 
     def closure(optimizer, owned):
-        calls.append(optimizer)
         optimizer.zero_grad()
         loss = sum((parameter**2).sum() for parameter in owned)
         loss.backward()
@@ -239,13 +230,9 @@ def steps_with_a_closure():
     for _ in range(3):
         losses = [o.step(lambda o=o, owned=owned: closure(o, owned)) for o, owned in twins.both()]
         assert losses[0].item() == losses[1].item()
-    assert len(calls) == 6
     assert twins.sharded.step() is None
     twins.unsharded.step()
     twins.check()
-    twins.sharded.zero_grad()
-    assert all(parameter.grad is None for parameter in twins.mine)
-    assert "lr: 0.1" in repr(twins.sharded)
 
 
 def unusual_model():
@@ -287,7 +274,6 @@ def shares_the_state_out_evenly():
     world_size = dist.get_world_size()
     for model in (
         LanguageModel(64, 256, 6, 4, 500),
-        nn.Sequential(*(nn.Linear(50, 50) for _ in range(12))),
         nn.Sequential(nn.Linear(1000, 500), nn.Linear(2, 2)),
         nn.Linear(3, 3, bias=False),
     ):
@@ -300,9 +286,8 @@ def shares_the_state_out_evenly():
         for parameter in model.parameters():
             assert parameter.untyped_storage().nbytes() <= most
         train(optimizer, list(model.parameters()), [0])
-        zero = ZeroRedundancyOptimizer(model.parameters(), ADAM)
-        zero.step()
-        assert max(state_bytes(optimizer)) <= max(state_bytes(zero))
+        own = optimizer.loads[optimizer.rank]
+        assert 2 * own <= held_parts(model, optimizer)[2] <= 2 * own + 4 * len(sizes)
     half_frozen = parameters(*[(50,)] * 8)
     for parameter in half_frozen[::2]:
         parameter.requires_grad_(False)
@@ -326,10 +311,8 @@ def ranks_that_differ_get_an_error():
         [first * 2, second],  # not a leaf
     ):
         is_last = dist.get_rank() == dist.get_world_size() - 1
-        start = time.monotonic()
-        with pytest.raises(ValueError, match="ranks' parameters differ"):
+        with pytest.raises(ValueError, match="ranks' parameters differ: rank 0 has .*, rank 2 has"):
             ShardedOptimizer(changed if is_last else parameters((4, 3), (2,)), ADAM)
-        assert time.monotonic() - start < 10
         dist.barrier()  # the process group is still in order
 
 
@@ -340,8 +323,6 @@ def says_what_is_wrong():
             ShardedOptimizer(wrong, ADAM)
     with pytest.raises(ValueError, match="Invalid learning rate"):
         ShardedOptimizer(parameters((3,)), ADAM, lr=-1)
-    with pytest.raises(TypeError):
-        ShardedOptimizer(parameters((3,)), ADAM, learning_rate=1)
     optimizer = ShardedOptimizer(parameters((3,), (2,)), ADAM)
     with pytest.raises(ValueError, match="doesn't match the size"):
         optimizer.load_state_dict(ShardedOptimizer(parameters((3,)), ADAM).state_dict())
@@ -350,32 +331,23 @@ def says_what_is_wrong():
             copied(optimizer)
     with pytest.raises(ValueError, match="LBFGS looks at all parameters at once"):
         ShardedOptimizer(parameters((3, 3)), torch.optim.LBFGS)
-    muon = ShardedOptimizer(parameters((3, 3), (2, 2)), torch.optim.Muon)
-    with pytest.raises(ValueError, match="Muon only supports 2D"):
+    with pytest.raises(ValueError, match="Muon only supports 2D"):  # one of them, on its owner
         ShardedOptimizer(parameters((3, 3), (2, 2), (4,)), torch.optim.Muon)
-    with pytest.raises(ValueError, match="Muon only supports 2D"):
-        muon.add_param_group({"params": parameters((5,))})
-    assert len(muon.param_groups) == 1
     dist.barrier()
-
-
-def train_and_edit(optimizer, owned, steps):
-    for step in steps:
-        if step == 2:
-            optimizer.param_groups[0]["lr"] = 0.02  # must travel with the state
-        train(optimizer, owned[: 4 if step < 3 else None], [step])  # two begin in step 3
 
 
 def continue_training(optimizer_cls, options, saved, steps):
     """Load what another world size saved, train on; (weights, state) of this rank as bytes."""
     mine = parameters(*SHAPES)
+    if saved:
+        options = {**options, "lr": 9.0}  # the right one travels with the state
     optimizer = ShardedOptimizer(grouped(mine), optimizer_cls, **options)
     if saved:
         weights, state = torch.load(io.BytesIO(saved))
         for parameter, weight in zip(mine, weights, strict=True):
             parameter.detach().copy_(weight)
         optimizer.load_state_dict(state)
-    train_and_edit(optimizer, mine, steps)
+    train(optimizer, mine, steps)
     weights = [parameter.detach().clone() for parameter in mine]
     state = optimizer.state_dict()
     train(optimizer, mine, [99])  # must not change what was saved
@@ -391,7 +363,7 @@ def test_state_dict_goes_from_2_to_3_to_1_ranks(ranks, optimizer_cls, options):
     unsharded = optimizer_cls(grouped(plain), **options)
     for world_size, steps in ((2, range(0, 3)), (3, range(3, 6)), (1, range(6, 8))):
         saved = ranks(world_size).run(continue_training, optimizer_cls, options, saved, steps)[0]
-        train_and_edit(unsharded, plain, steps)
+        train(unsharded, plain, steps)
         weights, state = torch.load(io.BytesIO(saved))
         torch.testing.assert_close(weights, [p.detach() for p in plain], rtol=0, atol=1e-12)
         assert_same_state(state, unsharded.state_dict())
@@ -435,60 +407,26 @@ class CountingAdam(torch.optim.Optimizer):
                 parameter.sub_(mean / correction, alpha=group["lr"])
 
 
-class AlwaysCountingAdam(CountingAdam):
-    """The same, but it counts in every group."""
-
-    def step(self, closure=None):
-        for group in self.param_groups:
-            if not group["params"]:
-                group["step"] = group.get("step", torch.zeros(())) + 1
-        super().step()
-
-
 @on_ranks(1, 2, 4)
 def keeps_what_an_optimizer_writes_into_its_groups():
     def groups(owned):
         return [{"params": owned[:1], "lr": 0.2}, {"params": owned[1:3]}, {"params": owned[3:]}]
 
-    for optimizer_cls in (CountingAdam, AlwaysCountingAdam):
-        shapes = (600,), (40,), (2,), (3, 3), (1,)
-        twins = Twins(optimizer_cls, shapes=shapes, groups=groups)
-        twins.train(range(3))
-        twins.check()
-        sharded = twins.sharded
-        for group in sharded.param_groups:
-            owns = any(sharded.owners[parameter] == sharded.rank for parameter in group["params"])
-            if owns or optimizer_cls is AlwaysCountingAdam:
-                assert group["step"].item() == 3
-        twins.check_state()
-        resumed = [nn.Parameter(parameter.detach().clone()) for parameter in twins.mine]
-        resumed_optimizer = ShardedOptimizer(groups(resumed), optimizer_cls)
-        resumed_optimizer.load_state_dict(sharded.state_dict())
-        twins.train(range(3, 6))
-        train(resumed_optimizer, resumed, range(3, 6))
-        twins.check()
-        assert_equal(resumed, twins.plain)
-
-
-@on_ranks(3)
-def lets_the_user_edit_groups_and_state():
-    for optimizer_cls, options in OPTIMIZERS:
-        twins = Twins(optimizer_cls, options, groups=grouped)
-        for optimizer, owned in twins.both():
-            train(optimizer, owned, range(3))
-            optimizer.add_param_group(optimizer.param_groups.pop())
-            train(optimizer, owned, range(3, 6))
-            group = optimizer.param_groups.pop(0)
-            train(optimizer, owned, range(6, 9))
-            optimizer.add_param_group(group)
-            train(optimizer, owned, range(9, 12))
-        twins.check()
-    twins = Twins()
-    for optimizer, owned in twins.both():
-        train(optimizer, owned, range(3))
-        optimizer.state = collections.defaultdict(dict)  # the usual idiom
-        train(optimizer, owned, range(3, 6))
+    twins = Twins(CountingAdam, shapes=((600,), (40,), (2,), (3, 3), (1,)), groups=groups)
+    twins.train(range(3))
     twins.check()
+    sharded = twins.sharded
+    for group in sharded.param_groups:
+        if any(sharded.owners[parameter] == sharded.rank for parameter in group["params"]):
+            assert group["step"].item() == 3
+    twins.check_state()
+    resumed = [nn.Parameter(parameter.detach().clone()) for parameter in twins.mine]
+    resumed_optimizer = ShardedOptimizer(groups(resumed), CountingAdam)
+    resumed_optimizer.load_state_dict(sharded.state_dict())
+    twins.train(range(3, 6))
+    train(resumed_optimizer, resumed, range(3, 6))
+    twins.check()
+    assert_equal(resumed, twins.plain)
 
 
 @on_ranks(1, 2, 3)
@@ -498,10 +436,6 @@ def loads_its_own_state():
     twins.plain[1].requires_grad_(False)
     twins.sharded.load_state_dict(twins.sharded.state_dict())  # there is none yet
     twins.train(range(3), 4)  # some have no gradient yet
-    for optimizer, _ in twins.both():
-        optimizer.load_state_dict(optimizer.state_dict())
-    twins.train(range(3, 6))
-    twins.check()
     saved, saved_plain = [copy.deepcopy(optimizer.state_dict()) for optimizer, _ in twins.both()]
     weights = [parameter.detach().clone() for parameter in twins.mine]
     for _ in range(2):  # the second time all is as it was saved, too
@@ -563,20 +497,16 @@ def a_refused_group_leaves_nothing():
 
 
 @on_ranks(2)
-def takes_parameters_back_that_were_given_other_memory():
-    twins = Twins()
-    for optimizer, owned in twins.both():
-        train(optimizer, owned, range(2))
-        vector = nn.utils.parameters_to_vector(owned) * 2
-        nn.utils.vector_to_parameters(vector.detach(), owned)
-        train(optimizer, owned, range(2, 5))
-    twins.check()
-    for parameter, view in twins.sharded.views.items():
-        assert parameter.data_ptr() == view.data_ptr()
-    for change in ({"dtype": torch.float32}, {"memory_format": torch.channels_last}):
+def notices_parameters_that_were_given_other_memory():
+    """They would keep the values of before, as the buffer is sent."""
+    for change in (
+        lambda model: model.float(),
+        lambda model: model.to(memory_format=torch.channels_last),
+        lambda model: nn.utils.vector_to_parameters(torch.zeros(112), model.parameters()),
+    ):
         model = nn.Sequential(nn.Conv2d(3, 4, 3)).double()
         optimizer = ShardedOptimizer(model.parameters(), ADAM)
-        model.to(**change)
+        change(model)
         with pytest.raises(RuntimeError, match="left its flat buffer.*before constructing"):
             optimizer.step()
 
@@ -585,10 +515,7 @@ def takes_parameters_back_that_were_given_other_memory():
 def works_in_a_group_of_some_ranks():
     group = dist.new_group([2, 1])
     mine, plain = parameters(*SHAPES), parameters(*SHAPES)
-    if dist.get_rank() == 0:
-        with pytest.raises(ValueError, match="not in process_group"):
-            ShardedOptimizer(mine, ADAM, process_group=group)
-    else:
+    if dist.get_rank() > 0:
         optimizer = ShardedOptimizer(mine, ADAM, process_group=group)
         train(optimizer, mine, range(3))
         train(ADAM(plain), plain, range(3))
@@ -619,18 +546,6 @@ def test_on_a_gpu(launched, world_size):
 QUICK = "--size nano --device cpu --batch-size 1 --context-length 8 --steps 1 --warmup 0".split()
 
 
-def check_memory(moments, unsharded, model_bytes):
-    """{moment: [rank][bytes of parameters, gradients, optimizer state]}, of one optimizer."""
-    assert moments["model built"] == 2 * [[model_bytes, 0, 0]]
-    for of_rank in moments["before the step"]:
-        assert of_rank[:2] == [model_bytes, model_bytes]
-    state = [of_rank[2] for of_rank in moments["after the step"]]
-    if unsharded:
-        assert all(2 * model_bytes <= held < 2.001 * model_bytes for held in state)
-    else:
-        assert 2 * model_bytes <= sum(state) and max(state) <= 1.05 * model_bytes
-
-
 @pytest.mark.parametrize("small", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_script(forked, tmp_path, small):
     """Whole, on a small MNIST or on the digits: it prints the recorded lines, and writes files."""
@@ -645,53 +560,34 @@ def test_script(forked, tmp_path, small):
     assert printed == masked(recorded)[2:], output
     result = harness.read_json(tmp_path / "json", "06_sharded_optimizer")
     assert result["world_size"] == 2 and result["verify"]["max_abs_diff"] == 0
-    names = [candidate["name"] for candidate in result["candidates"]]
-    assert names == ["AdamW", "ShardedOptimizer", "torch ZeRO", "torch ZeRO view"]
-    most = [max(candidate["optimizer_state_bytes"]) for candidate in result["candidates"]]
     model_bytes = 4 * result["model"]["parameters"]
-    assert most[0] >= 2 * model_bytes and most[1] <= 1.05 * most[0] / 2
-    assert most[1] == min(most)
     for name, moments in result["memory_bytes"].items():
-        check_memory(moments, name == "AdamW", model_bytes)
+        assert moments["model built"] == 2 * [[model_bytes, 0, 0]]
+        state = [of_rank[2] for of_rank in moments["after the step"]]
+        assert 2 * model_bytes <= sum(state)
+        assert max(state) <= (2.001 if name == "AdamW" else 1.05) * model_bytes
     for candidate in result["candidates"]:
+        most = (2.001 if candidate["name"] == "AdamW" else 1.2) * model_bytes
+        assert model_bytes < max(candidate["optimizer_state_bytes"]) <= most
         for times in ("step_seconds", "optimizer_seconds"):
             assert [len(of_rank) for of_rank in candidate[times]] == [1, 1]
     assert len(torch.load(tmp_path / "save", weights_only=True)) == 6
     assert "traceEvents" in (tmp_path / "trace").read_text()
 
 
-@pytest.mark.parametrize("name, status", [("RightShards", 0), ("ForgetsOptions", 1)])
+@pytest.mark.parametrize("name, status", [("RightShards", 0), ("SendsNothing", 1)])
 def test_a_class_of_the_users_own_is_verified_and_has_a_row(forked, tmp_path, name, status):
     mine = f"{harness.ROOT}/common/check/mistakes.py:{name}"
     words = [*QUICK, "--no-baseline", "--json", tmp_path / "json", "--mine", mine]
     found, output = forked(2, SCRIPT, *words)
     assert found == status and f"verify: {name} (mine)\n" in output, output
     if status == 1:
-        assert "verify FAILED: a weight is" in output, output
+        assert "verify FAILED: " in output, output
         return
     result = harness.read_json(tmp_path / "json", "06_sharded_optimizer")
     ours, users = result["candidates"]
     assert users["name"] == "RightShards (mine)"
     assert sum(users["optimizer_state_bytes"]) >= 0.99 * sum(ours["optimizer_state_bytes"])
-
-
-@pytest.mark.full
-@harness.needs_proc
-@pytest.mark.parametrize("fault", harness.FAULTS)
-@pytest.mark.parametrize("moment", harness.LADDER_MOMENTS)
-def test_faults(script, moment, fault, tmp_path):
-    harness.check_fault(script, torchrun(2, SCRIPT, *harness.LONG), moment, fault, tmp_path)
-
-
-@pytest.mark.full
-@harness.needs_proc
-def test_stopped_rank(script):
-    words = ["--no-verify", *harness.LONG]
-    harness.check_stopped_rank(script, SCRIPT, *words, moment="MB: ")
-
-
-def test_wrong_input(monkeypatch, capsys):
-    harness.check_wrong_input(main, SCRIPT, "--steps", "0", monkeypatch, capsys)
 
 
 def test_file_alone(tmp_path):

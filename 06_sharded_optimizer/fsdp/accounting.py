@@ -14,13 +14,20 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from sharded_optimizer import LanguageModel, ShardedOptimizer
+from measure import finish
+from sharded_optimizer import ADAMW, SHARDED_ADAMW, LanguageModel, held_parts
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from common.setup import SIZES
 
 GPUS = (24, 40, 80)  # GB
+LEGEND = """\
+MB: 2^20 bytes; counted in a training step on the device meta, without activations;
+whole: the most at any time of what is gathered and of whole gradients;
+theory: 4, 4 and 8 bytes per parameter, each divided by the ranks that share it, and with
+FSDP what is whole in one moment of backward; fits into: a GPU of 24, 40 or 80 GB.
+"""
 
 
 class WholeWeights(TorchDispatchMode):
@@ -70,8 +77,6 @@ def fake_ranks(world_size: int):
 
 def account(size: str, world_size: int, wrap, make_optimizer) -> list[int]:
     """Bytes of parameters, gradients, optimizer state, and at most of what is whole beside them."""
-    from common.memory import held_bytes
-
     with fake_ranks(world_size):
         with torch.device("meta"):
             model = wrap(LanguageModel(*SIZES[size][:5]))
@@ -79,15 +84,9 @@ def account(size: str, world_size: int, wrap, make_optimizer) -> list[int]:
         optimizer = make_optimizer(model.parameters(), lr=1e-4)
         with WholeWeights(getattr(model, "units", [])) as seen:
             F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
-            if hasattr(model, "finish_gradient_synchronization"):
-                model.finish_gradient_synchronization()
+            finish(model)
         optimizer.step()
-        parameters = list(model.parameters())
-        local = getattr(optimizer, "local", optimizer)  # where ShardedOptimizer keeps its part
-        state = [value for values in local.state.values() for value in values.values()]
-        gradients = [parameter.grad for parameter in parameters]
-        held = [held_bytes(tensors) for tensors in (parameters, gradients, state)]
-        return [*held, seen.most]
+        return [*held_parts(model, optimizer), seen.most]
 
 
 def theory(size: str, world_size: int) -> dict[str, float]:
@@ -123,13 +122,10 @@ def show(args, wrap) -> None:
     if torch.__version__ < "2.12":
         fail(f"argument --accounting: needs torch 2.12, and this is {torch.__version__}")
 
-    def sharded_adamw(parameters, **options):
-        return ShardedOptimizer(parameters, torch.optim.AdamW, **options)
-
     candidates = {
-        "DDP": (lambda model: model, torch.optim.AdamW),
-        "ShardedOptimizer": (lambda model: model, sharded_adamw),
-        "FSDP": (wrap, torch.optim.AdamW),
+        "DDP": (lambda model: model, ADAMW),
+        "ShardedOptimizer": (lambda model: model, SHARDED_ADAMW),
+        "FSDP": (wrap, ADAMW),
     }
     rows = []
     for world_size in args.ranks:
@@ -149,7 +145,4 @@ def show(args, wrap) -> None:
     say(f"{args.size} model: {parameters / 1e6:,.1f} million parameters, float32, AdamW; rank 0")
     header = ["MB", "parameters", "gradients", "optimizer state", "whole", "all"]
     report.print_table([*header, "theory", "/theory", "fits into"], rows)
-    say("MB: 2^20 bytes; counted in a training step on the device meta, without activations;")
-    say("whole: the most at any time of what is gathered and of whole gradients;")
-    say("theory: 4, 4 and 8 bytes per parameter, each divided by the ranks that share it, and with")
-    say("FSDP what is whole in one moment of backward; fits into: a GPU of 24, 40 or 80 GB.\n")
+    say(LEGEND)

@@ -13,18 +13,18 @@ Source: Rajbhandari et al., "ZeRO", SC 2020, sections 5.2 and 5.3; Zhao et al., 
 VLDB 2023; Stanford CS336, assignment 2 (2026).
 """
 
-import gc
 import sys
 import weakref
 from collections import deque
 from functools import partial
-from itertools import pairwise, zip_longest
+from itertools import pairwise
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
 
@@ -194,8 +194,7 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 
 def pad_to_multiple(number: int, flat: torch.Tensor) -> torch.Tensor:
-    missing = -len(flat) % number
-    return torch.cat([flat, flat.new_zeros(missing)]) if missing else flat
+    return torch.cat([flat, flat.new_zeros(-len(flat) % number)])
 
 
 def split_like(tensors, flat: torch.Tensor) -> list[torch.Tensor]:
@@ -280,9 +279,13 @@ def hide(units: list[Unit]) -> None:
 def tensors_in_backward(units: list[Unit], inputs, outputs) -> list[torch.Tensor]:
     """Those that a module has returned and that backward comes to, before the module's weights.
 
-    No gradient says when backward is done with frozen weights: those of the module's inputs do.
+    RuntimeError for a weight among them: it has no memory soon. No gradient says when backward is
+    done with frozen weights: those of the module's inputs do.
     """
-    check_outputs(units, outputs)
+    memory = {memory_of(unit.whole) for unit in units}
+    for tensor in filter(torch.is_tensor, tree_leaves(outputs)):
+        if memory_of(tensor) in memory:
+            raise RuntimeError("a module returned its weight, or a view of it: return a clone()")
     if not torch.is_grad_enabled():
         return []
     frozen = [unit for unit in units if not unit.trained]
@@ -321,32 +324,30 @@ def is_called(module: nn.Module) -> bool:
 def make_units(model: FSDP, chosen, compute_dtype) -> dict[nn.Module, list[Unit]]:
     """Make a Unit of the weights of each chosen module, and one of the others; put shards in.
 
-    Weights that differ in dtype or device, or in whether they are trained, are not in one unit.
-    Returns which units a module's forward needs; with a tied weight several need the same one.
+    Weights that differ in dtype, or in whether they are trained, are not in one unit. Returns which
+    units a module's forward needs; with a tied weight several need the same one.
     """
     module = model.module
     chosen = chosen or choose_units(module)
-    if not all(is_called(part) and part in set(module.modules()) for part in chosen):
-        raise ValueError("units: must be modules within the module, and have a forward")
+    if not all(map(is_called, chosen)):
+        raise ValueError("units: must be modules that have a forward")
     places = {}  # weight -> [(module, name), …]
     for part in module.modules():
         for name, parameter in part._parameters.items():
             if parameter is not None and parameter.ndim >= 2 and parameter.numel():
                 places.setdefault(parameter, []).append((part, name))
-    of_parts = {part: list(part.parameters()) for part in chosen}
-    elsewhere = {parameter for parameters in of_parts.values() for parameter in parameters}
+    of_parts = {part: [p for p in part.parameters() if p in places] for part in chosen}
+    elsewhere = {weight for weights in of_parts.values() for weight in weights}
     own = set(module.parameters(recurse=False))
-    rest = [p for p in module.parameters() if p in own or p not in elsewhere]
+    rest = [weight for weight in places if weight in own or weight not in elsewhere]
     unit_of = {}
     needs = {}
-    for part, parameters in [(module, rest), *of_parts.items()]:
-        weights = [parameter for parameter in parameters if parameter in places]
+    for part, weights in [(module, rest), *of_parts.items()]:
         alike = {}
         for weight in weights:
             if weight not in unit_of:
-                kind = weight.dtype, weight.device, weight.requires_grad
-                alike.setdefault(kind, []).append(weight)
-        for (dtype, *_), members in alike.items():
+                alike.setdefault((weight.dtype, weight.requires_grad), []).append(weight)
+        for (dtype, _), members in alike.items():
             if compute_dtype and dtype.is_floating_point:
                 dtype = compute_dtype
             unit = Unit(members, dtype, model.process_group)
@@ -362,6 +363,7 @@ def make_units(model: FSDP, chosen, compute_dtype) -> dict[nn.Module, list[Unit]
 def put_shards_in(unit: Unit, places: list) -> None:
     """Replace weights by their shards; `places` are those of each weight."""
     for (shard, weight), of_weight in zip(unit.weights.items(), places, strict=True):
+        shard.is_shard = True
         for module, name in of_weight:
             module._parameters[name] = shard
             unit.places.append((module, name, weight))
@@ -369,17 +371,24 @@ def put_shards_in(unit: Unit, places: list) -> None:
                 module.flatten_parameters = lambda: None  # on a GPU it moves weights elsewhere
 
 
+def is_shard(parameter: nn.Parameter) -> bool:
+    """And not what every rank has whole: a bias, a norm."""
+    return hasattr(parameter, "is_shard")
+
+
 def compute_in(dtype: torch.dtype, module: nn.Module, units: set[Unit]) -> None:
     """Modules with weights compute in this dtype, those without, such as norms, in their own."""
     sharded = {part: unit for unit in units for part, _, _ in unit.places}
     for part in module.modules():
-        own = {name: p for name, p in part._parameters.items() if p is not None and p.ndim < 2}
-        if unit := sharded.get(part):
-            unit.biases += [(part, name, bias) for name, bias in own.items()]
-            part.register_forward_pre_hook(partial(cast, dtype), with_kwargs=True, prepend=True)
-        elif own:
-            its_dtype = next(iter(own.values())).dtype
-            part.register_forward_pre_hook(partial(cast, its_dtype), with_kwargs=True, prepend=True)
+        small = [(part, name, p) for name, p in part.named_parameters(recurse=False) if p.ndim < 2]
+        its_dtype = dtype
+        if part in sharded:
+            sharded[part].biases += small
+        elif small:
+            its_dtype = small[0][2].dtype
+        else:
+            continue
+        part.register_forward_pre_hook(partial(cast, its_dtype), with_kwargs=True, prepend=True)
 
 
 def cast(dtype: torch.dtype, part: nn.Module, inputs: tuple, kwargs: dict) -> tuple:
@@ -389,89 +398,10 @@ def cast(dtype: torch.dtype, part: nn.Module, inputs: tuple, kwargs: dict) -> tu
         is_float = torch.is_tensor(value) and value.is_floating_point()
         return value.to(dtype) if is_float else value
 
-    inputs = tuple(in_dtype(value) for value in inputs)
-    return inputs, {name: in_dtype(value) for name, value in kwargs.items()}
+    return tuple(map(in_dtype, inputs)), {name: in_dtype(kwargs[name]) for name in kwargs}
 
 
-# What concerns all ranks at once: clipping, saving, loading, averaging.
-
-
-def clip_grad_norm(model: FSDP, max_norm: float) -> torch.Tensor:
-    """After the finish: scale all gradients to a norm of at most max_norm; returns what it was."""
-    check_finished(model)
-    square = sum_of_squares(model, shards_of(model))
-    dist.all_reduce(square, group=model.process_group)
-    square += sum_of_squares(model, replicated(model))  # once, because all ranks have them
-    norm = square.sqrt()
-    nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
-    return norm
-
-
-def sum_of_squares(model: FSDP, parameters) -> torch.Tensor:
-    """Of their gradients, in float32 at least."""
-    total = torch.zeros((), device=next(model.parameters()).device)
-    for parameter in parameters:
-        if parameter.requires_grad:
-            dtype = torch.promote_types(parameter.grad.dtype, torch.float32)
-            total = total + torch.linalg.vector_norm(parameter.grad, dtype=dtype).square()
-    return total
-
-
-def shards_of(model: FSDP) -> list[nn.Parameter]:
-    return [shard for unit in model.units for shard in unit.weights]
-
-
-def replicated(model: FSDP) -> list[nn.Parameter]:
-    """What every rank has whole: biases and norms."""
-    shards = set(shards_of(model))
-    return [parameter for parameter in model.module.parameters() if parameter not in shards]
-
-
-@torch.no_grad()
-def full_state(model: FSDP) -> dict[str, torch.Tensor]:
-    """Copies: of all parameters, whole, and of the buffers that a state_dict has."""
-    whole = {}
-    for unit in model.units:
-        flat = unit.share.new_empty(len(unit.whole))
-        all_gather_single(flat, unit.share, unit.group)
-        whole |= zip(unit.weights, split_like(unit.weights.values(), flat), strict=True)
-    state = {}
-    for name, parameter in model.module.named_parameters(remove_duplicate=False):
-        state[name] = whole.get(parameter, parameter).detach().clone()
-    for name, buffer in persistent_buffers(model.module).items():
-        state[name] = buffer.clone()
-    return state
-
-
-@torch.no_grad()
-def load_full_state(model: FSDP, state: dict[str, torch.Tensor]) -> None:
-    free_unused(model.units)
-    whole = {shard: weight for unit in model.units for shard, weight in unit.weights.items()}
-    values = {}
-    for name, parameter in model.module.named_parameters(remove_duplicate=False):
-        values[parameter] = state[name]
-        expected = whole.get(parameter, parameter).shape
-        if state[name].shape != expected:
-            shapes = f"{tuple(state[name].shape)}, not {tuple(expected)}"
-            raise ValueError(f"{name} has shape {shapes}")
-    for unit in model.units:
-        flat = torch.cat([values[shard].flatten().to(unit.share) for shard in unit.weights])
-        flat = pad_to_multiple(len(unit.whole), flat)
-        unit.share.copy_(flat.view(-1, len(unit.share))[dist.get_rank(unit.group)])
-    for parameter in replicated(model):
-        parameter.copy_(values[parameter])
-    for name, buffer in persistent_buffers(model.module).items():
-        buffer.copy_(state[name])
-
-
-def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
-    """{name: buffer}, of those that a state_dict has."""
-    buffers = {}
-    for prefix, part in module.named_modules():
-        for name, buffer in part._buffers.items():
-            if buffer is not None and name not in part._non_persistent_buffers_set:
-                buffers[f"{prefix}.{name}".lstrip(".")] = buffer
-    return buffers
+# What concerns all ranks at once: broadcast, average, clipping, saving, loading.
 
 
 def check_and_broadcast(module: nn.Module, process_group) -> None:
@@ -485,11 +415,12 @@ def check_and_broadcast(module: nn.Module, process_group) -> None:
 
 def average_replicated(model: FSDP) -> None:
     """With one all-reduce per dtype. What this rank did not use has a gradient of zeros."""
-    trained = [parameter for parameter in replicated(model) if parameter.requires_grad]
-    for parameter in trained:
-        parameter.grad = gradient_or_zeros(parameter)
-    for dtype in sorted({parameter.dtype for parameter in trained}, key=str):
-        gradients = [parameter.grad for parameter in trained if parameter.dtype == dtype]
+    alike = {}
+    for parameter in model.module.parameters():
+        if parameter.requires_grad and not is_shard(parameter):
+            parameter.grad = gradient_or_zeros(parameter)
+            alike.setdefault(parameter.dtype, []).append(parameter.grad)
+    for gradients in alike.values():
         flat = torch.cat([gradient.flatten() for gradient in gradients])
         flat.div_(dist.get_world_size(model.process_group))
         dist.all_reduce(flat, group=model.process_group)
@@ -497,32 +428,78 @@ def average_replicated(model: FSDP) -> None:
             gradient.copy_(mean)
 
 
+def clip_grad_norm(model: FSDP, max_norm: float) -> torch.Tensor:
+    """After the finish: scale all gradients to a norm of at most max_norm; returns what it was."""
+    if model.in_backward:
+        raise RuntimeError("call finish_gradient_synchronization() before clip_grad_norm()")
+    parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    square = torch.zeros((), device=next(model.parameters()).device)  # float32 at least
+    for parameter in parameters:
+        dtype = torch.promote_types(parameter.grad.dtype, square.dtype)
+        part = torch.linalg.vector_norm(parameter.grad, dtype=dtype).square()
+        if not is_shard(parameter):  # all ranks have it
+            part /= dist.get_world_size(model.process_group)
+        square = square + part
+    dist.all_reduce(square, group=model.process_group)
+    norm = square.sqrt()
+    nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    return norm
+
+
+@torch.no_grad()
+def full_state(model: FSDP) -> dict[str, torch.Tensor]:
+    """Copies: of all parameters, whole, and of the buffers that a state_dict has."""
+    whole = {}
+    for unit in model.units:
+        flat = unit.share.new_empty(len(unit.whole))
+        all_gather_single(flat, unit.share, unit.group)
+        whole |= zip(unit.weights, split_like(unit.weights.values(), flat), strict=True)
+    held = model.module.state_dict(keep_vars=True)
+    return {name: whole.get(tensor, tensor).clone() for name, tensor in held.items()}
+
+
+@torch.no_grad()
+def load_full_state(model: FSDP, state: dict[str, torch.Tensor]) -> None:
+    free_unused(model.units)
+    whole = {shard: weight for unit in model.units for shard, weight in unit.weights.items()}
+    values = {}
+    for name, tensor in model.module.state_dict(keep_vars=True).items():
+        found, expected = state[name].shape, whole.get(tensor, tensor).shape
+        if found != expected:
+            raise ValueError(f"{name} has shape {tuple(found)}, not {tuple(expected)}")
+        values[tensor] = state[name]
+    for unit in model.units:
+        flat = torch.cat([values.pop(shard).flatten().to(unit.share) for shard in unit.weights])
+        flat = pad_to_multiple(len(unit.whole), flat)
+        unit.share.copy_(flat.view(-1, len(unit.share))[dist.get_rank(unit.group)])
+    for tensor, value in values.items():  # biases, norms, buffers
+        tensor.copy_(value)
+
+
 # Guards. A reader can skip them.
 
 
 class Guard:
     """Notices misuse, with a RuntimeError: a forgotten finish; a second backward; parameters that
-    were frozen, unfrozen, replaced, moved or cast after wrapping; a copy; an optimizer that needs
-    whole weights; one rank's shards that are saved or loaded as if they were all.
+    were frozen, unfrozen, replaced, moved or cast after wrapping; a copy; one rank's shards that
+    are saved or loaded as if they were all.
 
     Weights that changed, and a backward that reads weights before hook 3, are noticed by autograd:
-    see set_version(). That ranks part is noticed only after compare_ranks().
+    see set_version().
     """
 
     def __init__(self, model: FSDP):
         self.module = model.module
-        self.process_group = model.process_group
         self.layout = self._layout()
-        self.knows_optimizers = False
         for unit in model.units:
-            for part in {module for module, _, _ in unit.places}:
+            for part, _, _ in unit.places:
                 part.register_state_dict_pre_hook(refuse_to_save)
                 part.register_load_state_dict_pre_hook(refuse_to_load)
-        model._gradient_is_there = WeakHook(model._gradient_is_there)
+        # Python never frees what hooks of tensors refer to.
+        model._gradient_is_there = partial(FSDP._gradient_is_there, weakref.proxy(model))
 
     def _layout(self) -> list[tuple]:
-        parameters = self.module.parameters()
-        return [(id(p), p.requires_grad, p.dtype, p.device, p.data_ptr()) for p in parameters]
+        return [(id(p), p.requires_grad, p.dtype, p.data_ptr()) for p in self.module.parameters()]
 
     def before_forward(self, model: FSDP) -> None:
         if model.in_backward:
@@ -536,119 +513,52 @@ class Guard:
         unit = model.unit_of[weight]
         if unit not in model.waiting or weight not in unit.missing:
             raise RuntimeError("backward() ran twice: finish in between")
-        if weight.grad.requires_grad:
-            raise RuntimeError("backward(create_graph=True) is not supported")
 
     def after_finish(self, model: FSDP) -> None:
-        if not self.knows_optimizers:
-            refuse_optimizers(shards_of(model))
-        self.knows_optimizers = True
         for weight in model.unit_of:
             weight.grad = None  # of a backward that was refused
-
-    def compare_ranks(self, model: FSDP) -> None:
-        """From now on ranks tell each other what they do next: slow, for a run that hangs.
-
-        RuntimeError on all ranks as soon as they differ, with what each of them does.
-        """
-        names = {part: name or "the module" for name, part in self.module.named_modules()}
-        for part in model.units_of:
-            compare = partial(self._compare, f"forward of {names[part]}")
-            part.register_forward_pre_hook(compare, prepend=True)
-            compare = partial(self._compare_backward, f"backward of {names[part]}")
-            part.register_forward_hook(compare, prepend=True)
-
-    def _compare(self, step: str, *_) -> None:
-        check_same([step], self.process_group, RuntimeError, "ranks must do the same")
-
-    def _compare_backward(self, step: str, part: nn.Module, inputs, outputs) -> None:
-        for tensor in with_gradient(outputs):
-            tensor.register_hook(partial(self._compare, step))
 
     def __getstate__(self):
         raise RuntimeError("FSDP cannot be copied or pickled: gather_full_params() can be saved")
 
 
-class WeakHook:
-    """Calls a method while its object lives. Python never frees what torch's hooks refer to."""
-
-    def __init__(self, method):
-        self.method = weakref.WeakMethod(method)
-
-    def __call__(self, weight: torch.Tensor) -> None:
-        if (method := self.method()) is not None:
-            method(weight)
-
-    __getstate__ = Guard.__getstate__
-
-
 def check_module(module: nn.Module, process_group) -> None:
-    """ValueError, on all ranks, if the module cannot be wrapped."""
-    if dist.get_rank(process_group) < 0:
-        raise ValueError("this rank is not a member of process_group: wrap on its members only")
-    tensors = dict(module.named_parameters()) | dict(module.named_buffers())
-    if any(nn.parameter.is_lazy(tensor) for tensor in tensors.values()):
-        raise ValueError("a lazy module has no shapes yet: run one forward before you wrap it")
+    """ValueError, on all ranks, if the module cannot be wrapped or differs from rank 0's."""
     mine = []
-    for name, tensor in tensors.items():
-        kind = f"{tuple(tensor.shape)} {tensor.dtype} requires_grad={tensor.requires_grad}"
-        mine.append(f"{name} {kind}")
-    check_same(mine, process_group, ValueError, "models differ")
-    if any(hasattr(part, "finish_gradient_synchronization") for part in module.modules()):
-        raise ValueError("a module can be wrapped only once: wrap the plain one, model.module")
-    if not any(p.ndim >= 2 and p.numel() for p in module.parameters()):
-        raise ValueError("there is no weight to shard: no parameter has two dimensions")
-    for name, part in module.named_modules():
-        if getattr(part, "sparse", False) or getattr(part, "max_norm", None) is not None:
-            raise ValueError(f"{name}: sparse gradients and max_norm are not supported")
-
-
-def check_same(mine: list[str], process_group, error: type, what: str) -> None:
-    """Raise this error on all ranks if their lists differ; it names the first difference."""
+    for name, p in [*module.named_parameters(), *module.named_buffers()]:
+        mine.append(f"{name} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}")
     of_ranks = [None] * dist.get_world_size(process_group)
     dist.all_gather_object(of_ranks, mine, group=process_group)
     for rank, theirs in enumerate(of_ranks):
-        for expected, found in zip_longest(of_ranks[0], theirs, fillvalue="nothing"):
-            if expected != found:
-                raise error(f"{what}: rank 0 has {expected}, rank {rank} has {found}")
+        if theirs != of_ranks[0]:
+            differing = sorted(set(theirs) ^ set(of_ranks[0]))[:2] or "their order"
+            raise ValueError(f"models differ on ranks 0 and {rank}: {differing}")
+    for name, part in module.named_modules():
+        if hasattr(part, "finish_gradient_synchronization"):
+            raise ValueError("a module can be wrapped only once: wrap the plain one, model.module")
+        if getattr(part, "max_norm", None) is not None:
+            raise ValueError(f"{name}: max_norm would be forgotten, as it changes gathered weights")
 
 
-def check_outputs(units: list[Unit], outputs) -> None:
-    """RuntimeError for what FSDP could not handle: nothing to hook, or memory that will be gone."""
-    tensors = [leaf for leaf in tree_leaves(outputs) if torch.is_tensor(leaf)]
-    expected = torch.is_grad_enabled() and any(unit.trained for unit in units)
-    if expected and outputs is not None and not tensors:
-        what = f"a {type(outputs).__name__}, in which FSDP finds no tensor"
-        raise RuntimeError(f"a module returned {what}: return tensors, or a list, tuple or dict")
-    memory = {memory_of(unit.whole) for unit in units}
-    if any(memory_of(tensor) in memory for tensor in tensors):
-        raise RuntimeError("a module returned its weight, or a view of it: return a clone()")
-
-
-def check_finished(model: FSDP) -> None:
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if model.in_backward or any(parameter.grad is None for parameter in trained):
-        raise RuntimeError("call finish_gradient_synchronization() before clip_grad_norm()")
-
-
-def refuse_to_save(part: nn.Module, *_) -> None:
-    raise RuntimeError("state_dict() would have this rank's shards: gather_full_params() has all")
+def refuse_to_save(part: nn.Module, prefix: str, keep_vars: bool) -> None:
+    if not keep_vars:  # as full_state() and load_full_state() have it
+        raise RuntimeError("state_dict() would have shards: gather_full_params() has all")
 
 
 def refuse_to_load(part: nn.Module, *_) -> None:
     raise RuntimeError("the weights are sharded: load_full_params() instead of load_state_dict()")
 
 
-def refuse_optimizers(shards: list[nn.Parameter]) -> None:
-    """Some look at a whole weight, and here it is a shard. Looks at all optimizers there are."""
-    shards = set(shards)
-    for each in gc.get_objects():
-        if issubclass(type(each), torch.optim.Optimizer):
-            names = {kind.__name__ for kind in type(each).__mro__}
-            parameters = [p for group in each.param_groups for p in group["params"]]
-            for name in names & {"Adafactor", "LBFGS", "Muon"}:
-                if not shards.isdisjoint(parameters):
-                    raise RuntimeError(f"{name} needs whole weights, and FSDP's are sharded")
+def refuse_optimizers(optimizer: torch.optim.Optimizer, *_) -> None:
+    """Some look at a whole weight, and here it is a shard. Called before every optimizer's step."""
+    names = {kind.__name__ for kind in type(optimizer).__mro__}
+    for name in names & {"Adafactor", "LBFGS", "Muon"}:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if any(map(is_shard, parameters)):
+            raise RuntimeError(f"{name} needs whole weights, and FSDP's are sharded")
+
+
+register_optimizer_step_pre_hook(refuse_optimizers)
 
 
 # Private in torch, which has no public name for either; nothing else here is.
@@ -688,49 +598,33 @@ def main():
     setup.add_plot_arguments(parser, "fsdp.png")
     parser.set_defaults(warmup=3)  # five candidates, and all within a minute
     add = parser.add_argument
-    add("--no-prefetch", action="store_true", help="gather a weight when it is needed, not before")
-    add("--compute-dtype", choices=["float16", "bfloat16"], help="in which FSDP's layers compute")
     add("--no-memory", action="store_true", help="no table and picture of the memory")
-    add(
-        "--accounting",
-        action="store_true",
-        help="only this: what each rank of many would hold, on the device meta",
-    )
-    add(
-        "--ranks",
-        type=setup.list_of(setup.whole_number(2)),
-        default=[8, 64, 1024],
-        metavar="N,N,…",
-        help="numbers of ranks for --accounting (default: 8,64,1024)",
-    )
+    only = "only this: what each rank of many would hold, on the device meta"
+    add("--accounting", action="store_true", help=only)
+    numbers = {"type": setup.list_of(setup.whole_number(2)), "metavar": "N,N,…"}
+    of_ranks = "numbers of ranks for --accounting (default: 8,64,1024)"
+    add("--ranks", **numbers, default=[8, 64, 1024], help=of_ranks)
     args = parser.parse_args()
     if args.save and args.no_verify:
         parser.error("argument --save: not with --no-verify, which trains no classifier")
-    if args.no_memory and args.plot and args.plot != parser.get_default("plot"):
-        parser.error("argument --plot: not with --no-memory, which leaves nothing to draw")
-
-    def wrap(module, compute_dtype=None, process_group=None, prefetch=not args.no_prefetch):
-        return FSDP(module, compute_dtype, process_group, prefetch)
-
     if args.accounting:
-        accounting.show(args, wrap)
+        accounting.show(args, FSDP)
         return
     with setup.process_group(args) as device:
         result = report.begin("06_sharded_optimizer/fsdp", args, device)
         replicas = (1 if args.no_baseline else 4) + bool(args.mine)
-        model = report.describe(LanguageModel, args, replicas)
-        result["model"] = model
+        model = result["model"] = report.describe(LanguageModel, args, replicas)
         result["verify"] = None
-        wraps = {} if args.no_verify else {"FSDP": wrap} | setup.users_wrapper(args)
+        wraps = {} if args.no_verify else {"FSDP": FSDP} | setup.users_wrapper(args)
         for name in reversed(wraps):  # this stage's last: it is what is saved
             if args.mine:
                 setup.say(f"verify: {name}")
             result["verify"] = measure.verify(args, device, wraps[name])
         if not args.no_memory:
-            result["memory_bytes"] = memory.account(args, device, wrap, choose_units)
+            result["memory_bytes"] = memory.account(args, device, FSDP, choose_units)
             memory.show(result, args.plot)
         batch_shape = model["batch_size"], model["context_length"]
-        result["candidates"] = measure.benchmark(args, device, batch_shape, wrap, choose_units)
+        result["candidates"] = measure.benchmark(args, device, batch_shape, FSDP, choose_units)
         report.write_json(args.json, result)
 
 

@@ -32,9 +32,25 @@ def fully_sharded(choose_units, model: nn.Module, process_group=None) -> nn.Modu
     return fully_shard(model, mesh=mesh)
 
 
+def unsharded(device, model: nn.Module, **options) -> nn.Module:
+    """torch's DDP."""
+    devices = [device] if device.type == "cuda" else None
+    return nn.parallel.DistributedDataParallel(model, devices, **options)
+
+
+def finish(model: nn.Module) -> None:
+    """Complete the gradients; a class of torch does it by itself."""
+    if hasattr(model, "finish_gradient_synchronization"):
+        model.finish_gradient_synchronization()
+
+
 TOLERANCE = 1e-10  # of float64 weights after hundreds of steps; rounding alone stays far below
 MIXED_STEPS = 20
 MIXED_TOLERANCE = 1e-6  # of float32 weights: rounded alike and summed alike, they should be equal
+LEGEND = """\
+Percentiles over all steps of all ranks; forward, backward with finish, optimizer: p50;
+exposed: forward and backward beyond those of no sync; sent: by rank 0 to its sockets in a
+step; /fully_shard: ratio of the p50s, below 1 is faster."""
 
 
 def verify(args, device, wrap):
@@ -113,17 +129,16 @@ def verify(args, device, wrap):
 
 def rounded_by_hand(weights, batches):
     """The mean gradient over the ranks' batches: bfloat16 weights and gradients, float32 sums."""
+    gradients = []
     for images, labels in batches:
         rounded = [weight.detach().bfloat16().requires_grad_() for weight in weights]
         x = images.bfloat16()
         for weight in rounded[:-1]:
             x = F.linear(x, weight).relu()
-        F.cross_entropy(F.linear(x, rounded[-1]).float(), labels).backward()
-        for weight, copy in zip(weights, rounded, strict=True):
-            if weight.grad is None:
-                weight.grad = copy.grad.float() / len(batches)
-            else:
-                weight.grad.add_(copy.grad, alpha=1 / len(batches))
+        loss = F.cross_entropy(F.linear(x, rounded[-1]).float(), labels)
+        gradients.append(torch.autograd.grad(loss, rounded))
+    for weight, *of_ranks in zip(weights, *gradients, strict=True):
+        weight.grad = torch.stack(of_ranks).mean(0, dtype=torch.float32)
 
 
 def difference(full: dict, expected: dict) -> float:
@@ -139,9 +154,7 @@ def sent_bytes() -> int | None:
     counters = Path("/proc/self/io")
     if not counters.exists():
         return None
-    for line in counters.read_text().splitlines():
-        if line.startswith("wchar: "):
-            return int(line.removeprefix("wchar: "))
+    return int(counters.read_text().partition("wchar: ")[2].split()[0])
 
 
 def bytes_of_a_step(step) -> int | None:
@@ -150,34 +163,25 @@ def bytes_of_a_step(step) -> int | None:
     before = sent_bytes()
     step()
     dist.barrier()
-    if before is None:
-        return None
-    return sent_bytes() - before
+    return None if before is None else sent_bytes() - before
 
 
 def benchmark(args, device, batch_shape, wrap, choose_units):
     """Time steps of a language model: no sync, torch DDP, torch fully_shard, FSDP."""
     from common import setup, timing
 
-    def torch_ddp(model):
-        devices = [device] if device.type == "cuda" else None
-        return nn.parallel.DistributedDataParallel(model, devices)
-
-    compute_dtype = getattr(torch, args.compute_dtype) if args.compute_dtype else None
-    ours = partial(wrap, compute_dtype=compute_dtype)
     torch_fully_shard = partial(fully_sharded, choose_units)
-    wraps = {"FSDP": ours} | setup.users_wrapper(args)
+    wraps = {}
     if not args.no_baseline:
-        wraps = {"no sync": lambda model: model, "torch DDP": torch_ddp}
+        wraps = {"no sync": lambda model: model, "torch DDP": partial(unsharded, device)}
         wraps |= {"torch fully_shard": torch_fully_shard}
-        if not args.no_prefetch:
-            wraps |= {"FSDP, no prefetch": partial(ours, prefetch=False)}
-        wraps |= {"FSDP": ours} | setup.users_wrapper(args)
+        wraps |= {"FSDP, no prefetch": partial(wrap, prefetch=False)}
+    wraps |= {"FSDP": wrap} | setup.users_wrapper(args)
     if args.backend == "shared" and not args.no_baseline:  # what gloo makes of the same
         with setup.without_gloo_greeting():
             gloo = dist.new_group(backend="gloo")
         wraps["fully_shard over gloo"] = partial(torch_fully_shard, process_group=gloo)
-        wraps["FSDP over gloo"] = partial(ours, process_group=gloo)
+        wraps["FSDP over gloo"] = partial(wrap, process_group=gloo)
     shape = SIZES[args.size][:5]
     torch.manual_seed(args.seed + dist.get_rank())
     tokens, targets = torch.randint(shape[-1], (2, *batch_shape), device=device)
@@ -199,8 +203,7 @@ def benchmark(args, device, batch_shape, wrap, choose_units):
             with span("backward"):
                 loss.backward()
             with span("sync"):
-                if hasattr(model, "finish_gradient_synchronization"):
-                    model.finish_gradient_synchronization()
+                finish(model)
             watch.mark("synchronized")
             with span("optimizer"):
                 optimizer.step()
@@ -249,8 +252,4 @@ def print_steps(samples):
         rows.append([*row, report.ratio(times["step_seconds"], baseline.get("step_seconds"))])
     header = ["step, ms", "p50", "p75", "p90", "p95", "forward", "backward", "optimizer"]
     report.print_table([*header, "exposed", "sent MB", "collectives", "/fully_shard"], rows)
-    say("Percentiles over all steps of all ranks; forward, backward with finish, optimizer: p50;")
-    say(
-        "exposed: forward and backward beyond those of no sync; sent: by rank 0 to its sockets in a"
-    )
-    say("step; /fully_shard: ratio of the p50s, below 1 is faster.")
+    say(LEGEND)

@@ -8,8 +8,8 @@ from functools import partial
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from measure import fully_sharded
-from sharded_optimizer import LanguageModel, ShardedOptimizer
+from measure import finish, fully_sharded, unsharded
+from sharded_optimizer import ADAMW, SHARDED_ADAMW, LanguageModel, held_parts, of_all_ranks
 from torch import nn
 
 from common.setup import SIZES
@@ -20,31 +20,27 @@ PARTS = {  # and their colours
     "optimizer state": "#009E73",
     "in flight": "#D55E00",
 }
+LEGEND = """\
+MB: 2^20 bytes, of the rank that has most; batch: one sequence of 8 tokens;
+in flight: the most that there is beside the others at any time of forward and backward.
+"""
 
 
 def account(args, device, wrap, choose_units) -> dict:
     """{candidate: [rank][bytes of each of PARTS]}, for AdamW."""
     from common.setup import progress
 
-    def unsharded(model):
-        devices = [device] if device.type == "cuda" else None
-        return nn.parallel.DistributedDataParallel(model, devices, gradient_as_bucket_view=True)
-
-    def sharded_adamw(parameters, **options):
-        return ShardedOptimizer(parameters, torch.optim.AdamW, **options)
-
-    candidates = {"FSDP": (wrap, torch.optim.AdamW)}
+    candidates = {}
     if not args.no_baseline:
-        candidates = {
-            "unsharded": (unsharded, torch.optim.AdamW),
-            "ShardedOptimizer": (unsharded, sharded_adamw),
-            "torch fully_shard": (partial(fully_sharded, choose_units), torch.optim.AdamW),
-        } | candidates
+        ddp = partial(unsharded, device, gradient_as_bucket_view=True)
+        candidates["unsharded"] = ddp, ADAMW
+        candidates["ShardedOptimizer"] = ddp, SHARDED_ADAMW
+        candidates["torch fully_shard"] = partial(fully_sharded, choose_units), ADAMW
+    candidates["FSDP"] = wrap, ADAMW
     memory = {}
     for name, how in candidates.items():
         progress(f"memory: {name}")
-        memory[name] = [None] * dist.get_world_size()
-        dist.all_gather_object(memory[name], bytes_of_a_step(args, device, *how))
+        memory[name] = of_all_ranks(bytes_of_a_step(args, device, *how))
     return memory
 
 
@@ -53,7 +49,7 @@ def bytes_of_a_step(args, device, wrap, make_optimizer) -> list[int]:
 
     The batch is one short sequence, so that activations hardly count.
     """
-    from common.memory import held_bytes, peak_bytes
+    from common.report import peak_bytes
 
     shape = SIZES[args.size][:5]
     torch.manual_seed(args.seed)
@@ -64,8 +60,7 @@ def bytes_of_a_step(args, device, wrap, make_optimizer) -> list[int]:
 
     def compute_gradients():
         F.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.flatten()).backward()
-        if hasattr(model, "finish_gradient_synchronization"):
-            model.finish_gradient_synchronization()
+        finish(model)
 
     for _ in range(2):
         compute_gradients()
@@ -75,12 +70,9 @@ def bytes_of_a_step(args, device, wrap, make_optimizer) -> list[int]:
     for _ in range(3):
         optimizer.zero_grad()
         peaks.append(peak_bytes(compute_gradients, device))
-    gradients = held_bytes(p.grad for p in model.parameters() if p.grad is not None)
-    local = getattr(optimizer, "local", optimizer)  # where ShardedOptimizer keeps its part
-    state = held_bytes(value for values in local.state.values() for value in values.values())
+    kept = held_parts(model, optimizer)
     in_buckets = isinstance(model, nn.parallel.DistributedDataParallel)  # DDP makes none anew
-    in_flight = min(peaks) - (0 if in_buckets else gradients)
-    return [held_bytes(model.parameters()), gradients, state, in_flight]
+    return [*kept, min(peaks) - (0 if in_buckets else kept[1])]
 
 
 def show(result, plot):
@@ -88,31 +80,27 @@ def show(result, plot):
     from common import report
     from common.setup import say
 
+    most = {name: max(of_ranks, key=sum) for name, of_ranks in result["memory_bytes"].items()}
     rows = []
-    for name, of_ranks in result["memory_bytes"].items():
-        parts = max(of_ranks, key=sum)
+    for name, parts in most.items():
         rows.append([name, *[f"{part / 2**20:.1f}" for part in [*parts, sum(parts)]]])
     report.print_table(["MB", *PARTS, "at most"], rows)
-    say("MB: 2^20 bytes, of the rank that has most; batch: one sequence of 8 tokens;")
-    say(
-        "in flight: the most that there is beside the others at any time of forward and backward.\n"
-    )
+    say(LEGEND)
     if plot and dist.get_rank() == 0:
-        draw(result, plot)
+        draw(result, most, plot)
         say(f"written: {plot}")
 
 
-def draw(result, path):
-    """A bar for each candidate, stacked of the parts, of the rank that has most."""
+def draw(result, most, path):
+    """A bar for each candidate, stacked of the parts."""
     from matplotlib.figure import Figure
 
-    memory = {name: max(ranks, key=sum) for name, ranks in result["memory_bytes"].items()}
-    figure = Figure(figsize=(9, 1.4 + 0.5 * len(memory)), layout="constrained")
+    figure = Figure(figsize=(9, 1.4 + 0.5 * len(most)), layout="constrained")
     axes = figure.subplots()
-    names = list(reversed(memory))
+    names = list(reversed(most))
     left = [0.0] * len(names)
     for number, (part, color) in enumerate(PARTS.items()):
-        widths = [memory[name][number] / 2**20 for name in names]
+        widths = [most[name][number] / 2**20 for name in names]
         drawn = axes.barh(names, widths, left=left, color=color, label=part, height=0.75)
         numbers = [f"{width:.0f}" if width > 9 else "" for width in widths]
         axes.bar_label(drawn, numbers, label_type="center", fontsize=9)
