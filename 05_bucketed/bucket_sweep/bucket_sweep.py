@@ -15,7 +15,6 @@ Source: Stanford CS336, assignment 2, "DDP bucketed benchmarking".
 import gc
 import math
 import os
-import resource
 import sys
 from functools import partial
 from pathlib import Path
@@ -23,6 +22,19 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+
+FOLDER = Path(__file__).resolve().parent
+sys.path[:0] = [str(FOLDER), str(FOLDER.parent / "predict"), str(FOLDER.parent.parent)]
+try:
+    import calibrate
+    from bucketed import LanguageModel
+    from simulate import Network, Step, simulate
+
+    from common import report, setup, timing
+    from common.setup import say
+except ModuleNotFoundError as error:
+    needed = "the repository's folder common/, the scripts of 02 to 05 and 05_bucketed/predict"
+    sys.exit(f"error: {error}: copy {needed} beside this script")
 
 
 def overhead(buckets: float, size: float, bandwidth: float, call: float) -> float:
@@ -38,10 +50,10 @@ def best_number_of_buckets(size: float, bandwidth: float, call: float) -> float:
     return math.sqrt(size / (bandwidth * call))
 
 
-def constants(network) -> tuple[float, float]:
+def constants(network: Network) -> tuple[float, float]:
     """(w, o) of what calibrate.py has measured: a call by itself takes o + bytes / w seconds."""
     sent = 2 * (network.ranks - 1) / network.ranks  # bytes that leave a rank, for each of a call
-    return network.bandwidth / sent, network.call_alone()
+    return network.bandwidth / sent, network.call_alone
 
 
 # ==================================================================================================
@@ -49,6 +61,10 @@ def constants(network) -> tuple[float, float]:
 
 NO_LIMIT = math.inf  # a bucket size: one bucket for everything
 RUNGS = {"NaiveDDP": "02", "FlatDDP": "03", "OverlapDDP": "04", "BucketedDDP": "05"}
+LEGEND = """\
+Overhead: step p50 − no sync p50; formula: s/(n·w) + n·o with the buckets of the row;
+model: simulate.py, with what calibrate.py measured in the same run; speed-up: against one
+bucket for everything (inf MB)."""
 STYLES = {  # of the picture: mark, colour
     "NaiveDDP": ("D", "#CC79A7"),
     "FlatDDP": ("v", "#E69F00"),
@@ -68,45 +84,28 @@ def kinds_and_sizes(bucket_sizes_mb: list[float]) -> list[tuple[str, float | Non
 
 
 def label(kind: str, megabytes: float | None) -> str:
-    """How a candidate is called."""
     return kind if megabytes is None else f"{kind} {megabytes:g} MB"
 
 
-def wrap(training, kind: str, megabytes: float | None):
-    """The model of a calibrate.Training, wrapped as (kind, bucket size in MB) wants it."""
-    import calibrate
-
+def wrap(model, kind: str, megabytes: float | None):
+    """The model, wrapped as (kind, bucket size in MB) wants it."""
     if kind in RUNGS:
-        return calibrate.wrap(training.model, RUNGS[kind], megabytes)
-    return DistributedDataParallel(training.model, bucket_cap_mb=megabytes)
+        return calibrate.wrap(model, RUNGS[kind], megabytes)
+    return DistributedDataParallel(model, bucket_cap_mb=megabytes)
 
 
 def all_fit(buffers: int, gradient_bytes: int, device: torch.device) -> bool:
     """Is there memory on every host for the model and so many wrappers' buffers at once?"""
-    from common.setup import available_memory
-
     # Weights, gradients, two moments and each wrapper's buckets, and a fifth more.
     needed = 1.2 * (4 + buffers) * gradient_bytes
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
     else:
-        free = available_memory()
+        free = setup.available_memory()
         needed *= int(os.environ["LOCAL_WORLD_SIZE"])
     fits = torch.tensor(free > needed, dtype=torch.int32, device=device)
     dist.all_reduce(fits, dist.ReduceOp.MIN)
     return bool(fits)
-
-
-def peak_memory(device: torch.device) -> list[int]:
-    """Of each rank, the most bytes so far: on a CPU of the whole process, torch itself included."""
-    if device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(device)
-    else:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        peak *= 1 if sys.platform == "darwin" else 1024
-    peaks = [None] * dist.get_world_size()
-    dist.all_gather_object(peaks, peak)
-    return peaks
 
 
 def measure(pairs: list, args, training, experiments: bool) -> dict:
@@ -115,13 +114,9 @@ def measure(pairs: list, args, training, experiments: bool) -> dict:
     All wrap the one model of `training`. Returns the samples by name, as timing.measure does, and
     adds the number of collectives. Traces of what is in `pairs` are written if --trace says so.
     """
-    import calibrate
-
-    from common import timing
-
     steps = {"no sync": partial(training.step, training.model)}
     for pair in pairs:
-        steps[label(*pair)] = partial(training.step, wrap(training, *pair))
+        steps[label(*pair)] = partial(training.step, wrap(training.model, *pair))
     everything = steps
     if experiments:
         everything = calibrate.with_experiments(steps, training, every=3)
@@ -136,12 +131,8 @@ def measure(pairs: list, args, training, experiments: bool) -> dict:
     return samples
 
 
-def candidates_of(pairs: list, samples: dict, step, network) -> list[dict]:
+def candidates_of(pairs: list, samples: dict, step: Step, network: Network) -> list[dict]:
     """`no sync` and the pairs that were measured with it, each with what it costs."""
-    from simulate import simulate
-
-    from common import report
-
     no_sync = report.percentiles(samples["no sync"]["step_seconds"])[0]
     candidates = []
     for kind, megabytes in [("no sync", None), *pairs]:
@@ -152,30 +143,24 @@ def candidates_of(pairs: list, samples: dict, step, network) -> list[dict]:
         candidate["overhead_seconds"] = p50 - no_sync
         candidate["simulated_seconds"] = None  # torch DDP is none that simulate.py knows
         if kind in RUNGS:
-            simulated = simulate(step, network, RUNGS[kind], megabytes or 25.0)
-            candidate["simulated_seconds"] = simulated.step_seconds - step.seconds_alone
+            simulated = simulate(step, network, RUNGS[kind], megabytes)
+            candidate["simulated_seconds"] = simulated - step.seconds_alone
         candidates.append(candidate)
     return candidates
 
 
 def sweep(args, device: torch.device) -> dict:
     """Measure all candidates; returns what --json writes."""
-    import calibrate
-    from bucketed import LanguageModel
-
-    from common import report, timing
-    from common.setup import say
-
     result = report.begin("05_bucketed/bucket_sweep", args, device)
     # One replica. The sixth copy: in its second step torch DDP has old buckets and new ones.
     model = report.describe(LanguageModel, args, replicas=1, copies=6)
-    gradient_bytes = model["parameters"] * getattr(torch, args.dtype).itemsize
-    pairs = kinds_and_sizes(args.bucket_sizes_mb)
     batch_shape = model["batch_size"], model["context_length"]
     training = calibrate.Training(args, batch_shape, device)
-
+    gradient_bytes = sum(training.gradient_bytes)
     # torch DDP waits within backward. What it exposes begins with the first layer's gradient.
     timing.mark_last_gradient(training.watch, training.model.token_embedding.weight)
+
+    pairs = kinds_and_sizes(args.bucket_sizes_mb)
     groups = [pairs]
     order = "interleaved"
     if not all_fit(len(pairs), gradient_bytes, device):
@@ -186,8 +171,8 @@ def sweep(args, device: torch.device) -> dict:
         samples = measure(group, args, training, experiments=number == 0)
         gc.collect()  # the wrappers of a group end, with their buckets, before the next
         if number == 0:
-            gradients = [parameter.nbytes for parameter in training.parameters]
-            step, network = calibrate.step_and_network(samples, gradients, dist.get_world_size())
+            step = calibrate.step_of(samples, training.gradient_bytes)
+            network = calibrate.network_of(samples, step, dist.get_world_size())
         candidates += candidates_of(group, samples, step, network)
 
     bandwidth, call = constants(network)
@@ -201,24 +186,18 @@ def sweep(args, device: torch.device) -> dict:
     say(f"calibrated: {found}; with {megabytes} the formula's best bucket has {best:.1f} MB")
     floor = report.milliseconds(candidates[0]["step_seconds"])[0]
     say(f"{len(pairs)} candidates and no sync, {order}; no sync: {floor} ms")
-    peaks = peak_memory(device)
-    say(f"peak memory of a rank: {max(peaks) / 1e9:.1f} GB")
     return result | {
         "model": model,
         "gradient_bytes": gradient_bytes,
         "bandwidth": bandwidth,
         "call_seconds": call,
         "formula_best_mb": best,
-        "peak_bytes": peaks,
         "candidates": candidates,
     }
 
 
 def print_rows(rows: list[dict]) -> None:
     """The table: percentiles of the step, medians of the rest, in ms."""
-    from common import report
-    from common.setup import say
-
     one_bucket = next(row for row in rows if row["bucket_size_mb"] == NO_LIMIT)
     table = []
     for row in rows:
@@ -233,44 +212,24 @@ def print_rows(rows: list[dict]) -> None:
         table.append(cells)
     header = ["step, ms", "bucket MB", "buckets", "p50", "p75", "p90", "p95", "/no sync"]
     report.print_table([*header, "exposed", "overhead", "formula", "model", "speed-up"], table)
-    say("Overhead: step p50 − no sync p50; formula: s/(n·w) + n·o with the buckets of the row;")
-    say(
-        "model: simulate.py, with what calibrate.py measured in the same run; speed-up: against one"
-    )
-    say("bucket for everything (inf MB).")
+    say(LEGEND)
 
 
 def say_the_best(rows: list[dict], formula_best_mb: float) -> None:
     """The last line: the best bucket, and how it compares with torch DDP's best."""
-    from common.setup import say
 
     def ratio(row):  # to the no sync beside it, so that rows of different groups compare, too
         return row["ratio_to_no_sync"]
 
     bucketed = [row for row in rows if row["kind"] == "BucketedDDP"]
-    of_torch = [row for row in rows if row["kind"] == "torch DDP"]
     best = min(bucketed, key=ratio)
     by_model = min(bucketed, key=lambda row: row["simulated_seconds"])
-    bar = min(of_torch, key=ratio)
+    bar = min([row for row in rows if row["kind"] == "torch DDP"], key=ratio)
     line = f"best BucketedDDP: {best['bucket_size_mb']:g} MB, "
     line += f"by the formula {formula_best_mb:.1f} MB, "
     line += f"by the model {by_model['bucket_size_mb']:g} MB; "
     line += f"{ratio(best) / ratio(bar):.3f} × the best torch DDP ({bar['bucket_size_mb']:g} MB)"
     say(line)
-
-
-def label_sizes(axes, rows: list[dict]) -> None:
-    """The bucket sizes above their points; those with as many buckets share a label."""
-    sizes = {}  # by number of buckets
-    heights = {}
-    for row in rows:
-        buckets = row["collectives_per_step"]
-        size = row["bucket_size_mb"]
-        sizes.setdefault(buckets, []).append("no limit" if size == NO_LIMIT else f"{size:g} MB")
-        heights[buckets] = max(heights.get(buckets, 0), 1000 * row["overhead_seconds"])
-    for buckets, names in sizes.items():
-        place = {"xytext": (0, 14), "textcoords": "offset points", "ha": "center"}
-        axes.annotate(", ".join(names), (buckets, heights[buckets]), **place)
 
 
 def draw(result: dict, rows: list[dict], path: Path) -> None:
@@ -285,29 +244,24 @@ def draw(result: dict, rows: list[dict], path: Path) -> None:
         of_kind = [row for row in rows if row["kind"] == kind]
         buckets = [row["collectives_per_step"] for row in of_kind]
         measured = [1000 * row["overhead_seconds"] for row in of_kind]
-        axes.plot(buckets, measured, linestyle=":", label=f"{kind}, measured", **look)
-        if kind == "BucketedDDP":
-            label_sizes(axes, of_kind)
+        axes.plot(buckets, measured, linestyle=":", label=kind, **look)
         if kind in RUNGS:
             simulated = [1000 * row["simulated_seconds"] for row in of_kind]
-            look["markerfacecolor"] = "none"
-            axes.plot(buckets, simulated, label=f"{kind}, simulated", **look)
-    bucketed = [row for row in rows if row["kind"] == "BucketedDDP"]
-    best = min(bucketed, key=lambda row: row["ratio_to_no_sync"])
-    ring = {"s": 260, "facecolors": "none", "edgecolors": "black", "label": "BucketedDDP's best"}
-    axes.scatter(best["collectives_per_step"], 1000 * best["overhead_seconds"], **ring)
+            axes.plot(buckets, simulated, markerfacecolor="none", **look)
+        if kind == "BucketedDDP":
+            for row, *point in zip(of_kind, buckets, measured, strict=True):
+                size = f"{row['bucket_size_mb']:g} MB"
+                axes.annotate(size, point, xytext=(0, 14), textcoords="offset points", ha="center")
     most = max(row["collectives_per_step"] for row in rows)
     buckets = numpy.geomspace(1, max(most, 2), 200)
     of_network = result["bandwidth"], result["call_seconds"]
     formula = 1000 * overhead(buckets, result["gradient_bytes"], *of_network)
-    curve = "the course's formula: s/(n·w) + n·o"
-    axes.plot(buckets, formula, color="black", label=curve)
-    where = "{world_size} ranks, {backend} on {device}".format(**result)
-    megabytes = result["gradient_bytes"] / 2**20
-    title = f"What synchronization costs: {result['model']['size']} model, {megabytes:.0f} MB"
-    axes.set(title=f"{title} of gradients, {where}", xscale="log")
+    axes.plot(buckets, formula, color="black", label="the course's formula: s/(n·w) + n·o")
+    of_run = "{world_size} ranks, {backend} on {device}".format(**result)
+    axes.set_title(f"What synchronization costs: {result['model']['size']} model, {of_run}")
     axes.set_xlabel("all-reduces in a step (more and smaller buckets →)")
-    axes.set_ylabel("overhead: step − no sync, ms")
+    axes.set_ylabel("overhead: step − no sync, ms (dotted: measured; hollow: simulated)")
+    axes.set_xscale("log")
     axes.set_ylim(bottom=0)
     axes.xaxis.set_major_formatter("{x:g}")
     axes.grid(alpha=0.3)
@@ -316,16 +270,6 @@ def draw(result: dict, rows: list[dict], path: Path) -> None:
 
 
 def main():
-    folder = Path(__file__).resolve().parent
-    sys.path[:0] = [str(folder), str(folder.parent / "predict")]
-    try:
-        import calibrate
-
-        from common import report, setup
-    except ModuleNotFoundError as error:
-        needed = "the repository's folder common/, the scripts of 02 to 05 and 05_bucketed/predict"
-        sys.exit(f"error: {error}: copy {needed} beside this script")
-
     allowed = "a number above 0, at most 1000000; one bucket for all is measured anyway"
     size = setup.checked(float, lambda number: 0 < number <= 1e6, allowed)
     parser = setup.Parser(__doc__)
@@ -346,7 +290,7 @@ def main():
         say_the_best(rows, result["formula_best_mb"])
         if args.plot and dist.get_rank() == 0:
             draw(result, rows, args.plot)
-            setup.say(f"written: {args.plot}")
+            say(f"written: {args.plot}")
         report.write_json(args.json, result)
 
 

@@ -8,8 +8,6 @@ noisy machine is another one a few seconds later.
 - large, blocking, in flight: all-reduces beside no compute. A large one; small ones, one after
   another; the same ones, all at once. What does a byte cost, what a call, what one more call?
 - beside small, beside large: compute beside a queue of all-reduces. How much slower is each?
-
-They print nothing: `make 05_bucketed/predict` does.
 """
 
 import sys
@@ -66,18 +64,10 @@ class Training:
         with device:
             self.model = bucketed.LanguageModel(*shape).to(getattr(torch, args.dtype))
         self.parameters = list(reversed(list(self.model.parameters())))  # as they become ready
+        self.gradient_bytes = [parameter.nbytes for parameter in self.parameters]
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         self.device = device
         self.watch = Stopwatch(device)
-
-    def compute(self) -> None:
-        """Forward and backward; marks "start", and the end of each as "forward", "backward"."""
-        self.watch.mark("start")
-        logits = self.model(self.tokens)
-        loss = F.cross_entropy(logits.flatten(0, 1), self.targets.flatten())
-        self.watch.mark("forward")
-        loss.backward()
-        self.watch.mark("backward")
 
     def step(self, wrapped) -> dict:
         """A step as stages 02 to 05 measure it, of the model within a wrapper; returns its times.
@@ -88,85 +78,85 @@ class Training:
         _, times = bucketed.train_step(wrapped, self.optimizer, self.watch, *batch)
         return times
 
-    def compute_with_hooks(self, hook: Callable) -> None:
-        """The same, with a hook that each parameter calls once its gradient is ready."""
-        handles = [p.register_post_accumulate_grad_hook(hook) for p in self.parameters]
-        self.compute()
+    def compute(self, hook: Callable | None = None) -> None:
+        """Forward and backward; marks "start", and the end of each as "forward", "backward".
+
+        Each parameter calls the hook, if there is one, once its gradient is ready.
+        """
+        hooked = self.parameters if hook else []
+        handles = [p.register_post_accumulate_grad_hook(hook) for p in hooked]
+        self.watch.mark("start")
+        logits = self.model(self.tokens)
+        loss = F.cross_entropy(logits.flatten(0, 1), self.targets.flatten())
+        self.watch.mark("forward")
+        loss.backward()
+        self.watch.mark("backward")
         for handle in handles:
             handle.remove()
 
 
-def step_alone(training: Training) -> dict:
-    """A step that sends nothing."""
-    watch = training.watch
-    training.compute_with_hooks(watch.mark)
-    training.optimizer.step()
-    training.optimizer.zero_grad()
-    return {
-        "forward": watch.seconds("start", "forward"),
-        "backward": watch.seconds("forward", "backward"),
-        "ready": [watch.seconds("forward", parameter) for parameter in training.parameters],
-    }
+class Experiments:
+    """Each method runs an experiment once and returns its times, {quantity: seconds}."""
 
+    def __init__(self, training: Training):
+        self.training = training
+        self.watch = training.watch
+        with without_gloo_greeting():
+            groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+        self.group_of_one = groups[dist.get_rank()]  # its all-reduces send nothing
+        self.flat = torch.cat([p.detach().flatten() for p in training.parameters])
+        self.queues = dict.fromkeys(BESIDE, 100)  # calls, adapted after each run
 
-def python_of_hooks(training: Training) -> Callable[[], dict]:
-    """What a hook of 04 and 05 does, with all-reduces of a single rank, which send nothing."""
-    world_size = dist.get_world_size()
-    with without_gloo_greeting():
-        groups = [dist.new_group([rank]) for rank in range(world_size)]
-    group = groups[dist.get_rank()]
+    def step_alone(self) -> dict:
+        """A step that sends nothing."""
+        parameters, watch = self.training.parameters, self.watch
+        self.training.compute(hook=watch.mark)
+        self.training.optimizer.step()
+        self.training.optimizer.zero_grad()
+        return {
+            "forward": watch.seconds("start", "forward"),
+            "backward": watch.seconds("forward", "backward"),
+            "ready": [watch.seconds("forward", parameter) for parameter in parameters],
+        }
 
-    def hooks():
+    def python_of_hooks(self) -> dict:
+        """What a hook of 04 and 05 does, for each gradient; its all-reduces send nothing."""
         seconds = {"scale": 0.0, "launch": 0.0}
         works = []
 
-        def launch(parameter):
+        def hook(parameter):
             start = time.perf_counter()
-            parameter.grad.view(-1)[:1].mul_(1 / world_size)
+            parameter.grad.view(-1)[:1].mul_(1 / dist.get_world_size())
             scaled = time.perf_counter()
-            works.append(dist.all_reduce(parameter.grad, group=group, async_op=True))
-            launched = time.perf_counter()
+            works.append(dist.all_reduce(parameter.grad, group=self.group_of_one, async_op=True))
             seconds["scale"] += scaled - start
-            seconds["launch"] += launched - scaled
+            seconds["launch"] += time.perf_counter() - scaled
 
-        training.compute_with_hooks(launch)
+        self.training.compute(hook)
         start = time.perf_counter()
         wait(works)
         seconds["launch"] += time.perf_counter() - start
-        training.optimizer.zero_grad()
-        return {name: total / len(training.parameters) for name, total in seconds.items()}
+        self.training.optimizer.zero_grad()
+        return {name: total / len(works) for name, total in seconds.items()}
 
-    return hooks
-
-
-def calls(sizes: list[int], at_once: bool, training: Training) -> Callable[[], dict]:
-    """All-reduces of these sizes in bytes, beside no compute."""
-    watch = training.watch
-    tensors = [torch.zeros(size // 4, device=training.device) for size in sizes]
-
-    def run():
-        watch.mark("start")
+    def calls(self, tensors: list[torch.Tensor], at_once: bool) -> dict:
+        """All-reduces beside no compute."""
+        self.watch.mark("start")
         works = [dist.all_reduce(tensor, async_op=at_once) for tensor in tensors]
         if at_once:
             wait(works)
-        watch.mark("end")
-        return {"seconds": watch.seconds("start", "end")}
+        self.watch.mark("end")
+        return {"seconds": self.watch.seconds("start", "end")}
 
-    return run
+    def beside(self, name: str, tensors: list[torch.Tensor]) -> dict:
+        """Forward and backward beside a queue of all-reduces that lasts until their end.
 
-
-def beside(size: int, training: Training) -> Callable[[], dict]:
-    """Forward and backward beside a queue of all-reduces that lasts until their end."""
-    watch = training.watch
-    buffers = [torch.zeros(size // 4, device=training.device) for _ in range(8)]
-    flat = torch.cat([parameter.detach().flatten() for parameter in training.parameters])
-    queue = 100
-
-    def run():
-        nonlocal queue
+        Afterwards, as in a step that sends: the optimizer, and stage 03's two passes over memory.
+        """
+        training, watch = self.training, self.watch
         works = []
-        for number in range(queue):
-            works.append(dist.all_reduce(buffers[number % len(buffers)], async_op=True))
+        for number in range(self.queues[name]):
+            works.append(dist.all_reduce(tensors[number % len(tensors)], async_op=True))
         done_before = sum(work.is_completed() for work in works)
         training.compute()
         if training.device.type == "cuda":
@@ -175,32 +165,23 @@ def beside(size: int, training: Training) -> Callable[[], dict]:
         wait(works)
         watch.mark("waited")
         training.optimizer.step()
-        watch.mark("over")
-        copies = two_passes([parameter.grad for parameter in training.parameters], flat, watch)
+        watch.mark("stepped")
+        places = self.flat.split([parameter.numel() for parameter in training.parameters])
+        for parameter, place in zip(training.parameters, places, strict=True):
+            torch.mul(parameter.grad.flatten(), 0.5, out=place)
+        for parameter, place in zip(training.parameters, places, strict=True):
+            parameter.grad.copy_(place.view_as(parameter))
+        watch.mark("copied")
         training.optimizer.zero_grad()
         next_queue = torch.tensor(1.5 * done + 8, device=training.device)
         dist.all_reduce(next_queue, dist.ReduceOp.MAX)  # the same on every rank
-        queue = int(next_queue)
+        self.queues[name] = int(next_queue)
         return {
             "seconds": watch.seconds("start", "backward"),
             "calls": done,
-            "copies": copies,
-            "optimizer": watch.seconds("waited", "over"),
+            "optimizer": watch.seconds("waited", "stepped"),
+            "copies": watch.seconds("stepped", "copied"),
         }
-
-    return run
-
-
-def two_passes(gradients: list[torch.Tensor], flat: torch.Tensor, watch) -> float:
-    """Seconds of two passes over the gradients' memory: pack and scale, unpack, as in stage 03."""
-    watch.mark("gradients")
-    places = flat.split([gradient.numel() for gradient in gradients])
-    for gradient, place in zip(gradients, places, strict=True):
-        torch.mul(gradient.flatten(), 0.5, out=place)
-    for gradient, place in zip(gradients, places, strict=True):
-        gradient.copy_(place.view_as(gradient))
-    watch.mark("copied")
-    return watch.seconds("gradients", "copied")
 
 
 def wait(works: list) -> None:
@@ -213,24 +194,26 @@ def with_experiments(rungs: dict, training: Training, every: int = 1) -> dict[st
 
     The small calls come again after every so many rungs.
     """
-    candidates = {"alone": partial(step_alone, training), "hooks": python_of_hooks(training)}
-    candidates["large"] = calls([LARGE_CALL], False, training)
+
+    def zeros(sizes):
+        return [torch.zeros(size // 4, device=training.device) for size in sizes]
+
+    run = Experiments(training)
+    candidates = {"alone": run.step_alone, "hooks": run.python_of_hooks}
+    candidates["large"] = partial(run.calls, zeros([LARGE_CALL]), False)
     for name, size in BESIDE.items():
-        candidates[f"beside {name}"] = beside(size, training)
-    blocking = calls(SMALL_CALLS, False, training)
-    in_flight = calls(SMALL_CALLS, True, training)
+        candidates[f"beside {name}"] = partial(run.beside, name, zeros([size] * 8))
+    small = zeros(SMALL_CALLS)
     for number, (name, rung) in enumerate(rungs.items()):
         candidates[name] = rung
         if number % every == 0:  # often, because their latency scatters by a factor of three
-            candidates[f"blocking, after {name}"] = blocking
-            candidates[f"in flight, after {name}"] = in_flight
+            candidates[f"blocking, after {name}"] = partial(run.calls, small, False)
+            candidates[f"in flight, after {name}"] = partial(run.calls, small, True)
     return candidates
 
 
 # ==================================================================================================
 # Below this line: from the times to the arguments of simulate.
-
-SMALLEST = 1e-9  # seconds: no cost comes out below it, whatever the noise
 
 
 def middle(samples) -> float:
@@ -247,19 +230,19 @@ def typical(samples: dict, experiment: str, quantity: str = "seconds") -> float:
     return middle(values.max(axis=0))
 
 
-def step_and_network(samples: dict, gradient_bytes: list[int], ranks: int) -> tuple[Step, Network]:
-    """The (Step, Network) that the experiments say. No sample of a rung goes in.
+def solve(equations: list[list[float]], seconds: list[float]) -> list[float]:
+    """What costs how much, from as many experiments; above 0, whatever the noise."""
+    return numpy.linalg.solve(equations, seconds).clip(1e-15).tolist()
+
+
+def step_of(samples: dict, gradient_bytes: list[int]) -> Step:
+    """The step that the experiments say. No sample of a rung goes in, nor below.
 
     `samples`: {experiment: {quantity: [rank][step]}}, as timing.measure returns it;
     `gradient_bytes`: of the parameters from the last to the first.
     """
-    step = step_of(samples, gradient_bytes)
-    return step, network_of(samples, step.forward + step.backward, ranks)
-
-
-def step_of(samples: dict, gradient_bytes: list[int]) -> Step:
     backward = typical(samples, "alone", "backward")
-    moments = numpy.median(numpy.array(samples["alone"]["ready"]), axis=(0, 1))  # by gradient
+    moments = numpy.median(samples["alone"]["ready"], axis=(0, 1))  # by gradient
     moments *= backward / max(moments.max(), backward)  # none after the end
     copies = typical(samples, "beside large", "copies")
     return Step(
@@ -273,52 +256,39 @@ def step_of(samples: dict, gradient_bytes: list[int]) -> Step:
     )
 
 
-def network_of(samples: dict, compute_seconds: float, ranks: int) -> Network:
-    alpha, per_byte, call = costs_alone(samples)
-    call_beside, per_byte_beside = costs_beside_compute(samples)
-    # A call of a size spends a part of its time on its fixed cost and the rest on its bytes, and
-    # compute beside it is slowed by the one and by the other. Two sizes give two equations.
+def network_of(samples: dict, step: Step, ranks: int) -> Network:
+    """The network that the experiments say."""
+    # Beside no compute a call takes alpha + per_byte · bytes, and so does the first of several at
+    # once; each of the others takes `call` in place of alpha.
+    number, total = len(SMALL_CALLS), sum(SMALL_CALLS)
+    equations = [[1, LARGE_CALL, 0], [number, total, 0], [1, total, number - 1]]
+    seconds = [typical(samples, name) for name in ("large", "blocking", "in flight")]
+    alpha, per_byte, call = solve(equations, seconds)
+    call = min(call, alpha)
+
+    # Beside compute each of a queue takes call_beside + per_byte_beside · bytes.
+    beside = {size: samples[f"beside {name}"] for name, size in BESIDE.items()}
+    seconds = []
+    for experiment in beside.values():
+        seconds.append(middle(experiment["seconds"] / numpy.maximum(experiment["calls"], 1)))
+    call_beside, per_byte_beside = solve([[1, size] for size in beside], seconds)
+
+    # Such a call spends a part of its time on its fixed cost and the rest on its bytes, and compute
+    # beside it is slowed by the one and by the other.
     parts = []
-    speeds = []
-    for name, size in BESIDE.items():
+    for size in beside:
         on_call = call_beside / (call_beside + per_byte_beside * size)
         parts.append([on_call, 1 - on_call])
-        speeds.append(compute_seconds / typical(samples, f"beside {name}"))
-    beside_call, beside_bytes = numpy.linalg.solve(parts, speeds).clip(0.05, 1)
+    compute = step.forward + step.backward
+    speeds = [compute / typical(samples, f"beside {name}") for name in BESIDE]
+    beside_call, beside_bytes = numpy.linalg.solve(parts, speeds).clip(0.05, 1).tolist()
     return Network(
         ranks=ranks,
         hop=(alpha - call) / (2 * (ranks - 1)),
         bandwidth=2 * (ranks - 1) / ranks / per_byte,
         call=call,
         calls_at_once=None,  # their number is in `call`
-        compute_speed=float(beside_bytes),
+        compute_speed=beside_bytes,
         transfer_speed=per_byte / per_byte_beside,
-        call_speeds=(float(beside_call), call / call_beside),
+        call_speeds=(beside_call, call / call_beside),
     )
-
-
-def costs_alone(samples: dict) -> tuple[float, float, float]:
-    """Seconds beside no compute: of a call by itself, of a byte, of one more call in flight.
-
-    A call takes alpha + per_byte · bytes; of several at once each takes `call` instead of alpha.
-    """
-    number = len(SMALL_CALLS)
-    total = sum(SMALL_CALLS)
-    small = typical(samples, "blocking") / number
-    per_byte = max(typical(samples, "large") - small, SMALLEST) / (LARGE_CALL - total / number)
-    alpha = max(small - per_byte * total / number, SMALLEST)
-    call = (typical(samples, "in flight") - alpha - per_byte * total) / (number - 1)
-    return alpha, per_byte, min(max(call, SMALLEST), alpha)
-
-
-def costs_beside_compute(samples: dict) -> tuple[float, float]:
-    """Seconds beside compute: of one more call in flight, of a byte."""
-    seconds = {}  # of a call of each size
-    for name in BESIDE:
-        experiment = samples[f"beside {name}"]
-        of_steps = numpy.array(experiment["seconds"]) / numpy.maximum(experiment["calls"], 1)
-        seconds[name] = middle(of_steps)
-    more_bytes = BESIDE["large"] - BESIDE["small"]
-    per_byte = max(seconds["large"] - seconds["small"], SMALLEST) / more_bytes
-    call = max(seconds["small"] - per_byte * BESIDE["small"], SMALLEST)
-    return call, per_byte

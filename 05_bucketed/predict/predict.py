@@ -7,20 +7,44 @@ rungs. Then the model plays a step of each rung, and a table puts it beside what
     make 05_bucketed/predict NPROC=2                                    (see also ARGS="--help")
     torchrun --standalone --nproc-per-node 2 05_bucketed/predict/predict.py
 
-Source: simulate.py names it.
+A second table says when data parallelism stops scaling, and measures nothing: simulate.py plays a
+step of a large model on up to 1,024 ranks, which share a global batch that stays the same.
+
+    make 05_bucketed/predict ARGS="--extrapolate 10,100,400"
+    make 05_bucketed/predict ARGS="--extrapolate 400 --size 10b --tflops 350"
+
+What it assumes, beyond simulate.py's list, was never checked on hardware: a network of its own
+card, so that neither side slows the other; no Python, no copies; one call at a time, as NCCL does;
+a flat ring (NCCL takes trees for small tensors on many ranks); attention scores cost nothing.
+
+Source: simulate.py names it; for --extrapolate Stanford CS336, assignment 2 (2026), "data parallel
+calculations".
 """
 
 import math
 import sys
+from bisect import bisect_left
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
-BUCKET_SIZES_MB = [1.0, 10.0, 25.0, 100.0, math.inf]
-ROWS = [("02", None), ("03", None), ("04", None), *(("05", size) for size in BUCKET_SIZES_MB)]
+FOLDER = Path(__file__).resolve().parent
+sys.path[:0] = [str(FOLDER), str(FOLDER.parent.parent)]
+try:
+    import calibrate
+    from bucketed import LanguageModel
+    from simulate import Network, Step, simulate
+
+    from common import report, setup, timing
+    from common.setup import say
+except ModuleNotFoundError as error:
+    needed = "the repository's folder common/, the rest of predict/ and the scripts of 02 to 05"
+    sys.exit(f"error: {error}: copy {needed} beside this script")
+
+ROWS = [("02", None), ("03", None), ("04", None)]
+ROWS += [("05", size) for size in (1.0, 10.0, 25.0, 100.0, math.inf)]  # MB
 
 
 def label(rung: str, bucket_size_mb: float | None) -> str:
@@ -29,11 +53,6 @@ def label(rung: str, bucket_size_mb: float | None) -> str:
 
 def measure(args, device: torch.device) -> dict:
     """The experiments and the rungs in turn: an entry of "models" of the JSON."""
-    import calibrate
-    from bucketed import LanguageModel
-
-    from common import report, timing
-
     described = report.describe(LanguageModel, args, replicas=3)
     batch_shape = described["batch_size"], described["context_length"]
     training = calibrate.Training(args, batch_shape, device)
@@ -44,210 +63,196 @@ def measure(args, device: torch.device) -> dict:
     samples = timing.measure(candidates, args.steps, args.warmup)
     return {
         "model": described,
-        "gradient_bytes": [parameter.nbytes for parameter in training.parameters],
+        "gradient_bytes": training.gradient_bytes,
         "experiments": {name: samples[name] for name in samples if name not in rungs},
         "rows": [{"name": name, **samples[name]} for name in rungs],
     }
 
 
-def predict(entry: dict, world_size: int) -> None:
+def predict(entry: dict, ranks: int) -> tuple[Step, Network]:
     """Add to an entry of "models" what the model says: of the step, of the network, of each row."""
-    import calibrate
-    from simulate import simulate
-
-    experiments, gradient_bytes = entry["experiments"], entry["gradient_bytes"]
-    step, network = calibrate.step_and_network(experiments, gradient_bytes, world_size)
-    entry["step"] = asdict(step)
-    entry["network"] = asdict(network)
+    step = calibrate.step_of(entry["experiments"], entry["gradient_bytes"])
+    network = calibrate.network_of(entry["experiments"], step, ranks)
+    entry |= {"step": asdict(step), "network": asdict(network)}
     entry["seconds_alone"] = step.seconds_alone
-    for row, (rung, bucket_size_mb) in zip(entry["rows"], ROWS, strict=True):
-        predicted = simulate(step, network, rung, bucket_size_mb or 25.0)
+    for row, rung_and_size in zip(entry["rows"], ROWS, strict=True):
         row["measured_seconds"] = calibrate.middle(row["step_seconds"])
-        row["predicted_seconds"] = predicted.step_seconds
+        row["predicted_seconds"] = simulate(step, network, *rung_and_size)
         row["error"] = row["predicted_seconds"] / row["measured_seconds"] - 1
+    return step, network
 
 
-# ==================================================================================================
-# Below this line: the table, the picture, main.
-
-COLORS = {"02": "#CC79A7", "03": "#E69F00", "04": "#009E73", "05": "#0072B2"}
-TICKS = (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 7, 10, 15, 20)
-
-
-def print_parameters(entry: dict) -> None:
-    """What calibrate.py found, in four lines."""
-    from simulate import Network
-
-    from common.setup import say
-
-    step = entry["step"]
-    network = Network(**entry["network"])
-    parts = [f"{part} {1000 * step[part]:.1f} ms" for part in ("forward", "backward", "optimizer")]
-    say(f"a step alone: {', '.join(parts)}")
-    say(f"a pass over the gradients' memory: {step['copy_bandwidth'] / 1e9:.1f} GB/s")
-    costs = {
-        "a call": network.call_alone(),
-        "one more in flight": network.call,
-        "its launch": step["launch"],
-        "a gradient's hook": step["hook"],
-    }
-    shown = [f"{name} {1e6 * seconds:.0f} µs" for name, seconds in costs.items()]
-    say(f"all-reduce: {network.bandwidth / 1e9:.2f} GB/s, {', '.join(shown)}")
+def print_parameters(step: Step, network: Network) -> None:
+    """What calibrate.py found; the JSON has all of it."""
+    say(f"a step alone: {1000 * step.seconds_alone:.1f} ms")
+    say(f"a pass over the gradients' memory: {step.copy_bandwidth / 1e9:.1f} GB/s")
+    costs = (
+        f"a call {1e6 * network.call_alone:.0f} µs, one more in flight {1e6 * network.call:.0f} µs"
+    )
+    say(f"all-reduce: {network.bandwidth / 1e9:.2f} GB/s, {costs}")
     compute, call = network.call_speeds
     large = f"compute {network.compute_speed:.2f} and bytes {network.transfer_speed:.2f}"
     small = f"compute {compute:.2f} and small calls {call:.2f}"
     say(f"speed beside each other ÷ alone: {large}; {small}")
 
 
-def print_rows(entry: dict) -> None:
+def print_rows(rows: list[dict], seconds_alone: float) -> None:
     """The table of one model, and which bucket size is best."""
-    from common import report
-    from common.setup import say
-
-    floor = entry["seconds_alone"]
     table = []
-    for row in entry["rows"]:
+    for row in rows:
         both = row["predicted_seconds"], row["measured_seconds"]
-        cells = [row["name"]]
-        cells += [f"{1000 * seconds:.1f}" for seconds in both]
-        cells += [f"{seconds / floor:.3f}" for seconds in both]
+        cells = [row["name"], *(f"{1000 * seconds:.1f}" for seconds in both)]
+        cells += [f"{seconds / seconds_alone:.3f}" for seconds in both]
         table.append([*cells, f"{100 * row['error']:+.1f} %"])
     header = ["step", "predicted, ms", "measured, ms", "÷ alone, predicted", "measured", "error"]
     report.print_table(header, table)
-    say(best_bucket(entry["rows"][-len(BUCKET_SIZES_MB) :]))
-
-
-def best_bucket(rows: list[dict]) -> str:
-    """Which of the rows is the quickest, predicted and measured; if they differ, by how much."""
-    predicted = min(rows, key=lambda row: row["predicted_seconds"])
-    measured = min(rows, key=lambda row: row["measured_seconds"])
-    said = f"best bucket: predicted {predicted['name'][4:]}, measured {measured['name'][4:]}"
-    sizes_between = abs(rows.index(predicted) - rows.index(measured))
-    if sizes_between == 0:
-        return said
+    buckets = rows[3:]
+    predicted = min(buckets, key=lambda row: row["predicted_seconds"])
+    measured = min(buckets, key=lambda row: row["measured_seconds"])
     slower = predicted["measured_seconds"] / measured["measured_seconds"] - 1
-    noise = "below" if middle_halves_meet(predicted, measured) else "above"
-    return f"{said}, {sizes_between} away and {100 * slower:.1f} % slower, {noise} the noise"
+    named = f"predicted {predicted['name'][4:]}, measured {measured['name'][4:]}"
+    say(f"best bucket: {named}; the predicted one is {100 * slower:.1f} % slower")
 
 
-def middle_halves_meet(row: dict, other: dict) -> bool:
-    """Do the middle halves of two rows' steps overlap?"""
-    import numpy
-
-    low, high = numpy.percentile(row["step_seconds"], (25, 75))
-    other_low, other_high = numpy.percentile(other["step_seconds"], (25, 75))
-    return bool(low <= other_high and other_low <= high)
-
-
-def say_where_it_goes(entry: dict) -> None:
+def say_where_it_goes(step: Step, network: Network) -> None:
     """Why a step of 05 takes longer than alone: switch the causes off, one after the other."""
-    from simulate import Network, Step, simulate
-
-    from common.setup import say
-
-    step = Step(**entry["step"])
-    network = Network(**entry["network"])
     apart = replace(network, compute_speed=1.0, transfer_speed=1.0, call_speeds=None)
     without_python = replace(step, hook=0.0, launch=0.0)
     without_copies = replace(without_python, copy_bandwidth=math.inf)
-    with_all = simulate(step, network, "05", 25.0).step_seconds
-    left = with_all
+    left = simulate(step, network, "05", 25.0)
+    above = 1000 * (left - step.seconds_alone)
     shares = []
     for cause, without_it in (
-        ("each slows the other", simulate(step, apart, "05", 25.0).step_seconds),
-        ("Python", simulate(without_python, apart, "05", 25.0).step_seconds),
-        ("copies", simulate(without_copies, apart, "05", 25.0).step_seconds),
-        ("waiting for what cannot hide", entry["seconds_alone"]),
+        ("each slows the other", simulate(step, apart, "05", 25.0)),
+        ("Python", simulate(without_python, apart, "05", 25.0)),
+        ("copies", simulate(without_copies, apart, "05", 25.0)),
+        ("waiting for what cannot hide", step.seconds_alone),
     ):
         shares.append(f"{cause} {1000 * (left - without_it):.1f}")
         left = without_it
-    above = 1000 * (with_all - entry["seconds_alone"])
     say(f"05, 25 MB: {above:.1f} ms above alone: {', '.join(shares)}")
 
 
-def print_errors(result: dict) -> None:
+def say_errors(result: dict) -> None:
     """The last lines: the mean error, and the largest."""
-    from common.setup import say
-
     errors = {}
     for size, entry in result["models"].items():
-        for row in entry["rows"]:
-            errors[f"{size}: {row['name']}"] = row["error"]
+        errors |= {f"{size}: {row['name']}": row["error"] for row in entry["rows"]}
     worst = max(errors, key=lambda name: abs(errors[name]))
     result["mean_abs_error"] = sum(map(abs, errors.values())) / len(errors)
-    result["max_abs_error"] = abs(errors[worst])
     mean = f"mean error {100 * result['mean_abs_error']:.1f} % of {len(errors)} rows"
     say(f"\n{mean}; the largest {100 * errors[worst]:+.1f} % ({worst})")
     say("Measured: the mean of the middle half of all steps; ÷ alone: the step that sends nothing.")
 
 
-def draw(result: dict, path: Path) -> None:
-    """Measured over predicted, in steps that send nothing, with a band of ±10 %."""
-    from matplotlib.figure import Figure
+# ==================================================================================================
+# Below this line: the second table, and main.
 
-    figure = Figure(figsize=(7, 6), dpi=120, layout="constrained")
-    axes = figure.subplots()
-    largest = 1.0
-    for marker, (size, entry) in zip("o^", result["models"].items(), strict=False):
-        look = {"marker": marker, "linestyle": "none", "markerfacecolor": "none"}
-        for row in entry["rows"]:
-            predicted = row["predicted_seconds"] / entry["seconds_alone"]
-            measured = row["measured_seconds"] / entry["seconds_alone"]
-            largest = max(largest, predicted, measured)
-            color = COLORS[row["name"][:2]]
-            axes.plot(predicted, measured, color=color, markersize=9, markeredgewidth=2, **look)
-        axes.plot([], [], color="black", markeredgewidth=2, label=size, **look)
-    for rung, color in COLORS.items():
-        axes.plot([], [], "s", color=color, label=f"stage {rung}")
-    ends = [0.95, 1.05 * largest]
-    axes.fill_between(ends, [0.9 * x for x in ends], [1.1 * x for x in ends], color="0.88")
-    axes.plot(ends, ends, color="black", linewidth=1, label="measured = predicted, ±10 %")
-    axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, aspect="equal")
-    ticks = [tick for tick in TICKS if tick <= ends[1]]
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_ticks(ticks, [f"{tick:g}" for tick in ticks])
-        axis.set_ticks([], minor=True)
-    axes.grid(alpha=0.3)
-    axes.set(xlabel="predicted step ÷ step alone", ylabel="measured step ÷ step alone")
-    where = "{world_size} ranks, {backend} on {device}".format(**result)
-    axes.set_title(f"A step of each rung and bucket size, {where}", fontsize=11)
-    axes.legend(loc="upper left", fontsize=9)
-    figure.savefig(path, format="png")
+EXTRAPOLATED = [("02", None), ("03", None), ("04", None), ("05", 25.0), ("05", 400.0)]
+RANKS = [2, 8, 64, 512, 1024]
+MOST_RANKS = 2**16
+GLOBAL_BATCH = 2**19  # tokens of all ranks in a step
+LATENCY = 20e-6  # seconds from rank to rank
+CALL = 10e-6  # seconds of fixed cost of an all-reduce
+UPDATE = 1e-11  # seconds of the optimizer for each parameter
+KEPT = 0.9  # "it scales": the step without communication is at least this part of the step
+
+
+def build_step(model, tokens: float, operations_per_second: float) -> Step:
+    """A step of a transformer whose weights are on the meta device, with `tokens` per rank.
+
+    A weight with rows and columns costs 2 operations per token and element in forward and 4 in
+    backward; the embedding none.
+    """
+    backward = 0.0
+    parameters = 0
+    gradients = []
+    for name, parameter in reversed(list(model.named_parameters())):
+        parameters += parameter.numel()
+        if parameter.dim() == 2 and name != "token_embedding.weight":
+            backward += 4 * tokens * parameter.numel() / operations_per_second
+        gradients.append((float(parameter.nbytes), backward))
+    return Step(backward / 2, backward, UPDATE * parameters, gradients)
+
+
+def closed_form(bandwidth: float, operations_per_second: float) -> float:
+    """The number of ranks up to which backward is as long as the ring's transfer, or longer."""
+    return 1 + GLOBAL_BATCH * bandwidth / (2 * operations_per_second)
+
+
+def extrapolate(args) -> list[dict]:
+    """Print the second table, once for each network: "networks" of the JSON."""
+    size = args.size if args.size in setup.SIZES else "xl"
+    with torch.device("meta"):
+        model = LanguageModel(*setup.SIZES[size][:5])
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    say(f"{size} model, {parameters / 1e6:.0f} million parameters")
+    say(f"global batch {GLOBAL_BATCH} tokens; a rank: {args.tflops:g} TFLOP/s")
+    entries = [on_network(model, gbit, 1e12 * args.tflops) for gbit in args.extrapolate]
+    say("\nThe global batch is the same for all numbers of ranks. Simulated, never measured.")
+    return entries
+
+
+def on_network(model, gbit: float, operations_per_second: float) -> dict:
+    """Print and return the table of one network."""
+    bandwidth = gbit * 1e9 / 8
+
+    def efficiency(row, ranks: int) -> float:
+        """The step without communication ÷ the step of the rung."""
+        step = build_step(model, GLOBAL_BATCH / ranks, operations_per_second)
+        network = Network(ranks, LATENCY, bandwidth, call=CALL, calls_at_once=1)
+        return step.seconds_alone / simulate(step, network, *row)
+
+    def too_small(row, ranks: int) -> bool:
+        return efficiency(row, ranks) < KEPT
+
+    rows = []
+    table = []
+    for row in EXTRAPOLATED:
+        name = label(*row)
+        setup.progress(f"{gbit:g} Gbit/s: {name}")
+        efficiencies = [efficiency(row, ranks) for ranks in RANKS]
+        numbers = range(2, MOST_RANKS + 1)
+        most = 1 + bisect_left(numbers, True, key=partial(too_small, row))
+        rows.append({"name": name, "efficiencies": efficiencies, "most_ranks": most})
+        cells = [f"{100 * value:.1f} %" for value in efficiencies]
+        table.append([name, *cells, f"{most}" if most < MOST_RANKS else f"≥ {most}"])
+    say(f"\n{gbit:g} Gbit/s, {1e6 * LATENCY:g} µs from rank to rank")
+    header = ["no sync ÷ step", *(f"{ranks} ranks" for ranks in RANKS)]
+    report.print_table([*header, f"≥ {100 * KEPT:.0f} % up to"], table)
+    limit = closed_form(bandwidth, operations_per_second)
+    say(f"closed form: all can hide up to N = {limit:.0f}")
+    return {"gbit": gbit, "ranks": RANKS, "rows": rows, "closed_form": limit}
 
 
 def main():
-    sys.path.insert(0, str(Path(__file__).resolve().parent))
-    try:
-        import calibrate
-
-        from common import report, setup
-    except ModuleNotFoundError as error:
-        needed = "the repository's folder common/, the rest of predict/ and the scripts of 02 to 05"
-        sys.exit(f"error: {error}: copy {needed} beside this script")
-
     parser = setup.Parser(__doc__)
     setup.add_training_arguments(parser, steps=12)
     parser.set_defaults(size="tiny,deep", warmup=2)  # these two, one after the other
-    setup.add_plot_arguments(parser, "predict.png")
+    add = parser.add_argument
+    number = setup.checked(float, lambda number: 0 < number < 1e18, "a number above 0, below 1e18")
+    instead = "only the second table, for these networks; --size is xl then, if not given"
+    add("--extrapolate", type=setup.list_of(number), metavar="Gbit/s,…", help=instead)
+    add("--tflops", type=number, default=7.0, help="of a rank in the second table")
     args = parser.parse_args()
 
     with setup.process_group(args) as device:
-        calibrate.refuse_one_rank()
         result = report.begin("05_bucketed/predict", args, device)
-        result["models"] = {}
-        for size in args.size.split(","):
-            setup.say()
-            args.size = size
-            entry = measure(args, device)
-            result["models"][size] = entry
-            predict(entry, result["world_size"])
-            print_parameters(entry)
-            print_rows(entry)
-            say_where_it_goes(entry)
-        print_errors(result)
-        if args.plot and dist.get_rank() == 0:
-            draw(result, args.plot)
-            setup.say(f"written: {args.plot}")
+        if args.extrapolate:
+            result["networks"] = extrapolate(args)
+        else:
+            calibrate.refuse_one_rank()
+            result["models"] = {}
+            for size in args.size.split(","):
+                say()
+                args.size = size
+                entry = measure(args, device)
+                result["models"][size] = entry
+                step, network = predict(entry, result["world_size"])
+                print_parameters(step, network)
+                print_rows(entry["rows"], step.seconds_alone)
+                say_where_it_goes(step, network)
+            say_errors(result)
         report.write_json(args.json, result)
 
 

@@ -1,0 +1,231 @@
+"""05/compare: the medians of hand-written results, a hand-written trace, and small runs."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from common.testing.harness import NANO_CALLS, QUICK, check_wrong_input, read_json
+
+FOLDER = Path(__file__).resolve().parent
+sys.path.insert(0, str(FOLDER))
+
+import compare  # noqa: E402
+import medians  # noqa: E402
+import timeline  # noqa: E402
+
+
+def candidate(name, step, exposed=0.0, **changes):
+    """One of the candidates of a result: two ranks, two steps each."""
+    times = {"step_seconds": [[step] * 2] * 2, "exposed_comm_seconds": [[exposed] * 2] * 2}
+    return {"name": name, **times, **changes}
+
+
+def result(own=0.8, torch_ddp=1.0, name="BucketedDDP", **changes):
+    """What --json of a stage writes, in part."""
+    candidates = [candidate("no sync", 0.5), candidate(name, own, 0.2)]
+    candidates.append(candidate("torch DDP", torch_ddp, 0.3))
+    measured = {"model": {"size": "tiny"}, "candidates": candidates}
+    return {"world_size": 2, "options": {"steps": 2, "json": own}} | measured | changes
+
+
+def of_two_models(**changes):
+    """What compare.py writes."""
+    models = {size: {"candidates": result()["candidates"]} for size in ("tiny", "deep")}
+    return {"options": {}, "models": models} | changes
+
+
+@pytest.fixture
+def main(tmp_path, monkeypatch, capsys):
+    """main([("label=", result), …], flag, …): exit status, output and errors."""
+
+    def run(results, *words):
+        arguments = []
+        for number, (label, content) in enumerate(results):
+            file = tmp_path / f"{number}.json"
+            file.write_text(content if isinstance(content, str) else json.dumps(content))
+            arguments.append(f"{label}{file}")
+        monkeypatch.setattr(sys, "argv", ["medians.py", *arguments, *map(str, words)])
+        try:
+            status = medians.main()
+        except SystemExit as end:
+            status = end.code
+        return status, *capsys.readouterr()
+
+    return run
+
+
+def tables(output: str) -> dict[str, list[list[str]]]:
+    """The rows of each table by its title."""
+    found = {}
+    for block in output.split("\n\n"):
+        lines = [line.split("  ") for line in block.strip().splitlines()]
+        rows = [[cell.strip() for cell in line if cell] for line in lines]
+        if " differs: " not in block:
+            found[rows[0][0]] = rows[1:]
+    return found
+
+
+def test_several_runs_are_a_median_with_its_range_and_networks_are_columns(main, tmp_path):
+    """Ratios are those within a run: the median of 0.8, 0.6 and 0.9 ÷ 1.0, 0.5 and 1.0 is 0.9."""
+    loopback = [("loopback=", result(*times)) for times in ((0.8, 1.0), (0.6, 0.5), (0.9, 1.0))]
+    status, output, errors = main([*loopback, ("slow=", result(1.5))], "--plot", tmp_path / "x.png")
+    assert not status, errors
+    found = tables(output)
+    titles = ["step ÷ no sync", "step ÷ torch DDP", "step, ms", "exposed comm, ms"]
+    assert list(found) == [f"tiny, {title}" for title in titles]
+    assert found["tiny, step ÷ no sync"][1] == ["BucketedDDP", "1.60 (1.20 to 1.80)", "3.00"]
+    assert found["tiny, step ÷ torch DDP"][1] == ["BucketedDDP", "0.90 (0.80 to 1.20)", "1.50"]
+    assert found["tiny, step, ms"][2] == ["torch DDP", "1000.0 (500.0 to 1000.0)", "1000.0"]
+    assert found["tiny, exposed comm, ms"][1] == ["BucketedDDP", "200.0 (200.0 to 200.0)", "200.0"]
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_two_stages_and_candidates_that_only_one_file_has(main, tmp_path):
+    after = result(0.6, name="NaiveDDP")
+    del after["candidates"][2]
+    status, output, errors = main([("a=", result()), ("b=", after)], "--plot", tmp_path / "x.png")
+    assert not status, errors
+    found = tables(output)
+    assert "tiny, step ÷ torch DDP" not in found  # which b lacks
+    names = [row[0] for row in found["tiny, step ÷ no sync"]]
+    assert names == ["no sync", "BucketedDDP", "torch DDP", "NaiveDDP"]
+    assert found["tiny, step ÷ no sync"][1] == ["BucketedDDP", "1.60", "-"]
+    assert found["tiny, step ÷ no sync"][3] == ["NaiveDDP", "-", "1.20"]
+
+
+def test_models_have_tables_of_their_own(main):
+    _, output, _ = main([("", of_two_models())])
+    assert list(tables(output))[::4] == ["tiny, step ÷ no sync", "deep, step ÷ no sync"]
+
+
+def test_what_else_differs_is_said_first(main):
+    before = result(torch="2.9", threads_per_rank=1, options={"bucket_size_mb": 25.0, "json": "a"})
+    after = result(torch="2.9", threads_per_rank=2, options={"bucket_size_mb": 1.0, "json": "b"})
+    _, output, _ = main([("a=", before), ("b=", after)])
+    assert output.split("\n\n")[0].splitlines() == [
+        "threads_per_rank differs: a: 1; b: 2",
+        "--bucket-size-mb differs: a: 25.0; b: 1.0",
+    ]
+
+
+def test_per_rank(main):
+    by_rank = {"step_seconds": [[0.1, 0.3], [0.2, 0.6]], "exposed_comm_seconds": [[0, 0.2], [0, 0]]}
+    content = result(candidates=[candidate("no sync", 0.5, **by_rank)])
+    status, output, _ = main([("a=", content)], "--per-rank")
+    rows = tables(output)["tiny, a"]
+    assert not status
+    assert rows[0][1:] == "0 200.0 100.0 300.0 100.0 0.0 200.0".split()
+    assert rows[1][1:] == "1 400.0 200.0 600.0 0.0 0.0 0.0".split()
+
+
+@pytest.mark.parametrize(
+    "content, what",
+    [
+        ({"stage": "05"}, "is not a result of --json"),
+        ("[]", "is not a result of --json"),
+        ("", "is not a result of --json"),
+        (result(candidates=None), "is not a result of --json"),
+        (result(candidates=[{"name": "no sync"}]), "is not a result of --json"),
+        (result(candidates=[candidate("x", 1, step_seconds=[])]), "is not a result of --json"),
+        (result(candidates=[candidate("x", 1, step_seconds=[[1], []])]), "is not a result of"),
+        (result(options=None), "is not a result of --json"),
+        (of_two_models(), "measures tiny, deep, the first file tiny"),
+        (result(name="NaiveDDP"), "has other candidates than the first file of a"),
+    ],
+)
+def test_what_does_not_compare_is_one_line(main, content, what):
+    status, _, errors = main([("a=", result()), ("a=", content)])
+    assert status == 2 and f"1.json: {what}" in errors and errors.count("\n") == 1, errors
+
+
+def test_a_small_run_of_all_stages(forked, tmp_path):
+    raw, picture = tmp_path / "x.json", tmp_path / "x.png"
+    words = [*QUICK, "--device", "cpu", "--json", raw, "--plot", picture]
+    status, output = forked(2, FOLDER / "compare.py", *words, cwd=tmp_path)
+    assert status == 0, output
+    candidates = read_json(raw, "05_bucketed/compare")["models"]["nano"]["candidates"]
+    counts = {one["name"]: one["collectives_per_step"] for one in candidates}
+    assert list(counts.items()) == [*NANO_CALLS.items(), ("one process", 0)]
+    ranks = {one["name"]: len(one["step_seconds"]) for one in candidates}
+    assert ranks.pop("one process") == 1 and set(ranks.values()) == {2}
+    summary = output[output.index("step ÷ no sync") :].splitlines()
+    assert summary[0].split()[-1] == "nano" and summary[1].split() == ["no", "sync", "1.00"]
+    assert len(summary) == 1 + len(counts) + 2 and picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_results_of_an_earlier_run_do_not_outlive_a_run_that_fails(forked, tmp_path):
+    files = [tmp_path / "x.png", tmp_path / "x.json"]
+    for file in files:
+        file.write_text("of an earlier run")
+    words = ["--size", "10b", "--device", "cpu", "--plot", files[0], "--json", files[1]]
+    status, output = forked(1, FOLDER / "compare.py", *words, cwd=tmp_path)
+    assert status == 2 and "of memory" in output, output
+    assert not any(file.exists() for file in files)
+
+
+def span(name, ts, dur, tid=1, cat="user_annotation"):
+    return {"ph": "X", "name": name, "ts": ts, "dur": dur, "tid": tid, "cat": cat}
+
+
+def trace_of_two_steps():
+    """Two steps of 100 and 90 µs: each has two all-reduces on thread 7 and one on thread 8."""
+    events = [{"ph": "M", "name": "process_name"}, span("gloo:all_reduce", -50, 10, 7)]
+    for start, optimizer in ((1000, 0), (0, 10)):  # a trace is in no order
+        events += [
+            span("optimizer", start + 90, optimizer),
+            span("forward", start, 30),
+            span("backward", start + 30, 40),
+            span("sync", start + 70, 20),
+            span("gloo:all_reduce", start + 65, 20, 7),
+            span("gloo:all_reduce", start + 40, 20, 7),
+            span("gloo:all_reduce", start + 50, 30, 8),
+            span("gloo:all_reduce", start + 150, 30, 8),  # of the barrier between two steps
+            span("aten::mm", start + 5, 20, cat="cpu_op"),
+        ]
+    return {"traceEvents": events}
+
+
+def test_timeline_reads_the_steps_of_a_trace():
+    first, second = timeline.steps_of(trace_of_two_steps())
+    phases = {"forward": (0, 0.03), "backward": (0.03, 0.07), "sync": (0.07, 0.09)}
+    assert first.phases == phases | {"optimizer": (0.09, 0.1)}
+    assert sorted(first.all_reduces) == [(0.04, 0.06, 7), (0.05, 0.08, 8), (0.065, 0.085, 7)]
+    assert second.phases["optimizer"] == (0.09, 0.09) and len(second.all_reduces) == 3
+
+
+def test_timeline_takes_the_gpu_s_own_spans():
+    trace = trace_of_two_steps()
+    trace["traceEvents"] += [
+        span("forward", 1010, 50, 20, "gpu_user_annotation"),
+        span("backward", 1060, 80, 20, "gpu_user_annotation"),
+        span("optimizer", 1150, 10, 20, "gpu_user_annotation"),
+        span("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 1080, 30, 21, "kernel"),
+    ]
+    (step,) = timeline.steps_of(trace)
+    assert step.phases["forward"] == (0, 0.05) and step.duration() == 0.15
+    assert step.all_reduces == [(0.07, 0.1, 21)]
+
+
+def test_timeline_of_every_stage_in_one_run(forked, tmp_path):
+    words = ["--size", "nano", "--device", "cpu", "--plot", tmp_path / "timeline.png"]
+    status, output = forked(2, FOLDER / "timeline.py", *words, cwd=tmp_path)
+    assert status == 0, output
+    found = [line.partition(" in ")[0] for line in output.splitlines() if " in " in line]
+    assert found == [
+        "no sync: 0 all-reduces",
+        "02_naive_ddp: 15 all-reduces",
+        "03_flat_ddp: 1 all-reduce",
+        "04_overlap_ddp: 15 all-reduces",
+        "05_bucketed: 1 all-reduce",
+    ]
+    pictures = sorted(tmp_path.glob("*.png"))
+    assert len(pictures) == 5
+    assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
+    assert len(list(tmp_path.glob("timeline_*.json"))) == 15
+
+
+@pytest.mark.parametrize("script", [compare, timeline])
+def test_wrong_input(script, monkeypatch, capsys):
+    check_wrong_input(script.main, Path(script.__file__), "--size", "huge", monkeypatch, capsys)
