@@ -13,9 +13,9 @@ from torch import nn
 from common.check import checks_of_wrappers as wrappers
 from common.check.checks_of_wrappers import OUTPUT, check_weights, finish, output_of, wrap
 from common.check.facts import communication
-from common.check.findings import Failed, NotTried
+from common.check.findings import Failed, NotTried, need
 from common.check.models import Plain, new
-from common.memory import held_bytes
+from common.report import held_bytes
 
 
 def large():
@@ -26,7 +26,7 @@ def computes_what_the_module_computes(mine):
     """a forward gives what the module gives that is not split"""
     means = "the forward computes with other weights: which are gathered, and in which order?"
     found = {OUTPUT: output_of(wrap(mine, new(Plain)))}
-    check_weights(found, new(Plain), "before any step", lambda distance: means)
+    check_weights(found, new(Plain), "before any step", means)
 
 
 def keeps_a_part_of_the_parameters(mine):
@@ -48,8 +48,7 @@ def keeps_a_part_of_the_parameters(mine):
 def gathers_full_parameters(mine):
     """gather_full_params() returns all parameters, whole, under the module's own names"""
     model = wrap(mine, new(Plain))
-    if not hasattr(model, "gather_full_params"):
-        raise NotTried("there is no gather_full_params()")
+    need(model, "gather_full_params")
     found = model.gather_full_params()
     for name, expected in new(Plain).named_parameters():
         if name not in found:

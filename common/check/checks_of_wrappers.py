@@ -6,6 +6,7 @@ them whole, and because a wrapper may keep them anywhere.
 
 import itertools
 import time
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -13,18 +14,21 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from common.check import models
-from common.check.facts import communication, memory, overlap
-from common.check.findings import Failed, NotTried, check_equal_ranks, check_gradients, is_close
+from common.check.facts import communication, memory, overlap, without_finish
+from common.check.findings import Failed, check_equal_ranks, check_gradients, is_close, need
 from common.check.models import Plain, gradients_of_ranks, loss_of, new
 from common.setup import with_bucket_size
 
 CALLS = itertools.count()  # of a check, the same on all ranks
 LR = 0.1
+sgd = partial(torch.optim.SGD, lr=LR)
+# It reads gradients and parameters front to back, however their elements are ordered.
+fused_sgd = partial(torch.optim.SGD, lr=LR, fused=True)
+adam = partial(torch.optim.Adam, lr=0.01)
 OUTPUT = "the output"
-ADAM_HIDES = "gradients with a constant factor, which Adam hides almost wholly: see SGD's check"
+OTHER_GRADIENTS = "see SGD's check: Adam hides a constant factor almost wholly"
 NOT_BROADCAST = "the constructor does not broadcast the parameters from rank 0"
 NOT_THE_SAME = "the ranks did not step by the same gradients, or from the same weights"
-OTHERS = "other gradients than those of one process: see SGD's check"
 
 
 def wrap(mine, module: nn.Module) -> nn.Module:
@@ -55,16 +59,14 @@ def backward_twice(model, step):
 
 
 def backward_twice_before_finish(model, step):
-    if not hasattr(model, "finish_gradient_synchronization"):
-        raise NotTried("there is no finish_gradient_synchronization()")
+    need(model, "finish_gradient_synchronization")
     for part in range(2):
         loss_here(model, step, part).backward()
     finish(model)
 
 
 def backward_without_sync(model, step):
-    if not hasattr(model, "no_sync"):
-        raise NotTried("there is no no_sync()")
+    need(model, "no_sync")
     with model.no_sync():
         loss_here(model, step, 0).backward()
     loss_here(model, step, 1).backward()
@@ -81,19 +83,6 @@ def evaluate_and_backward(model, step):
     output_of(model)
     model.train()
     backward_once(model, step)
-
-
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=LR)
-
-
-def fused_sgd(parameters):
-    """It reads gradients and parameters front to back, however their elements are ordered."""
-    return torch.optim.SGD(parameters, lr=LR, fused=True)
-
-
-def adam(parameters):
-    return torch.optim.Adam(parameters, lr=0.01)
 
 
 def output_of(model) -> torch.Tensor:
@@ -117,19 +106,15 @@ def weights_of(model, twin: nn.Module) -> dict[str, torch.Tensor]:
     return {name: weight.clone() for name, weight in zip(like, weights, strict=True)}
 
 
-def check_weights(found: dict, twin: nn.Module, when: str, explain) -> None:
-    """Failed, unless these are the twin's; explain(distance) says what that means."""
+def check_weights(found: dict, twin: nn.Module, when: str, means: str) -> None:
+    """Failed, unless these are the twin's."""
     twin.rank = dist.get_rank()
     expected = {OUTPUT: output_of(twin)} if OUTPUT in found else dict(twin.named_parameters())
-    distances = {}
-    for name, weight in expected.items():
-        if not is_close(found[name], weight):
-            distances[name] = ((found[name] - weight).norm() / weight.norm()).item()
-    if distances:
-        worst = max(distances, key=distances.get)
-        some = f"{len(distances)} of {len(expected)} weights are not those of one process"
-        seen = f"{when} {some}, {worst} by {distances[worst]:.0e} of it"
-        raise Failed(seen, explain(distances[worst]))
+    wrong = [name for name in expected if not is_close(found[name], expected[name])]
+    if wrong:
+        some = f"{len(wrong)} of {len(expected)} weights ({', '.join(wrong[:2])})"
+        apart = (found[wrong[0]] - expected[wrong[0]]).norm() / expected[wrong[0]].norm()
+        raise Failed(f"{when} {some} are not those of one process, by {apart:.0e} of it", means)
 
 
 def follow_one_process(
@@ -147,6 +132,7 @@ def follow_one_process(
     optimizer = make_optimizer(model.parameters())
     twin_optimizer = make_optimizer(twin.parameters())
     after = weights_of(model, twin)
+    by_weights = make_optimizer is adam or OUTPUT in after
     for step in range(steps):
         before = after
         backward(model, step)
@@ -155,22 +141,18 @@ def follow_one_process(
         twin_optimizer.step()
         optimizer.zero_grad(set_to_none)
         after = weights_of(model, twin)
-        if make_optimizer is not adam and OUTPUT not in after:
-            found = {name: (before[name] - after[name]) / LR for name in gradients[0][0]}
-            check_gradients(found, gradients, dist.get_rank())
-    if make_optimizer is adam or OUTPUT in after:
-        check_weights(after, twin, f"after {steps} steps", of_adam)
-
-
-def of_adam(distance: float) -> str:
-    return ADAM_HIDES if distance < 1e-3 else OTHERS
+        if not by_weights:
+            found = {name: (before[name] - after[name]) / LR for name in gradients}
+            check_gradients(found, gradients)
+    if by_weights:
+        check_weights(after, twin, f"after {steps} steps", OTHER_GRADIENTS)
 
 
 def starts_with_the_parameters_of_rank_0(mine):
     """all ranks start with the parameters of rank 0"""
     twin = new(Plain)
     found = weights_of(wrap(mine, new(Plain, seed=dist.get_rank())), twin)
-    check_weights(found, twin, "at the start", lambda distance: NOT_BROADCAST)
+    check_weights(found, twin, "at the start", NOT_BROADCAST)
 
 
 def starts_with_the_buffers_of_rank_0(mine):
@@ -312,26 +294,6 @@ def keeps_buffers_equal(mine):
     output_of(model)
     means = "each rank has the statistics of its own share: broadcast them before you evaluate"
     check_equal_ranks(list(model.buffers()), "buffers", means)
-
-
-def without_finish(mine):
-    """when finish_gradient_synchronization() is forgotten"""
-    model = wrap(mine, new(Plain))
-    if not hasattr(model, "finish_gradient_synchronization"):
-        return ["there is none that could be forgotten"]
-    optimizer = sgd(model.parameters())
-    for step in range(3):
-        try:
-            loss_here(model, step).backward()
-        except RuntimeError as error:
-            return [f"an error in step {step + 1}: {str(error).splitlines()[0]}"]
-        optimizer.step()
-        optimizer.zero_grad()
-    try:
-        check_equal_ranks(list(model.parameters()), "parameters", "")
-    except Failed as failure:
-        return [f"silence, and {failure.seen}"]
-    return ["silence, and the ranks stay equal"]
 
 
 HAS_TO_HOLD = [

@@ -5,6 +5,8 @@
 What is called Right… is right; a wrong one says in its docstring what it does instead.
 """
 
+from itertools import combinations
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -28,17 +30,19 @@ class Right(nn.Module):
     def trained(self):
         return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
 
-    def gradients(self):
-        """Of all that is trained; zeros for what this rank has not used."""
-        for parameter in self.trained():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        return [parameter.grad for parameter in self.trained()]
+    def gradient_of(self, parameter):
+        """Zeros for what this rank has not used."""
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        return parameter.grad
+
+    def average(self, parameter):
+        dist.all_reduce(self.gradient_of(parameter))
+        parameter.grad /= dist.get_world_size()
 
     def finish_gradient_synchronization(self):
-        for gradient in self.gradients():
-            dist.all_reduce(gradient)
-            gradient /= dist.get_world_size()
+        for parameter in self.trained():
+            self.average(parameter)
 
 
 class RightHooks(Right):
@@ -61,10 +65,9 @@ class RightHooks(Right):
             self.launch(self.waiting.pop(0))
 
     def launch(self, parameter):
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        parameter.grad /= dist.get_world_size()
-        self.works.append(dist.all_reduce(parameter.grad, async_op=True))
+        gradient = self.gradient_of(parameter)
+        gradient /= dist.get_world_size()
+        self.works.append(dist.all_reduce(gradient, async_op=True))
 
     def finish_gradient_synchronization(self):
         while self.waiting:
@@ -79,9 +82,8 @@ class RightHooks(Right):
 class SumForMean(Right):
     """Does not divide."""
 
-    def finish_gradient_synchronization(self):
-        for gradient in self.gradients():
-            dist.all_reduce(gradient)
+    def average(self, parameter):
+        dist.all_reduce(self.gradient_of(parameter))
 
 
 class NoBroadcast(Right):
@@ -133,12 +135,11 @@ class LeavesLastOut(Right):
         return super().trained()[:-1]
 
 
-class TiedTwice(Right):
+class TiedTwice(SumForMean):
     """Divides once for every name; a tied weight has two."""
 
     def finish_gradient_synchronization(self):
-        for gradient in self.gradients():
-            dist.all_reduce(gradient)
+        super().finish_gradient_synchronization()
         for _, parameter in self.module.named_parameters(remove_duplicate=False):
             if parameter.requires_grad:
                 parameter.grad /= dist.get_world_size()
@@ -147,8 +148,9 @@ class TiedTwice(Right):
 class SkipsUnused(Right):
     """Calls no all-reduce for a parameter without a gradient, which another rank may have."""
 
-    def gradients(self):
-        return [parameter.grad for parameter in self.trained() if parameter.grad is not None]
+    def average(self, parameter):
+        if parameter.grad is not None:
+            super().average(parameter)
 
 
 class FailsWhenFrozen(RightHooks):
@@ -161,11 +163,10 @@ class FailsWhenFrozen(RightHooks):
 class RoundsToFloat32(Right):
     """Averages in a buffer of the default dtype."""
 
-    def finish_gradient_synchronization(self):
-        for gradient in self.gradients():
-            buffer = gradient.float()
-            dist.all_reduce(buffer)
-            gradient.copy_(buffer / dist.get_world_size())
+    def average(self, parameter):
+        buffer = self.gradient_of(parameter).float()
+        dist.all_reduce(buffer)
+        parameter.grad.copy_(buffer / dist.get_world_size())
 
 
 class OverwritesAccumulated(Right):
@@ -177,24 +178,14 @@ class OverwritesAccumulated(Right):
 
 
 class SwapsGradients(Right):
-    """Takes gradients in one order, and puts them back in the other."""
+    """Puts the gradients of two parameters of one shape back in the other order."""
 
     def finish_gradient_synchronization(self):
         super().finish_gradient_synchronization()
-        alike = {}
-        for parameter in self.trained():
-            alike.setdefault((parameter.shape, parameter.dtype), []).append(parameter)
-        for parameters in alike.values():
-            gradients = [parameter.grad for parameter in parameters]
-            for parameter, gradient in zip(parameters, gradients[::-1], strict=True):
-                parameter.grad = gradient
-
-
-class AfterBackward(RightHooks):
-    """Right, but launches everything when backward is over: nothing is hidden."""
-
-    def is_ready(self, parameter):
-        pass
+        for one, other in combinations(self.trained(), 2):
+            if one.shape == other.shape:
+                one.grad, other.grad = other.grad, one.grad
+                return
 
 
 class RightShards(torch.optim.Optimizer):
@@ -202,12 +193,9 @@ class RightShards(torch.optim.Optimizer):
 
     def __init__(self, params, optimizer_cls, **options):
         self.every = []
-        self.local = optimizer_cls([{"params": []}], **self.chosen(options))
+        self.local = optimizer_cls([{"params": []}], **options)
         self.local.param_groups.clear()
         super().__init__(params, options)
-
-    def chosen(self, options):
-        return options
 
     def is_own(self, number):
         return number % dist.get_world_size() == dist.get_rank()
@@ -217,11 +205,12 @@ class RightShards(torch.optim.Optimizer):
         group = self.param_groups[-1]
         numbered = enumerate(group["params"], len(self.every))
         own = [parameter for number, parameter in numbered if self.is_own(number)]
-        self.local.add_param_group({**self.chosen(group), "params": own})
+        self.local.add_param_group({**group, "params": own})
         self.every += group["params"]
 
     def step(self, closure=None):
-        self.take_over_options()
+        for group, local in zip(self.param_groups, self.local.param_groups, strict=True):
+            local.update({**group, "params": local["params"]})  # a scheduler may have changed them
         self.local.step()
         self.send()
 
@@ -229,19 +218,12 @@ class RightShards(torch.optim.Optimizer):
         for number, parameter in enumerate(self.every):
             dist.broadcast(parameter.detach(), src=number % dist.get_world_size())
 
-    def take_over_options(self):
-        for group, local in zip(self.param_groups, self.local.param_groups, strict=True):
-            local.update({**group, "params": local["params"]})
-
 
 class ForgetsOptions(RightShards):
     """The optimizer inside has its own defaults, whatever the learning rate is."""
 
-    def chosen(self, options):
-        return {}
-
-    def take_over_options(self):
-        pass
+    def __init__(self, params, optimizer_cls, **options):
+        super().__init__(params, optimizer_cls)
 
 
 class KeepsAllState(RightShards):
@@ -263,21 +245,3 @@ class SplitsNothing(Right):
 
     def gather_full_params(self):
         return self.module.state_dict()
-
-
-WRAPPERS = [
-    SumForMean,
-    NoBroadcast,
-    ForgetsBuffers,
-    HookBeforeGradient,
-    DoesNotWait,
-    OrderOfArrival,
-    LeavesLastOut,
-    TiedTwice,
-    SkipsUnused,
-    FailsWhenFrozen,
-    RoundsToFloat32,
-    OverwritesAccumulated,
-    SwapsGradients,
-    AfterBackward,
-]

@@ -113,22 +113,25 @@ def loss_of(model: nn.Module, step: int, part: int, rank: int) -> torch.Tensor:
     return model(inputs).square().mean()
 
 
-def gradients_of_ranks(twin: Plain, step: int, parts: int) -> list[list[dict]]:
-    """[part][rank]{name: gradient}, all computed by this process alone; zeros where there is none.
+def gradients_of_ranks(twin: Plain, step: int, parts: int) -> dict[str, torch.Tensor]:
+    """{name: [part, rank, *shape]}, computed by this process alone; zeros where there is none.
 
     The twin is left with the mean over the ranks, added up over the parts.
     """
     world_size = dist.get_world_size()
     parameters = dict(twin.named_parameters())
-    gradients = []
-    for part in range(parts):
-        gradients.append([])
-        for twin.rank in range(world_size):
-            for parameter in parameters.values():
-                parameter.grad = torch.zeros_like(parameter)
-            loss_of(twin, step, part, twin.rank).backward()
-            gradients[-1].append({name: each.grad for name, each in parameters.items()})
+    gradients = {}
     for name, parameter in parameters.items():
-        of_all = [of_rank[name] for of_ranks in gradients for of_rank in of_ranks]
-        parameter.grad = sum(of_all) / world_size
+        shape = parts, world_size, *parameter.shape
+        gradients[name] = torch.zeros(shape, dtype=parameter.dtype)
+    for part in range(parts):
+        for twin.rank in range(world_size):
+            twin.zero_grad()
+            loss_of(twin, step, part, twin.rank).backward()
+            for name, parameter in parameters.items():
+                if parameter.grad is not None:
+                    gradients[name][part, twin.rank] = parameter.grad
+    for name, parameter in parameters.items():
+        parameter.grad = torch.empty_like(parameter)  # in its memory format, for fused optimizers
+        parameter.grad.copy_(gradients[name].sum(0).mean(0))
     return gradients
