@@ -5,6 +5,7 @@ python=$1
 unset PYTHONUNBUFFERED  # so that a line is written in one piece
 run="$python -m torch.distributed.run --standalone --nproc-per-node 2 common/docs/hang.py"
 short() { sed -E "s@[^ \"]*/site-packages/@@; s@$PWD/@@; s@^.*\] failed \(exitcode.*@@" | grep -E '^\[rank|^rank|^error'; }
+started_by() { for child in $(pgrep -P "$1"); do echo "$child"; started_by "$child"; done; }
 
 echo '$ torchrun --standalone --nproc-per-node 2 common/docs/hang.py'
 $run 2>&1 | short
@@ -31,7 +32,7 @@ echo; echo '$ make 02_naive_ddp ARGS="--timeout 5", and kill -STOP of rank 1'
 make --no-print-directory 02_naive_ddp PYTHON="$python" ARGS="--timeout 5 --no-verify" > results/hang.txt 2>&1 &
 until grep -q '^tiny model' results/hang.txt; do sleep 0.2; done
 sleep 3
-for pid in $(pgrep -f 'naive_ddp.py --timeout'); do
+for pid in $(started_by $!); do
   if tr '\0' '\n' 2> /dev/null < "/proc/$pid/environ" | grep -qx RANK=1; then stopped=$pid; fi
 done
 kill -STOP "$stopped"
