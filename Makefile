@@ -1,10 +1,12 @@
 ## make STAGE [NPROC=2] [ARGS="--help"]     run a stage; the first run makes .venv (minutes, 5.5 GB)
 ##
 NPROC ?= 2
-ARGS ?=
-LADDER := 02_naive_ddp 03_flat_ddp 04_overlap_ddp 05_bucketed
-STAGES := 01_allreduce $(LADDER) 06_sharded_optimizer 07_resnet_ddp 08_ddp_rpc
-LESSONS := $(patsubst %/README.md,%,$(wildcard 0?_*/README.md 0?_*/*/README.md))
+STAGES := $(sort $(patsubst %/README.md,%,$(wildcard 0?_*/README.md)))
+# Folders whose script torchrun starts, and those whose script starts its processes itself.
+BY_TORCHRUN := 02_naive_ddp 03_flat_ddp 04_overlap_ddp 05_bucketed 05_bucketed/bucket_sweep \
+	05_bucketed/compare 05_bucketed/predict 06_sharded_optimizer 06_sharded_optimizer/fsdp \
+	07_resnet_ddp/compile_ddp 07_resnet_ddp/sweep
+BY_ITSELF := 01_allreduce 01_allreduce/shared_memory 08_ddp_rpc
 
 ifeq ($(shell expr "x$(NPROC)" : 'x[1-9][0-9]*$$'),0)
 $(error NPROC='$(NPROC)' is not a whole number of at least 1)
@@ -41,62 +43,50 @@ FLAGS_GIVEN = $(if $(MINE),--mine $(call QUOTED,$(MINE)) )$(FLAGS)
 
 .NOTPARALLEL:
 .PHONY: help setup test test-full test-torch clean-torch hosts lint format all reference clean \
-	check compare timeline read check-python $(LESSONS)
+	check compare timeline read check-python 07_resnet_ddp $(BY_TORCHRUN) $(BY_ITSELF)
 help:
 	@sed -n 's/^## \{0,1\}//p' Makefile
 
 # make 05 and make 05_bucketed/ are make 05_bucketed.
-SHORT = $(firstword $(subst _, ,$(1)))
-$(foreach stage,$(STAGES),$(eval .PHONY: $(call SHORT,$(stage)) $(stage)/) \
-	$(eval $(call SHORT,$(stage)) $(stage)/: $(stage)))
+$(foreach stage,$(STAGES),$(eval $(firstword $(subst _, ,$(stage))) $(stage)/: $(stage)))
 
 ##   make 01_allreduce                       all-reduce, measured and opened up
 ##   make 01_allreduce/shared_memory         all-reduce through memory that the ranks share
-##   make 01_allreduce/alternate_ring        a simpler ring, beside the ring
 ##   make 02_naive_ddp                       one all-reduce per parameter, after backward
 ##   make 03_flat_ddp                        one all-reduce of one flat tensor, after backward
 ##   make 04_overlap_ddp                     one all-reduce per parameter, during backward
 ##   make 05_bucketed                        one all-reduce per bucket, during backward
 ##   make 05_bucketed/bucket_sweep           which bucket size is best, measured and predicted
+##   make 05_bucketed/compare                02 to 05 beside each other: make compare
 ##   make 05_bucketed/predict                what a model of the step predicts, and what is measured
 ##   make 06_sharded_optimizer               optimizer state split over the ranks (ZeRO stage 1)
 ##   make 06_sharded_optimizer/fsdp          gradients and parameters split too (ZeRO stage 3)
 ##   make 07_resnet_ddp                      ResNet-18 on one device against torch DDP on NPROC
 ##   make 07_resnet_ddp/sweep                iteration time over models and numbers of ranks
 ##   make 07_resnet_ddp/compile_ddp          DDP and FSDP, eager and compiled
-##   make 07_resnet_ddp/balance              the slowest rank sets the pace
 ##   make 08_ddp_rpc                         DDP for the dense part, RPC servers for the embeddings
-# The script of a folder has its name, without the number. torchrun starts it if its docstring says
-# so; otherwise it starts its processes itself, and is told how many if NPROC was given.
-GIVEN_NPROC := $(if $(filter file,$(origin NPROC)),,--nproc $(NPROC))
-SCRIPT_OF = $(1)/$(shell echo $(notdir $(1)) | sed 's/^[0-9]*_//').py
-WITH_TORCHRUN = $(shell grep '^    torchrun --standalone' $(call SCRIPT_OF,$@))
-$(filter-out 07_resnet_ddp,$(LESSONS)): $(RUNTIME)
-	@$(if $(WITH_TORCHRUN),$(TORCHRUN) $(VIA)$(call SCRIPT_OF,$@),$(PYTHON) $(call SCRIPT_OF,$@) \
-	  $(GIVEN_NPROC)) $(FLAGS_GIVEN)
+LESSON = $@/$(shell echo $(@F) | sed 's/^[0-9]*_//').py
+$(BY_TORCHRUN): $(RUNTIME)
+	@$(TORCHRUN) $(VIA)$(LESSON) $(FLAGS_GIVEN)
+$(BY_ITSELF): $(RUNTIME)
+	@$(PYTHON) $(LESSON) $(if $(filter file,$(origin NPROC)),,--nproc $(NPROC)) $(FLAGS_GIVEN)
 
-# Every process has the same number of threads. The flags are checked for all ranks first.
-THREADS = $(shell cores=$$(getconf _NPROCESSORS_ONLN); \
-	echo $$(( cores > $(NPROC) ? cores / $(NPROC) : 1 )))
-RESNET_DDP = $(VIA)07_resnet_ddp/resnet_ddp.py --threads $(THREADS) --results results $(FLAGS_GIVEN)
-RANKS = $$(( $(NPROC) * $(or $(NNODES),1) ))
-AS_RANK_0 = RANK=0 LOCAL_RANK=0 WORLD_SIZE=$(RANKS) LOCAL_WORLD_SIZE=$(NPROC)
+# The single device goes first: it checks the flags of both runs before anything starts.
+RESNET_DDP = $(VIA)07_resnet_ddp/resnet_ddp.py $(FLAGS_GIVEN)
 07_resnet_ddp: $(RUNTIME)
-	@$(AS_RANK_0) $(PYTHON) $(RESNET_DDP) --check
+	@$(PYTHON) $(RESNET_DDP) --compare-with $(or $(NNODES),1) $(NPROC)
 ifeq ($(filter -h --help,$(ARGS)),)
-	@rm -f results/07_single.json results/07_ddp_*.json results/speedup.png
-	@echo "1 of 2: a single device"; began=$$(date +%s); $(PYTHON) $(RESNET_DDP) || exit; \
-	  echo; echo "2 of 2: DDP × $(RANKS) (1 took $$(( $$(date +%s) - began )) s)"; \
-	  $(TORCHRUN) $(RESNET_DDP)
+	@rm -f results/07_ddp_*.json results/speedup.png
+	@echo; $(TORCHRUN) $(RESNET_DDP)
 endif
 
 ##
 ##   make compare                            02 to 05 in turn, two models: results/compare.png
 ##   make timeline                           a step of 02 to 05 on one axis: results/timeline.png
-compare: $(RUNTIME)
-	@$(TORCHRUN) $(VIA)common/ladder/rungs.py $(FLAGS_GIVEN)
+COMPARE := 05_bucketed/compare
+compare: $(COMPARE)
 timeline: $(RUNTIME)
-	@$(TORCHRUN) common/ladder/timeline.py $(ARGS)
+	@$(TORCHRUN) $(COMPARE)/timeline.py $(ARGS)
 
 ##   make check MINE=my_ddp.py:MyDDP         your own wrapper, sharded optimizer or FSDP: is it
 ##                                           right? (KIND=wrapper, optimizer or fsdp)
@@ -114,15 +104,10 @@ read:
 ##                                           Linux plays here (SCRIPT=… runs another script)
 NETWORK = $(call QUOTED,$(or $(RATE),1gbit)) $(call QUOTED,$(or $(DELAY),0.2ms))
 hosts: $(RUNTIME)
-	@exec bash common/launch/hosts.sh $(PYTHON) $(NETWORK) $(or $(SCRIPT),common/ladder/rungs.py) $(ARGS)
+	@exec bash common/launch/hosts.sh $(PYTHON) $(NETWORK) $(or $(SCRIPT),$(COMPARE)/compare.py) $(ARGS)
 
 ##   make all                                every stage with its defaults
-all: $(RUNTIME)
-	@number=0; took=; for stage in $(STAGES); do \
-	  number=$$((number + 1)); start=$$(date +%s); echo "$$number of 8: $$stage$$took"; \
-	  $(MAKE) --no-print-directory $$stage || exit; \
-	  took=" (the one before took $$(($$(date +%s) - start)) s)"; \
-	done
+all: $(STAGES)
 
 ##   make setup                              make .venv from requirements.txt
 NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 10) and "error: needs Python 3.10")
@@ -144,7 +129,7 @@ setup: $(RUNTIME)
 ##   make test                               the test suite, the fast part
 ##   make test-full                          all of it: real models, every fault, every wrong flag
 ##   make test-torch [TORCH="2.9.0 2.15.0"]  make test with these versions of torch, by default with
-##                                           all that common/README.md lists; clean-torch: removes
+##                                           all that the Makefile lists; make clean-torch removes
 ##                                           the environments (one each, 5.5 GB, kept)
 # In parallel where PYTHON has pytest-xdist; ARGS="-n 0" one by one, as --pdb and -s need it.
 WORKERS = $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$(( cores < 4 ? cores : 4 )))
@@ -153,11 +138,20 @@ test: $(RUNTIME) $(DEVELOPMENT)
 	$(PYTHON) -m pytest $(if $(HAS_XDIST),-n $(WORKERS) --dist worksteal) -m "not full" $(ARGS)
 test-full: $(RUNTIME) $(DEVELOPMENT)
 	$(PYTHON) -m pytest $(ARGS)
+TORCH := 2.9.0 2.10.0 2.12.1 2.13.0 2.14.1 2.15.0
+ENVIRONMENTS = "$${XDG_CACHE_HOME:-$$HOME/.cache}"/ddp-rung-by-rung
+# A constraint of ours, in place of one that this machine may have; === allows no other build.
 test-torch:
-	@python3 -c '$(NEW_ENOUGH)' || exit 2
-	@python3 common/testing/torch_versions.py '$(ARGS)' $(TORCH)
+	@failed=; for version in $(TORCH); do \
+	  folder=$(ENVIRONMENTS)/torch-$$version; echo; echo "torch $$version: $$folder"; \
+	  [ -x "$$folder/bin/python" ] || python3 -m venv "$$folder" || exit; \
+	  echo "torch===$$version" > "$$folder/constraint.txt"; \
+	  PIP_CONSTRAINT="$$folder/constraint.txt" "$$folder/bin/python" -m pip install --quiet \
+	    -r requirements-dev.txt && make test PYTHON="$$folder/bin/python" \
+	    || failed="$$failed $$version"; \
+	done; [ -z "$$failed" ] || { echo "error: failed with torch$$failed"; exit 1; }
 clean-torch:
-	rm -rf "$${XDG_CACHE_HOME:-$$HOME/.cache}"/ddp-rung-by-rung/torch-*
+	rm -rf $(ENVIRONMENTS)/torch-*
 
 ##   make lint                               ruff: rules and format; make format puts it right
 lint: $(RUNTIME) $(DEVELOPMENT)

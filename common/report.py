@@ -1,4 +1,4 @@
-"""Percentiles, tables, the head of a result and the JSON file."""
+"""Percentiles, tables, the head of a result, the JSON file, and the memory that tensors take."""
 
 import json
 import os
@@ -6,6 +6,8 @@ import platform
 import re
 import shutil
 import subprocess
+import tempfile
+from collections.abc import Callable, Iterable
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -13,7 +15,7 @@ import numpy
 import torch
 import torch.distributed as dist
 
-from common.setup import SIZES, check_memory, say
+from common.setup import SIZES, check_memory, fail, say
 
 
 def percentiles(samples: list) -> list[float]:
@@ -159,10 +161,70 @@ def write_json(path: Path | None, result: dict) -> None:
     finite = json.loads(json.dumps(result, default=str), parse_constant=lambda _: None)
     text = json.dumps(finite, indent=1) + "\n"
     target = path.resolve()  # a link stays one
-    if target.exists() and not target.is_file():  # /dev/null, a pipe
-        target.write_text(text)
-    else:
-        beside = target.with_name(f".{target.name}.{os.getpid()}")
+    is_file = target.is_file() or not target.exists()  # and not /dev/null or a pipe
+    beside = target.with_name(f".{target.name}.{os.getpid()}") if is_file else target
+    try:
         beside.write_text(text)
         beside.replace(target)
+    except OSError as error:  # the disk is full
+        if is_file:
+            beside.unlink(missing_ok=True)
+        fail(f"cannot write {path}: {error.strerror}")
     say(f"written: {path}")
+
+
+def held_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """The bytes of tensors on this rank: of a DTensor, those of its shard."""
+    held = 0
+    for tensor in tensors:
+        if hasattr(tensor, "to_local"):
+            tensor = tensor.to_local()
+        held += tensor.nbytes
+    return held
+
+
+def peak_bytes(function: Callable[[], object], device: torch.device) -> int:
+    """Call a function: the most bytes of tensors that there were meanwhile, beyond those before.
+
+    On a CPU all ranks of a process group must call it. The profiler may miss what a thread of gloo
+    gives back, and then there is a tensor too many: the least of several calls is right.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        function()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    blocks = {}  # that the function has taken and not given back: address -> bytes
+    total = 0
+    peak = 0
+    for event in allocations(function):
+        # What is given back is looked up here: for a block from before the call the profiler may
+        # say the size of an older one at that address.
+        total -= blocks.pop(event["Addr"], 0)
+        if event["Bytes"] > 0:
+            blocks[event["Addr"]] = event["Bytes"]
+            total += event["Bytes"]
+            peak = max(peak, total)
+    return peak
+
+
+def allocations(function: Callable[[], object]) -> list[dict]:
+    """Call a function: "Addr" and "Bytes" of all blocks that torch's allocator for CPUs has taken.
+
+    In order; bytes below 0 are given back. torch's profiler sees gloo's and compiled code's, too.
+    (torch's MemTracker does not, and takes the gradients of DDP and FSDP for temporary memory.)
+    """
+    # acc_events: torch 2.12 warns that a profiler without it forgets earlier cycles.
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, profile_memory=True, acc_events=True) as profiler:
+        function()
+        if dist.is_initialized():
+            dist.barrier()  # gloo's threads have given back what they worked on
+    with tempfile.NamedTemporaryFile(suffix=".json") as trace:
+        profiler.export_chrome_trace(trace.name)
+        events = json.loads(Path(trace.name).read_text())["traceEvents"]
+    events = [event for event in events if event.get("name") == "[memory]"]
+    events.sort(key=lambda event: event["ts"])
+    return [event["args"] for event in events]

@@ -8,7 +8,6 @@ import socket
 import sys
 import time
 import traceback
-import zlib
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache, partial
@@ -130,13 +129,11 @@ def load(text: str):
     path = Path(file).expanduser().resolve()
     if not file.endswith(".py") or not name.isidentifier():
         raise ValueError(f"{text!r} is not FILE.py:NAME")
-    if not path.is_file():
-        raise ValueError(f"there is no file {file}")
     sys.path.insert(0, str(path.parent))
     spec = importlib.util.spec_from_file_location("of_the_user", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules["of_the_user"] = module  # as dataclasses and pickle need it
-    spec.loader.exec_module(module)
+    spec.loader.exec_module(module)  # FileNotFoundError names the file
     if not callable(getattr(module, name, None)):
         raise ValueError(f"{file} has no class or function {name}")
     return getattr(module, name)
@@ -318,15 +315,9 @@ def process_group(args: argparse.Namespace):
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             socket.create_connection(master, 10).close()  # fails at once if torchrun has ended
         store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+        member = {"store": store, "rank": rank, "world_size": size, "device_id": device_id}
         with without_gloo_greeting():
-            dist.init_process_group(
-                args.backend,
-                store=store,
-                rank=rank,
-                world_size=size,
-                timeout=timeout,
-                device_id=device_id,
-            )
+            dist.init_process_group(args.backend, timeout=timeout, **member)
     except (RuntimeError, ValueError, OSError) as error:
         reason = str(error).splitlines()[0]
         question = f"have all {os.environ['WORLD_SIZE']} ranks started, and is it reachable?"
@@ -378,7 +369,7 @@ def available_memory() -> int:
 TORCH_BYTES = 4e8  # that a rank has for itself once torch is imported (2.15, on Linux)
 
 
-def check_memory(ranks: int, per_rank: float = 0, what: str = "") -> None:
+def check_memory(ranks: int, per_rank: float = 0, what: str = "0 B for a model") -> None:
     """End the run if this host has too little memory for its ranks.
 
     Each needs `per_rank` bytes, `what` in words, and those of torch itself.
@@ -386,13 +377,9 @@ def check_memory(ranks: int, per_rank: float = 0, what: str = "") -> None:
     needed = ranks * (per_rank + TORCH_BYTES)
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > memory:
-        each = f"{TORCH_BYTES / 1e9:.1f} GB for torch"
-        advice = "use fewer ranks"
-        if per_rank:
-            each = f"({what} + {each})"
-            advice += " or a smaller model"
+        each = f"({what} + {TORCH_BYTES / 1e9:.1f} GB for torch)"
         need = f"{ranks} ranks × {each} need {needed / 1e9:.1f} GB of memory"
-        fail(f"{need}, and this host has {memory / 1e9:.1f}: {advice}")
+        fail(f"{need}, and this host has {memory / 1e9:.1f}: use fewer ranks or a smaller model")
 
 
 def load_images(data: str | None, download: bool, device="cpu") -> list[torch.Tensor]:
@@ -419,7 +406,6 @@ def load_images(data: str | None, download: bool, device="cpu") -> list[torch.Te
             parts += [(pixels - 0.1307) / 0.3081, split.targets]  # MNIST's mean and deviation
     except Exception as error:  # torchvision has many kinds: files missing, cut short, not MNIST
         fail(f"argument --data: {data!r} holds no readable MNIST ({error!r}); use --download")
-    check_equal_data(data, parts)
     return [part.to(device) for part in parts]
 
 
@@ -432,12 +418,3 @@ def load_equal_shares(args: argparse.Namespace, device: torch.device) -> list[to
         share = f"rank r takes images r, r + {world_size}, … of every {64 * world_size}"
         say(f"verify: {share}; {used} of {len(images)} are used")
     return [images[:used], labels[:used], *held_out]
-
-
-def check_equal_data(data: str, parts: list[torch.Tensor]) -> None:
-    """End the run if a rank has read something else than rank 0."""
-    sums = [None] * dist.get_world_size()
-    dist.all_gather_object(sums, [zlib.crc32(part.numpy()) for part in parts])
-    others = [rank for rank in range(len(sums)) if sums[rank] != sums[0]]
-    if others:
-        fail(f"argument --data: {data!r} holds other images on ranks {others} than on rank 0")

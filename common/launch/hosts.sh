@@ -84,10 +84,10 @@ within() {
   echo "two hosts of one rank each, $rate, $delay from one to the other"
   echo "network: common/launch/link.py"
 
-  # The rungs: fewer steps, because they are slow here, and files of their own.
-  if [ "$1" = common/ladder/rungs.py ]; then
+  # make compare knows the network, and writes files of its own.
+  if [ "$1" = 05_bucketed/compare/compare.py ]; then
     shift
-    set -- common/ladder/rungs.py --steps 8 --warmup 2 --network "$rate, $delay" \
+    set -- 05_bucketed/compare/compare.py --network "$rate, $delay" \
       --plot results/hosts.png --json results/hosts.json "$@"
   fi
 

@@ -1,57 +1,21 @@
-"""make reference: medians, what is recorded and what is not, and that it records everything."""
+"""make reference: what is recorded and what is not, and that it records everything."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
 
 import pytest
 
-from common.recordings import record, spread
+from common.recordings import record
 from common.recordings.record import RECORDINGS, Recording
 from common.testing.harness import ROOT, make
-
-OUTPUT = """\
-{0}: torch 2.15.0+cu132, 2 ranks
-
-step, ms      p50    p75  share
-NaiveDDP  {1:>7}  484.1  {2} %
-torch DDP   500.0  501.0  8.5 %
-took {3} s in all
-
-verify: passed
-"""
-RUNS = [
-    OUTPUT.format("x", "999.5", "7.1", "9"),
-    OUTPUT.format("x", "1,002.0", "9.9", "8"),
-    OUTPUT.format("x", "417.4", "8.0", "10"),
-]
-
-
-def test_medians_and_range_of_runs():
-    expected = OUTPUT.format("x", "999.5", "8.0", "9")
-    table = OUTPUT.split("\n\n")[1] + "\n"
-    lowest = "\nlowest of 3 runs\n" + table.format("", "417.4", "7.1", "8")
-    highest = "\nhighest of 3 runs\n" + table.format("", "1,002.0", "9.9", "10")
-    assert spread.are_alike(RUNS)
-    assert spread.summary(RUNS) == expected + lowest + highest
-    assert spread.most_typical(RUNS) == 0
-
-
-def test_what_is_not_alike_has_no_median():
-    assert not spread.are_alike([RUNS[0], OUTPUT.format("y", "417.4", "8.0", "10")])
-    assert not spread.are_alike([RUNS[0], RUNS[1] + "one line more\n"])
-
-
-def test_a_number_that_is_wider_than_in_the_first_run_stays_in_its_column():
-    assert spread.merge(("a    9.5   1", "a   10.5  12"), max) == "a   10.5  12"
-    assert spread.merge(("a  -9.5  1e-3", "a  10.5  2e-3"), max) == "a  10.5  2e-3"
-    assert spread.merge(("in 9.5 s", "in 10.5 s"), max) == "in 10.5 s"
 
 
 @pytest.fixture
 def recordings(tmp_path, monkeypatch):
-    """A repository of two recordings; the second one is of three runs and has a picture."""
+    """A repository of two recordings; the second one has a picture."""
     folder = tmp_path / "01_x"
     folder.mkdir()
     (tmp_path / "results").mkdir()
@@ -59,13 +23,10 @@ def recordings(tmp_path, monkeypatch):
     monkeypatch.setattr(record, "commit", lambda: "abcdef123")
     monkeypatch.setattr(record.figures, "main", lambda: 0)
     monkeypatch.setattr(os, "getloadavg", lambda: (0.2, 3.0, 3.0))
-    count = "echo $(($(cat n) + 1)) > n; cp n results/x.png; echo run $(cat n); echo 'written: n'"
-    (tmp_path / "n").write_text("0\n")
-    chosen = {
-        "01_x/reference_output.txt": Recording(["echo 1.5", "echo 2.5"]),
-        "01_x/reference_output_three.txt": Recording([count], 3, {"x.png": "x.png"}),
-    }
-    monkeypatch.setattr(record, "RECORDINGS", chosen)
+    two = Recording(["echo 0 > /dev/null", "echo 1.5", "echo 2.5"])
+    picture = Recording(["echo p > results/x.png; echo written: x.png"], {"x.png": "x.png"})
+    names = ["01_x/reference_output.txt", "01_x/reference_output_picture.txt"]
+    monkeypatch.setattr(record, "RECORDINGS", dict(zip(names, [two, picture], strict=True)))
     return folder
 
 
@@ -74,26 +35,27 @@ def run(monkeypatch, *words) -> int:
     return record.main()
 
 
-def test_it_records_what_is_not_there_and_goes_on_where_it_was(recordings, monkeypatch, capsys):
+def test_it_records_what_the_present_code_has_not_recorded(recordings, monkeypatch, capsys):
     assert run(monkeypatch) == 0
     assert "2 of 2 recordings, commit abcdef123" in capsys.readouterr().out
     one = recordings / "reference_output.txt"
-    three = recordings / "reference_output_three.txt"
-    assert one.read_text().startswith("commit     abcdef123\ntorch      ")
-    assert record.output_of(one) == "$ echo 1.5\n1.5\n\n$ echo 2.5\n2.5\n"
-    assert record.output_of(three) == "run 2\n"
-    assert three.read_text().endswith("\nlowest of 3 runs\nrun 1\n\nhighest of 3 runs\nrun 3\n")
-    assert (recordings / "x.png").read_text() == "2\n"
-    three.unlink()
+    other = recordings / "reference_output_picture.txt"
+    head, text = one.read_text().split("\n\n", 1)
+    assert head.startswith("commit     abcdef123\ntorch      ") and " UTC; it took 0 s" in head
+    assert text == "$ echo 0 > /dev/null\n\n$ echo 1.5\n1.5\n\n$ echo 2.5\n2.5\n"
+    assert record.output_of(one) == "1.5\n"
+    assert other.read_text().endswith("echo written: x.png\n")  # the command, not the output
+    assert (recordings / "x.png").read_text() == "p\n"
+    other.unlink()
     before = one.stat().st_mtime_ns
     assert run(monkeypatch) == 0
-    assert "1 of 2 recordings" in capsys.readouterr().out
-    assert one.stat().st_mtime_ns == before and record.output_of(three) == "run 5\n"
-    monkeypatch.setattr(record, "commit", lambda: "abcdef124")  # other code
-    assert run(monkeypatch) == 0
-    assert "2 of 2 recordings" in capsys.readouterr().out
+    assert "1 of 2 recordings, commit abcdef123: about 0 min" in capsys.readouterr().out
+    assert one.stat().st_mtime_ns == before and other.exists()
     assert run(monkeypatch, "01_x/reference_output.txt") == 0  # named: again
-    assert "1 of 2 recordings" in capsys.readouterr().out
+    assert one.stat().st_mtime_ns > before
+    monkeypatch.setattr(record, "commit", lambda: "abcdef124")  # other code
+    capsys.readouterr()
+    assert run(monkeypatch) == 0 and "2 of 2 recordings" in capsys.readouterr().out
 
 
 def test_what_fails_is_named_and_the_old_recording_stays(recordings, monkeypatch, capsys):
@@ -104,7 +66,7 @@ def test_what_fails_is_named_and_the_old_recording_stays(recordings, monkeypatch
     assert "FAILED, the old one stays: 01_x/reference_output.txt: " in output
     assert "exit status 3" in output
     assert (recordings / "reference_output.txt").read_text() == "old\n"
-    assert (recordings / "reference_output_three.txt").exists()
+    assert (recordings / "reference_output_picture.txt").exists()
 
 
 def test_it_does_not_begin_on_a_busy_machine(recordings, monkeypatch, capsys):
@@ -126,23 +88,24 @@ def all_processes() -> str:
 )
 def test_interrupted_it_ends_what_it_has_started(tmp_path, number):
     """The command, its child, and nothing is written."""
+    sleeping = f"sleep {100000 + os.getpid()}"  # no other run of this test has it
     program = f"""
 from pathlib import Path
 from common.recordings import record
 record.ROOT = Path({str(tmp_path)!r})
-record.RECORDINGS = {{"x.txt": record.Recording(["sleep 1234.$((5)) | cat"])}}
+record.RECORDINGS = {{"x.txt": record.Recording(["sleep $((100000 + {os.getpid()})) | cat"])}}
 raise SystemExit(record.main())
 """
     command = [sys.executable, "-c", program, "--force"]
     options = {"cwd": ROOT, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, **options) as run:
-        while "sleep 1234.5" not in all_processes():
+        while sleeping not in all_processes():
             assert run.poll() is None
         run.send_signal(number)
         output = run.communicate(timeout=30)[0]
-    assert run.returncode == 130 and "make reference goes on with the 1 that are left" in output
+    assert run.returncode == 130 and "make reference goes on with the 1 left" in output
     assert not (tmp_path / "x.txt").exists()
-    assert "sleep 1234.5" not in all_processes()
+    assert sleeping not in all_processes()
 
 
 def test_a_path_that_no_recording_has_ends_in_one_line():
@@ -150,12 +113,25 @@ def test_a_path_that_no_recording_has_ends_in_one_line():
     assert status == 2 and "error: argument ONLY: no recording's path begins with 09_no" in output
 
 
+# Not recorded any more: they go with the pages that quote them.
+OLD = ["05_bucketed/compare/reference_output_hosts.txt", "05_bucketed/compare/hosts.png"]
+OLD += ["01_allreduce/shared_memory/reference_output_backend.txt"]
+OLD += ["01_allreduce/shared_memory/backend.png"]
+
+
 def test_every_recording_and_every_picture_has_a_command():
-    found = {path for path in ROOT.glob("[!.]*/**/reference_output*.txt") if "gpu" not in path.name}
-    assert {ROOT / name for name in RECORDINGS} == found
-    pictures = set()
+    """And the runs of make compare take turns."""
+    written = {ROOT / name for name in [*RECORDINGS, *OLD]}
     for name, recording in RECORDINGS.items():
-        files = [*recording.files, *filter(None, [recording.picture])]
-        pictures |= {(ROOT / name).parent.joinpath(file).resolve() for file in files}
-    drawn = {path for path in pictures if path.suffix == ".png"}
-    assert drawn == set(ROOT.glob("0?_*/**/*.png")) | set(ROOT.glob("common/**/*.png"))
+        for picture in recording.pictures:
+            written.add((ROOT / name).parent.joinpath(picture).resolve())
+    found = {path for path in ROOT.glob("[!.]*/**/reference_output*.txt") if "gpu" not in path.name}
+    found |= set(ROOT.glob("0?_*/**/*.png")) | set(ROOT.glob("common/**/*.png"))
+    assert found - written == set()
+    runs = RECORDINGS["05_bucketed/compare/reference_output.txt"].commands
+    assert [re.search(r"(\w+)_(\d)\.json", run)[0] for run in runs[:4]] == [
+        "loopback_1.json",
+        "slow_1.json",
+        "memory_1.json",
+        "loopback_2.json",
+    ]

@@ -10,7 +10,7 @@ from common.testing.harness import ROOT
 
 LESSONS = sorted({path.parent for path in ROOT.glob("0?_*/**/*.py")})
 # What compares stages may import them all, and nothing may import it, but for the sweep's model.
-COMPARING = {"common/ladder", "05_bucketed/bucket_sweep", "05_bucketed/predict"}
+COMPARING = {"05_bucketed/compare", "05_bucketed/bucket_sweep", "05_bucketed/predict"}
 
 
 def folder_of(path: Path) -> str:

@@ -4,10 +4,8 @@ What they share with any wrapper are the checks of `make check`. The rest is our
 that takes a wrapper is a promise, and runs on every rank.
 """
 
-import contextlib
 import copy
 import itertools
-import pickle
 import sys
 import weakref
 from functools import partial
@@ -21,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from common.check.checks_of_wrappers import BEYOND, HAS_TO_HOLD, averages_what_one_rank_uses
+from common.setup import with_bucket_size
 from common.testing.harness import ROOT, failed, judged
 
 for stage in ("02_naive_ddp", "03_flat_ddp", "04_overlap_ddp", "05_bucketed"):
@@ -39,85 +38,19 @@ def name_of(value) -> str | None:
     return getattr(value, "__name__", None)
 
 
-class Branches(nn.Module):
-    """Even ranks go through left, then right, odd ones the other way; some layers are not used."""
-
-    def __init__(self):
-        super().__init__()
-        self.left = nn.Linear(6, 6)
-        self.right = nn.Linear(6, 6)
-        self.only_rank_0 = nn.Linear(6, 6)
-        self.never = nn.Linear(6, 6)
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def forward(self, x, rank):
-        if rank % 2 == 0:
-            x = self.right(self.left(x))
-        else:
-            x = self.left(self.right(x))
-        if rank == 0:
-            x = self.only_rank_0(x)
-        return self.scale * x
-
-
-def accumulates_like_one_process(wrapper, micro_batches, set_to_none):
-    """Three steps over all ranks give the gradients and weights of one process with all batches."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    tolerance = 1e-12
-
-    def new_model(seed):
-        torch.manual_seed(seed)
-        return Branches().double()
-
-    def loss(model, step, micro_batch, rank):
-        generator = torch.Generator().manual_seed(1000 * step + 100 * micro_batch + rank)
-        rows = 3 * torch.randn(8, 6, generator=generator, dtype=torch.float64)
-        return model(rows, rank).square().mean()
-
-    twin = new_model(seed=0)
-    inner = new_model(seed=rank)  # rank 0's weights, the twin's, must win
-    model = wrapper(inner)
-    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9) for net in (model, twin)]
-    for step in range(3):
-        for micro_batch in range(micro_batches):
-            is_last = micro_batch == micro_batches - 1
-            with contextlib.nullcontext() if is_last else model.no_sync():
-                loss(model, step, micro_batch, rank).backward()
-            for other in range(world_size):
-                (loss(twin, step, micro_batch, other) / world_size).backward()
-        model.finish_gradient_synchronization()
-        for (name, mine), expected in zip(inner.named_parameters(), twin.parameters(), strict=True):
-            # Fused optimizers read both front to back, whatever the strides.
-            assert mine.grad.stride() == mine.stride(), name
-            gradient = torch.zeros_like(mine) if expected.grad is None else expected.grad
-            torch.testing.assert_close(mine.grad, gradient, rtol=0, atol=tolerance)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none)
-    for mine, expected in zip(inner.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(mine, expected, rtol=0, atol=tolerance)
-        replicas = [torch.empty_like(mine) for _ in range(world_size)]
-        dist.all_gather(replicas, mine.detach())
-        assert all(torch.equal(replica, replicas[0]) for replica in replicas)
-
-
-def broadcasts_parameters_and_buffers(wrapper):
-    torch.manual_seed(dist.get_rank())
-    module = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3))
-    module.to(memory_format=torch.channels_last)
-    module[1].running_mean.fill_(7 + dist.get_rank())
-    module[1].num_batches_tracked.fill_(7 + dist.get_rank())
-    module.register_buffer("strided", torch.randn(6, 6)[:, ::2])
-    module.weight = nn.Parameter(torch.randn(6, 6)[:, :3])  # not dense in memory
+def broadcasts_whatever_the_strides(wrapper):
+    """Parameters and buffers, in another memory format or not dense in memory."""
+    rank = dist.get_rank()
+    module = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
+    module.not_dense = nn.Parameter(torch.zeros(6, 6)[:, :3])
+    module.register_buffer("strided", torch.zeros(6, 6)[:, ::2])
+    tensors = [*module.parameters(), *module.buffers()]
+    values = []
+    for tensor in tensors:
+        values.append(torch.arange(tensor.numel()).view(tensor.shape).float())
+        tensor.detach().copy_(values[-1] + rank)
     wrapper(module)
-    torch.manual_seed(0)
-    conv = nn.Conv2d(2, 3, 3)
-    assert torch.equal(module[0].weight, conv.weight)
-    assert torch.equal(module[0].bias, conv.bias)
-    assert torch.equal(module.strided, torch.randn(6, 6)[:, ::2])
-    assert torch.equal(module.weight, torch.randn(6, 6)[:, :3])
-    assert module[1].running_mean.tolist() == [7, 7, 7]
-    assert module[1].num_batches_tracked.item() == 7
+    assert all(torch.equal(*pair) for pair in zip(tensors, values, strict=True))
 
 
 def refuses_sparse_gradients(wrapper):
@@ -131,23 +64,15 @@ def refuses_what_cannot_be_wrapped(wrapper):
     """One clear ValueError on every rank, also where a single rank has the problem."""
     rank = dist.get_rank()
     net = nn.Linear(3, 1)
-    transposed = nn.Linear(4, 4, bias=False)
-    if rank == 0:
-        transposed.weight = nn.Parameter(torch.ones(4, 4).t())
     one_layer_more = nn.Sequential(*(nn.Linear(2, 2) for _ in range(1 + rank)))
     for module, message in [
         (wrapper(copy.deepcopy(net)), "wrapped only once"),
-        (nn.Sequential(wrapper(copy.deepcopy(net))), "wrapped only once"),
         (DistributedDataParallel(copy.deepcopy(net)), "wrapped only once"),
         (copy.deepcopy(net).requires_grad_(False), "no parameter requires a gradient"),
         (nn.LazyLinear(3), "run one forward before you wrap it"),
         (nn.Linear(4, 3 - rank), r"rank 0 has weight \(3, 4\).* rank 1 has weight \(2, 4\)"),
         (one_layer_more, "rank 0 has nothing, rank 1 has 1.weight"),
-        (
-            nn.Linear(2, 2).requires_grad_(rank == 0),
-            "requires_grad=True, rank 1 has .*requires_grad=False",
-        ),
-        (transposed, r"strides=\(1, 4\).*strides=\(4, 1\)"),
+        (nn.Linear(2, 2).requires_grad_(rank == 0), "=True, rank 1 has .*requires_grad=False"),
     ]:
         with pytest.raises(ValueError, match=message):
             wrapper(module)
@@ -177,17 +102,6 @@ def refuses_create_graph(wrapper):
         model.finish_gradient_synchronization()
 
 
-def leaves_hooks_of_the_user_alone(wrapper):
-    """A hook on rank 0 alone neither stops the ranks nor is it lost."""
-    net = small_net().double()
-    seen = []
-    if dist.get_rank() == 0:
-        net[0].weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.shape))
-    model = wrapper(net)
-    train_both(model, torch_ddp_of(net))
-    assert len(seen) == 3 * (dist.get_rank() == 0)
-
-
 def communicates_nothing_within_no_sync(wrapper):
     """Nested contexts end one by one, and a finish within them does nothing."""
     rank = dist.get_rank()
@@ -206,13 +120,11 @@ def communicates_nothing_within_no_sync(wrapper):
 
 
 def may_be_wrapped_again(wrapper):
-    """Two wrappers of one module, used in turn, and a copy of the module: each trains rightly."""
+    """In the middle of a step, and by two that are used in turn, as cells of a notebook may do."""
     net = small_net().double()
-    models = [wrapper(net), wrapper(net), wrapper(copy.deepcopy(net))]
-    for model in models:
-        train_both(model, torch_ddp_of(model.module))
-    assert list(models[0].state_dict()) == list(torch_ddp_of(net).state_dict())
-    pickle.dumps(net.state_dict())
+    wrapper(net)(torch.ones(2, 6, dtype=torch.float64))
+    for model in (wrapper(net), wrapper(net)):
+        train_both(model, torch_ddp_of(net))
 
 
 def trains_adversaries(wrapper):
@@ -258,28 +170,17 @@ def is_an_ordinary_module_without_its_wrapper(wrapper):
 
 
 def is_freed(wrapper):
-    """Many wrappers, trained and dropped, some in the middle of a step, leave no object behind."""
-    net = nn.Linear(64, 64)
+    """Wrappers that are trained and dropped, also in the middle of a step, leave none behind."""
+    net = nn.Linear(8, 8)
     alive = []
-    for number in range(50):
-        other = nn.Linear(64, 64)
-        for module in (net, other):
-            model = wrapper(module)
-            model(torch.ones(1, 64)).sum().backward()
-            if number % 2:
-                model.finish_gradient_synchronization()
-            alive += [weakref.ref(model), weakref.ref(other)]
-        del model, module, other
+    for finishes in (True, False, True):
+        model = wrapper(net)
+        model(torch.ones(1, 8)).sum().backward()
+        if finishes:
+            model.finish_gradient_synchronization()
+        alive.append(weakref.ref(model))
+        del model
     assert not any(reference() for reference in alive)
-
-
-def may_be_wrapped_again_in_the_middle_of_a_step(wrapper):
-    """What is dropped between a forward and its finish touches no gradient any more."""
-    net = small_net().double()
-    model = wrapper(net)
-    model(torch.ones(2, 6, dtype=torch.float64))
-    model = wrapper(net)
-    train_both(model, torch_ddp_of(net))
 
 
 def notices_a_forgotten_finish(wrapper):
@@ -297,24 +198,15 @@ def notices_a_forgotten_finish(wrapper):
 
 
 def notices_gradients_that_change_on_their_way(wrapper):
-    """Clipped or zeroed between backward() and the finish; the next step is clean."""
-
-    def clip(net):
-        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-
-    def zero(net):
-        net.zero_grad(set_to_none=False)
-
-    for change in (clip, zero):
-        torch.manual_seed(0)
-        net = small_net().double()
-        model = wrapper(net)
-        model(torch.ones(2, 6, dtype=torch.float64)).sum().backward()
-        change(net)
-        with pytest.raises(RuntimeError, match="gradients changed on their way"):
-            model.finish_gradient_synchronization()
-        model.zero_grad()
-        train_both(model, torch_ddp_of(net))
+    """Clipped between backward() and the finish; the next step is clean."""
+    net = small_net().double()
+    model = wrapper(net)
+    model(torch.ones(2, 6, dtype=torch.float64)).sum().backward()
+    nn.utils.clip_grad_norm_(net.parameters(), 0.001)
+    with pytest.raises(RuntimeError, match="gradients changed on their way"):
+        model.finish_gradient_synchronization()
+    model.zero_grad()
+    train_both(model, torch_ddp_of(net))
 
 
 def refuses_a_second_backward(wrapper):
@@ -329,19 +221,34 @@ def refuses_a_second_backward(wrapper):
 
 
 def drops_a_step_with_zero_grad(wrapper):
-    """zero_grad() before the finish or after it, layers unused or not: the next step is clean."""
-    torch.manual_seed(0)
+    """zero_grad() before the finish and after it, layers unused or not: the next step is clean."""
     net = small_net().double()
-    model = wrapper(net)
+    model = with_bucket_size(wrapper, 0.0001)(net)  # a bucket for each, so that some wait
     used = net.forward
     for forward in (used, lambda x: net[0](x)):
         net.forward = forward
         model(torch.ones(2, 6, dtype=torch.float64)).sum().backward()
         model.zero_grad()
         model.finish_gradient_synchronization()
+        assert all(p.grad is None or not p.grad.any() for p in net.parameters())
         model.zero_grad()
     del net.forward
     train_both(model, torch_ddp_of(net))
+
+
+def averages_gradients_of_another_dtype(wrapper):
+    """bfloat16 weights; the gradients of two layers are float32, whose mean has more digits."""
+    rank = dist.get_rank()
+    net = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(3)]).bfloat16()
+    for layer in net[:2]:
+        layer.weight.grad_dtype = torch.float32
+    model = wrapper(net)
+    net.forward = lambda x: net[0](x) + (net[1](x) if rank == 1 else 0)
+    model(torch.full((1, 4), 2.0 ** (-8 * rank)).bfloat16()).sum().backward()
+    model.finish_gradient_synchronization()
+    assert [layer.weight.grad.unique().item() for layer in net] == [0.5 + 2**-9, 2**-9, 0]
+    dtypes = [layer.weight.grad.dtype for layer in net]
+    assert dtypes == [torch.float32, torch.float32, torch.bfloat16]
 
 
 def trains_with_all_frozen_for_a_while(wrapper):
@@ -366,13 +273,7 @@ def refuses_parameters_frozen_or_replaced_later(wrapper):
     def replace(net):
         net[1] = nn.Linear(6, 6)
 
-    def assign(net):
-        net.load_state_dict({k: v.clone() for k, v in net.state_dict().items()}, assign=True)
-
-    def thaw(net):
-        net[0].requires_grad_(True)
-
-    for change in (swap, replace, assign, thaw):
+    for change in (swap, replace):
         net = nn.Sequential(nn.Linear(6, 6).requires_grad_(False), nn.Linear(6, 6))
         model = wrapper(net)
         change(net)
@@ -381,21 +282,11 @@ def refuses_parameters_frozen_or_replaced_later(wrapper):
         wrapper(net)(torch.ones(2, 6)).sum().backward()
 
 
-def refuses_other_memory_and_copies(wrapper):
+def refuses_casts_and_copies(wrapper):
     """Wrap last, and wrap a copy of the module: a wrapper's order and buckets belong to it."""
-
-    def cast(model):
-        return model.double()
-
-    def turn(model):
-        return model.to(memory_format=torch.channels_last)
-
-    def pickled(model):
-        return pickle.loads(pickle.dumps(model))
-
-    for change in (cast, turn, pickled, copy.deepcopy):
-        changed = change(wrapper(nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3))))
-        inputs = torch.ones(1, 3, 8, 8, dtype=next(changed.parameters()).dtype)
+    for change in (nn.Module.double, copy.deepcopy):
+        changed = change(wrapper(nn.Linear(3, 3)))
+        inputs = torch.ones(1, 3, dtype=changed.module.weight.dtype)
         with torch.no_grad():
             changed(inputs)  # such as the averaged weights of an EMA
         with pytest.raises(RuntimeError, match="copied, moved or cast: wrap the module again"):
@@ -403,53 +294,27 @@ def refuses_other_memory_and_copies(wrapper):
         wrapper(changed.module)(inputs).sum().backward()
 
 
-def goes_on_after_a_refused_gradient(wrapper):
-    """One step with create_graph=True, which is given up; the next ones are clean."""
-    torch.manual_seed(0)
-    net = small_net().double()
-    model = wrapper(net)
-    loss = model(torch.ones(2, 6, dtype=torch.float64)).square().sum()
-    with pytest.raises(RuntimeError, match="create_graph=True"):
-        loss.backward(create_graph=True)
-    with pytest.raises(RuntimeError, match="create_graph=True"):
-        model.finish_gradient_synchronization()
-    model.zero_grad()
-    model.finish_gradient_synchronization()
-    model.zero_grad()
-    train_both(model, torch_ddp_of(net))
-
-
-class Fails(nn.Module):
-    """Its backward raises when told to, between the gradients of its two layers."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(6, 6)
-        self.second = nn.Linear(6, 6)
-        self.fail = False
-
-    def forward(self, x, rank=0):
-        x = self.first(x)
-        if self.fail:
-            x.register_hook(lambda _: (_ for _ in ()).throw(ArithmeticError("on purpose")))
-        return self.second(x)
+def fail(_):
+    raise ArithmeticError("on purpose")
 
 
 def goes_on_after_an_exception_in_backward(wrapper):
-    """A step is given up on one rank or on all: finish and zero_grad, and the next one is clean."""
-    for failing in ([1], [0, 1]):
-        torch.manual_seed(0)
-        model = wrapper(Fails().double())
-        model.module.fail = dist.get_rank() in failing
-        try:
-            model(torch.ones(2, 6).double()).sum().backward()
-        except ArithmeticError:
-            with pytest.raises(RuntimeError, match="call finish_gradient_synchronization"):
-                model(torch.ones(2, 6).double())
-        model.finish_gradient_synchronization()
-        model.zero_grad()
-        model.module.fail = False
-        train_both(model, torch_ddp_of(model.module))
+    """A rank gives a step up: finish and zero_grad, and the next one is clean."""
+    net = small_net().double()
+    model = wrapper(net)
+    output = net[:2](torch.ones(2, 6, dtype=torch.float64))
+    net.forward = net[2:].forward
+    if dist.get_rank() == 1:
+        output.register_hook(fail)
+    try:
+        model(output).sum().backward()
+    except ArithmeticError:
+        with pytest.raises(RuntimeError, match="call finish_gradient_synchronization"):
+            model(output)
+    model.finish_gradient_synchronization()
+    model.zero_grad()
+    del net.forward
+    train_both(model, torch_ddp_of(net))
 
 
 def torch_ddp_of(module, **options):
@@ -477,42 +342,26 @@ def rows():
     return torch.randn(4, 6, dtype=torch.float64)
 
 
-def train_both(
-    model,
-    ddp,
-    inputs=rows,
-    evaluates=False,  # before each step
-    clips=False,  # gradients, after the finish
-    keeps_zeros=False,  # zero_grad(set_to_none=False)
-    autocast=False,
-):
+def train_both(model, ddp, inputs=rows, autocast=False):
     """Three steps with the wrapper and with torch DDP give the same float64 gradients."""
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.01) for net in (model, ddp)]
     for step in range(3):
         for net in (model, ddp):
             torch.manual_seed(100 * step + dist.get_rank())  # of the inputs and of dropout
-            x = inputs()
-            if evaluates:
-                with torch.no_grad():
-                    net.eval()(x)
-                net.train()
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                output = net(x)
-            # GoogLeNet returns those of its auxiliary heads, too; an LSTM its state.
-            outputs = output if isinstance(output, tuple) else (output,)
-            tensors = [part for part in outputs if isinstance(part, torch.Tensor)]
-            sum(tensor.double().square().mean() for tensor in tensors).backward()
+                output = net(inputs())
+            if isinstance(output, tuple):  # an LSTM returns its state, too
+                output = output[0]
+            output.double().square().mean().backward()
             if net is model:
                 model.finish_gradient_synchronization()
-            if clips:
-                nn.utils.clip_grad_norm_(net.parameters(), 0.01)
         for mine, expected in zip(model.parameters(), ddp.parameters(), strict=True):
             gradient = torch.zeros_like(mine) if expected.grad is None else expected.grad
             torch.testing.assert_close(mine.grad, gradient, rtol=1e-10, atol=1e-12)
         for optimizer in optimizers:
             if not autocast:  # there the last bit of a weight may decide the rounding to bfloat16
                 optimizer.step()
-            optimizer.zero_grad(set_to_none=not keeps_zeros)
+            optimizer.zero_grad()
 
 
 def equals_torch_ddp(wrapper, build, inputs=rows, find_unused=False, **options):
@@ -538,47 +387,42 @@ class Alternating(nn.Module):
 
 images = partial(torch.randn, 2, 3, 64, 64, dtype=torch.float64)
 small_images = partial(torch.randn, 2, 3, 32, 32, dtype=torch.float64)
-models = torchvision.models
-googlenet = partial(models.googlenet, aux_logits=True, init_weights=False)
 REAL_MODELS = {  # how to build it, and its inputs
-    "resnet18": (models.resnet18, images),
-    "mobilenet": (models.mobilenet_v3_small, images),
-    "googlenet": (googlenet, images),
-    "vit": (partial(models.vit_b_16, image_size=32), small_images),
+    "resnet18": (torchvision.models.resnet18, images),
+    "vit": (partial(torchvision.models.vit_b_16, image_size=32), small_images),
     "lstm": (partial(nn.LSTM, 6, 8, num_layers=2, batch_first=True), rows),
 }
 UNUSUAL_USE = [  # of all four wrappers
+    broadcasts_whatever_the_strides,
     refuses_what_cannot_be_wrapped,
     refuses_sparse_gradients,
     refuses_create_graph,
     averages_before_it_sums,
-    leaves_hooks_of_the_user_alone,
     communicates_nothing_within_no_sync,
     may_be_wrapped_again,
     trains_adversaries,
     is_an_ordinary_module_without_its_wrapper,
     is_freed,
-    may_be_wrapped_again_in_the_middle_of_a_step,
     drops_a_step_with_zero_grad,
     trains_with_all_frozen_for_a_while,
 ]
+if hasattr(torch.Tensor, "grad_dtype"):  # in a newer torch
+    UNUSUAL_USE.append(averages_gradients_of_another_dtype)
 UNUSUAL_USE_OF_HOOKS = [  # of the two that communicate during backward
     notices_a_forgotten_finish,
     notices_gradients_that_change_on_their_way,
     refuses_a_second_backward,
     refuses_parameters_frozen_or_replaced_later,
-    refuses_other_memory_and_copies,
-    goes_on_after_a_refused_gradient,
+    refuses_casts_and_copies,
     goes_on_after_an_exception_in_backward,
 ]
 CASES = [*itertools.product(UNUSUAL_USE, WRAPPERS)]
 CASES += itertools.product(UNUSUAL_USE_OF_HOOKS, OF_HOOKS)
 of_each = pytest.mark.parametrize("wrapper", WRAPPERS, ids=name_of)
 of_hooks = pytest.mark.parametrize("wrapper", OF_HOOKS, ids=name_of)
-on_ranks = pytest.mark.parametrize("world_size", [1, 2, 3])
 
 
-@on_ranks
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.full), 3])
 @of_each
 def test_what_has_to_hold_holds_and_what_is_beyond_too_but_for_buffers(ranks, world_size, wrapper):
     """Every check of `make check`. Buffers drift apart, as differences.md says."""
@@ -593,20 +437,6 @@ def test_what_has_to_hold_holds_for_torch_ddp(ranks):
     assert failed(verdicts) == {"skips_what_nobody_uses"}
 
 
-@on_ranks
-@of_each
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("micro_batches", [1, 3])
-def test_accumulates_gradients(ranks, world_size, wrapper, micro_batches, set_to_none):
-    ranks(world_size).run(accumulates_like_one_process, wrapper, micro_batches, set_to_none)
-
-
-@on_ranks
-@of_each
-def test_broadcasts_parameters_and_buffers(ranks, world_size, wrapper):
-    ranks(world_size).run(broadcasts_parameters_and_buffers, wrapper)
-
-
 @pytest.mark.parametrize("promise, wrapper", CASES, ids=name_of)
 def test_unusual_use(ranks, promise, wrapper):
     ranks(2).run(promise, wrapper)
@@ -617,7 +447,6 @@ def test_unusual_use(ranks, promise, wrapper):
     "build, options",
     [
         (small_net, {"autocast": True}),
-        (small_net, {"clips": True, "keeps_zeros": True, "evaluates": True}),
         (Checkpointed, {}),
         (compiled, {}),
         (Alternating, {"find_unused": True}),
