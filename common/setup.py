@@ -17,6 +17,10 @@ import numpy
 import torch
 import torch.distributed as dist
 
+# Before a group is there: imported later (by torch's optimizers) it keeps the group as a default
+# argument, so that gloo's threads outlive the group, and Python is sometimes aborted at its end.
+import torch.distributed.nn  # noqa: F401
+
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # keeps torch.profiler's own log off the screen
 
 

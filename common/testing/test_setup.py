@@ -115,6 +115,30 @@ def test_a_rank_whose_torchrun_is_gone_ends_too(forked):
     assert f"cannot join the process group at 127.0.0.1:{port}" in output
 
 
+def test_no_thread_of_gloo_outlives_its_group(script, tmp_path):
+    """Python would be aborted at its end by one that does, now and then, after all work is done."""
+    code = """
+import sys
+from argparse import Namespace
+from pathlib import Path
+sys.path.append(sys.argv[1])
+from common import setup
+import torch
+with setup.process_group(Namespace(device="cpu", backend="gloo", timeout=30)):
+    parameter = torch.nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    torch.optim.AdamW([parameter]).step()
+for thread in Path("/proc/self/task").glob("*/comm"):
+    print(thread.read_text().strip())
+"""
+    (tmp_path / "leaves.py").write_text(code)
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    alone |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    run = script([sys.executable, tmp_path / "leaves.py", ROOT], env=alone)
+    status, said = run.wait(60)
+    assert status == 0 and "gloo" not in said, said
+
+
 def load_mnist(folder):
     """On a rank: what was said meanwhile, and the shapes or the exit status."""
     said = io.StringIO()
