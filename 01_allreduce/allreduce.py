@@ -297,21 +297,19 @@ def read_arguments(description: str, picture: str):
     """The command line, checked; `picture` is the file's name if no --plot names another."""
     from common import setup
 
-    def is_possible(megabytes: float) -> bool:
-        return 2**-18 <= megabytes < 2**40
-
-    size = setup.checked(float, is_possible, "a size in MB, of one float32 at least")
-    sizes = {"type": setup.list_of(size), "default": "1,10,100,1000"}
-    one = setup.whole_number(1)
-    ranks = {"dest": "world_sizes", "type": setup.list_of(one), "default": "2,4,6"}
+    allowed = "a size in MB, of one float32 at least"
+    size = setup.checked(float, lambda megabytes: 2**-18 <= megabytes < 2**40, allowed)
+    sizes = setup.list_of(size)
     backend = setup.checked(str, lambda name: name in ("gloo", "nccl"), "gloo or nccl")
-    backends = {"type": setup.list_of(backend), "default": "gloo,nccl"}
+    backends = setup.list_of(backend)
+    one = setup.whole_number(1)
+    ranks = setup.list_of(one)
     parser = setup.Parser(description)
     add = parser.add_argument
     add("--demo", action="store_true", help="measure nothing")
-    add("--backends", **backends, help="of them what is here", old_names=["--backend"])
-    add("--sizes-mb", **sizes, old_names=["--tensor_size_mb"])
-    add("--nproc", **ranks, help="numbers of ranks", old_names=["--world_size"])
+    add("--backends", type=backends, default="gloo,nccl", old_names=["--backend"])
+    add("--sizes-mb", type=sizes, default="1,10,100,1000", old_names=["--tensor_size_mb"])
+    add("--nproc", dest="world_sizes", type=ranks, default="2,4,6", old_names=["--world_size"])
     add("--steps", type=one, default=20, help="measured calls", old_names=["--iters"])
     add("--warmup", type=one, default=5, help="calls before them, not measured")
     add("--json", type=setup.output_file, metavar="FILE", help="everything measured, raw")

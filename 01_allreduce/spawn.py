@@ -7,6 +7,7 @@ a global variable never gets there), and a fixed port lets two runs on one machi
 
 import os
 import signal
+import socket
 from multiprocessing import resource_tracker
 from pathlib import Path
 
@@ -31,15 +32,19 @@ def run_ranks(world_size: int, function, backend: str, *arguments) -> None:
     # Only noted at first: an exception while a rank is half started would leave that rank behind.
     for number in signals:
         signal.signal(number, note)
-    # The ranks meet at a store whose port the system has chosen.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    # The ranks meet at a store, on a port that the system has chosen. They start before it, because
+    # it has threads, and where processes are forked no thread should be there.
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
     # Blocking is inherited, so that no rank that starts greets Ctrl-C with a traceback. With the
     # first rank Python would start this helper, too, and unblock the signals after it.
     resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    of_start_rank = (world_size, store.port, function, backend, *arguments)
+    of_start_rank = (world_size, port, function, backend, *arguments)
     ranks = mp.spawn(start_rank, of_start_rank, nprocs=world_size, join=False)
     try:
+        options = {"is_master": True, "wait_for_workers": False}
+        store = dist.TCPStore("127.0.0.1", port, master_listen_fd=listener.detach(), **options)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
         for number in signals:
             signal.signal(number, signal.default_int_handler)  # KeyboardInterrupt, for both
@@ -47,6 +52,7 @@ def run_ranks(world_size: int, function, backend: str, *arguments) -> None:
             raise KeyboardInterrupt
         while not ranks.join():
             pass
+        del store
     except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
         reason = str(error).strip().splitlines()[-1]
         raise RuntimeError(f"a rank ended: {reason}") from None

@@ -14,12 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).parent / "shared_memory"))
 
 import allreduce
-import alpha_beta
 import spawn
 from allreduce import IN_FLIGHT, PIECE_BYTES, RINGS
 from alpha_beta import fit
@@ -66,15 +64,6 @@ def test_sum_equals_all_reduce(ranks, name, world_size):
     assert ranks(world_size).run(differing, name) == [[]] * world_size
 
 
-def differing_if_nothing_is_added():
-    return differing_sums(lambda tensor: None)
-
-
-def test_a_wrong_sum_is_noticed(ranks):
-    for found in ranks(2).run(differing_if_nothing_is_added):
-        assert (torch.float32, 9973) in found and (torch.uint8, 9973) in found
-
-
 def check_random_numbers(name, length):
     """The backend's sum is near (the order rounds differently); all ranks' own are the same."""
     numbers = torch.Generator().manual_seed(dist.get_rank())
@@ -89,7 +78,7 @@ def check_random_numbers(name, length):
 
 
 @each
-def test_random_numbers(ranks, name):
+def test_all_ranks_hold_the_same_bits(ranks, name):
     ranks(4).run(check_random_numbers, name, 100_003)
 
 
@@ -117,15 +106,16 @@ def test_any_shape_in_place(ranks, name):
 
 def sum_after_refusals(name):
     """Tensors that are refused; the sum that the next, correct call returns."""
+    all_reduce = all_reduce_of(name)
     for tensor in (torch.arange(12.0)[::2], torch.ones(4, 6).t(), torch.ones(6, device="meta")):
         with pytest.raises(RuntimeError, match="contiguous CPU tensor"):
-            RINGS[name](tensor)
+            all_reduce(tensor)
     tensor = torch.ones(PIECE_BYTES)
-    RINGS[name](tensor)
+    all_reduce(tensor)
     return tensor.unique().tolist()
 
 
-@pytest.mark.parametrize("name", RINGS)
+@each
 def test_a_refused_tensor_leaves_nothing_behind(ranks, name):
     """Receives that were posted before the error would swallow the next call's messages."""
     assert ranks(3).run(sum_after_refusals, name, timeout=20) == [[3.0]] * 3
@@ -198,37 +188,13 @@ def test_fit_keeps_alpha_at_zero_or_above():
 
 
 @pytest.mark.parametrize(
-    "sizes, times, world_size, reason",
-    [
-        ([8], [1.0], 2, "needs two ranks and two sizes"),
-        ([8, 16], [1.0, 2.0], 1, "needs two ranks and two sizes"),
-        ([8, 16], [2.0, 1.0], 2, "the time does not grow with the size"),
-    ],
+    "sizes, times, world_size",
+    [([8], [1.0], 2), ([8, 16], [1.0, 2.0], 1), ([8, 16], [2.0, 1.0], 2)],
 )
-def test_no_fit_is_a_row_of_the_table(sizes, times, world_size, reason, capsys):
-    row = {"algorithm": "ring", "world_size": world_size}
-    rows = []
-    for size, seconds in zip(sizes, times, strict=True):
-        rows.append(row | {"size_bytes": size, "p50": seconds})
-    assert alpha_beta.fit_all(rows) == []
-    assert f"ring # - - no fit: {reason}" in masked(capsys.readouterr().out)
-
-
-def test_the_pictures_ticks_are_sizes_and_plain_numbers(tmp_path, monkeypatch):
-    """Two sizes, less than a decade apart: matplotlib's own would be 2 × 10⁰ and so on."""
-    figures = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
-    row = {"algorithm": "gloo", "world_size": 4}
-    rows = [row | {"size_bytes": 2**20, "p50": 2e-3}, row | {"size_bytes": 2**22, "p50": 7e-3}]
-    alpha_beta.draw(tmp_path / "a.png", rows, [], 1e10)
-    figures[0].draw_without_rendering()
-    busbw = [1.5 * 2**20 / 2e-3 / 1e9, 1.5 * 2**22 / 7e-3 / 1e9]
-    assert figures[0].axes[0].lines[0].get_ydata() == pytest.approx(busbw)
-    for axes in figures[0].axes:
-        words = [label.get_text() for label in axes.get_xticklabels(which="both")]
-        assert words == ["1", "4"]
-        words = [label.get_text() for label in axes.get_yticklabels(which="both")]
-        assert len(words) > 2 and all(float(word) > 0 for word in words), words
+def test_where_there_is_nothing_to_fit(sizes, times, world_size):
+    """A single size, a single rank, times that do not grow."""
+    with pytest.raises(ValueError):
+        fit(sizes, times, world_size)
 
 
 # The script
@@ -262,12 +228,13 @@ def test_script_measures_fits_and_draws(forked, tmp_path):
         assert 0 < min(row["seconds"]) <= row["p50"] <= max(row["seconds"])
 
 
-def test_what_does_not_fit_is_said_in_any_encoding(forked):
+def test_what_needs_too_much_memory_is_left_out(forked):
     words = ["--sizes-mb", "0.5,1e9", *SMALL[2:], "--backends", "gloo", "--no-plot"]
-    status, output = forked(None, SCRIPT, *words, PYTHONIOENCODING="ascii")
+    status, output = forked(None, SCRIPT, *words)
     assert status == 0, output
-    assert "gloo # # not run: needs # GB of memory, and # are free" in masked(output)
-    assert "ranks  ?, ?s  ?, GB/s" in output  # ascii has no α, µ and β
+    lines = masked(output)
+    assert "gloo # # not run: needs # GB of memory, and # are free" in lines
+    assert "gloo # - - no fit: needs two ranks and two sizes" in lines
 
 
 def test_demo(forked):
@@ -314,16 +281,6 @@ def test_bad_input_is_one_line(words, monkeypatch, capsys):
 
 def test_file_alone(tmp_path):
     harness.check_script_alone(SCRIPT, tmp_path)
-
-
-def test_progress_on_a_terminal_and_none_in_a_pipe(forked):
-    words = ["--backends", "gloo", "--no-plot", *SMALL]
-    status, output, shown = forked.on_a_terminal(None, SCRIPT, *words)
-    assert status == 0 and "\r" not in output and "Traceback" not in shown, shown
-    for part in ("4 ranks are started", "step 1 of 1: gloo", "step 3 of 3, "):
-        assert part in shown, shown
-    assert " s left: ring" in shown and "\n" not in shown
-    assert shown.endswith("\r\x1b[K")  # nothing stays
 
 
 @pytest.mark.full
@@ -380,7 +337,6 @@ def test_kill_of_a_rank_keeps_what_is_measured(script, tmp_path):
     assert not harness.left_in(SHARED_MEMORY, memory)
 
 
-@pytest.mark.distributed
 def test_ctrl_c_while_ranks_are_started_leaves_none(monkeypatch):
     """Any thread of the launcher may get the signal: that the main one blocks it is not enough."""
     popen = SpawnProcess._Popen

@@ -52,13 +52,6 @@ class SharedWork(dist.Work):
     def is_completed(self) -> bool:
         return self.outcome.done()
 
-    def exception(self) -> BaseException | None:
-        return self.outcome.exception() if self.is_completed() else None
-
-    def result(self) -> list[torch.Tensor]:
-        self.wait()
-        return self.tensors
-
     def get_future(self) -> torch.futures.Future:
         """For DDP and its hooks. It is completed by a thread of its own.
 
@@ -68,8 +61,8 @@ class SharedWork(dist.Work):
         future = torch.futures.Future()
 
         def complete():
-            if self.exception():
-                future.set_exception(self.exception())
+            if error := self.outcome.exception():
+                future.set_exception(error)
             else:
                 future.set_result(self.tensors)
 
@@ -126,11 +119,14 @@ class SharedProcessGroup(dist.ProcessGroup):
 
     def can_do(self, output: torch.Tensor, tensor: torch.Tensor, operation) -> bool:
         """Or it is gloo's: CUDA, several hosts, other operations, whatever is wrong."""
-        kinds = {(each.device.type, each.layout, each.dtype) for each in (output, tensor)}
-        device, layout, dtype = next(iter(kinds))
-        known = operation == SUM or (operation == MEAN and dtype.is_floating_point)
-        in_memory = device == "cpu" and layout == torch.strided and dtype != torch.bool
-        return self.memory is not None and len(kinds) == 1 and known and in_memory
+        dtype = tensor.dtype
+        if self.memory is None or dtype != output.dtype or dtype == torch.bool:
+            return False
+        for each in (output, tensor):
+            in_one_row = each.layout == torch.strided and each.is_contiguous()
+            if each.device.type != "cpu" or not in_one_row:
+                return False
+        return operation == SUM or (operation == MEAN and dtype.is_floating_point)
 
     def allreduce(self, tensors, opts=None):
         opts = opts or dist.AllreduceOptions()

@@ -53,10 +53,10 @@ class SharedMemory:
     per rank, 4 MB at most). RuntimeError on all ranks if one of them cannot have the memory,
     2 n · piece_bytes for n ranks. It goes when the last rank ends or lets go of the object.
 
-    A call takes CPU tensors of any shape, length and dtype that can be added, the same on every
-    rank; all ranks get the same bits. With `mean` sums are divided by n. If a rank has ended, does
-    not come within `timeout` seconds, or comes with another tensor or for another call, all ranks
-    get a RuntimeError, from this call and from every later one.
+    A call takes contiguous CPU tensors of any shape, length and dtype that can be added, the same
+    on every rank; all ranks get the same bits. With `mean` sums are divided by n. If a rank has
+    ended, does not come within `timeout` seconds, or comes with another tensor or for another call,
+    all ranks get a RuntimeError, from this call and from every later one.
 
     **How a rank says something.** By a count of its own in the shared memory: a single byte, which
     cannot be read half-written, modulo 256. No rank is ever more than one step ahead of another.
@@ -96,7 +96,6 @@ class SharedMemory:
                 self._reduce_scatter(parts, parts[self.rank], mean)
                 self._all_gather(parts)
             self._meet()
-        copy_back(flat, tensor)
 
     def reduce_scatter(
         self, output: torch.Tensor, tensor: torch.Tensor, mean: bool = False
@@ -107,19 +106,16 @@ class SharedMemory:
         with self._call("reduce_scatter", result, mean):
             for mine, *piece in self._pieces_of([result, *parts]):
                 self._reduce_scatter(piece, mine, mean)
-        copy_back(result, output)
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
         """Copy rank r's tensor into the r-th of n equal parts of the output, on all ranks."""
         mine = in_one_row(tensor)
-        flat = in_one_row(output)
-        parts = flat.tensor_split(self.world_size)
+        parts = in_one_row(output).tensor_split(self.world_size)
         with self._call("all_gather", mine):
             for own, *piece in self._pieces_of([mine, *parts]):
                 piece[self.rank].copy_(own)
                 self._all_gather(piece)
                 self._meet()
-        copy_back(flat, output)
 
     def fail(self) -> None:
         """Let a call that waits end with an error, and every later one, on all ranks."""
@@ -251,18 +247,13 @@ class SharedMemoryAllReduce(SharedMemory):
 
 
 def in_one_row(tensor: torch.Tensor) -> torch.Tensor:
-    """Its elements in one dimension: itself, or a copy if it is not contiguous.
+    """Its elements in one dimension.
 
     By .data, because autograd counts changes, and what arrives from other ranks is none.
     """
-    if tensor.device.type != "cpu" or tensor.layout != torch.strided:
-        raise RuntimeError(f"shared memory: it has no place for {tensor.device} {tensor.layout}")
-    return tensor.data.contiguous().view(-1)
-
-
-def copy_back(row: torch.Tensor, tensor: torch.Tensor) -> None:
-    if not tensor.is_contiguous():
-        tensor.data.copy_(row.view(tensor.shape))
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise RuntimeError("shared memory needs a contiguous CPU tensor; .contiguous() makes one")
+    return tensor.data.view(-1)
 
 
 def open_shared_memory(
