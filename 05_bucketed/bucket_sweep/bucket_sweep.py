@@ -25,16 +25,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 FOLDER = Path(__file__).resolve().parent
 sys.path[:0] = [str(FOLDER), str(FOLDER.parent / "predict"), str(FOLDER.parent.parent)]
-try:
-    import calibrate
-    from bucketed import LanguageModel
-    from simulate import Network, Step, simulate
 
-    from common import report, setup, timing
-    from common.setup import say
-except ModuleNotFoundError as error:
-    needed = "the repository's folder common/, the scripts of 02 to 05 and 05_bucketed/predict"
-    sys.exit(f"error: {error}: copy {needed} beside this script")
+import calibrate  # noqa: E402
+from bucketed import LanguageModel  # noqa: E402
+from simulate import Network, Step, simulate  # noqa: E402
+
+from common import report, setup, timing  # noqa: E402
+from common.setup import say  # noqa: E402
 
 
 def overhead(buckets: float, size: float, bandwidth: float, call: float) -> float:

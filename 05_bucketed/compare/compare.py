@@ -80,14 +80,6 @@ def one_process(args, device, model: dict):
     return lambda: naive_ddp.train_step(network, optimizer, watch, *batch)[1]
 
 
-def remove_earlier(*paths: Path | None) -> None:
-    """Results of an earlier run should not be taken for those of a run that has failed."""
-    if dist.get_rank() == 0:
-        for path in paths:
-            if path and path.is_file():  # and not /dev/null
-                path.resolve().unlink()
-
-
 def main():
     args = read_arguments()
     wrappers = {wrapper.__name__: wrapper for wrapper in WRAPPERS.values()}
@@ -95,7 +87,6 @@ def main():
         if args.backend == "shared":
             wrappers |= over_gloo()
         wrappers |= setup.users_wrapper(args)
-        remove_earlier(args.json, args.plot)
         result = report.begin("05_bucketed/compare", args, device)
         result["network"] = args.network
         result["models"] = {}

@@ -156,27 +156,21 @@ def print_per_rank(title: str, candidates: list[dict]) -> None:
 
 
 def draw(models: dict[str, dict[str, list[Run]]], path: Path) -> None:
-    """A panel for each model and column: median steps, and lines from the lowest to the highest.
-
-    A row for each model, or one row for all if there is a single column.
-    """
+    """A row for each model, a panel for each column: median steps, lines from lowest to highest."""
     from matplotlib.figure import Figure
 
-    panels = []
-    for size, columns in models.items():
-        panels += [(f"{size}, {label}", runs) for label, runs in columns.items()]
-    in_a_row = len(columns) if len(columns) > 1 else len(models)
-    rows = len(panels) // in_a_row
-    width = min(5.0, 13 / in_a_row)  # what is wider than a page becomes illegible
-    figure = Figure(figsize=(width * in_a_row, 3.8 * rows), dpi=120, layout="constrained")
-    axes = figure.subplots(rows, in_a_row, sharey=True, squeeze=False).flatten()
-    for axis, (title, runs) in zip(axes, panels, strict=True):
-        draw_panel(axis, runs)
-        axis.set_title(title, fontsize=11)
-    for axis in axes[::in_a_row]:
-        axis.set_ylabel(f"step ÷ {next(iter(panels[0][1][0]))}")
+    labels = list(next(iter(models.values())))
+    width = min(7.0, 13 / len(labels))  # what is wider than a page becomes illegible
+    size = width * len(labels), 3.8 * len(models)
+    figure = Figure(figsize=size, dpi=120, layout="constrained")
+    axes = figure.subplots(len(models), len(labels), sharey=True, squeeze=False)
+    for row, (model, columns) in zip(axes, models.items(), strict=True):
+        row[0].set_ylabel(f"step ÷ {next(iter(columns[labels[0]][0]))}")
+        for axis, label in zip(row, labels, strict=True):
+            draw_panel(axis, columns[label])
+            axis.set_title(f"{model}, {label}", fontsize=11)
     figure.suptitle("One training step; lines: lowest to highest run", fontsize=11)
-    handles = axes[0].get_legend_handles_labels()
+    handles = axes[0][0].get_legend_handles_labels()
     figure.legend(*handles, loc="outside lower center", ncols=3, fontsize=10, frameon=False)
     figure.savefig(path, format="png")
     setup.say(f"written: {path}")

@@ -23,7 +23,7 @@ FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parent.parent
 sys.path[:0] = [str(ROOT), str(FOLDER)]
 
-from compare import WRAPPERS, naive_ddp, remove_earlier  # noqa: E402
+from compare import WRAPPERS, naive_ddp  # noqa: E402
 
 from common import setup, timing  # noqa: E402
 
@@ -88,17 +88,18 @@ def steps_of(trace: dict) -> list[Step]:
     starts = sorted(event["ts"] for event in phases if event["name"] == "forward")
     steps = []
     for start, next_start in zip(starts, [*starts[1:], math.inf], strict=True):
-
-        def span(event, start=start):
-            return (event["ts"] - start) / 1000, (event["ts"] + event["dur"] - start) / 1000
-
         mine = [event for event in phases if start <= event["ts"] < next_start]
-        steps.append(Step({event["name"]: span(event) for event in mine}, []))
+        steps.append(Step({event["name"]: span(event, start) for event in mine}, []))
         for event in events:
-            begin, end = span(event)
+            begin, end = span(event, start)
             if 0 <= begin < steps[-1].duration() and is_all_reduce(event, on_gpu):
                 steps[-1].all_reduces.append((begin, end, event["tid"]))
     return steps
+
+
+def span(event: dict, start: float) -> tuple[float, float]:
+    """Its start and end in ms from the start of the step, which is in µs as in the trace."""
+    return (event["ts"] - start) / 1000, (event["ts"] + event["dur"] - start) / 1000
 
 
 def is_all_reduce(event: dict, on_gpu: bool) -> bool:
@@ -175,7 +176,6 @@ def main() -> None:
     if args.plot is None:
         parser.error("argument --plot: a picture is needed, and the traces lie beside it")
     with setup.process_group(args) as device:
-        remove_earlier(args.plot)
         traces = record(args, device)
         if dist.get_rank() == 0:
             steps = {name: typical_step(traces[name]) for name in traces}

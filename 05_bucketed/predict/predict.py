@@ -32,16 +32,13 @@ import torch
 
 FOLDER = Path(__file__).resolve().parent
 sys.path[:0] = [str(FOLDER), str(FOLDER.parent.parent)]
-try:
-    import calibrate
-    from bucketed import LanguageModel
-    from simulate import Network, Step, simulate
 
-    from common import report, setup, timing
-    from common.setup import say
-except ModuleNotFoundError as error:
-    needed = "the repository's folder common/, the rest of predict/ and the scripts of 02 to 05"
-    sys.exit(f"error: {error}: copy {needed} beside this script")
+import calibrate  # noqa: E402
+from bucketed import LanguageModel  # noqa: E402
+from simulate import Network, Step, simulate  # noqa: E402
+
+from common import report, setup, timing  # noqa: E402
+from common.setup import say  # noqa: E402
 
 ROWS = [("02", None), ("03", None), ("04", None)]
 ROWS += [("05", size) for size in (1.0, 10.0, 25.0, 100.0, math.inf)]  # MB
@@ -85,11 +82,8 @@ def predict(entry: dict, ranks: int) -> tuple[Step, Network]:
 def print_parameters(step: Step, network: Network) -> None:
     """What calibrate.py found; the JSON has all of it."""
     say(f"a step alone: {1000 * step.seconds_alone:.1f} ms")
-    say(f"a pass over the gradients' memory: {step.copy_bandwidth / 1e9:.1f} GB/s")
-    costs = (
-        f"a call {1e6 * network.call_alone:.0f} µs, one more in flight {1e6 * network.call:.0f} µs"
-    )
-    say(f"all-reduce: {network.bandwidth / 1e9:.2f} GB/s, {costs}")
+    call = f"a call {1e6 * network.call_alone:.0f} µs, one more {1e6 * network.call:.0f} µs"
+    say(f"all-reduce: {network.bandwidth / 1e9:.2f} GB/s, {call}")
     compute, call = network.call_speeds
     large = f"compute {network.compute_speed:.2f} and bytes {network.transfer_speed:.2f}"
     small = f"compute {compute:.2f} and small calls {call:.2f}"
@@ -139,9 +133,9 @@ def say_errors(result: dict) -> None:
     for size, entry in result["models"].items():
         errors |= {f"{size}: {row['name']}": row["error"] for row in entry["rows"]}
     worst = max(errors, key=lambda name: abs(errors[name]))
-    result["mean_abs_error"] = sum(map(abs, errors.values())) / len(errors)
-    mean = f"mean error {100 * result['mean_abs_error']:.1f} % of {len(errors)} rows"
-    say(f"\n{mean}; the largest {100 * errors[worst]:+.1f} % ({worst})")
+    mean = sum(map(abs, errors.values())) / len(errors)
+    largest = f"the largest {100 * errors[worst]:+.1f} % ({worst})"
+    say(f"\nmean error {100 * mean:.1f} % of {len(errors)} rows; {largest}")
     say("Measured: the mean of the middle half of all steps; ÷ alone: the step that sends nothing.")
 
 

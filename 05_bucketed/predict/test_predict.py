@@ -223,23 +223,9 @@ def test_extrapolation(forked, tmp_path):
 # The command line
 
 
-def test_file_alone(tmp_path):
-    harness.check_script_alone(SCRIPT, tmp_path)
-
-
-def test_one_rank_is_refused(forked):
-    status, output = forked(1, SCRIPT)
-    assert status == 2 and output.count("error: ") == 1, output
-    assert "'1' rank sends nothing; allowed are 2 and more" in output, output
-
-
 @pytest.mark.parametrize(
     "option, value",
-    [
-        ("--size", "tiny,deep"),
-        ("--tflops", "inf"),
-        *(("--extrapolate", value) for value in ("0", "nan", "inf", "10gbit", "")),
-    ],
+    [("--size", "tiny,deep"), ("--tflops", "inf"), ("--extrapolate", "nan"), ("--extrapolate", "")],
 )
 def test_wrong_input(option, value, monkeypatch, capsys):
     harness.check_wrong_input(predict.main, SCRIPT, option, value, monkeypatch, capsys)

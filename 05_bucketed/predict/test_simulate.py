@@ -74,6 +74,14 @@ def test_calls_in_flight_share_the_bandwidth():
     assert rank.now == 4.0
 
 
+def test_calls_take_their_turn_in_launch_order():
+    rank = Rank(Network(2, 0.0, 8.0, calls_at_once=1))
+    rank.launch(8.0)
+    rank.launch(16.0)
+    rank.compute(1.0)
+    assert [call.seconds_left for call in rank.calls] == [2.0]
+
+
 def test_latency_of_a_call_passes_while_another_transfers():
     """The second latency ends half a second before the first transfer; then they share."""
     works = [("launch", 4.0), ("compute", 0.5), ("launch", 4.0), ("wait",)]
@@ -160,12 +168,6 @@ def test_calls_at_once_add_up(together, ranks, hops, traffic):
     network = changed(NETWORK, ranks=ranks, calls_at_once=None)
     exposed = hops * 0.25 + together * (0.125 + traffic * 8.0 / 16.0)
     assert seconds(step(*[(8.0, 4.0)] * together), network, "04") == exposed
-
-
-@pytest.mark.parametrize("rung", RUNGS)
-@pytest.mark.parametrize("gradients", [[], [(8.0, 1.0), (MB, 4.0)]])
-def test_one_rank_sends_nothing(rung, gradients):
-    assert seconds(step(*gradients), changed(NETWORK, ranks=1), rung) == 0.0
 
 
 @pytest.mark.parametrize(
