@@ -165,7 +165,7 @@ def agree_on_groups(sharded: ShardedOptimizer, params) -> list[dict]:
     except Exception as error:  # the other ranks must hear of it, or they would wait for us
         failure = error
         lines = [f"{type(error).__name__}: {error}"]
-    difference = first_difference(gather(sharded, lines))
+    difference = first_difference(of_all_ranks(lines, sharded.process_group))
     if difference:
         failure = ValueError(f"the ranks' parameters differ: {difference}")
     if failure:
@@ -182,10 +182,10 @@ def add_to_local(sharded: ShardedOptimizer, group: dict) -> None:
         sharded.local.state.update(made | sharded.local.state)
 
 
-def gather(sharded: ShardedOptimizer, mine) -> list:
+def of_all_ranks(mine, process_group=None) -> list:
     """What all ranks have, by rank."""
-    of_ranks = [None] * sharded.world_size
-    dist.all_gather_object(of_ranks, mine, group=sharded.process_group)
+    of_ranks = [None] * dist.get_world_size(process_group)
+    dist.all_gather_object(of_ranks, mine, group=process_group)
     return of_ranks
 
 
@@ -235,8 +235,8 @@ def collect_state(sharded: ShardedOptimizer, state_dict: dict) -> dict:
     state_dict["state"] = {}
     for packed, index, parameter in numbered(sharded, state_dict["param_groups"]):
         owner = sharded.owners[parameter]
-        state = move(sharded, mine.get(index, {}), owner, 0)
-        packed.update(move(sharded, packed, owner, 0))  # rank 0 may own nothing of this group
+        state = from_rank(owner, sharded, mine.get(index, {}))
+        packed.update(from_rank(owner, sharded, packed))  # this rank may own nothing of the group
         if state and sharded.rank == 0:
             state_dict["state"][index] = state
     if sharded.rank != 0:
@@ -248,7 +248,7 @@ def hand_out_state(sharded: ShardedOptimizer, state_dict: dict | None) -> dict:
     """This rank's part of the whole state_dict that some rank was given."""
     if state_dict is None or "state_is_on_rank" in state_dict:
         state_dict = {"state": {}, "param_groups": None}
-    of_ranks = gather(sharded, state_dict["param_groups"])
+    of_ranks = of_all_ranks(state_dict["param_groups"], sharded.process_group)
     givers = [rank for rank, groups in enumerate(of_ranks) if groups]
     if not givers:
         raise ValueError("no whole state was given: pass what state_dict() returns on rank 0")
@@ -256,9 +256,8 @@ def hand_out_state(sharded: ShardedOptimizer, state_dict: dict | None) -> dict:
     packed_groups = of_ranks[giver]
     state = {}
     for _, index, parameter in numbered(sharded, packed_groups):
-        owner = sharded.owners[parameter]
-        piece = move(sharded, state_dict["state"].get(index, {}), giver, owner)
-        if piece and sharded.rank == owner:
+        piece = from_rank(giver, sharded, state_dict["state"].get(index, {}))
+        if piece and sharded.rank == sharded.owners[parameter]:
             state[index] = piece
     return {"state": state, "param_groups": packed_groups}
 
@@ -270,17 +269,14 @@ def numbered(sharded: ShardedOptimizer, packed_groups: list[dict]):
             yield packed, index, parameter
 
 
-def move(sharded: ShardedOptimizer, values: dict, source: int, target: int) -> dict:
-    """On rank `target` a copy, on CPU, of rank `source`'s values; elsewhere of its own."""
+def from_rank(source: int, sharded: ShardedOptimizer, values: dict) -> dict:
+    """On all ranks a copy, on CPU, of rank `source`'s values."""
     copies = dict(values)
     for key, value in values.items():
         if torch.is_tensor(value):
             copies[key] = value.detach().to("cpu", copy=True)
     box = [copies]
-    if sharded.rank == source != target:
-        dist.send_object_list(box, group=sharded.process_group, group_dst=target)
-    elif sharded.rank == target != source:
-        dist.recv_object_list(box, group=sharded.process_group, group_src=source)
+    dist.broadcast_object_list(box, group=sharded.process_group, group_src=source)
     return box[0]
 
 
@@ -321,21 +317,19 @@ def sharded_optimizers(args) -> dict:
     """This stage's, and with --mine the user's: functions of parameters and AdamW's options."""
     from common import setup
 
-    if not args.mine:
-        return {"ShardedOptimizer": SHARDED_ADAMW}
-    mine = setup.load(args.mine)
-    users = {setup.users_name(args): lambda params, **options: mine(params, ADAMW, **options)}
-    return {"ShardedOptimizer": SHARDED_ADAMW} | users
+    optimizers = {"ShardedOptimizer": SHARDED_ADAMW}
+    if args.mine:
+        mine = setup.load(args.mine)
+        optimizers[setup.users_name(args)] = lambda params, **kw: mine(params, ADAMW, **kw)
+    return optimizers
 
 
 def average_gradients(model):
     """Stage 03's way: one all-reduce of one flat tensor."""
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    flat = torch.cat([gradient.flatten() for gradient in gradients]).div_(dist.get_world_size())
+    flat = nn.utils.parameters_to_vector(gradients).div_(dist.get_world_size())
     dist.all_reduce(flat)
-    pieces = flat.split([gradient.numel() for gradient in gradients])
-    for gradient, average in zip(gradients, pieces, strict=True):
-        gradient.copy_(average.view(gradient.shape))
+    nn.utils.vector_to_parameters(flat, gradients)
 
 
 def verify(make_sharded, args, device):
@@ -352,27 +346,24 @@ def verify(make_sharded, args, device):
     images, labels, *held_out = load_equal_shares(args, device)
 
     def build(make_optimizer):
-        torch.manual_seed(args.seed)
-        hidden_layers = [nn.Linear(images.shape[1], 50), nn.ReLU(), nn.Linear(50, 50), nn.ReLU()]
-        model = nn.Sequential(*hidden_layers, nn.Linear(50, 10)).to(device, torch.float64)
+        model = classifier(images, args.seed)
         model[0].requires_grad_(False)
         optimizer = make_optimizer(model[1:].parameters(), lr=3e-3)
         return model, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
 
-    sharded = build(make_sharded)
-    plain = build(ADAMW)
+    twins = {"sharded": build(make_sharded), "unsharded": build(ADAMW)}
     watch = Stopwatch(device)
     shuffle = torch.Generator().manual_seed(args.seed)
-    for epoch in range(1, 3):
+    for epoch in (1, 2):
         if epoch == 2:
-            for model, optimizer, _ in (sharded, plain):
+            for model, optimizer, _ in twins.values():
                 first_layer = list(model[0].requires_grad_(True).parameters())
                 optimizer.add_param_group({"params": first_layer, "lr": 1e-3})
         order = torch.randperm(len(images), generator=shuffle)
         for step, union in enumerate(order.split(64 * world_size), 1):
             shard = union[rank::world_size]
             times = {}
-            for model, optimizer, scheduler in (sharded, plain):
+            for name, (model, optimizer, scheduler) in twins.items():
                 optimizer.zero_grad()
                 loss = F.cross_entropy(model(images[shard]), labels[shard])
                 loss.backward()
@@ -380,22 +371,36 @@ def verify(make_sharded, args, device):
                 watch.mark("averaged")
                 optimizer.step()
                 watch.mark("stepped")
-                times[type(optimizer).__name__] = watch.seconds("averaged", "stepped")
+                times[name] = watch.seconds("averaged", "stepped")
                 scheduler.step()
             report.log_step(args, epoch, step, loss, times)
-        accuracy = report.evaluate(epoch, sharded[0], *held_out)
+        accuracy = report.evaluate(epoch, twins["sharded"][0], *held_out)
+    weights, expected = [model.state_dict() for model, *_ in twins.values()]
+    ours = "passed, all ranks are"
+    worst = check_weights(weights, expected, TOLERANCE, ours, "unsharded AdamW")
+    say()
+    report.save(args.save, weights)
+    return {"max_abs_diff": worst, "tolerance": TOLERANCE, "passed": True, "accuracy": accuracy}
 
-    pairs = zip(sharded[0].parameters(), plain[0].parameters(), strict=True)
-    difference = torch.stack([(mine - other).abs().max() for mine, other in pairs]).max().detach()
-    dist.all_reduce(difference, op=dist.ReduceOp.MAX)  # every rank holds its own replicas of both
-    difference = difference.item()
-    if not difference <= TOLERANCE:
-        sys.exit(f"verify FAILED: a weight is {difference:.1e} away from unsharded training")
-    away = f"at most {difference:.1e} away from unsharded AdamW (allowed: {TOLERANCE:.0e})"
-    say(f"verify: passed, all ranks are {away}\n")
-    report.save(args.save, sharded[0].state_dict())
-    result = {"max_abs_diff": difference, "tolerance": TOLERANCE, "passed": True}
-    return {**result, "accuracy": accuracy}
+
+def classifier(images: torch.Tensor, seed: int, bias: bool = True) -> nn.Sequential:
+    """Of images [n, pixels] into ten classes, in their dtype and on their device."""
+    torch.manual_seed(seed)
+    hidden = [nn.Linear(images.shape[1], 50, bias), nn.ReLU(), nn.Linear(50, 50, bias), nn.ReLU()]
+    return nn.Sequential(*hidden, nn.Linear(50, 10, bias)).to(images)
+
+
+def check_weights(weights: dict, expected: dict, tolerance: float, ours: str, theirs: str) -> float:
+    """Say how far apart any weights are, on any rank; above the tolerance end the run."""
+    from common.setup import say
+
+    of_weights = [(weights[name] - weight).abs().max() for name, weight in expected.items()]
+    worst = torch.stack(of_weights).max()
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+    if not worst <= tolerance:
+        sys.exit(f"verify: FAILED, a weight is {worst:.1e} away from {theirs}")
+    say(f"verify: {ours} at most {worst:.1e} away from {theirs} (allowed: {tolerance:.0e})")
+    return worst.item()
 
 
 def held_parts(model, optimizer) -> list[int]:
@@ -413,32 +418,67 @@ def held_parts(model, optimizer) -> list[int]:
     return [held_bytes(tensors) for tensors in (parameters, gradients, values)]
 
 
-def of_all_ranks(value) -> list:
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+def training(args, device, batch_shape, make_optimizer, wrap=None, finish=average_gradients):
+    """A model, its optimizer, and two functions.
+
+    One computes averaged gradients; one trains for a step and returns the seconds of its parts.
+    """
+    from common import setup, timing
+
+    shape = setup.SIZES[args.size][:5]
+    torch.manual_seed(args.seed + dist.get_rank())
+    tokens, targets = torch.randint(shape[-1], (2, *batch_shape), device=device)
+    torch.manual_seed(args.seed)
+    with device:
+        model = LanguageModel(*shape).to(getattr(torch, args.dtype))
+        model = wrap(model) if wrap else model
+    optimizer = make_optimizer(model.parameters(), lr=1e-4, fused=True)
+    watch = timing.Stopwatch(device)
+    span = torch.profiler.record_function
+
+    def compute_gradients():
+        optimizer.zero_grad()
+        watch.mark("zeroed")
+        with span("forward"):
+            loss = F.cross_entropy(model(tokens).flatten(0, 1).float(), targets.flatten())
+        watch.mark("loss")
+        with span("backward"):
+            loss.backward()
+        watch.mark("backward")
+        with span("sync"):
+            finish(model)
+        watch.mark("averaged")
+
+    def step():
+        watch.mark("start")
+        compute_gradients()
+        with span("optimizer"):
+            optimizer.step()
+        watch.mark("end")
+        return {
+            "step_seconds": watch.seconds("start", "end"),
+            "forward_seconds": watch.seconds("zeroed", "loss"),
+            "backward_seconds": watch.seconds("loss", "averaged"),  # with what follows it
+            "exposed_comm_seconds": watch.seconds("backward", "averaged"),
+            "optimizer_seconds": watch.seconds("averaged", "end"),
+        }
+
+    return model, optimizer, compute_gradients, step
 
 
-def account(args, device, batch_shape):
+def account(model, optimizer, compute_gradients, _) -> dict:
     """What each rank holds around the second optimizer step (the first one makes the state).
 
-    Returns {optimizer: {moment: [rank][bytes of parameters, gradients, optimizer state]}}.
+    Returns {moment: [rank][bytes of parameters, gradients, optimizer state]}.
     """
-    optimizers = sharded_optimizers(args)
-    if not args.no_baseline:
-        optimizers = {"AdamW": ADAMW} | optimizers
-    memory = {}
-    for name, make_optimizer in optimizers.items():
-        model, optimizer, compute_gradients = training(args, device, batch_shape, make_optimizer)
-        moments = {"model built": of_all_ranks(held_parts(model, optimizer))}
-        compute_gradients()
-        optimizer.step()
-        compute_gradients()
-        moments["before the step"] = of_all_ranks(held_parts(model, optimizer))
-        optimizer.step()
-        moments["after the step"] = of_all_ranks(held_parts(model, optimizer))
-        memory[name] = moments
-    return memory
+    moments = {"model built": of_all_ranks(held_parts(model, optimizer))}
+    compute_gradients()
+    optimizer.step()
+    compute_gradients()
+    moments["before the step"] = of_all_ranks(held_parts(model, optimizer))
+    optimizer.step()
+    moments["after the step"] = of_all_ranks(held_parts(model, optimizer))
+    return moments
 
 
 def print_memory(memory):
@@ -458,62 +498,26 @@ def print_memory(memory):
     say()
 
 
-def training(args, device, batch_shape, make_optimizer):
-    """A model, its optimizer, and the function that computes averaged gradients anew."""
-    from common.setup import SIZES
-
-    shape = SIZES[args.size][:5]
-    torch.manual_seed(args.seed + dist.get_rank())
-    tokens, targets = torch.randint(shape[-1], (2, *batch_shape), device=device)
-    torch.manual_seed(args.seed)
-    with device:
-        model = LanguageModel(*shape).to(getattr(torch, args.dtype))
-    optimizer = make_optimizer(model.parameters(), lr=1e-4, fused=True)
-
-    def compute_gradients(mark=lambda name: None):
-        optimizer.zero_grad()
-        F.cross_entropy(model(tokens).flatten(0, 1).float(), targets.flatten()).backward()
-        mark("gradients are there")
-        average_gradients(model)
-        mark("averaged")
-
-    return model, optimizer, compute_gradients
-
-
-def benchmark(args, device, batch_shape):
-    """Time the optimizer step and the training step: AdamW unsharded, this stage, torch's ZeRO."""
+def benchmark(args, device, batch_shape) -> tuple[dict, list]:
+    """AdamW unsharded, this stage's, torch's ZeRO: what ranks hold, and times of their steps."""
     from common import report, timing
     from common.setup import say
-
-    watch = timing.Stopwatch(device)
-
-    def candidate(make_optimizer):
-        """A model of its own, its optimizer, and the function that trains it for a step."""
-        model, optimizer, compute_gradients = training(args, device, batch_shape, make_optimizer)
-
-        def step():
-            watch.mark("start")
-            compute_gradients(watch.mark)
-            optimizer.step()
-            watch.mark("end")
-            return {
-                "step_seconds": watch.seconds("start", "end"),
-                "exposed_comm_seconds": watch.seconds("gradients are there", "averaged"),
-                "optimizer_seconds": watch.seconds("averaged", "end"),
-            }
-
-        return model, optimizer, step
 
     optimizers = sharded_optimizers(args)
     if not args.no_baseline:
         zero = partial(ZeroRedundancyOptimizer, optimizer_class=ADAMW)
-        optimizers = {"AdamW": ADAMW} | optimizers
-        optimizers["torch ZeRO"] = zero
-        optimizers["torch ZeRO view"] = partial(zero, parameters_as_bucket_view=True)
-    candidates = {name: candidate(make) for name, make in optimizers.items()}
-    steps = {name: step for name, (_, _, step) in candidates.items()}
+        view = partial(zero, parameters_as_bucket_view=True)
+        of_torch = {"torch ZeRO": zero, "torch ZeRO view": view}
+        optimizers = {"AdamW": ADAMW, **optimizers, **of_torch}
+    candidates = {}
+    for name, make_optimizer in optimizers.items():
+        candidates[name] = training(args, device, batch_shape, make_optimizer)
+    memory = {name: account(*candidates[name]) for name in candidates if "torch ZeRO" not in name}
+    print_memory(memory)
+
+    steps = {name: step for name, (*_, step) in candidates.items()}
     samples = timing.measure(steps, args.steps, args.warmup)
-    for name, (model, optimizer, step) in candidates.items():
+    for name, (model, optimizer, _, step) in candidates.items():
         held = of_all_ranks(held_parts(model, optimizer))
         samples[name]["optimizer_state_bytes"] = [state for _, _, state in held]
         trace = args.trace if name == "ShardedOptimizer" else None
@@ -531,7 +535,7 @@ def benchmark(args, device, batch_shape):
     header = ["ms", "p50", "p75", "p90", "p95", "/ZeRO", "/ZeRO view", "state MB"]
     report.print_table(header, rows)
     say(LEGEND)
-    return [{"name": name, **times} for name, times in samples.items()]
+    return memory, [{"name": name, **times} for name, times in samples.items()]
 
 
 def main():
@@ -547,16 +551,14 @@ def main():
         result = report.begin(folder.name, args, device)
         replicas = (1 if args.no_baseline else 4) + bool(args.mine)
         model = result["model"] = report.describe(LanguageModel, args, replicas)
+        makers = sharded_optimizers(args)
         result["verify"] = None
-        makers = {} if args.no_verify else sharded_optimizers(args)
-        for name in reversed(makers):  # this stage's last: it is what is saved
+        for name in [] if args.no_verify else reversed(makers):  # this stage's last: it is saved
             if args.mine:
                 setup.say(f"verify: {name}")
             result["verify"] = verify(makers[name], args, device)
         batch_shape = model["batch_size"], model["context_length"]
-        result["memory_bytes"] = account(args, device, batch_shape)
-        print_memory(result["memory_bytes"])
-        result["candidates"] = benchmark(args, device, batch_shape)
+        result["memory_bytes"], result["candidates"] = benchmark(args, device, batch_shape)
         report.write_json(args.json, result)
 
 

@@ -27,14 +27,6 @@ from sharded_optimizer import LanguageModel, ShardedOptimizer, held_parts
 
 SCRIPT = Path(__file__).with_name("sharded_optimizer.py")
 ADAM = torch.optim.Adam
-OPTIMIZERS = [
-    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
-    (torch.optim.SGD, {"lr": 0.1, "fused": True}),
-    (torch.optim.Adam, {"lr": 0.01, "amsgrad": True}),
-    (torch.optim.AdamW, {"lr": 0.01, "fused": True}),
-    (torch.optim.AdamW, {"lr": 0.01, "foreach": True}),
-    (torch.optim.Adagrad, {"lr": 0.1, "initial_accumulator_value": 0.1}),
-]
 SHAPES = (30, 20), (40,), (7, 5, 3), (), (600,), (1,)
 PROMISES = []  # (function, number of ranks on which it runs)
 
@@ -147,6 +139,12 @@ EVERY_CLASS = {
 }
 NO_CLASS = {"Optimizer", "LBFGS"}  # which is refused
 CLASSES = [name for name in torch.optim.__all__ if name[0].isupper() and name not in NO_CLASS]
+IMPLEMENTATIONS = [
+    ("SGD", {"lr": 0.1, "fused": True}),
+    ("AdamW", {"lr": 0.01, "fused": True}),
+    ("AdamW", {"lr": 0.01, "foreach": True}),
+    ("Adam", {"lr": torch.tensor(0.01)}),
+]
 
 
 def test_keeps_the_promises_of_sharded_optimizers(ranks):
@@ -154,15 +152,15 @@ def test_keeps_the_promises_of_sharded_optimizers(ranks):
     assert not failed(judged(ranks, ShardedOptimizer, checks, 3))
 
 
-def equals_unsharded(optimizer_cls, options, groups):
+def equals_unsharded(name, options):
     shapes = {"Muon": [(30, 20), (7, 5), (4, 4)], "SparseAdam": [(30, 20), (7, 5, 3), (600,)]}
-    twins = Twins(optimizer_cls, options, shapes.get(optimizer_cls.__name__, SHAPES), groups)
+    twins = Twins(getattr(torch.optim, name), options, shapes.get(name, SHAPES), grouped)
     twins.check_state()  # Adagrad's is there before the first step
     for steps in (range(4), range(4, 7)):
         for optimizer, owned in twins.both():
             for step in steps:
                 give_gradients(owned, step)
-                if optimizer_cls is torch.optim.SparseAdam:
+                if name == "SparseAdam":
                     for parameter in owned:
                         parameter.grad = parameter.grad.to_sparse()
                 optimizer.step()
@@ -172,17 +170,12 @@ def equals_unsharded(optimizer_cls, options, groups):
             optimizer.param_groups[0]["lr"] = 0.2
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("name", CLASSES)
-def test_every_class_of_torch(ranks, name, world_size):
-    optimizer_cls = getattr(torch.optim, name)
-    ranks(world_size).run(equals_unsharded, optimizer_cls, EVERY_CLASS[name], grouped)
-
-
-@on_ranks(1, 3)
-def equals_every_implementation():
-    for optimizer_cls, options in [*OPTIMIZERS, (ADAM, {"lr": torch.tensor(0.01)})]:
-        equals_unsharded(optimizer_cls, options, grouped)
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_every_class_of_torch(ranks, world_size):
+    for name in CLASSES:
+        ranks(world_size).run(equals_unsharded, name, EVERY_CLASS[name])
+    for name, options in IMPLEMENTATIONS:
+        ranks(world_size).run(equals_unsharded, name, options)
 
 
 @on_ranks(3)
@@ -193,28 +186,14 @@ def waits_for_a_late_rank():
     torch.testing.assert_close(twins.mine, twins.plain, rtol=0, atol=1e-12)
 
 
-@on_ranks(2, 4)
-def takes_groups_in_mid_training():
-    """What is there keeps its owner and its state. Afterwards all state is dropped."""
-    for optimizer_cls, options in ((ADAM, {}), (torch.optim.Adagrad, {"lr": 0.1})):
-        twins = Twins(optimizer_cls, options, groups=lambda owned: owned[:3])
-        twins.train(range(4), 3)
-        owners = dict(twins.sharded.owners)
-        for optimizer, owned in twins.both():
-            optimizer.add_param_group({"params": owned[3], "lr": 0.05})
-            optimizer.add_param_group({"params": owned[4:]})
-        assert twins.sharded.owners.items() >= owners.items()
-        if optimizer_cls is torch.optim.Adagrad:  # older ones have state only when constructed
-            for parameter in twins.plain[3:]:
-                fresh = optimizer_cls([parameter], **options)
-                twins.unsharded.state[parameter] = fresh.state[parameter]
-        twins.train(range(4, 8))
-        twins.check()
-        if optimizer_cls is ADAM:
-            for optimizer, _ in twins.both():
-                optimizer.state = collections.defaultdict(dict)  # the usual idiom
-            twins.train(range(8, 10))
-            twins.check()
+@on_ranks(2)
+def begins_again_when_its_state_is_dropped():
+    twins = Twins()
+    for steps in (range(4), range(4, 6)):
+        twins.train(steps)
+        for optimizer, _ in twins.both():
+            optimizer.state = collections.defaultdict(dict)  # the usual idiom
+    twins.check()
 
 
 @on_ranks(3)  # three ranks, two parameters: one rank owns nothing
@@ -271,6 +250,10 @@ def trains_unusual_parameters():
 
 @on_ranks(1, 2, 3, 4)
 def shares_the_state_out_evenly():
+    """Also where parameters are of very unequal size, or fewer than ranks, or half of them frozen.
+
+    And no memory is taken twice.
+    """
     world_size = dist.get_world_size()
     for model in (
         LanguageModel(64, 256, 6, 4, 500),
@@ -279,12 +262,8 @@ def shares_the_state_out_evenly():
     ):
         optimizer = ShardedOptimizer(model.parameters(), ADAM)
         sizes = [parameter.nbytes for parameter in model.parameters()]
-        most = max(optimizer.loads)
-        assert sum(optimizer.loads) == sum(sizes)
-        assert most <= max(1.05 / world_size * sum(sizes), max(sizes))
-        assert sum(flat.nbytes for _, flat in optimizer.flats) == sum(sizes)  # nothing is twice
-        for parameter in model.parameters():
-            assert parameter.untyped_storage().nbytes() <= most
+        assert max(optimizer.loads) <= max(1.05 / world_size * sum(sizes), max(sizes))
+        assert sum(flat.nbytes for _, flat in optimizer.flats) == sum(sizes)
         train(optimizer, list(model.parameters()), [0])
         own = optimizer.loads[optimizer.rank]
         assert 2 * own <= held_parts(model, optimizer)[2] <= 2 * own + 4 * len(sizes)
@@ -336,12 +315,12 @@ def says_what_is_wrong():
     dist.barrier()
 
 
-def continue_training(optimizer_cls, options, saved, steps):
+def continue_training(name, options, saved, steps):
     """Load what another world size saved, train on; (weights, state) of this rank as bytes."""
     mine = parameters(*SHAPES)
     if saved:
         options = {**options, "lr": 9.0}  # the right one travels with the state
-    optimizer = ShardedOptimizer(grouped(mine), optimizer_cls, **options)
+    optimizer = ShardedOptimizer(grouped(mine), getattr(torch.optim, name), **options)
     if saved:
         weights, state = torch.load(io.BytesIO(saved))
         for parameter, weight in zip(mine, weights, strict=True):
@@ -356,13 +335,16 @@ def continue_training(optimizer_cls, options, saved, steps):
     return file.getvalue()
 
 
-@pytest.mark.parametrize("optimizer_cls, options", OPTIMIZERS)
-def test_state_dict_goes_from_2_to_3_to_1_ranks(ranks, optimizer_cls, options):
+@pytest.mark.parametrize(
+    "name, options", [*IMPLEMENTATIONS[:2], ("Adagrad", EVERY_CLASS["Adagrad"])]
+)
+def test_state_dict_goes_from_2_to_3_to_1_ranks(ranks, name, options):
     saved = None
     plain = parameters(*SHAPES)
+    optimizer_cls = getattr(torch.optim, name)
     unsharded = optimizer_cls(grouped(plain), **options)
     for world_size, steps in ((2, range(0, 3)), (3, range(3, 6)), (1, range(6, 8))):
-        saved = ranks(world_size).run(continue_training, optimizer_cls, options, saved, steps)[0]
+        saved = ranks(world_size).run(continue_training, name, options, saved, steps)[0]
         train(unsharded, plain, steps)
         weights, state = torch.load(io.BytesIO(saved))
         torch.testing.assert_close(weights, [p.detach() for p in plain], rtol=0, atol=1e-12)
@@ -429,21 +411,16 @@ def keeps_what_an_optimizer_writes_into_its_groups():
     assert_equal(resumed, twins.plain)
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(1, 3)
 def loads_its_own_state():
+    """Before the first step; and twice, which changes nothing in what was saved."""
     twins = Twins()
-    twins.mine[1].requires_grad_(False)
-    twins.plain[1].requires_grad_(False)
-    twins.sharded.load_state_dict(twins.sharded.state_dict())  # there is none yet
+    twins.sharded.load_state_dict(twins.sharded.state_dict())
     twins.train(range(3), 4)  # some have no gradient yet
     saved, saved_plain = [copy.deepcopy(optimizer.state_dict()) for optimizer, _ in twins.both()]
-    weights = [parameter.detach().clone() for parameter in twins.mine]
-    for _ in range(2):  # the second time all is as it was saved, too
+    for _ in range(2):
         twins.sharded.load_state_dict(saved)
         twins.unsharded.load_state_dict(copy.deepcopy(saved_plain))
-        for owned in (twins.mine, twins.plain):
-            for parameter, weight in zip(owned, weights, strict=True):
-                parameter.detach().copy_(weight)
         twins.train(range(6, 9))
         twins.check()
 
@@ -582,7 +559,7 @@ def test_a_class_of_the_users_own_is_verified_and_has_a_row(forked, tmp_path, na
     found, output = forked(2, SCRIPT, *words)
     assert found == status and f"verify: {name} (mine)\n" in output, output
     if status == 1:
-        assert "verify FAILED: " in output, output
+        assert "verify: FAILED, a weight is" in output, output
         return
     result = harness.read_json(tmp_path / "json", "06_sharded_optimizer")
     ours, users = result["candidates"]

@@ -19,7 +19,8 @@ from sharded_optimizer import ADAMW, SHARDED_ADAMW, LanguageModel, held_parts
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from common.setup import SIZES
+from common import report
+from common.setup import SIZES, fail, progress, say
 
 GPUS = (24, 40, 80)  # GB
 LEGEND = """\
@@ -36,9 +37,9 @@ class WholeWeights(TorchDispatchMode):
     def __init__(self, units: list):
         super().__init__()
         self.units = units
-        self.sizes = {unit.whole.nbytes for unit in units}
-        self.sizes |= {weight.nbytes for unit in units for weight in unit.weights.values()}
-        self.known = {unit.whole.untyped_storage()._cdata for unit in units}
+        weights = [weight for unit in units for weight in [unit.whole, *unit.weights.values()]]
+        self.sizes = {weight.nbytes for weight in weights}  # by which gradients are known
+        self.known = {weight.untyped_storage()._cdata for weight in weights}
         self.gradients = 0
         self.most = 0
 
@@ -114,9 +115,6 @@ def theory(size: str, world_size: int) -> dict[str, float]:
 
 def show(args, wrap) -> None:
     """The table, by rank 0."""
-    from common import report
-    from common.setup import fail, progress, say
-
     if os.environ.get("RANK", "0") != "0":
         return
     if torch.__version__ < "2.12":
@@ -128,17 +126,16 @@ def show(args, wrap) -> None:
         "FSDP": (wrap, ADAMW),
     }
     rows = []
-    for world_size in args.ranks:
+    for world_size in args.accounting:
         progress(f"a step of one of {world_size} ranks")
         expected = theory(args.size, world_size)
         for name, how in candidates.items():
             parts = account(args.size, world_size, *how)
             total = sum(parts)
-            fits = [gpu for gpu in GPUS if total < gpu * 2**30]
-            row = [f"{world_size} ranks, {name}", *[f"{part / 2**20:,.0f}" for part in parts]]
-            row += [f"{total / 2**20:,.0f}", f"{expected[name] / 2**20:,.0f}"]
-            row += [f"{total / expected[name]:.3f}", f"{fits[0]} GB" if fits else "none"]
-            rows.append(row)
+            fits = [f"{gpu} GB" for gpu in GPUS if total < gpu * 2**30]
+            megabytes = [f"{part / 2**20:,.0f}" for part in [*parts, total, expected[name]]]
+            row = [f"{world_size} ranks, {name}", *megabytes, f"{total / expected[name]:.3f}"]
+            rows.append([*row, (fits or ["none"])[0]])
     progress()
     with torch.device("meta"):
         parameters = sum(p.numel() for p in LanguageModel(*SIZES[args.size][:5]).parameters())

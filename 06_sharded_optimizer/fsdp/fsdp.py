@@ -421,11 +421,10 @@ def average_replicated(model: FSDP) -> None:
             parameter.grad = gradient_or_zeros(parameter)
             alike.setdefault(parameter.dtype, []).append(parameter.grad)
     for gradients in alike.values():
-        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        flat = nn.utils.parameters_to_vector(gradients)
         flat.div_(dist.get_world_size(model.process_group))
         dist.all_reduce(flat, group=model.process_group)
-        for gradient, mean in zip(gradients, split_like(gradients, flat), strict=True):
-            gradient.copy_(mean)
+        nn.utils.vector_to_parameters(flat, gradients)
 
 
 def clip_grad_norm(model: FSDP, max_norm: float) -> torch.Tensor:
@@ -482,7 +481,7 @@ def load_full_state(model: FSDP, state: dict[str, torch.Tensor]) -> None:
 class Guard:
     """Notices misuse, with a RuntimeError: a forgotten finish; a second backward; parameters that
     were frozen, unfrozen, replaced, moved or cast after wrapping; a copy; one rank's shards that
-    are saved or loaded as if they were all.
+    are saved as if they were all.
 
     Weights that changed, and a backward that reads weights before hook 3, are noticed by autograd:
     see set_version().
@@ -494,7 +493,6 @@ class Guard:
         for unit in model.units:
             for part, _, _ in unit.places:
                 part.register_state_dict_pre_hook(refuse_to_save)
-                part.register_load_state_dict_pre_hook(refuse_to_load)
         # Python never frees what hooks of tensors refer to.
         model._gradient_is_there = partial(FSDP._gradient_is_there, weakref.proxy(model))
 
@@ -543,10 +541,6 @@ def check_module(module: nn.Module, process_group) -> None:
 def refuse_to_save(part: nn.Module, prefix: str, keep_vars: bool) -> None:
     if not keep_vars:  # as full_state() and load_full_state() have it
         raise RuntimeError("state_dict() would have shards: gather_full_params() has all")
-
-
-def refuse_to_load(part: nn.Module, *_) -> None:
-    raise RuntimeError("the weights are sharded: load_full_params() instead of load_state_dict()")
 
 
 def refuse_optimizers(optimizer: torch.optim.Optimizer, *_) -> None:
@@ -599,11 +593,9 @@ def main():
     parser.set_defaults(warmup=3)  # five candidates, and all within a minute
     add = parser.add_argument
     add("--no-memory", action="store_true", help="no table and picture of the memory")
-    only = "only this: what each rank of many would hold, on the device meta"
-    add("--accounting", action="store_true", help=only)
-    numbers = {"type": setup.list_of(setup.whole_number(2)), "metavar": "N,N,…"}
-    of_ranks = "numbers of ranks for --accounting (default: 8,64,1024)"
-    add("--ranks", **numbers, default=[8, 64, 1024], help=of_ranks)
+    numbers = {"type": setup.list_of(setup.whole_number(2)), "nargs": "?", "metavar": "N,N,…"}
+    only = "only this: what each rank of so many would hold, on the device meta (8,64,1024)"
+    add("--accounting", **numbers, const=[8, 64, 1024], help=only)
     args = parser.parse_args()
     if args.save and args.no_verify:
         parser.error("argument --save: not with --no-verify, which trains no classifier")
@@ -612,11 +604,11 @@ def main():
         return
     with setup.process_group(args) as device:
         result = report.begin("06_sharded_optimizer/fsdp", args, device)
-        replicas = (1 if args.no_baseline else 4) + bool(args.mine)
+        wraps = {"FSDP": FSDP} | setup.users_wrapper(args)
+        replicas = len(wraps) + 3 * (not args.no_baseline)
         model = result["model"] = report.describe(LanguageModel, args, replicas)
         result["verify"] = None
-        wraps = {} if args.no_verify else {"FSDP": FSDP} | setup.users_wrapper(args)
-        for name in reversed(wraps):  # this stage's last: it is what is saved
+        for name in [] if args.no_verify else reversed(wraps):  # this lesson's last: it is saved
             if args.mine:
                 setup.say(f"verify: {name}")
             result["verify"] = measure.verify(args, device, wraps[name])

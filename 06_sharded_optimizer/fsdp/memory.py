@@ -5,14 +5,12 @@ fsdp.py uses it; it has no command line of its own.
 
 from functools import partial
 
-import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from measure import finish, fully_sharded, unsharded
-from sharded_optimizer import ADAMW, SHARDED_ADAMW, LanguageModel, held_parts, of_all_ranks
-from torch import nn
+from measure import finish, fully_sharded
+from sharded_optimizer import ADAMW, SHARDED_ADAMW, held_parts, of_all_ranks, training
+from torch.nn.parallel import DistributedDataParallel
 
-from common.setup import SIZES
+from common import report, setup
 
 PARTS = {  # and their colours
     "parameters": "#56B4E9",
@@ -28,67 +26,49 @@ in flight: the most that there is beside the others at any time of forward and b
 
 def account(args, device, wrap, choose_units) -> dict:
     """{candidate: [rank][bytes of each of PARTS]}, for AdamW."""
-    from common.setup import progress
-
     candidates = {}
     if not args.no_baseline:
-        ddp = partial(unsharded, device, gradient_as_bucket_view=True)
-        candidates["unsharded"] = ddp, ADAMW
-        candidates["ShardedOptimizer"] = ddp, SHARDED_ADAMW
-        candidates["torch fully_shard"] = partial(fully_sharded, choose_units), ADAMW
-    candidates["FSDP"] = wrap, ADAMW
+        ddp = partial(DistributedDataParallel, gradient_as_bucket_view=True)
+        candidates["unsharded"] = ADAMW, ddp
+        candidates["ShardedOptimizer"] = SHARDED_ADAMW, ddp
+        candidates["torch fully_shard"] = ADAMW, partial(fully_sharded, choose_units)
+    candidates["FSDP"] = ADAMW, wrap
     memory = {}
     for name, how in candidates.items():
-        progress(f"memory: {name}")
-        memory[name] = of_all_ranks(bytes_of_a_step(args, device, *how))
+        setup.progress(f"memory: {name}")
+        memory[name] = of_all_ranks(held_bytes(args, device, *how))
     return memory
 
 
-def bytes_of_a_step(args, device, wrap, make_optimizer) -> list[int]:
+def held_bytes(args, device, make_optimizer, wrap) -> list[int]:
     """What a rank keeps, and what it holds at most beside that in forward and backward.
 
     The batch is one short sequence, so that activations hardly count.
     """
-    from common.report import peak_bytes
-
-    shape = SIZES[args.size][:5]
-    torch.manual_seed(args.seed)
-    with device:
-        model = wrap(LanguageModel(*shape).to(getattr(torch, args.dtype)))
-    optimizer = make_optimizer(model.parameters(), lr=1e-4, fused=True)
-    tokens = torch.randint(shape[-1], (1, 8), device=device)
-
-    def compute_gradients():
-        F.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.flatten()).backward()
-        finish(model)
-
+    trained = training(args, device, (1, 8), make_optimizer, wrap, finish)
+    model, optimizer, compute_gradients, step = trained
     for _ in range(2):
-        compute_gradients()
-        optimizer.step()
-        optimizer.zero_grad()
+        step()
     peaks = []  # the least is right: the profiler may miss what a thread of gloo gives back
     for _ in range(3):
         optimizer.zero_grad()
-        peaks.append(peak_bytes(compute_gradients, device))
+        peaks.append(report.peak_bytes(compute_gradients, device))
     kept = held_parts(model, optimizer)
-    in_buckets = isinstance(model, nn.parallel.DistributedDataParallel)  # DDP makes none anew
+    in_buckets = isinstance(model, DistributedDataParallel)  # gradients that are not made anew
     return [*kept, min(peaks) - (0 if in_buckets else kept[1])]
 
 
 def show(result, plot):
     """The table, and the picture if there is a path for it."""
-    from common import report
-    from common.setup import say
-
     most = {name: max(of_ranks, key=sum) for name, of_ranks in result["memory_bytes"].items()}
     rows = []
     for name, parts in most.items():
         rows.append([name, *[f"{part / 2**20:.1f}" for part in [*parts, sum(parts)]]])
     report.print_table(["MB", *PARTS, "at most"], rows)
-    say(LEGEND)
+    setup.say(LEGEND)
     if plot and dist.get_rank() == 0:
         draw(result, most, plot)
-        say(f"written: {plot}")
+        setup.say(f"written: {plot}")
 
 
 def draw(result, most, path):
@@ -97,11 +77,11 @@ def draw(result, most, path):
 
     figure = Figure(figsize=(9, 1.4 + 0.5 * len(most)), layout="constrained")
     axes = figure.subplots()
-    names = list(reversed(most))
-    left = [0.0] * len(names)
+    axes.invert_yaxis()
+    left = [0.0] * len(most)
     for number, (part, color) in enumerate(PARTS.items()):
-        widths = [most[name][number] / 2**20 for name in names]
-        drawn = axes.barh(names, widths, left=left, color=color, label=part, height=0.75)
+        widths = [parts[number] / 2**20 for parts in most.values()]
+        drawn = axes.barh(list(most), widths, left=left, color=color, label=part, height=0.75)
         numbers = [f"{width:.0f}" if width > 9 else "" for width in widths]
         axes.bar_label(drawn, numbers, label_type="center", fontsize=9)
         left = [start + width for start, width in zip(left, widths, strict=True)]

@@ -9,6 +9,8 @@ import pickle
 import sys
 import warnings
 import weakref
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -19,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from common.check import checks_of_wrappers
+from common.check import checks_of_fsdp, checks_of_wrappers
 from common.recordings.record import output_of
 from common.testing import harness
 from common.testing.harness import judged, masked, torchrun
@@ -32,19 +34,23 @@ from fsdp import FSDP, clip_grad_norm, main
 
 SCRIPT = Path(__file__).with_name("fsdp.py")
 FULL = pytest.mark.full
+PROMISES = []  # functions that run on two ranks
 
 
-def test_keeps_the_promises_of_wrappers(ranks):
-    """On three ranks, whose parts begin and end within weights."""
+def on_two_ranks(promise):
+    """Register it: test_promise runs it."""
+    PROMISES.append(promise)
+    return promise
+
+
+def test_keeps_the_promises_of_fsdp(ranks):
+    """On three ranks, whose parts begin and end within weights; and some promises of wrappers."""
     checks = [
-        checks_of_wrappers.trains_with_adam,
-        checks_of_wrappers.accumulates_without_no_sync,
-        checks_of_wrappers.trains_after_two_forwards,
+        *checks_of_fsdp.HAS_TO_HOLD,
+        *checks_of_fsdp.BEYOND,
         checks_of_wrappers.trains_several_dtypes,
         checks_of_wrappers.trains_channels_last,
-        checks_of_wrappers.starts_with_the_parameters_of_rank_0,
         checks_of_wrappers.starts_with_the_buffers_of_rank_0,
-        checks_of_wrappers.skips_what_nobody_uses,
     ]
     verdicts = judged(ranks, FSDP, checks, 3)
     assert {verdict["verdict"] for verdict in verdicts.values()} == {"passed"}, verdicts
@@ -71,12 +77,6 @@ class Net(nn.Module):
         else:
             x = self.block(x)
         return self.head(self.twice(x))
-
-
-def tied():
-    net = Net()
-    net.head.weight = net.embedding.weight
-    return net
 
 
 def frozen():
@@ -148,7 +148,6 @@ class TiedByHand(nn.Module):
 # Units that are whole at a time, with prefetch and without. Net uses its layers in another order
 # than it registers them, and one twice.
 MOST = {
-    tied: (5, 3),
     frozen: (3, 1),
     recomputed: (5, 3),
     recomputed_reentrant: (5, 3),
@@ -159,43 +158,33 @@ MOST = {
 }
 
 
-class Spy:
-    """What a model launches, in order, and how many units are whole at most."""
+def whole_units(model):
+    return sum(unit.whole.untyped_storage().size() > 0 for unit in model.units)
 
-    def __init__(self, model):
-        self.units = model.units
-        self.log = []
-        self.most = 0
-        self.most_in_flight = 0
-        self.gather, self.reduce = fsdp.Unit.gather, fsdp.begin_reduction
-        self.patches = [
-            patch.object(fsdp.Unit, "gather", lambda unit: self.note_gather(unit)),
-            patch.object(fsdp, "begin_reduction", self.note_reduce),
-        ]
 
-    def __enter__(self):
-        for each in self.patches:
-            each.start()
-        return self
+@contextmanager
+def watched(model):
+    """What a model launches, in order; and how many units are whole at each of these moments."""
+    launched, whole = [], []
+    gather, begin_reduction = fsdp.Unit.gather, fsdp.begin_reduction
 
-    def __exit__(self, *_):
-        for each in self.patches:
-            each.stop()
+    def noting_gather(unit):
+        before = whole_units(model)
+        gather(unit)
+        whole.append(whole_units(model))
+        if whole[-1] > before:
+            launched.append(f"gather {model.units.index(unit)}")
 
-    def note_gather(self, unit):
-        before = self.whole()
-        self.gather(unit)
-        if self.whole() > before:
-            self.log.append(f"gather {self.units.index(unit)}")
-        self.most = max(self.most, self.whole())
+    def noting_reduction(unit, in_flight):
+        launched.append(f"reduce {model.units.index(unit)}")
+        begin_reduction(unit, in_flight)
+        assert len(in_flight) == 1
 
-    def note_reduce(self, unit, in_flight):
-        self.log.append(f"reduce {self.units.index(unit)}")
-        self.reduce(unit, in_flight)
-        self.most_in_flight = max(self.most_in_flight, len(in_flight))
-
-    def whole(self):
-        return sum(unit.whole.untyped_storage().size() > 0 for unit in self.units)
+    with (
+        patch.object(fsdp.Unit, "gather", noting_gather),
+        patch.object(fsdp, "begin_reduction", noting_reduction),
+    ):
+        yield launched, whole
 
 
 def batch_of(step):
@@ -209,11 +198,54 @@ def loss_of(model, tokens):
     return F.cross_entropy(model(tokens).flatten(0, 1).double(), tokens.flatten())
 
 
-def largest_difference(model, twin):
-    full, expected = model.gather_full_params(), twin.state_dict()
-    assert set(full) == set(expected), set(full) ^ set(expected)
-    assert all(full[name].dtype == expected[name].dtype for name in expected)
-    return max((full[name] - expected[name]).abs().max().item() for name in expected)
+def assert_same_weights(model, twin, tolerance=1e-10):
+    """Names, dtypes and values, those of buffers, too."""
+    full, expected = model.gather_full_params(), dict(twin.state_dict())
+    torch.testing.assert_close(full, expected, rtol=0, atol=tolerance)
+
+
+def gradients_agree(model, twin, tolerance=1e-12):
+    """Of the whole on this rank's shard, of the rest as it is."""
+    sharded = {shard for unit in model.units for shard in unit.weights}
+    for name, parameter in model.module.named_parameters():
+        expected = fsdp.gradient_or_zeros(twin.get_parameter(name))
+        mine = fsdp.gradient_or_zeros(parameter)
+        if parameter in sharded:
+            of_ranks = [None] * dist.get_world_size()
+            dist.all_gather_object(of_ranks, mine.flatten())
+            mine = torch.cat(of_ranks).view(expected.shape)
+        torch.testing.assert_close(mine, expected, rtol=0, atol=tolerance)
+
+
+def twins(build):
+    """A model, and the same module in one process."""
+    torch.manual_seed(0)
+    twin = build().double()
+    return FSDP(copy.deepcopy(twin)), twin
+
+
+def compute_gradients(model, *inputs):
+    """All ranks have the same inputs, so that those of a twin are the same."""
+    model.zero_grad()
+    model(*inputs).square().mean().backward()
+    if isinstance(model, FSDP):
+        model.finish_gradient_synchronization()
+
+
+def agree(model, twin, *inputs):
+    """Its gradients are the twin's, in two steps."""
+    for _ in range(2):
+        for one in (model, twin):
+            compute_gradients(one, *inputs)
+        gradients_agree(model, twin)
+
+
+def ones():
+    return torch.ones(2, 6, dtype=torch.float64, requires_grad=True)
+
+
+def chain():
+    return nn.Sequential(*[nn.Linear(6, 6, bias=False) for _ in range(5)]).double()
 
 
 def trains_like_one_process(build, optimizer_cls, options, prefetch):
@@ -226,7 +258,7 @@ def trains_like_one_process(build, optimizer_cls, options, prefetch):
     assert dimensions[0] == dimensions[1]  # a recipe decays what has two of them
     optimizer = optimizer_cls(model.parameters(), lr=0.05, **options)
     of_twin = optimizer_cls(twin.parameters(), lr=0.05, **options)
-    with Spy(model) as spy:
+    with watched(model) as (_, whole):
         for step in range(4):
             tokens, mine = batch_of(step)
             model.eval()
@@ -244,8 +276,8 @@ def trains_like_one_process(build, optimizer_cls, options, prefetch):
             for one in (optimizer, of_twin):
                 one.step()
                 one.zero_grad(set_to_none=step % 2 == 0)
-    assert (spy.most, spy.whole()) == (MOST[build][0 if prefetch else 1], 0), build
-    assert largest_difference(model, twin) < 1e-10
+    assert (max(whole), whole_units(model)) == (MOST[build][0 if prefetch else 1], 0), build
+    assert_same_weights(model, twin)
 
 
 def all_train_like_one_process(builds):
@@ -262,7 +294,7 @@ def all_train_like_one_process(builds):
     "world_size, builds",
     [
         (2, [frozen, recomputed, recomputed_reentrant, transformer, in_place, Unusual]),
-        (3, [tied, TiedByHand]),
+        (3, [TiedByHand]),
         *(pytest.param(world_size, list(MOST), marks=FULL) for world_size in (1, 2, 3)),
     ],
 )
@@ -270,60 +302,43 @@ def test_trains_like_one_process(ranks, world_size, builds):
     ranks(world_size).run(all_train_like_one_process, builds, timeout=120)
 
 
-class Small(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding, self.first = nn.Embedding(11, 8), nn.Linear(8, 12)
-        self.norm, self.second = nn.LayerNorm(12), nn.Linear(12, 11)
-
-    def forward(self, tokens):
-        return self.second(F.silu(self.norm(self.first(self.embedding(tokens)))))
+def small():
+    layers = nn.Linear(8, 12), nn.LayerNorm(12), nn.SiLU(), nn.Linear(12, 11)
+    return nn.Sequential(nn.Embedding(11, 8), *layers)
 
 
-class RoundedByHand(Small):
-    """The same in one process: weights, biases and inputs are rounded, those of norms are not."""
-
-    dtype = torch.float32
-
-    def forward(self, tokens):
-        weight, bias = self.first.weight.to(self.dtype), self.first.bias.to(self.dtype)
-        x = F.linear(self.embedding.weight.to(self.dtype)[tokens], weight, bias)
-        x = F.silu(self.norm(x.float())).to(self.dtype)
-        return F.linear(x, self.second.weight.to(self.dtype), self.second.bias.to(self.dtype))
+def rounded_by_hand(net, tokens):
+    """What small() gives in float16: weights, biases and inputs are rounded, the norm's are not."""
+    embedding, first, norm, silu, second = net
+    x = embedding.weight.half()[tokens]
+    x = silu(norm(F.linear(x, first.weight.half(), first.bias.half()).float()))
+    return F.linear(x.half(), second.weight.half(), second.bias.half())
 
 
-def rounds_as_by_hand(compute_dtype, tolerance):
+@on_two_ranks
+def computes_in_float16():
+    """For bfloat16 the script's verify does it, without biases and norms."""
     torch.manual_seed(0)
-    twin = RoundedByHand()
-    net = Small()
-    net.load_state_dict(twin.state_dict())
-    model = FSDP(net, compute_dtype=compute_dtype)
-    twin.dtype = compute_dtype or torch.float32
-    dtypes = []
-    net.norm.register_forward_hook(lambda part, inputs, output: dtypes.append(output.dtype))
+    twin = small()
+    model = FSDP(copy.deepcopy(twin), torch.float16)
+    dtypes = set()
+    model.module[2].register_forward_hook(lambda norm, inputs, output: dtypes.add(output.dtype))
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, twin)]
     for step in range(3):
         tokens, mine = batch_of(step)
         loss_of(model, mine).backward()
         model.finish_gradient_synchronization()
-        loss_of(twin, tokens).backward()
+        loss_of(partial(rounded_by_hand, twin), tokens).backward()
         for parameter in model.parameters():
             assert parameter.dtype == parameter.grad.dtype == torch.float32
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    assert model(mine).dtype == twin.dtype and set(dtypes) == {torch.float32}
-    assert largest_difference(model, twin) <= tolerance
+    assert model(mine).dtype == torch.float16 and dtypes == {torch.float32}
+    assert_same_weights(model, twin, 1e-4)
 
 
-@pytest.mark.parametrize(
-    "dtype, tolerance", [(None, 1e-6), (torch.float16, 1e-4), (torch.bfloat16, 1e-3)]
-)
-def test_computes_in_another_dtype(ranks, dtype, tolerance):
-    """The course's test, with biases: three steps of SGD."""
-    ranks(2).run(rounds_as_by_hand, dtype, tolerance)
-
-
+@on_two_ranks
 def sums_in_float32():
     """1 and 2^-12 have no sum in bfloat16, and a shard's gradient has a larger dtype."""
     model = FSDP(nn.Sequential(nn.Linear(3, 3, bias=False)), torch.bfloat16)
@@ -333,37 +348,20 @@ def sums_in_float32():
     assert model.module[0].weight.grad.eq((1 + 2**-12) / 2).all()
 
 
-def test_gradients_are_summed_in_float32(ranks):
-    ranks(2).run(sums_in_float32)
-
-
-def chain():
-    return nn.Sequential(*[nn.Linear(6, 6, bias=False) for _ in range(5)]).double()
-
-
-def train_step(model, x):
-    model(x).square().mean().backward()
-    model.finish_gradient_synchronization()
-
-
+@on_two_ranks
 def prefetches_one_ahead():
-    x = torch.ones(2, 6, dtype=torch.float64, requires_grad=True)
     for prefetch, most in ((True, 2), (False, 1)):
         model = FSDP(chain(), prefetch=prefetch)
-        with Spy(model) as spy:
-            train_step(model, x)
-            assert spy.most == most and spy.most_in_flight == 1 and spy.whole() == 0
+        with watched(model) as (launched, whole):
+            compute_gradients(model, ones())
+        assert max(whole) == most and whole_units(model) == 0
         forward = [f"gather {layer}" for layer in range(5)]
         expected = "gather 4, gather 3, reduce 4, gather 2, reduce 3, gather 1, reduce 2, gather 0"
         expected += ", reduce 1"
         if not prefetch:
             expected = "gather 4, reduce 4, gather 3, reduce 3, gather 2, reduce 2, gather 1"
             expected += ", reduce 1, gather 0"
-        assert spy.log == forward + f"{expected}, reduce 0".split(", "), spy.log
-
-
-def test_prefetch_is_one_layer_ahead(ranks):
-    ranks(2).run(prefetches_one_ahead)
+        assert launched == forward + f"{expected}, reduce 0".split(", "), launched
 
 
 class Branches(nn.Module):
@@ -379,44 +377,21 @@ class Branches(nn.Module):
         return x
 
 
-def gradients_agree(model, twin):
-    """Of the whole on this rank's shard, of the rest as it is; returns the largest difference."""
-    worst = 0.0
-    sharded = {shard for unit in model.units for shard in unit.weights}
-    for name, parameter in model.module.named_parameters():
-        expected = fsdp.gradient_or_zeros(twin.get_parameter(name))
-        mine = fsdp.gradient_or_zeros(parameter)
-        if parameter in sharded:
-            of_ranks = [None] * dist.get_world_size()
-            dist.all_gather_object(of_ranks, mine.flatten())
-            mine = torch.cat(of_ranks).view(expected.shape)
-        worst = max(worst, (mine - expected).abs().max().item())
-    return worst
-
-
+@on_two_ranks
 def takes_any_way_together():
     """Other units in another order than registered, in every step; and none at all."""
-    torch.manual_seed(0)
-    net = Branches().double()
-    twin = copy.deepcopy(net)
-    model = FSDP(net)
-    x = torch.ones(2, 6, dtype=torch.float64, requires_grad=True)
-    with Spy(model) as spy:
+    model, twin = twins(Branches)
+    with watched(model) as (launched, _):
         for way in [(0, 1, 2, 3), (3, 1, 0), (2,), (1, 2, 1), ()]:
-            model.zero_grad()
-            twin.zero_grad()
-            spy.log.clear()
-            for one in (model, twin):
-                one(x, way).square().sum().backward()
-            model.finish_gradient_synchronization()
-            assert gradients_agree(model, twin) < 1e-12, way
-            reduced = [step for step in spy.log if "reduce" in step]
-            assert reduced == ["reduce 3", "reduce 2", "reduce 1", "reduce 0"], way
+            launched.clear()
+            agree(model, twin, ones(), way)
+            reduced = [launch for launch in launched if "reduce" in launch]
+            assert reduced == 2 * ["reduce 3", "reduce 2", "reduce 1", "reduce 0"], way
 
 
+@on_two_ranks
 def takes_units_of_the_user():
     """Some modules, modules within modules; what is in none is in a unit of the whole."""
-    x = torch.ones(2, 6, dtype=torch.float64)
     for choose, expected in (
         (lambda net: [net[1], net[3]], 3),
         (lambda net: [net[0], net[0][1], net[2]], 4),
@@ -425,12 +400,7 @@ def takes_units_of_the_user():
         net = nn.Sequential(*[nn.Sequential(*chain()) for _ in range(5)])
         twin = copy.deepcopy(net)
         model = FSDP(net, units=choose(net))
-        for _ in range(2):
-            model.zero_grad()
-            twin.zero_grad()
-            train_step(model, x)
-            twin(x).square().mean().backward()
-            assert gradients_agree(model, twin) < 1e-12
+        agree(model, twin, ones())
         assert len(model.units_of) == expected
 
 
@@ -446,49 +416,39 @@ class Adapted(nn.Linear):
         return self.after(self.before(self.norm(x))) + super().forward(x)
 
 
-def nests():
-    torch.manual_seed(0)
+def two_adapted():
     net = nn.Sequential(Adapted(), Adapted())
     for part in net:
         part.weight.requires_grad_(False)
-    twin = copy.deepcopy(net)
-    model = FSDP(net)
-    x = torch.ones(2, 6, requires_grad=True)
-    for _ in range(2):
-        twin.zero_grad()
-        model.zero_grad()
-        loss = model(x).square().mean()
-        assert not any(unit.whole.untyped_storage().size() for unit in model.units)
-        loss.backward()
-        model.finish_gradient_synchronization()
-        twin(x).square().mean().backward()
-        assert gradients_agree(model, twin) < 1e-6 and net[0].weight.grad is None
-    train_step(FSDP(twin, compute_dtype=torch.bfloat16), x)
+    return net
 
 
-@pytest.mark.parametrize("check", [takes_any_way_together, takes_units_of_the_user, nests])
-def test_units(ranks, check):
-    ranks(2).run(check)
+@on_two_ranks
+def nests():
+    model, twin = twins(two_adapted)
+    model(ones())
+    assert whole_units(model) == 0
+    agree(model, twin, ones())
+    assert model.module[0].weight.grad is None
+    compute_gradients(FSDP(twin, compute_dtype=torch.bfloat16), ones())
 
 
+@on_two_ranks
 def runs_a_retained_graph_twice():
     """With a finish in between the gradients add up; when it is forgotten, all ranks raise.
 
     What was refused is not in the gradients of the next step.
     """
-    net = chain()
-    twin = copy.deepcopy(net)
-    model = FSDP(net)
-    x = torch.ones(2, 6, dtype=torch.float64)
+    model, twin = twins(chain)
     for _ in range(2):
         model.zero_grad()
         twin.zero_grad()
-        loss, expected = model(x).square().mean(), twin(x).square().mean()
+        loss, expected = model(ones()).square().mean(), twin(ones()).square().mean()
         for _ in range(2):
             loss.backward(retain_graph=True)
             model.finish_gradient_synchronization()
             expected.backward(retain_graph=True)
-        assert gradients_agree(model, twin) < 1e-12
+        gradients_agree(model, twin)
         loss.backward(retain_graph=True)
         with pytest.raises(RuntimeError, match="backward.. ran twice: finish in between"):
             loss.backward()
@@ -511,54 +471,44 @@ class Fails(nn.Module):
         return self.second(x)
 
 
+@on_two_ranks
 def goes_on_after_an_exception():
     """A step is given up, on all ranks: finish and zero_grad; the next one is clean."""
-    x = torch.ones(2, 6, dtype=torch.float64)
     for where in ("forward", "backward"):
-        torch.manual_seed(0)
-        net = Fails().double()
-        twin = copy.deepcopy(net)
-        model = FSDP(net)
-        net.fail = where
+        model, twin = twins(Fails)
+        model.module.fail = where
         with pytest.raises(ArithmeticError):
-            model(x).square().mean().backward()
+            compute_gradients(model, ones())
         model.finish_gradient_synchronization()
-        net.fail = ""
-        for _ in range(2):
-            model.zero_grad()
-            train_step(model, x)
-        twin(x).square().mean().backward()
-        assert gradients_agree(model, twin) < 1e-12
+        model.module.fail = ""
+        agree(model, twin, ones())
 
 
+@on_two_ranks
 def computes_with_new_weights():
     """Those of before are not hidden by what was gathered: for backward, or in vain."""
-    torch.manual_seed(0)
-    net = chain()
-    twin = copy.deepcopy(net)
-    model = FSDP(net)
-    x = torch.ones(2, 6, dtype=torch.float64)
-    loss = model(x).square().mean()
+    model, twin = twins(chain)
+    loss = model(ones()).square().mean()
     with torch.no_grad():
-        torch.testing.assert_close(model(x), twin(x))
+        torch.testing.assert_close(model(ones()), twin(ones()))
     loss.backward()
     model.finish_gradient_synchronization()
-    twin(x).square().mean().backward()
-    assert gradients_agree(model, twin) < 1e-12
-    model(x)  # nobody follows it with a backward
+    compute_gradients(twin, ones())
+    gradients_agree(model, twin)
+    model(ones())  # nobody follows it with a backward
     with torch.no_grad():
         for one in (model, twin):
             for parameter in one.parameters():
                 parameter.mul_(2)
-        torch.testing.assert_close(model(x), twin(x))
-    torch.testing.assert_close(model(x), twin(x))
+        torch.testing.assert_close(model(ones()), twin(ones()))
+    torch.testing.assert_close(model(ones()), twin(ones()))
 
 
+@on_two_ranks
 def notices_a_step_before_backward():
-    x = torch.ones(2, 6, dtype=torch.float64)
     model = FSDP(chain())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    first, second = model(x).square().mean(), model(x).square().mean()
+    first, second = model(ones()).square().mean(), model(ones()).square().mean()
     second.backward()
     model.finish_gradient_synchronization()
     optimizer.step()
@@ -566,29 +516,16 @@ def notices_a_step_before_backward():
         first.backward()
 
 
+@on_two_ranks
 def is_freed():
     alive = []
     for _ in range(3):
         model = FSDP(chain())
-        train_step(model, torch.ones(2, 6, dtype=torch.float64))
+        compute_gradients(model, ones())
         alive += [weakref.ref(model), *map(weakref.ref, model.units)]
         del model
     gc.collect()
     assert not any(reference() for reference in alive)
-
-
-@pytest.mark.parametrize(
-    "check",
-    [
-        runs_a_retained_graph_twice,
-        goes_on_after_an_exception,
-        computes_with_new_weights,
-        notices_a_step_before_backward,
-        is_freed,
-    ],
-)
-def test_unusual_graphs(ranks, check):
-    ranks(2).run(check)
 
 
 class Positions(nn.Linear):
@@ -606,8 +543,9 @@ class Leaks(nn.Linear):
         return x + 1
 
 
+@on_two_ranks
 def refuses_wrong_use():
-    x = torch.ones(2, 6, dtype=torch.float64)
+    x = ones().detach()
     model = FSDP(chain())
     model(x).sum().backward()
     with pytest.raises(RuntimeError, match=r"call finish_gradient_synchronization\(\) after every"):
@@ -643,20 +581,21 @@ def refuses_wrong_use():
             model(x)
 
 
+@on_two_ranks
 def saves_nothing_by_halves():
     """What would save, load or copy one rank's shards says what to do instead."""
     model = FSDP(Unusual())
     for part in (model, model.module, model.module.head):
         with pytest.raises(RuntimeError, match=r"gather_full_params\(\)"):
             part.state_dict()
-    with pytest.raises(RuntimeError, match=r"load_full_params\(\)"):
-        model.load_state_dict({})
     model = FSDP(chain())
     for copied in (model, model.module):
         for copying in (copy.deepcopy, pickle.dumps):
             with pytest.raises(RuntimeError, match="cannot be copied or pickled"):
                 copying(copied)
     full = model.gather_full_params()
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        model.module.load_state_dict(full)
     with pytest.raises(KeyError, match="0.weight"):
         model.load_full_params({})
     full["1.weight"] = full["1.weight"].view(4, 9)
@@ -664,37 +603,36 @@ def saves_nothing_by_halves():
         model.load_full_params(full)
 
 
+def two_layers():
+    return nn.Sequential(nn.Linear(8, 4, bias=False), nn.Tanh(), nn.Linear(4, 8, bias=False))
+
+
+@on_two_ranks
 def every_optimizer_is_right_or_refused():
     """Beside one process: those that work element by element; others end in an error."""
-    torch.manual_seed(0)
-    x, y = torch.rand(2, 4, 8, dtype=torch.float64).unbind()
-    refused = []
-    for name, kind in vars(torch.optim).items():
-        if not isinstance(kind, type) or kind is torch.optim.Optimizer or name == "SparseAdam":
+    x = torch.linspace(-1, 1, 32, dtype=torch.float64).view(4, 8)
+    refused = set()
+    for name in torch.optim.__all__:
+        if name[0].islower() or name in ("Optimizer", "SparseAdam"):
             continue  # SparseAdam takes sparse gradients alone, and FSDP has none
-        torch.manual_seed(0)
-        layers = [nn.Linear(8, 4, bias=False), nn.Tanh(), nn.Linear(4, 8, bias=False)]
-        twin = nn.Sequential(*layers).double()
-        model = FSDP(copy.deepcopy(twin))
-        of_twin = kind(twin.parameters(), lr=0.01)
-        optimizer = kind(model.parameters(), lr=0.01)
+        model, twin = twins(two_layers)
+        make = getattr(torch.optim, name)
+        optimizers = [make(one.parameters(), lr=0.01) for one in (model, twin)]
         try:
             for _ in range(3):
-                for trained, its_optimizer in ((model, optimizer), (twin, of_twin)):
-                    its_optimizer.zero_grad()
-                    (trained(x) - y).square().mean().backward()
-                    if trained is model:
-                        model.finish_gradient_synchronization()
-                    its_optimizer.step(*[lambda: 0.0] * (name == "LBFGS"))
+                for one, optimizer in zip((model, twin), optimizers, strict=True):
+                    compute_gradients(one, x)
+                    optimizer.step(*[lambda: 0.0] * (name == "LBFGS"))
         except RuntimeError as error:
             assert f"{name} needs whole weights" in str(error)
-            refused.append(name)
+            refused.add(name)
         else:
-            assert largest_difference(model, twin) < 1e-12, name
-    assert set(refused) <= {"Adafactor", "LBFGS", "Muon"} and len(refused) >= 2
+            assert_same_weights(model, twin, 1e-12)
+    assert refused == {"Adafactor", "LBFGS", "Muon"}
     torch.optim.Adafactor(twin.parameters()).step()  # of whole weights, of course
 
 
+@on_two_ranks
 def clips_what_there_is():
     """In float16 the squares overflow."""
     torch.manual_seed(0)
@@ -740,6 +678,7 @@ class Integers(nn.Module):
         return (self.phases * x).real.float() * self.scale.float()
 
 
+@on_two_ranks
 def casts_only_what_it_should():
     for compute_dtype in (None, torch.bfloat16):
         losses, cache = [], {}
@@ -747,21 +686,18 @@ def casts_only_what_it_should():
         assert len(losses) == 1 and cache["y"] is y
     model = FSDP(Integers(), torch.bfloat16)
     for _ in range(2):
-        train_step(model, torch.ones(1))
+        compute_gradients(model, torch.ones(1))
 
 
-@pytest.mark.parametrize(
-    "check",
-    [
-        refuses_wrong_use,
-        saves_nothing_by_halves,
-        every_optimizer_is_right_or_refused,
-        clips_what_there_is,
-        casts_only_what_it_should,
-    ],
-)
-def test_nothing_is_silently_wrong(ranks, check):
-    ranks(2).run(check)
+@pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.__name__)
+def test_promise(ranks, promise):
+    ranks(2).run(promise)
+
+
+def tied():
+    net = Net()
+    net.head.weight = net.embedding.weight
+    return net
 
 
 def saves(path):
@@ -782,12 +718,10 @@ def loads(path):
     with torch.no_grad():
         model.module.embedding(batch_of(1)[1])  # gathers more than it needs
     model.load_full_params(full)
-    assert not any(unit.whole.untyped_storage().size() for unit in model.units)
-    again = model.gather_full_params()
-    assert set(full) == set(again) == set(tied().state_dict())
-    assert all(torch.equal(full[name], again[name]) for name in full)
+    assert whole_units(model) == 0
     twin = tied()
-    twin.load_state_dict(full)  # and it is an ordinary state_dict
+    twin.load_state_dict(full)  # it is an ordinary state_dict
+    assert_same_weights(model, twin, 0)
     tokens = batch_of(1)[1]
     torch.testing.assert_close(model(tokens), twin(tokens))
 
@@ -802,7 +736,7 @@ def in_a_subgroup():
     group = dist.new_group([2, 1])
     if dist.get_rank() > 0:
         model = FSDP(chain(), process_group=group)
-        train_step(model, torch.ones(2, 6, dtype=torch.float64))
+        compute_gradients(model, ones())
         clip_grad_norm(model, 1.0)
         model.load_full_params(model.gather_full_params())
         assert next(model.parameters()).shape == (1, 18)
