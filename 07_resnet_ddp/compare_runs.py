@@ -9,10 +9,9 @@ from pathlib import Path
 
 import numpy
 
-# From Okabe and Ito's palette, which the colour-blind can tell apart.
-BLUE = "#0072B2"
-ORANGE = "#E69F00"
-PARTS = {  # of a batch, from bottom to top: what is measured, its name and its colour
+# Of a batch, from bottom to top: what is measured, its name and its colour (of Okabe and Ito's
+# palette, which the colour-blind can tell apart).
+PARTS = {
     "data_seconds": ("data", "#CC79A7"),
     "forward_seconds": ("forward", "#56B4E9"),
     "backward_seconds": ("backward", "#0072B2"),
@@ -42,8 +41,6 @@ def read(path: Path) -> dict:
         run["parts"] = {part: 1000 * float(numpy.mean(run[part])) for part in PARTS}
         run["batch"] = sum(run["parts"].values())
         run["accuracy"] = run["evaluations"][-1]["accuracy"]
-        run["total"] = run["train_seconds"]
-        run["throughput"] = run["images_per_second"]
     except (OSError, ValueError, LookupError, TypeError) as error:
         fail(f"{path}: is not a result of resnet_ddp.py ({type(error).__name__}: {error})")
     return run
@@ -57,15 +54,18 @@ def find_runs(folder: Path) -> list[dict]:
     runs = [single]
     for path in folder.glob("07_ddp_*.json"):
         ddp = read(path)
-        settings = ddp["settings"]
-        different = [name for name in settings if settings[name] != single["settings"][name]]
+        different = []
+        for name, value in ddp["settings"].items():
+            if value != single["settings"][name]:
+                different.append(f"{name} {single['settings'][name]} and not {value}")
         if different:
-            reason = f"07_single.json has another {', '.join(different)}"
+            reason = f"07_single.json has {', '.join(different)}"
+            reason += "; give both the same flags, --threads too"
             say(f"{path.name} is left out of the comparison: {reason}")
         else:
             runs.append(ddp)
     for run in runs:
-        run["speedup"] = run["throughput"] / single["throughput"]
+        run["speedup"] = run["images_per_second"] / single["images_per_second"]
     return sorted(runs, key=lambda run: (run["name"] != "single", run["world_size"]))
 
 
@@ -76,12 +76,12 @@ def print_comparison(runs: list[dict]) -> None:
     for run in runs:
         row = [
             run["name"],
-            f"{run['total']:.1f}",
+            f"{run['train_seconds']:.1f}",
             f"{run['batch']:.1f}",
             f"{run['parts']['data_seconds'] / run['batch']:.1%}",
-            f"{run['throughput']:.1f}",
+            f"{run['images_per_second']:.1f}",
             f"{run['speedup']:.2f}",
-            f"{runs[0]['total'] / run['total']:.2f}",
+            f"{runs[0]['train_seconds'] / run['train_seconds']:.2f}",
             f"{run['speedup'] / run['world_size']:.1%}",
             f"{run['accuracy']:.2%}",
         ]
@@ -101,11 +101,11 @@ def draw_speedup(runs: list[dict], path: Path) -> None:
     figure = Figure(figsize=(9, 6), dpi=150, layout="constrained")
     figure.suptitle(f"One device against N\n{caption.format(**settings)}", fontsize=11)
     names = [run["name"] for run in runs]
-    colours = [BLUE] + [ORANGE] * (len(runs) - 1)
+    colours = ["#0072B2"] + ["#E69F00"] * (len(runs) - 1)
     panels = [
-        ("total", "Total training time", "seconds", "%.1f"),
+        ("train_seconds", "Total training time", "seconds", "%.1f"),
         ("batch", "Mean time of a batch", "ms", "%.0f"),
-        ("throughput", "Throughput", "images/s over all ranks", "%.1f"),
+        ("images_per_second", "Throughput", "images/s over all ranks", "%.1f"),
         ("speedup", "Speed-up in throughput", "× single", "%.2f"),
     ]
     grid = list(figure.subplots(2, 2).flat)
@@ -135,9 +135,7 @@ def draw_parts(runs: list[dict], axes) -> None:
         heights = [run["parts"][part] for run in runs]
         axes.bar(names, heights, width=0.6, bottom=below, color=colour, label=name)
         below += heights
-    handles, labels = axes.get_legend_handles_labels()
-    beside = {"loc": "upper left", "bbox_to_anchor": (1, 1)}
-    axes.legend(handles[::-1], labels[::-1], fontsize=8, **beside)
+    axes.legend(fontsize=8, reverse=True, loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def compare(folder: Path) -> None:

@@ -6,7 +6,6 @@ takes from them is sharded_loaders' business.
 
 import io
 import os
-from pathlib import Path
 
 import numpy
 import torch
@@ -82,9 +81,9 @@ def load_images(
 
 def load_digits(image_size: int) -> tuple[Images, Images]:
     """The digits in an order that is always the same; grey becomes three equal channels."""
-    import common.setup
+    from common.setup import ROOT
 
-    digits = numpy.load(Path(common.setup.__file__).with_name("digits.npz"))
+    digits = numpy.load(ROOT / "common" / "digits.npz")
     shuffled = numpy.random.default_rng(0).permutation(len(digits["labels"]))
     images = torch.tensor(digits["images"][shuffled])[:, None].expand(-1, 3, -1, -1)
     labels = torch.tensor(digits["labels"][shuffled], dtype=torch.int64)

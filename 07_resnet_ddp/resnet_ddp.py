@@ -19,7 +19,6 @@ Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parall
 """
 
 import copy
-import importlib.util
 import math
 import os
 import sys
@@ -294,8 +293,7 @@ def add_arguments(parser) -> None:
     add = parser.add_argument
     add("--image-size", type=whole(8, 1024), help="pixels (default: 64 on CPU, 224 on CUDA)")
     add("--global-batch", type=whole(1), help="images per step (default: 64 on CPU, 512 on CUDA)")
-    scaling = "strong: the ranks share --global-batch; "
-    scaling += "weak: each has so many, and lr grows with their number"
+    scaling = "strong: the ranks share --global-batch; weak: each has so many, and lr grows"
     add("--scaling", choices=["strong", "weak"], default="strong", help=scaling)
     add("--epochs", type=whole(1), default=3)
     add("--steps-per-epoch", type=whole(1), help="end each epoch after so many (default: all)")
@@ -361,8 +359,6 @@ def complete(args, distributed: bool) -> int:
         fail("argument --download: needs --data DIR, the folder for CIFAR-10")
     if args.decode and args.data != "synthetic":
         fail("argument --decode: needs --data synthetic, because other images are no JPEGs")
-    if not importlib.util.find_spec("torchvision"):
-        fail("ResNet-18 is torchvision's, which is not installed: pip install torchvision")
     return ranks
 
 
@@ -380,19 +376,18 @@ def describe(args, distributed: bool) -> dict:
     from common.setup import say
 
     world_size = dist.get_world_size()
-    found = {"torchvision": torchvision.__version__, "cuda": torch.version.cuda}
-    found["gpus"] = torch.cuda.device_count()
-    found["name"] = f"DDP × {world_size}" if distributed else "single"
-    found["data"] = name_of(args.data, args.decode)
-    found["batch_per_rank"] = batch_per_rank(args, world_size)
-    cuda = f"CUDA {found['cuda']}" if found["cuda"] else "no CUDA"
-    say(f"torchvision {found['torchvision']}, {cuda}, {found['gpus']} GPUs on this host")
+    name = f"DDP × {world_size}" if distributed else "single"
+    data = name_of(args.data, args.decode)
+    batch = batch_per_rank(args, world_size)
+    cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
+    gpus = f"{torch.cuda.device_count()} GPUs on this host"
+    say(f"torchvision {torchvision.__version__}, {cuda}, {gpus}")
     rate = f"learning rate {args.lr:g}"
     if args.scaling == "weak":
         rate += f" to {args.lr * world_size:g} in the first epoch"
-    size = f"batch {world_size} × {found['batch_per_rank']}, {args.image_size} pixels"
-    say(f"{found['name']}: {args.scaling} scaling, {size}, {found['data']}, {rate}")
-    return found
+    size = f"batch {world_size} × {batch}, {args.image_size} pixels"
+    say(f"{name}: {args.scaling} scaling, {size}, {data}, {rate}")
+    return {"name": name, "data": data, "batch_per_rank": batch}
 
 
 def main():
@@ -401,12 +396,13 @@ def main():
     try:
         import checkpoints  # noqa: F401 (fit needs it; what is missing is said here)
         import compare_runs
+        import torchvision  # noqa: F401
         from images import load_images
 
         from common import report, setup
     except ModuleNotFoundError as error:
         needed = "the repository's folder common/, checkpoints.py, compare_runs.py and images.py"
-        sys.exit(f"error: {error}: copy {needed} into {folder}")
+        sys.exit(f"error: {error}: pip install torchvision, and copy {needed} into {folder}")
 
     parser = setup.Parser(__doc__)
     add_arguments(parser)

@@ -17,7 +17,6 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
-import torchvision
 from matplotlib.image import imread
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -179,8 +178,8 @@ def evaluation(count):
     }
 
 
-# Shares of 2 + 2; of 3 + 2, so that one rank has a batch more; of 1 + 0.
-@pytest.mark.parametrize("count", [4, 5, 1])
+# Shares of 3 + 2, so that one rank has a batch more; of 1 + 0.
+@pytest.mark.parametrize("count", [5, 1])
 def test_evaluation_counts_each_image_once_and_is_the_same_everywhere(ranks, count):
     for found, expected in ranks(2).run(evaluation, count):
         assert found == pytest.approx(expected, rel=1e-12)
@@ -197,7 +196,6 @@ def check_result(path, world_size):
     """What a run of TINY, one epoch of three steps, has written."""
     result = harness.read_json(path, "07_resnet_ddp")
     assert (result["world_size"], result["batch_per_rank"]) == (world_size, 16 // world_size)
-    assert result["torchvision"] == torchvision.__version__
     assert result["step"] == 3 and result["evaluations"][0]["images"] == 297
     for name in resnet_ddp.MEASURED:  # [rank][step]
         assert [len(of_rank) for of_rank in result[name]] == [3] * world_size
@@ -222,12 +220,7 @@ def test_single_then_ddp_then_a_picture(forked, tmp_path):
     status, output = forked(2, SCRIPT, *words)
     assert status == 0, output
     assert names(results) == ["07_ddp_2.json", "07_single.json", "speedup.png"]
-    written = [line for line in output.splitlines() if line.startswith("written: ")]
-    files = [results / "07_ddp_2.json", results / "speedup.png"]
-    assert written == [f"written: {file}" for file in files]
     assert " s left\n" in output and "speed-up  in time" in output
-    assert f"torchvision {torchvision.__version__}, " in output
-    assert "learning rate 0.02\n" in output
     recorded = output_of(SCRIPT.with_name("reference_output.txt"))
     recorded = masked(re.sub(r"  ETA (\d+ s)", r", \1 left", recorded))  # as it was when recorded
     starts = ("#_resnet", "DDP", "epoch", "total", "data", "compute", "batch", "single")
@@ -250,22 +243,14 @@ def test_without_its_all_reduces_a_run_is_not_compared(forked, tmp_path):
 
 def test_the_report_is_of_all_steps_and_ranks(capsys):
     made = result("ddp", 2, 400) | {"batch_per_rank": 32}
-    for name, (first, second) in (
-        ("data_seconds", (0.1, 0.3)),
-        ("compute_sync_seconds", (1.0, 2.0)),
-        ("exposed_comm_seconds", (0.2, 0.4)),
-    ):
-        made[name][0][0] = first
-        made[name][1][0] = second
+    made["data_seconds"][0][0] = 0.1
+    made["data_seconds"][1][0] = 0.3
     resnet_ddp.print_report(made, images=256)
     _, *rows, last = capsys.readouterr().out.splitlines()
-    # 0.1, 0.3 and 6 × 0.04 s; 1, 2 and 6 × 0.36 s; 0.2, 0.4 and 6 × 0.04 s; the sums of the first
-    # two. A half of all is a rank's.
-    assert rows[0].split()[:5] == ["data", "0.3", "11.0%", "80.0", "40.0"]
-    assert rows[1].split()[:5] == ["compute+sync", "2.6", "89.0%", "645.0", "360.0"]
-    assert [row.split()[1] for row in rows[2:6]] == "forward backward exposed optimizer".split()
-    assert rows[4].split()[2:6] == ["0.4", "14.5%", "105.0", "40.0"]
-    assert rows[6].split()[:5] == ["batch", "2.9", "100.0%", "725.0", "400.0"]
+    # 0.1, 0.3 and 6 × 0.04 s, of which half are a rank's; 8 × 0.36 s; the sums of these two.
+    assert rows[0].split()[:5] == ["data", "0.3", "18.2%", "80.0", "40.0"]
+    assert rows[1].split()[:5] == ["compute+sync", "1.4", "81.8%", "360.0", "360.0"]
+    assert rows[6].split()[:5] == ["batch", "1.8", "100.0%", "440.0", "400.0"]
     assert last == "256 images in 1.60 s: 160.0 images/s over all ranks; held-out accuracy 95.00%"
 
 
@@ -350,47 +335,30 @@ def test_a_killed_worker_costs_at_most_its_epoch_and_no_bit_of_the_result(
     assert not (tmp_path / "killed.part").exists()
 
 
-@pytest.mark.full
-@harness.needs_proc
-@pytest.mark.parametrize("fault", harness.FAULTS)
-def test_faults(script, fault, tmp_path):
-    (tmp_path / "temporary").mkdir()
-    command = torchrun(2, SCRIPT, *TINY, "--epochs", 1000, "--results", tmp_path)
-    harness.check_fault(script, command, "epoch 2 step", fault, tmp_path / "temporary")
-
-
 # CIFAR-10
 
 
-@pytest.fixture
-def small_cifar10(tmp_path, monkeypatch):
-    """A small folder in the format of cifar-10-python.tar.gz, and what its files hold.
+def test_cifar10_is_read_and_normalised(tmp_path, monkeypatch):
+    """From a small folder in the format of cifar-10-python.tar.gz: {data: [n, 3072], labels: [n]}.
 
-    Those are pickled {data: uint8 [n, 3072], labels: [n]}. torchvision knows the real ones by their
-    checksums, which here become the small ones'.
+    torchvision knows the real files by their checksums, which here become the small ones'.
     """
     random = numpy.random.default_rng(0)
     folder = tmp_path / "cifar-10-batches-py"
     folder.mkdir()
-    names = [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]
     contents = {"batches.meta": {"label_names": [*"abcdefghij"]}}
-    for name in names:
-        images = random.integers(0, 256, (8, 3072), dtype=numpy.uint8)
-        contents[name] = {"data": images, "labels": random.integers(0, 10, 8).tolist()}
-    sums = {}
+    for name in [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]:
+        pixels = random.integers(0, 256, (8, 3072), dtype=numpy.uint8)
+        contents[name] = {"data": pixels, "labels": random.integers(0, 10, 8).tolist()}
+    sums = []
     for name, content in contents.items():
         (folder / name).write_bytes(pickle.dumps(content))
-        sums[name] = hashlib.md5((folder / name).read_bytes()).hexdigest()
-    lists = [[name, sums[name]] for name in names]
-    monkeypatch.setattr(CIFAR10, "train_list", lists[:5])
-    monkeypatch.setattr(CIFAR10, "test_list", lists[5:])
-    monkeypatch.setattr(CIFAR10, "meta", CIFAR10.meta | {"md5": sums["batches.meta"]})
-    return tmp_path, contents
+        sums.append([name, hashlib.md5((folder / name).read_bytes()).hexdigest()])
+    monkeypatch.setattr(CIFAR10, "meta", CIFAR10.meta | {"md5": sums[0][1]})
+    monkeypatch.setattr(CIFAR10, "train_list", sums[1:6])
+    monkeypatch.setattr(CIFAR10, "test_list", sums[6:])
 
-
-def test_cifar10_is_read_and_normalised(small_cifar10):
-    folder, contents = small_cifar10
-    train_set, test_set = images.load_images(str(folder), False, 32)
+    train_set, test_set = images.load_images(str(tmp_path), False, 32)
     assert (len(train_set), len(test_set)) == (40, 8)
     image, label = train_set[8]  # the first of the second batch
     raw = torch.tensor(contents["data_batch_2"]["data"][0]).view(3, 32, 32).double()
@@ -398,42 +366,36 @@ def test_cifar10_is_read_and_normalised(small_cifar10):
     for channel, (mean, std) in enumerate([(125.3, 63.0), (123.0, 62.1), (113.9, 66.7)]):
         expected = (raw[channel] - mean) / std
         torch.testing.assert_close(image[channel].double(), expected, rtol=1e-5, atol=1e-5)
-    assert images.load_images(str(folder), False, 64)[0][0][0].shape == (3, 64, 64)
+    assert images.load_images(str(tmp_path), False, 64)[0][0][0].shape == (3, 64, 64)
 
 
 def test_synthetic_images_have_the_shapes_of_cifar10_and_are_always_the_same():
     train_set, test_set = images.load_images("synthetic", False, 32)
     assert (len(train_set), len(test_set)) == (50_000, 10_000)
-    assert train_set.images.shape[1:] == (3, 32, 32) and train_set.images.dtype == torch.uint8
-    assert set(train_set.labels.tolist()) == set(test_set.labels.tolist()) == set(range(10))
+    assert set(train_set.labels.tolist()) == set(range(10))
     again, _ = images.load_images("synthetic", False, 32)
     assert torch.equal(train_set.images, again.images)
     assert torch.equal(train_set.labels, again.labels)
     sample = torch.stack([train_set[i][0] for i in range(1000)])
+    assert sample.shape[1:] == (3, 32, 32)
     assert abs(sample.mean()) < 0.01 and abs(sample.std() - 1) < 0.01, "normalised"
 
 
 def test_photographs_are_jpegs_that_are_decoded_when_asked_for():
     train_set, _ = images.load_images("synthetic", False, 32, decode=90)
-    assert len(train_set) == 50_000
+    assert len(train_set) == 50_000 and train_set[0][0].shape == (3, 32, 32)
     assert all(file[:3] == b"\xff\xd8\xff" for file in train_set.images.files)
     assert train_set.images[65].shape == (3, 90, 90)
-    assert torch.equal(train_set.images[65], train_set.images[1])
-    image, _ = train_set[0]
-    assert image.shape == (3, 32, 32) and image.dtype == torch.float32
 
 
-@pytest.mark.parametrize(
-    "decode, name",
-    [([], "synthetic CIFAR-10"), (["--decode", 64], "synthetic JPEGs of 64 × 64 pixels")],
-)
-def test_synthetic_images_come_through_the_loader_and_are_called_so(forked, tmp_path, decode, name):
-    words = [*TINY, "--epochs", 2, "--workers", 1, "--held-out", 8, "--data", "synthetic", *decode]
-    words += ["--lr", 1e-30]
-    status, output = forked(None, SCRIPT, *words, "--results", tmp_path)
-    assert status == 0 and f", {name}, learning rate" in output, output
+def test_every_epoch_has_another_order_also_of_pictures_that_a_worker_decodes(forked, tmp_path):
+    words = [*TINY, "--epochs", 2, "--workers", 1, "--held-out", 8, "--lr", 1e-30]
+    words += ["--data", "synthetic", "--decode", 64, "--results", tmp_path]
+    status, output = forked(None, SCRIPT, *words)
+    assert status == 0, output
     result = json.loads((tmp_path / "07_single.json").read_text())
-    assert result["data"] == name and result["evaluations"][0]["images"] == 8
+    assert result["data"] == "synthetic JPEGs of 64 × 64 pixels"
+    assert result["evaluations"][0]["images"] == 8
     [losses] = result["loss"]  # of weights that stay: another order of images, other losses
     assert len(losses) == 6 and losses[:3] != losses[3:]
 
@@ -444,7 +406,11 @@ def test_synthetic_images_come_through_the_loader_and_are_called_so(forked, tmp_
 def result(name, world_size, ms):
     """A result as the script writes it, with steps of this many ms, a tenth of them for data."""
     options = dict.fromkeys(compare_runs.OPTIONS) | {"image_size": 64, "global_batch": 64}
-    return {
+    tenths = {"data": 1, "compute_sync": 9, "forward": 3, "backward": 4, "exposed_comm": 1}
+    seconds = {}
+    for part, count in (tenths | {"optimizer": 1}).items():
+        seconds[f"{part}_seconds"] = [[count * ms / 10_000] * 4 for _ in range(world_size)]
+    return seconds | {
         "stage": "07_resnet_ddp",
         "device": "cpu",
         "world_size": world_size,
@@ -454,12 +420,6 @@ def result(name, world_size, ms):
         "data": "digits",
         "train_seconds": 4 * ms / 1000,
         "images_per_second": 64_000 / ms,
-        "data_seconds": [[ms / 10_000] * 4 for _ in range(world_size)],
-        "compute_sync_seconds": [[9 * ms / 10_000] * 4 for _ in range(world_size)],
-        "forward_seconds": [[3 * ms / 10_000] * 4 for _ in range(world_size)],
-        "backward_seconds": [[4 * ms / 10_000] * 4 for _ in range(world_size)],
-        "exposed_comm_seconds": [[ms / 10_000] * 4 for _ in range(world_size)],
-        "optimizer_seconds": [[ms / 10_000] * 4 for _ in range(world_size)],
         "evaluations": [{"epoch": 1, "loss": 0.1, "accuracy": 0.95, "images": 297}],
     }
 
@@ -477,15 +437,13 @@ def test_two_results_are_compared_and_drawn(tmp_path, capsys):
     output = capsys.readouterr().out
     row = "DDP × 2      1.6     400.0  10.0%     160.0      1.50     1.50       75.0%    95.00%"
     assert row in output, output
-    left_out = "07_ddp_4.json is left out of the comparison: 07_single.json has another image_size"
+    left_out = "07_ddp_4.json is left out of the comparison: 07_single.json has image_size 64"
     assert left_out in output and "DDP × 4" not in output
     picture = imread(tmp_path / "speedup.png")
     assert picture.shape[1] == 1350 and picture.std() > 0.05
 
 
-@pytest.mark.parametrize(
-    "name, content", [("07_single.json", "{"), ("07_ddp_2.json", "[1]"), ("07_ddp_2.json", "{}")]
-)
+@pytest.mark.parametrize("name, content", [("07_single.json", "{"), ("07_ddp_2.json", "[1]")])
 def test_a_broken_result_is_one_line(content, name, tmp_path, capsys):
     for good in ("07_single.json", "07_ddp_2.json"):
         (tmp_path / good).write_text(json.dumps(result("ddp", 2, 400)))
@@ -508,13 +466,11 @@ def test_a_broken_result_is_one_line(content, name, tmp_path, capsys):
         ["--lr", "inf"],
         ["--no-sync"],
         ["--download"],
-        ["--download", "--data", "synthetic"],
         ["--decode", "400"],
         ["--data", "no/such/folder"],
         ["--checkpoint", "file"],
         ["--global-batch", "64", "--compare-with", "1", "3"],
         ["--global-batch", "1024", "--scaling", "weak", "--compare-with", "2", "1"],
-        ["--no-sync", "--compare-with", "1", "2"],
         ["--checkpoint", "new", "--compare-with", "1", "2"],
         ["--backend", "nccl", "--compare-with", "1", "2"],
         ["--results", "file"],
@@ -535,19 +491,12 @@ def test_bad_input_is_one_line(words, tmp_path, monkeypatch, capsys):
     assert not dist.is_initialized()
 
 
-@pytest.mark.parametrize(
-    "words, said",
-    [
-        (["NPROC=3", "ARGS="], "argument --global-batch: '64' cannot be divided by 3 ranks"),
-        (["NPROC=2", "ARGS=--scaling weak --global-batch 1000"], "argument --global-batch: '1000'"),
-    ],
-)
-def test_make_checks_the_flags_for_all_ranks_first(script, words, said):
+def test_make_checks_the_flags_for_all_ranks_first(script):
     """And then nothing is started, and no result of an earlier run is removed."""
     command = ["make", "-C", SCRIPT.parent.parent, f"PYTHON={sys.executable}", "07_resnet_ddp"]
-    status, output = script([*command, *words], env={"MAKEFLAGS": ""}).wait(60)
+    status, output = script([*command, "NPROC=3", "ARGS="], env={"MAKEFLAGS": ""}).wait(60)
     assert status == 2 and "epoch" not in output and "07_resnet_ddp: torch" not in output, output
-    assert f"resnet_ddp.py: error: {said}" in output
+    assert "error: argument --global-batch: '64' cannot be divided by 3 ranks" in output
 
 
 def test_a_single_device_takes_the_threads_of_a_rank_that_it_is_compared_with(forked, tmp_path):
@@ -574,7 +523,7 @@ def test_a_run_resumes_from_its_own_checkpoint_only(forked, tmp_path):
     assert status == 2 and "it was written with lr 0.02, not 0.5" in output, output
     assert output.count("error") == 1 and "Traceback" not in output
     status, output = forked(None, SCRIPT, *resumed, "--epochs", 1)
-    assert status == 2 and "it is from after epoch 2, and --epochs is 1" in output, output
+    assert status == 2 and "it was written with epochs 2, not 1" in output, output
 
 
 @pytest.mark.cuda

@@ -245,16 +245,17 @@ def prepare(args, device, cell: Cell, expected: tuple) -> dict:
         watch.mark("start")
         outputs = forward_backward(model, inputs)
         watch.mark("end")
-        return outputs, watch.seconds("start", "end")
+        return outputs
 
     def measured_step():
-        return {"forward_backward_seconds": step()[1]}
+        step()
+        return {"forward_backward_seconds": watch.seconds("start", "end")}
 
     expected_outputs, my_gradients, mean_gradients = expected
     expected_gradients = my_gradients if cell.how == "bare" else mean_gradients
-    outputs, first = step()
+    outputs = step()
     found = {
-        "first_call_seconds": first,
+        "first_call_seconds": watch.seconds("start", "end"),
         "output_difference": difference(floats(outputs), expected_outputs),
         "gradient_difference": difference(gradients_of(model), expected_gradients),
     }
@@ -319,9 +320,8 @@ def prepare_all(args, device, plan: list) -> tuple[dict, dict]:
     left_out = {}
     for number, wanted in enumerate(plan, 1):
         name = name_of(wanted)
-        progress(
-            f"{name}, {number} of {len(plan)}: {'compiling' if wanted.backend else 'checking'}"
-        )
+        doing = "compiling" if wanted.backend else "checking"
+        progress(f"{name}, {number} of {len(plan)}: {doing}")
         with empty_cache():  # else the first call would find the kernels of another cell
             problem = problem_of(wanted.backend, device)
             if problem:
@@ -406,36 +406,28 @@ def cells_of(args) -> list[Cell]:
         for wrap, checkpoints in ((False, False), (True, False), (False, True), (True, True)):
             cells.append(Cell("fsdp", None, wrap, checkpoints))
         return [*cells, Cell("ddp", backend), Cell("ddp", backend, split=False)]
-    backends = [args.compile]
-    if not is_one_cell(args):
-        backends = [None, args.compile or "inductor"]
+    bare = Cell("bare")
+    ddp = Cell("ddp", split=not args.no_optimize_ddp)
+    fsdp = Cell("fsdp", None, args.fsdp_wrap, args.fsdp_checkpoint)
     cells = []
-    for backend in backends:
-        cells.append(Cell("bare", backend))
-        cells.append(Cell("ddp", backend, split=not args.no_optimize_ddp))
-        cells.append(Cell("fsdp", backend, args.fsdp_wrap, args.fsdp_checkpoint))
-    cells.sort(key=lambda cell: cell.how)  # bare, ddp, fsdp
-    if is_one_cell(args):
-        cells = [cell for cell in cells if getattr(args, cell.how)]
+    for cell in (bare, ddp, fsdp):
+        if getattr(args, cell.how):
+            return [cell._replace(backend=args.compile)]
+        cells += [cell, cell._replace(backend=args.compile or "inductor")]
     return cells
 
 
-def is_one_cell(args) -> bool:
-    return args.bare or args.ddp or args.fsdp
-
-
-def backend(text: str) -> str:
-    """A type for argparse: a backend that torch.compile knows, or "print"."""
-    if text == "print" or text in torch.compiler.list_backends(exclude_tags=()):
-        return text
-    known = ", ".join(torch.compiler.list_backends())
-    raise argparse.ArgumentTypeError(f"{text!r} is no backend of torch.compile: {known} or print")
-
-
 def add_arguments(parser) -> None:
-    """The flags, apart from those of the models and the process group; old_names are upstream's."""
+    """The flags, apart from those of the process group; old_names are upstream's."""
     from common.setup import output_file, whole_number
 
+    models = parser.add_mutually_exclusive_group()
+    models.add_argument("--model", choices=["toy", "lm"], default="lm")
+    toy = argparse.SUPPRESS
+    models.add_argument("--toy_model", dest="model", action="store_const", const="toy", help=toy)
+    checkout = "one of torchbenchmark, through a checkout of it on PYTHONPATH"
+    torchbench = ["--torchbench-model", "--torchbench_model"]
+    models.add_argument(*torchbench, metavar="NAME", help=checkout)
     one_of = parser.add_mutually_exclusive_group()
     one_of.add_argument("--bare", action="store_true", help="only the bare model on every rank")
     one_of.add_argument("--ddp", action="store_true", help="only DDP")
@@ -443,10 +435,13 @@ def add_arguments(parser) -> None:
     variants = "what --fsdp-wrap, --fsdp-checkpoint and --no-optimize-ddp change, side by side"
     one_of.add_argument("--variants", action="store_true", help=variants)
     add = parser.add_argument
+    batches = "per rank (default: toy 20, lm 4)"
+    add("--batch-size", type=whole_number(1), old_names=["--batch_size"], help=batches)
+    known = [*torch.compiler.list_backends(exclude_tags=()), "print"]
     printing = "print: print the graphs (default: none; of several cells inductor)"
     backends = f"torch.compile's backend: inductor, aot_eager, eager, …; {printing}"
-    add("--compile", type=backend, metavar="NAME", old_names=["--dynamo"], help=backends)
-    older = ["--dynamo-no-optimize-ddp", "--dynamo_no_optimize_ddp"]
+    add("--compile", choices=known, metavar="NAME", old_names=["--dynamo"], help=backends)
+    older = ["--dynamo_no_optimize_ddp"]
     one_graph = "don't split the graph where DDP's buckets end"
     add("--no-optimize-ddp", action="store_true", old_names=older, help=one_graph)
     units = "each block its own unit; otherwise the model is the only one"
@@ -458,15 +453,8 @@ def add_arguments(parser) -> None:
     more = "print the model; dynamo's debug log, graph breaks and recompilations of rank 0"
     add("--verbose", action="store_true", help=more)
     add("--json", type=output_file, metavar="FILE", help="everything measured, raw")
-    add(
-        "--trace",
-        type=output_file,
-        metavar="FILE",
-        nargs="?",
-        const="profile.json",
-        old_names=["--profile", "--trace-file", "--trace_file"],
-        help="Chrome trace of three more steps of rank 0",
-    )
+    trace = "Chrome trace of three more steps of rank 0"
+    add("--trace", type=output_file, metavar="FILE", old_names=["--trace_file"], help=trace)
     add(
         "--graph",
         type=output_file,
@@ -476,34 +464,36 @@ def add_arguments(parser) -> None:
         old_names=["--torchviz"],
         help="the autograd graph for Graphviz, drawn where that is installed; needs torchviz",
     )
-    # Upstream's; the table always has the peak.
-    older = ["--gpu_memory_stats"]
-    add("--gpu-memory-stats", action="store_true", old_names=older, help=argparse.SUPPRESS)
+    # Upstream's: a trace even where no file is named, and the peak, which our table always has.
+    add("--profile", type=output_file, nargs="?", const="profile.json", help=argparse.SUPPRESS)
+    add("--gpu_memory_stats", action="store_true", help=argparse.SUPPRESS)
 
 
 def check(args) -> None:
-    """End the run if flags contradict each other."""
+    """Fill in args.trace; end the run if flags contradict each other, or need what is not here."""
     from common.setup import fail
 
-    of_fsdp = args.fsdp_wrap or args.fsdp_checkpoint
-    if not is_one_cell(args) and (args.trace or args.graph or args.compile == "print"):
-        fail(
-            "argument --trace, --graph, --compile print: for one cell: add --bare, --ddp or --fsdp"
-        )
-    if args.variants and (of_fsdp or args.no_optimize_ddp):
-        flags = "--fsdp-wrap, --fsdp-checkpoint, --no-optimize-ddp"
-        fail(f"argument --variants: has all cases of {flags}; leave these out")
-    if (args.bare or args.ddp) and of_fsdp:
-        fail("argument --fsdp-wrap, --fsdp-checkpoint: they are not for --bare and --ddp")
+    args.trace = args.trace or args.profile
+    one_cell = args.bare or args.ddp or args.fsdp
+    if not one_cell and (args.trace or args.graph or args.compile == "print"):
+        flags = "--trace, --graph, --compile print"
+        fail(f"argument {flags}: for one cell: add --bare, --ddp or --fsdp")
     if args.graph and not importlib.util.find_spec("torchviz"):
         fail("argument --graph: needs torchviz, which is not installed: pip install torchviz")
+    if args.torchbench_model:
+        try:
+            importlib.import_module(f"torchbenchmark.models.{args.torchbench_model}")
+        except ImportError as error:
+            needed = "a checkout of github.com/pytorch/benchmark on PYTHONPATH and its install.py"
+            problem = f"'{args.torchbench_model}' needs {needed} run for this model ({error})"
+            fail(f"argument --torchbench-model: {problem}")
 
 
 def main():
     folder = Path(__file__).resolve().parent
     sys.path[:0] = [str(folder), str(folder.parent), str(folder.parent.parent)]
     try:
-        import compile_models
+        import compile_models  # noqa: F401 (what is missing is said here)
         from resnet_ddp import be_the_only_rank
 
         from common import report, setup, timing
@@ -512,12 +502,10 @@ def main():
         sys.exit(f"error: {error}: copy {needed} into {folder}")
 
     parser = setup.Parser(__doc__)
-    compile_models.add_arguments(parser)
     add_arguments(parser)
     setup.add_process_group_arguments(parser)
     args = parser.parse_args()
     check(args)
-    compile_models.check(args)
     if "RANK" not in os.environ:  # no torchrun
         be_the_only_rank()
     log_compiler(args.verbose)

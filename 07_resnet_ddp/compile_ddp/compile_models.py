@@ -2,13 +2,12 @@
 
     toy                        a deep perceptron: some wide layers, then narrow ones
     lm                         the language model of stages 02 to 05
-    --torchbench-model NAME    one of torchbenchmark
+    --torchbench_model NAME    one of torchbenchmark
 
 Every rank gets the same weights and inputs of its own. compile_ddp.py imports this file when it
 runs; this file needs torch alone, for its models toy and lm.
 """
 
-import argparse
 import importlib
 from itertools import pairwise
 
@@ -103,42 +102,3 @@ def create_inputs(args, device: torch.device, rank: int) -> tuple:
         if args.model == "toy":
             return (torch.randn(args.batch_size or 20, 10),)
         return (torch.randint(10_000, (args.batch_size or 4, 64)),)
-
-
-def add_arguments(parser) -> None:
-    """The flags that say which model and how large a batch; old_names are upstream's."""
-    from common.setup import whole_number
-
-    add = parser.add_argument
-    add("--model", choices=["toy", "lm"], help="(default: lm)")
-    add(
-        "--toy-model",
-        dest="model",
-        action="store_const",
-        const="toy",
-        old_names=["--toy_model"],
-        help=argparse.SUPPRESS,
-    )
-    checkout = "through a checkout of torchbenchmark on PYTHONPATH"
-    older = ["--torchbench_model"]
-    add("--torchbench-model", metavar="NAME", old_names=older, help=checkout)
-    batches = "per rank (default: toy 20, lm 4)"
-    add("--batch-size", type=whole_number(1), old_names=["--batch_size"], help=batches)
-
-
-def check(args) -> None:
-    """Fill in args.model; ends the run if torchbenchmark has no such model here."""
-    from common.setup import fail
-
-    name = args.torchbench_model
-    if name is None:
-        args.model = args.model or "lm"
-        return
-    if args.model:
-        fail("argument --torchbench-model: not with --model or --toy-model, which name another one")
-    try:
-        importlib.import_module(f"torchbenchmark.models.{name}")
-    except ImportError as error:
-        needed = "a checkout of github.com/pytorch/benchmark on PYTHONPATH and its install.py "
-        needed += "run for this model"
-        fail(f"argument --torchbench-model: '{name}' needs {needed} ({error})")

@@ -171,7 +171,8 @@ def check_hosts() -> str:
     from common import report
     from common.setup import fail, say
 
-    here = f"{os.environ['LOCAL_WORLD_SIZE']} ranks; {report.topology()}"
+    topology = report.topology()
+    here = f"{os.environ['LOCAL_WORLD_SIZE']} ranks; {topology}"
     host = f"{socket.gethostname()} (machine {os.environ.get('GROUP_RANK', 0)})"
     of_ranks = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, (host, here))
@@ -179,7 +180,7 @@ def check_hosts() -> str:
         for host, there in sorted(set(of_ranks)):
             say(f"{host}: {there}")
         fail("the machines differ in ranks or topology (see above), and results would mix")
-    return report.topology().strip("\n")
+    return topology.strip("\n")
 
 
 def join_as_upstream(args) -> None:
@@ -188,13 +189,11 @@ def join_as_upstream(args) -> None:
 
     names = ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
     given = [args.rank, args.world_size, args.master_addr, args.master_port]
-    flags = "--rank, --world-size, --master-addr, --master-port"
-    if given == [None] * 4:
+    if "LOCAL_RANK" in os.environ or given == [None] * 4:  # started by torchrun, or by nothing
         return
     if None in given:
+        flags = "--rank (or $RANK), --world-size, --master-addr, --master-port"
         fail(f"argument {flags}: these four belong together")
-    if "RANK" in os.environ:
-        fail(f"argument {flags}: torchrun says these itself; start without one of both")
     if args.rank >= args.world_size:
         fail(f"argument --rank: '{args.rank}' is not below --world-size {args.world_size}")
     for name, value in zip(names, given, strict=True):
@@ -213,48 +212,32 @@ def choose_sizes(args) -> None:
     for name, default in (FULL if args.full else SMALL).items():
         if getattr(args, name) is None:
             setattr(args, name, default)
-    args.model = list(dict.fromkeys(args.model))  # each once
 
 
 def add_arguments(parser) -> None:
     """The flags; old_names are those of PyTorch's benchmark."""
-    from common.setup import output_file, positive_number, whole_number
+    from common.setup import add_process_group_arguments, output_file
+    from common.setup import whole_number as whole
 
     add = parser.add_argument
     models = "a classification model of torchvision, or FILE.py:CLASS of your own; repeatable"
     add("--model", action="append", metavar="NAME", help=f"{models} (default: resnet18)")
-    add("--batch-size", type=whole_number(1), help="images per rank (default: 8)")
-    add("--image-size", type=whole_number(1, 10_000), help="pixels a side (default: 64)")
+    add("--batch-size", type=whole(1), help="images per rank (default: 8)")
+    add("--image-size", type=whole(1, 10_000), help="pixels a side (default: 64)")
     upstreams = f"other defaults, upstream's: {', '.join(FULL['model'])}; 32 images; 224 pixels"
     add("--full", action="store_true", help=upstreams)
-    older = ["--bucket-size"]
-    add(
-        "--bucket-size-mb",
-        type=whole_number(1),
-        default=25,
-        old_names=older,
-        help="of DDP's buckets",
-    )
-    add("--steps", type=whole_number(1), default=10, old_names=["--iterations"], help="measured")
-    add("--warmup", type=whole_number(0), default=5, help="steps before them, not measured")
-    devices = ["auto", "cpu", "cuda"]
-    add("--device", choices=devices, default="auto", help="auto: CUDA if there is one")
-    backends = ["auto", "gloo", "nccl"]
-    older = ["--distributed-backend"]
-    chosen = "of the subsets; auto: nccl if a GPU per rank"
-    add("--backend", choices=backends, default="auto", old_names=older, help=chosen)
-    waiting = "how long a rank waits for the others of its subset"
-    add("--timeout", type=positive_number, default=300.0, metavar="SECONDS", help=waiting)
+    add("--bucket-size-mb", type=whole(1), default=25, old_names=["--bucket-size"], help="of DDP")
+    add("--steps", type=whole(1), default=10, old_names=["--iterations"], help="measured")
+    add("--warmup", type=whole(0), default=5, help="steps before them, not measured")
     layout = "everything measured, as PyTorch's benchmark writes it"
     add("--json", type=output_file, metavar="FILE", help=layout)
-    alone = parser.add_argument_group(
-        "upstream's way to start it, a process at a time, no torchrun"
-    )
-    alone.add_argument("--rank", type=whole_number(0), help="of this process")
-    alone.add_argument("--world-size", type=whole_number(1), help="number of ranks")
-    alone.add_argument("--master-addr", metavar="ADDRESS", help="of the machine of rank 0")
-    port = whole_number(1, 65535)
-    alone.add_argument("--master-port", type=port, metavar="PORT", help="a free one there")
+    add_process_group_arguments(parser, old_names=["--distributed-backend"])
+    # Upstream's way to start it, a process at a time.
+    rank = "this process's; this and the next three: instead of torchrun, which knows them"
+    add("--rank", type=whole(0), default=os.environ.get("RANK"), help=rank)
+    add("--world-size", type=whole(1), help="number of ranks")
+    add("--master-addr", metavar="ADDRESS", help="the machine of rank 0")
+    add("--master-port", type=whole(1, 65535), metavar="PORT", help="a free one there")
 
 
 def main():

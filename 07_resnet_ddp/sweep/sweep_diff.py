@@ -73,12 +73,8 @@ def print_times(baseline: dict, test: dict) -> None:
 
 
 def main():
-    folder = Path(__file__).resolve().parent
-    sys.path[:0] = [str(folder), str(folder.parent), str(folder.parent.parent)]
-    try:
-        from common import setup
-    except ModuleNotFoundError as error:
-        sys.exit(f"error: {error}: copy the repository's folder common/ into {folder}")
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+    from common import setup
 
     parser = setup.Parser(__doc__)
     parser.add_argument("baseline", metavar="BASELINE", help="what sweep.py --json wrote")
