@@ -36,7 +36,13 @@ def run(args, master) -> None:
     names = [f"trainer{i}" for i in range(args.trainers)]
     names += [f"ps{i}" for i in range(args.servers)]
     names.append("master")
-    signals = note_signals()
+    signals = []
+
+    def note(number, frame):  # an exception would leave a process behind that is half started
+        signals.append(number)
+
+    signal.signal(signal.SIGINT, note)
+    signal.signal(signal.SIGTERM, note)
     listener = listen()
     progress(f"starting {len(names)} processes")
     error_files = []
@@ -66,21 +72,6 @@ def run(args, master) -> None:
         sys.exit("interrupted" if signal.SIGINT in signals else 128 + signal.SIGTERM)
     if failure:
         sys.exit(failure)
-
-
-def note_signals() -> list[int]:
-    """From now on Ctrl-C and SIGTERM only put their number into the list that is returned.
-
-    An exception while a process is half started would leave that process behind.
-    """
-    signals = []
-
-    def note(number, frame):
-        signals.append(number)
-
-    signal.signal(signal.SIGINT, note)
-    signal.signal(signal.SIGTERM, note)
-    return signals
 
 
 def listen() -> socket.socket:
@@ -117,12 +108,10 @@ def start(function, arguments: tuple, processes: int, device: str) -> mp.Process
 
 
 def hold_store(listener: socket.socket) -> dist.TCPStore:
-    """The store, where ranks already wait: it has threads, with which one should not fork."""
+    """The store, for which ranks already wait: it has threads, with which one should not fork."""
+    options = {"is_master": True, "wait_for_workers": False}
     port = listener.getsockname()[1]
-    descriptor = listener.detach()
-    return dist.TCPStore(
-        HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor
-    )
+    return dist.TCPStore(HOST, port, master_listen_fd=listener.detach(), **options)
 
 
 # From here on: what runs in the started processes.

@@ -1,6 +1,5 @@
 """Stage 08: layouts, verify (and that it can fail), how a run ends, bad options, the file alone."""
 
-import json
 import os
 import shutil
 import signal
@@ -206,14 +205,6 @@ def test_progress_on_a_terminal(forked):
     assert steps[0] == "starting 3 processes" and steps[1].startswith("verify: one trainer with")
     assert steps[2:4] == ["verify: all trainers with all servers", "training: epoch 1 of 2"]
     assert len(steps) == 5 and shown.endswith("\r\x1b[K")  # nothing stays
-
-
-@pytest.mark.full
-def test_a_closed_pipe_loses_no_file(forked, tmp_path):
-    words = [*SHORT, "--no-verify", "--json", tmp_path / "out.json"]
-    assert forked.check_closed_pipe(None, *words) == ""
-    [trainer] = json.loads((tmp_path / "out.json").read_text())["trainers"]
-    assert len(trainer["lookups"]["parallel"]) == 2
 
 
 # The command line.
