@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import nn
 
 from common.check import checks_of_wrappers as wrappers
-from common.check.checks_of_wrappers import OUTPUT, check_weights, finish, output_of, wrap
+from common.check.checks_of_wrappers import OUTPUT, check_weights, output_of, wrap
 from common.check.facts import communication
 from common.check.findings import Failed, NotTried, need
-from common.check.models import Plain, new
+from common.check.models import Plain, finish, new
 from common.report import held_bytes
 
 
@@ -26,7 +26,7 @@ def computes_what_the_module_computes(mine):
     """a forward gives what the module gives that is not split"""
     means = "the forward computes with other weights: which are gathered, and in which order?"
     found = {OUTPUT: output_of(wrap(mine, new(Plain)))}
-    check_weights(found, new(Plain), "before any step", means)
+    check_weights(found, new(Plain), means)
 
 
 def keeps_a_part_of_the_parameters(mine):

@@ -4,7 +4,6 @@ FSDP has to do most of it, too. Gradients are read from the steps of SGD, becaus
 them whole, and because a wrapper may keep them anywhere.
 """
 
-import itertools
 import time
 from functools import partial
 
@@ -16,30 +15,22 @@ from torch.distributed.tensor import DTensor
 from common.check import models
 from common.check.facts import communication, memory, overlap, without_finish
 from common.check.findings import Failed, check_equal_ranks, check_gradients, is_close, need
-from common.check.models import Plain, gradients_of_ranks, loss_of, new
+from common.check.models import Plain, finish, gradients_of_ranks, loss_of, new
 from common.setup import with_bucket_size
 
-CALLS = itertools.count()  # of a check, the same on all ranks
+LATE = 0.3  # seconds
 LR = 0.1
 sgd = partial(torch.optim.SGD, lr=LR)
 # It reads gradients and parameters front to back, however their elements are ordered.
 fused_sgd = partial(torch.optim.SGD, lr=LR, fused=True)
 adam = partial(torch.optim.Adam, lr=0.01)
 OUTPUT = "the output"
-OTHER_GRADIENTS = "see SGD's check: Adam hides a constant factor almost wholly"
-NOT_BROADCAST = "the constructor does not broadcast the parameters from rank 0"
-NOT_THE_SAME = "the ranks did not step by the same gradients, or from the same weights"
 
 
 def wrap(mine, module: nn.Module) -> nn.Module:
     """The user's wrapper of it; with buckets so small that our models fill several."""
     module.rank = dist.get_rank()
     return with_bucket_size(mine, 0.0005)(module)
-
-
-def finish(model) -> None:
-    if hasattr(model, "finish_gradient_synchronization"):
-        model.finish_gradient_synchronization()
 
 
 def loss_here(model, step: int, part: int = 0) -> torch.Tensor:
@@ -106,7 +97,7 @@ def weights_of(model, twin: nn.Module) -> dict[str, torch.Tensor]:
     return {name: weight.clone() for name, weight in zip(like, weights, strict=True)}
 
 
-def check_weights(found: dict, twin: nn.Module, when: str, means: str) -> None:
+def check_weights(found: dict, twin: nn.Module, means: str) -> None:
     """Failed, unless these are the twin's."""
     twin.rank = dist.get_rank()
     expected = {OUTPUT: output_of(twin)} if OUTPUT in found else dict(twin.named_parameters())
@@ -114,21 +105,24 @@ def check_weights(found: dict, twin: nn.Module, when: str, means: str) -> None:
     if wrong:
         some = f"{len(wrong)} of {len(expected)} weights ({', '.join(wrong[:2])})"
         apart = (found[wrong[0]] - expected[wrong[0]]).norm() / expected[wrong[0]].norm()
-        raise Failed(f"{when} {some} are not those of one process, by {apart:.0e} of it", means)
+        raise Failed(f"{some} are not those of one process, by {apart:.0e} of it", means)
 
 
-def follow_one_process(
-    mine,
-    build=Plain,
+def follow_one_process(mine, build=Plain, **options):
+    """Train the user's model on shares of batches, and a twin in this process on all of them."""
+    follow(wrap(mine, new(build)), new(build), **options)
+
+
+def follow(
+    model,
+    twin: nn.Module,
     backward=backward_once,
     parts=1,
     make_optimizer=sgd,
     set_to_none=True,
-    steps=3,
+    steps=4,
 ):
-    """Train it on shares of batches and a twin in this process on all of them: the same?"""
-    twin = new(build)
-    model = wrap(mine, new(build))
+    """Failed, unless some steps with shares of batches do what the twin does with all of them."""
     optimizer = make_optimizer(model.parameters())
     twin_optimizer = make_optimizer(twin.parameters())
     after = weights_of(model, twin)
@@ -145,14 +139,14 @@ def follow_one_process(
             found = {name: (before[name] - after[name]) / LR for name in gradients}
             check_gradients(found, gradients)
     if by_weights:
-        check_weights(after, twin, f"after {steps} steps", OTHER_GRADIENTS)
+        check_weights(after, twin, "see SGD's check: Adam hides a constant factor almost wholly")
 
 
 def starts_with_the_parameters_of_rank_0(mine):
     """all ranks start with the parameters of rank 0"""
     twin = new(Plain)
     found = weights_of(wrap(mine, new(Plain, seed=dist.get_rank())), twin)
-    check_weights(found, twin, "at the start", NOT_BROADCAST)
+    check_weights(found, twin, "the constructor does not broadcast the parameters from rank 0")
 
 
 def starts_with_the_buffers_of_rank_0(mine):
@@ -175,30 +169,24 @@ def gradients_are_the_mean(mine):
 def waits_for_the_other_ranks(mine):
     """gradients are read only when they have arrived: a rank waits for the others"""
     model = wrap(mine, new(Plain))
-    store = dist.distributed_c10d._get_default_store()
-    ended = f"rank 0 has ended step {next(CALLS)}"
-    if dist.get_rank() == 0:
-        backward_once(model, 0)
-        store.set(ended, "")
-        return
-    # Rank 0 needs our gradients to end its step. So if all is right we look in vain.
-    deadline = time.monotonic() + 0.3
-    while time.monotonic() < deadline:
-        if store.check([ended]):
-            seen = "rank 0 ended its step before this rank had begun its backward"
-            raise Failed(seen, "an asynchronous all-reduce is not waited for: work.wait()")
-        time.sleep(0.01)
+    began = time.monotonic()
+    dist.barrier()
+    if dist.get_rank() == dist.get_world_size() - 1:  # the others need its gradients
+        time.sleep(LATE)
     backward_once(model, 0)
+    if time.monotonic() - began < LATE:
+        seen = "this rank ended its step before the last one had begun its backward"
+        raise Failed(seen, "an asynchronous all-reduce is not waited for: work.wait()")
 
 
 def trains_with_sgd(mine):
     """SGD: after four steps the weights are those of one process with the whole batch"""
-    follow_one_process(mine, steps=4)
+    follow_one_process(mine)
 
 
 def trains_with_adam(mine):
     """Adam: after four steps the weights are those of one process with the whole batch"""
-    follow_one_process(mine, steps=4, make_optimizer=adam)
+    follow_one_process(mine, make_optimizer=adam)
 
 
 def ranks_stay_equal(mine):
@@ -211,7 +199,8 @@ def ranks_stay_equal(mine):
         optimizer.step()
         optimizer.zero_grad()
     tensors = [output_of(model), *weights_of(model, twin).values()]
-    check_equal_ranks(tensors, "outputs and weights", NOT_THE_SAME)
+    means = "the ranks did not step by the same gradients, or from the same weights"
+    check_equal_ranks(tensors, "outputs and weights", means)
 
 
 def reduces_tied_weights_once(mine):

@@ -7,6 +7,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from common.check.findings import Failed, check_equal_ranks, need
+from common.check.models import finish
 from common.report import peak_bytes
 from common.setup import with_bucket_size
 from common.timing import CollectiveCounter
@@ -48,8 +49,7 @@ class Trained:
 
     def step(self) -> None:
         self.model(torch.ones(64, 512)).square().mean().backward()
-        if hasattr(self.model, "finish_gradient_synchronization"):
-            self.model.finish_gradient_synchronization()
+        finish(self.model)
         self.optimizer.step()
         self.optimizer.zero_grad()
 

@@ -2,7 +2,7 @@
 
     make check MINE=common/check/mistakes.py:SumForMean
 
-What is called Right… is right; a wrong one says in its docstring what it does instead.
+Right and RightShards are right; a wrong one says in its docstring what it does instead.
 """
 
 from itertools import combinations
@@ -45,40 +45,6 @@ class Right(nn.Module):
             self.average(parameter)
 
 
-class RightHooks(Right):
-    """One all-reduce per parameter, during backward, in the same order on all ranks."""
-
-    def __init__(self, module):
-        super().__init__(module)
-        self.works = []
-        self.ready = set()
-        self.waiting = self.trained()[::-1]
-        for parameter in self.trained():
-            self.register(parameter)
-
-    def register(self, parameter):
-        parameter.register_post_accumulate_grad_hook(self.is_ready)
-
-    def is_ready(self, parameter):
-        self.ready.add(parameter)
-        while self.waiting and self.waiting[0] in self.ready:
-            self.launch(self.waiting.pop(0))
-
-    def launch(self, parameter):
-        gradient = self.gradient_of(parameter)
-        gradient /= dist.get_world_size()
-        self.works.append(dist.all_reduce(gradient, async_op=True))
-
-    def finish_gradient_synchronization(self):
-        while self.waiting:
-            self.launch(self.waiting.pop(0))
-        for work in self.works:
-            work.wait()
-        self.works.clear()
-        self.ready.clear()
-        self.waiting = self.trained()[::-1]
-
-
 class SumForMean(Right):
     """Does not divide."""
 
@@ -101,31 +67,48 @@ class ForgetsBuffers(Right):
             dist.broadcast(parameter.detach(), src=0)
 
 
-class HookBeforeGradient(RightHooks):
+class HookBeforeGradient(Right):
     """Its hook runs before .grad is there: what is averaged is that of the last step, or zeros."""
 
-    def register(self, parameter):
-        parameter.register_hook(lambda gradient: self.is_ready(parameter))
-
-    def launch(self, parameter):
-        super().launch(parameter)
-        self.works[-1].wait()
-
-
-class DoesNotWait(RightHooks):
-    """Starts all-reduces, and goes on before they have ended."""
+    def __init__(self, module):
+        super().__init__(module)
+        for parameter in self.trained():
+            parameter.register_hook(lambda gradient, owner=parameter: self.average(owner))
 
     def finish_gradient_synchronization(self):
-        self.works.clear()
-        super().finish_gradient_synchronization()
+        pass
 
 
-class OrderOfArrival(RightHooks):
+class DoesNotWait(Right):
+    """Starts all-reduces, and goes on before they have ended."""
+
+    def average(self, parameter):
+        gradient = self.gradient_of(parameter)
+        gradient /= dist.get_world_size()
+        dist.all_reduce(gradient, async_op=True)
+
+
+class OrderOfArrival(Right):
     """Calls all-reduce in the order in which gradients arrive, which ranks may not share."""
 
-    def is_ready(self, parameter):
-        self.waiting = [other for other in self.waiting if other is not parameter]
-        self.launch(parameter)
+    def __init__(self, module):
+        super().__init__(module)
+        self.works = {}
+        for parameter in self.trained():
+            parameter.register_post_accumulate_grad_hook(self.launch)
+
+    def launch(self, parameter):
+        gradient = self.gradient_of(parameter)
+        gradient /= dist.get_world_size()
+        self.works[parameter] = dist.all_reduce(gradient, async_op=True)
+
+    def finish_gradient_synchronization(self):
+        for parameter in self.trained():
+            if parameter not in self.works:
+                self.launch(parameter)
+        for work in self.works.values():
+            work.wait()
+        self.works.clear()
 
 
 class LeavesLastOut(Right):
@@ -153,11 +136,14 @@ class SkipsUnused(Right):
             super().average(parameter)
 
 
-class FailsWhenFrozen(RightHooks):
+class FailsWhenFrozen(Right):
     """Registers a hook on every parameter; torch refuses it on a frozen one."""
 
-    def trained(self):
-        return list(self.module.parameters())
+    def __init__(self, module):
+        super().__init__(module)
+        self.ready = set()
+        for parameter in module.parameters():
+            parameter.register_post_accumulate_grad_hook(self.ready.add)
 
 
 class RoundsToFloat32(Right):

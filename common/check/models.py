@@ -113,6 +113,11 @@ def loss_of(model: nn.Module, step: int, part: int, rank: int) -> torch.Tensor:
     return model(inputs).square().mean()
 
 
+def finish(model: nn.Module) -> None:
+    if hasattr(model, "finish_gradient_synchronization"):
+        model.finish_gradient_synchronization()
+
+
 def gradients_of_ranks(twin: Plain, step: int, parts: int) -> dict[str, torch.Tensor]:
     """{name: [part, rank, *shape]}, computed by this process alone; zeros where there is none.
 

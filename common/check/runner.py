@@ -30,34 +30,34 @@ LONGEST_LIFE = 300  # seconds of a rank, whatever becomes of the process that st
 ENDING = {signal.SIGINT, signal.SIGTERM}
 KEPT_LINES = 3  # of what a rank prints
 OTHER_SIZE = "Received data size doesn't match expected size"  # what gloo says of mixed calls
-WAITS_IN_VAIN = "a rank waits for a collective that another one does not make"
 NOISE = "CPUAllocator.cpp"  # what torch's profiler says of memory from before it
 LIBRARIES = Path(os.__file__).parent, Path(torch.__file__).parent.parent
 COMMON = Path(__file__).resolve().parent.parent
 
 
+def answer(verdict: str, seen: str = "", means: str = "", lines: list[str] = ()) -> dict:
+    """What comes of a check: a verdict, what was seen, what that means, and lines to show."""
+    return {"verdict": verdict, "seen": seen, "means": means, "lines": list(lines)}
+
+
 def judge(check, mine) -> dict:
-    """Call a check on this rank: its verdict, what was seen, what that means, lines to show."""
-    answer = {"verdict": "passed", "seen": "", "means": "", "lines": []}
+    """Call a check on this rank; its answer."""
     try:
         fact = check(mine)
     except NotTried as reason:
-        return answer | {"verdict": "not tried", "seen": str(reason)}
+        return answer("not tried", str(reason))
     except Failed as failure:
-        return answer | {"verdict": "failed", "seen": failure.seen, "means": failure.means}
+        return answer("failed", failure.seen, failure.means)
     except BaseException as error:  # sys.exit(), too
         message = " ".join(f"{type(error).__name__}: {error}".split())
-        frames = traceback.extract_tb(error.__traceback__)[::-1]
-        lines = lines_of_user([(frame.filename, frame.lineno, frame.name) for frame in frames])
-        failed = {"verdict": "failed", "seen": message[:300], "means": f"see {lines[0]}"}
-        return answer | failed | {"lines": lines[1:]}
-    if fact:
-        return answer | {"verdict": "fact", "seen": fact}
-    return answer
+        lines = lines_of_user("".join(traceback.format_tb(error.__traceback__)[::-1]))
+        return answer("failed", message[:300], f"see {lines[0]}", lines[1:])
+    return answer("fact", fact) if fact else answer("passed")
 
 
-def lines_of_user(frames: list[tuple]) -> list[str]:
-    """The user's lines among (file, line, function), the innermost first; one of torch if none."""
+def lines_of_user(stack: str) -> list[str]:
+    """The user's lines in a stack, whose innermost is its first; one of torch if there is none."""
+    frames = re.findall(r'File "(.*)", line (\d+),? in (.*)', stack)
     lines = []
     for file, line, name in [frame for frame in frames if is_of_user(frame[0])] or frames[:1]:
         code = linecache.getline(file, int(line)).strip()
@@ -112,12 +112,14 @@ def run(check, mine: str, world_size: int, backend: str, limit: float) -> dict:
     processes = []
     pipes = []
     with tempfile.TemporaryDirectory() as folder:
+        outputs = [Path(folder, f"output{rank}") for rank in range(world_size)]
+        stacks = [Path(folder, f"stack{rank}") for rank in range(world_size)]
+        for file in outputs + stacks:
+            file.touch()
         try:
             # Python ignores what a signal raises while it forks, and nobody would hear of it.
             signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
             for rank in range(world_size):
-                for file in (f"output{rank}", f"stack{rank}"):
-                    Path(folder, file).touch()
                 ours, theirs = context.Pipe()
                 arguments = (check, mine, rank, world_size, backend, folder, theirs)
                 processes.append(context.Process(target=serve, args=arguments))
@@ -126,17 +128,17 @@ def run(check, mine: str, world_size: int, backend: str, limit: float) -> dict:
                 pipes.append(ours)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
             answers = collect(processes, pipes, SECONDS_TO_START + limit)
-            stuck = set(range(world_size)) - set(answers)
+            stuck = sorted(set(range(world_size)) - set(answers))
             for rank in stuck:
                 os.kill(processes[rank].pid, signal.SIGUSR1)
-            for rank in sorted(stuck):
+            for rank in stuck:
                 processes[rank].join(2)
-                answers[rank] = where_it_stood(Path(folder, f"stack{rank}"))
+                answers[rank] = where_it_stood(stacks[rank].read_text())
         finally:
             end(processes)
         result = verdict_of(answers)
-        for rank in range(world_size):
-            result["lines"] += printed_by(rank, Path(folder, f"output{rank}"))
+        for rank, file in enumerate(outputs):
+            result["lines"] += printed_by(rank, file.read_text(errors="replace"))
     if any(OTHER_SIZE in line for line in result["lines"]):
         result["means"] = MIXED
     return result | {"seconds": time.perf_counter() - began}
@@ -163,20 +165,17 @@ def collect(processes: list, pipes: list, limit: float) -> dict[int, dict]:
 def how_it_ended(process) -> dict:
     """The answer of a rank that is no longer there."""
     process.join()
-    status = process.exitcode
-    how = f"ended with status {status}"
-    if status < 0:
-        how = f"was ended by {signal.Signals(-status).name}"
-    means = "the process ended in the class"
-    return {"verdict": "failed", "seen": f"it {how}", "means": means, "lines": []}
+    how = f"ended with status {process.exitcode}"
+    if process.exitcode < 0:
+        how = f"was ended by {signal.Signals(-process.exitcode).name}"
+    return answer("failed", f"it {how}", "the process ended in the class")
 
 
-def where_it_stood(file: Path) -> dict:
+def where_it_stood(stack: str) -> dict:
     """The answer of a rank that has given none, from what faulthandler has written."""
-    frames = re.findall(r'File "(.*)", line (\d+) in (.*)', file.read_text())
-    place = [*lines_of_user(frames), "its start"][0]
-    means = f"{WAITS_IN_VAIN}: see {place}"
-    return {"verdict": "stuck", "seen": f"hangs at {place}", "means": means, "lines": []}
+    place = [*lines_of_user(stack), "its start"][0]
+    means = f"a rank waits for a collective that another one does not make: see {place}"
+    return answer("stuck", f"hangs at {place}", means)
 
 
 def verdict_of(answers: dict[int, dict]) -> dict:
@@ -190,9 +189,8 @@ def verdict_of(answers: dict[int, dict]) -> dict:
     return answers[told[0]] | {"verdict": "failed", "seen": seen}
 
 
-def printed_by(rank: int, file: Path) -> list[str]:
+def printed_by(rank: int, text: str) -> list[str]:
     """The last lines that a rank has printed, the last one first."""
-    text = file.read_text(errors="replace")
     lines = [line for line in text.splitlines() if line.strip() and NOISE not in line]
     return [f"rank {rank} printed: {line}" for line in lines[: -KEPT_LINES - 1 : -1]]
 

@@ -8,17 +8,22 @@ import copy
 import itertools
 import sys
 import weakref
-from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-import torchvision
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from common.check.checks_of_wrappers import BEYOND, HAS_TO_HOLD, averages_what_one_rank_uses
+from common.check.checks_of_wrappers import (
+    BEYOND,
+    HAS_TO_HOLD,
+    averages_what_one_rank_uses,
+    follow,
+    follow_one_process,
+)
+from common.check.models import finish
 from common.setup import with_bucket_size
 from common.testing.harness import ROOT, failed, judged
 
@@ -36,6 +41,20 @@ OF_HOOKS = [OverlapDDP, BucketedDDP]  # they communicate during backward
 
 def name_of(value) -> str | None:
     return getattr(value, "__name__", None)
+
+
+def small_net():
+    layers = nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)
+    return nn.Sequential(*layers).double()
+
+
+def ones():
+    return torch.ones(2, 6, dtype=torch.float64)
+
+
+def backward_and_finish(model, x):
+    model(x).sum().backward()
+    model.finish_gradient_synchronization()
 
 
 def broadcasts_whatever_the_strides(wrapper):
@@ -56,8 +75,7 @@ def broadcasts_whatever_the_strides(wrapper):
 def refuses_sparse_gradients(wrapper):
     model = wrapper(nn.Embedding(5, 3, sparse=True))
     with pytest.raises(RuntimeError, match="sparse=False"):
-        model(torch.tensor([1, 2])).sum().backward()
-        model.finish_gradient_synchronization()
+        backward_and_finish(model, torch.tensor([1, 2]))
 
 
 def refuses_what_cannot_be_wrapped(wrapper):
@@ -114,17 +132,16 @@ def communicates_nothing_within_no_sync(wrapper):
         model(x).sum().backward()
         model.finish_gradient_synchronization()
         assert net.weight.grad.item() == 2 * (1 + rank)
-    model(x).sum().backward()
-    model.finish_gradient_synchronization()
+    backward_and_finish(model, x)
     assert net.weight.grad.item() == 3 * 1.5
 
 
 def may_be_wrapped_again(wrapper):
     """In the middle of a step, and by two that are used in turn, as cells of a notebook may do."""
-    net = small_net().double()
-    wrapper(net)(torch.ones(2, 6, dtype=torch.float64))
+    net = small_net()
+    wrapper(net)(ones())
     for model in (wrapper(net), wrapper(net)):
-        train_both(model, torch_ddp_of(net))
+        follow(model, copy.deepcopy(net))
 
 
 def trains_adversaries(wrapper):
@@ -142,8 +159,7 @@ def gradients_of_a_generator(wrap):
 
     def update(model, loss):
         loss.backward()
-        if hasattr(model, "finish_gradient_synchronization"):
-            model.finish_gradient_synchronization()
+        finish(model)
         torch.optim.SGD(model.parameters(), lr=0.1).step()
 
     for _ in range(3):
@@ -158,8 +174,7 @@ def is_an_ordinary_module_without_its_wrapper(wrapper):
     """A backward through .module on rank 0 alone, or after the wrapper is gone, sends nothing."""
     net = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 1))
     model = wrapper(net)
-    model(torch.ones(1, 6)).sum().backward()
-    model.finish_gradient_synchronization()
+    backward_and_finish(model, torch.ones(1, 6))
     for _ in range(2):
         if dist.get_rank() == 0:
             net(torch.ones(1, 6)).sum().backward()
@@ -199,14 +214,14 @@ def notices_a_forgotten_finish(wrapper):
 
 def notices_gradients_that_change_on_their_way(wrapper):
     """Clipped between backward() and the finish; the next step is clean."""
-    net = small_net().double()
+    net = small_net()
     model = wrapper(net)
-    model(torch.ones(2, 6, dtype=torch.float64)).sum().backward()
+    model(ones()).sum().backward()
     nn.utils.clip_grad_norm_(net.parameters(), 0.001)
     with pytest.raises(RuntimeError, match="gradients changed on their way"):
         model.finish_gradient_synchronization()
     model.zero_grad()
-    train_both(model, torch_ddp_of(net))
+    follow(model, copy.deepcopy(net))
 
 
 def refuses_a_second_backward(wrapper):
@@ -222,18 +237,18 @@ def refuses_a_second_backward(wrapper):
 
 def drops_a_step_with_zero_grad(wrapper):
     """zero_grad() before the finish and after it, layers unused or not: the next step is clean."""
-    net = small_net().double()
+    net = small_net()
     model = with_bucket_size(wrapper, 0.0001)(net)  # a bucket for each, so that some wait
     used = net.forward
     for forward in (used, lambda x: net[0](x)):
         net.forward = forward
-        model(torch.ones(2, 6, dtype=torch.float64)).sum().backward()
+        model(ones()).sum().backward()
         model.zero_grad()
         model.finish_gradient_synchronization()
         assert all(p.grad is None or not p.grad.any() for p in net.parameters())
         model.zero_grad()
     del net.forward
-    train_both(model, torch_ddp_of(net))
+    follow(model, copy.deepcopy(net))
 
 
 def averages_gradients_of_another_dtype(wrapper):
@@ -244,8 +259,7 @@ def averages_gradients_of_another_dtype(wrapper):
         layer.weight.grad_dtype = torch.float32
     model = wrapper(net)
     net.forward = lambda x: net[0](x) + (net[1](x) if rank == 1 else 0)
-    model(torch.full((1, 4), 2.0 ** (-8 * rank)).bfloat16()).sum().backward()
-    model.finish_gradient_synchronization()
+    backward_and_finish(model, torch.full((1, 4), 2.0 ** (-8 * rank)).bfloat16())
     assert [layer.weight.grad.unique().item() for layer in net] == [0.5 + 2**-9, 2**-9, 0]
     dtypes = [layer.weight.grad.dtype for layer in net]
     assert dtypes == [torch.float32, torch.float32, torch.bfloat16]
@@ -260,8 +274,7 @@ def trains_with_all_frozen_for_a_while(wrapper):
     model(x).sum().backward()
     assert net.weight.grad is None and x.grad is not None
     net.requires_grad_(True)
-    model(x * (1 + dist.get_rank())).sum().backward()
-    model.finish_gradient_synchronization()
+    backward_and_finish(model, x * (1 + dist.get_rank()))
     assert net.weight.grad.tolist() == [[3.0] * 6]  # two rows, on average of 1.5 each
 
 
@@ -300,9 +313,9 @@ def fail(_):
 
 def goes_on_after_an_exception_in_backward(wrapper):
     """A rank gives a step up: finish and zero_grad, and the next one is clean."""
-    net = small_net().double()
+    net = small_net()
     model = wrapper(net)
-    output = net[:2](torch.ones(2, 6, dtype=torch.float64))
+    output = net[:2](ones())
     net.forward = net[2:].forward
     if dist.get_rank() == 1:
         output.register_hook(fail)
@@ -314,15 +327,7 @@ def goes_on_after_an_exception_in_backward(wrapper):
     model.finish_gradient_synchronization()
     model.zero_grad()
     del net.forward
-    train_both(model, torch_ddp_of(net))
-
-
-def torch_ddp_of(module, **options):
-    return DistributedDataParallel(copy.deepcopy(module), **options)
-
-
-def small_net():
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+    follow(model, copy.deepcopy(net))
 
 
 class Checkpointed(nn.Module):
@@ -334,64 +339,31 @@ class Checkpointed(nn.Module):
         return checkpoint(self.net, x, use_reentrant=False)
 
 
-def compiled():
-    return torch.compile(small_net(), backend="aot_eager")
-
-
-def rows():
-    return torch.randn(4, 6, dtype=torch.float64)
-
-
-def train_both(model, ddp, inputs=rows, autocast=False):
-    """Three steps with the wrapper and with torch DDP give the same float64 gradients."""
-    optimizers = [torch.optim.SGD(net.parameters(), lr=0.01) for net in (model, ddp)]
-    for step in range(3):
-        for net in (model, ddp):
-            torch.manual_seed(100 * step + dist.get_rank())  # of the inputs and of dropout
-            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                output = net(inputs())
-            if isinstance(output, tuple):  # an LSTM returns its state, too
-                output = output[0]
-            output.double().square().mean().backward()
-            if net is model:
-                model.finish_gradient_synchronization()
-        for mine, expected in zip(model.parameters(), ddp.parameters(), strict=True):
-            gradient = torch.zeros_like(mine) if expected.grad is None else expected.grad
-            torch.testing.assert_close(mine.grad, gradient, rtol=1e-10, atol=1e-12)
-        for optimizer in optimizers:
-            if not autocast:  # there the last bit of a weight may decide the rounding to bfloat16
-                optimizer.step()
-            optimizer.zero_grad()
-
-
-def equals_torch_ddp(wrapper, build, inputs=rows, find_unused=False, **options):
-    torch.manual_seed(dist.get_rank())
-    net = build().double()
-    model = wrapper(net)
-    ddp = torch_ddp_of(net, find_unused_parameters=find_unused)
-    train_both(model, ddp, inputs, **options)
-
-
 class Alternating(nn.Module):
-    """Uses its two branches in turn."""
+    """A rank uses one of its two branches, as its samples want it."""
 
     def __init__(self):
         super().__init__()
-        self.branches = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
-        self.calls = 0
+        self.branches = nn.ModuleList(nn.Linear(6, 6) for _ in range(2)).double()
 
     def forward(self, x):
-        self.calls += 1
-        return self.branches[self.calls % 2](x)
+        return self.branches[int(x.sum() > 0)](x)
 
 
-images = partial(torch.randn, 2, 3, 64, 64, dtype=torch.float64)
-small_images = partial(torch.randn, 2, 3, 32, 32, dtype=torch.float64)
-REAL_MODELS = {  # how to build it, and its inputs
-    "resnet18": (torchvision.models.resnet18, images),
-    "vit": (partial(torchvision.models.vit_b_16, image_size=32), small_images),
-    "lstm": (partial(nn.LSTM, 6, 8, num_layers=2, batch_first=True), rows),
-}
+def trains_with_activation_checkpoints(wrapper):
+    follow_one_process(wrapper, Checkpointed)
+
+
+def trains_what_is_compiled(wrapper):
+    """Its gradients are there at once."""
+    follow_one_process(wrapper, lambda: torch.compile(small_net(), backend="aot_eager"))
+
+
+def trains_branches_in_turn(wrapper):
+    """What a rank uses in one step it does not use in the next."""
+    follow_one_process(wrapper, Alternating)
+
+
 UNUSUAL_USE = [  # of all four wrappers
     broadcasts_whatever_the_strides,
     refuses_what_cannot_be_wrapped,
@@ -415,15 +387,16 @@ UNUSUAL_USE_OF_HOOKS = [  # of the two that communicate during backward
     refuses_parameters_frozen_or_replaced_later,
     refuses_casts_and_copies,
     goes_on_after_an_exception_in_backward,
+    trains_with_activation_checkpoints,
+    trains_what_is_compiled,
+    trains_branches_in_turn,
 ]
 CASES = [*itertools.product(UNUSUAL_USE, WRAPPERS)]
 CASES += itertools.product(UNUSUAL_USE_OF_HOOKS, OF_HOOKS)
-of_each = pytest.mark.parametrize("wrapper", WRAPPERS, ids=name_of)
-of_hooks = pytest.mark.parametrize("wrapper", OF_HOOKS, ids=name_of)
 
 
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.full), 3])
-@of_each
+@pytest.mark.parametrize("wrapper", WRAPPERS, ids=name_of)
 def test_what_has_to_hold_holds_and_what_is_beyond_too_but_for_buffers(ranks, world_size, wrapper):
     """Every check of `make check`. Buffers drift apart, as differences.md says."""
     verdicts = judged(ranks, wrapper, [*HAS_TO_HOLD, *BEYOND], world_size)
@@ -440,24 +413,3 @@ def test_what_has_to_hold_holds_for_torch_ddp(ranks):
 @pytest.mark.parametrize("promise, wrapper", CASES, ids=name_of)
 def test_unusual_use(ranks, promise, wrapper):
     ranks(2).run(promise, wrapper)
-
-
-@of_hooks
-@pytest.mark.parametrize(
-    "build, options",
-    [
-        (small_net, {"autocast": True}),
-        (Checkpointed, {}),
-        (compiled, {}),
-        (Alternating, {"find_unused": True}),
-    ],
-)
-def test_equals_torch_ddp(ranks, wrapper, build, options):
-    ranks(2).run(partial(equals_torch_ddp, **options), wrapper, build)
-
-
-@pytest.mark.full
-@of_hooks
-@pytest.mark.parametrize("name", REAL_MODELS)
-def test_real_models(ranks, wrapper, name):
-    ranks(2).run(equals_torch_ddp, wrapper, *REAL_MODELS[name], timeout=300)
