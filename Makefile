@@ -22,6 +22,7 @@ else
 override PYTHON := "$(PYTHON)"
 READER := $(PYTHON)
 RUNTIME := check-python
+DEVELOPMENT := check-python
 endif
 
 # One host: a free port, chosen by torchrun. Several hosts: all meet at MASTER_ADDR:MASTER_PORT.
@@ -36,14 +37,15 @@ else
 HOSTS = --standalone
 endif
 TORCHRUN = $(PYTHON) -m common.launch.torchrun $(HOSTS) --nproc-per-node $(NPROC)
+ALONE = $(PYTHON) -m common.launch.alone
 VIA = $(if $(filter shared,$(BACKEND)),01_allreduce/shared_memory/with_shared.py )
 QUOTED = '$(subst ','\'',$(1))'
 FLAGS = $(if $(BACKEND),--backend $(BACKEND) )$(ARGS)
 FLAGS_GIVEN = $(if $(MINE),--mine $(call QUOTED,$(MINE)) )$(FLAGS)
 
 .NOTPARALLEL:
-.PHONY: help setup test test-full test-torch clean-torch hosts lint format all reference clean \
-	check compare timeline read check-python 07_resnet_ddp $(BY_TORCHRUN) $(BY_ITSELF)
+.PHONY: help setup test test-full test-torch hosts lint all reference clean check compare \
+	timeline read check-python 07_resnet_ddp $(BY_TORCHRUN) $(BY_ITSELF)
 help:
 	@sed -n 's/^## \{0,1\}//p' Makefile
 
@@ -69,12 +71,12 @@ LESSON = $@/$(shell echo $(@F) | sed 's/^[0-9]*_//').py
 $(BY_TORCHRUN): $(RUNTIME)
 	@$(TORCHRUN) $(VIA)$(LESSON) $(FLAGS_GIVEN)
 $(BY_ITSELF): $(RUNTIME)
-	@$(PYTHON) $(LESSON) $(if $(filter file,$(origin NPROC)),,--nproc $(NPROC)) $(FLAGS_GIVEN)
+	@$(ALONE) $(LESSON) $(if $(filter file,$(origin NPROC)),,--nproc $(NPROC)) $(FLAGS_GIVEN)
 
 # The single device goes first: it checks the flags of both runs before anything starts.
 RESNET_DDP = $(VIA)07_resnet_ddp/resnet_ddp.py $(FLAGS_GIVEN)
 07_resnet_ddp: $(RUNTIME)
-	@$(PYTHON) $(RESNET_DDP) --compare-with $(or $(NNODES),1) $(NPROC)
+	@$(ALONE) $(RESNET_DDP) --compare-with $(or $(NNODES),1) $(NPROC)
 ifeq ($(filter -h --help,$(ARGS)),)
 	@rm -f results/07_ddp_*.json results/speedup.png
 	@echo; $(TORCHRUN) $(RESNET_DDP)
@@ -92,10 +94,9 @@ timeline: $(RUNTIME)
 ##                                           right? (KIND=wrapper, optimizer or fsdp)
 CHECKED = $(if $(MINE),$(call QUOTED,$(MINE)) )$(if $(KIND),--kind $(KIND) )--nproc $(NPROC)
 check: $(RUNTIME)
-	@$(PYTHON) $(VIA)common/check/check.py $(CHECKED) $(FLAGS)
+	@$(ALONE) $(VIA)common/check/check.py $(CHECKED) $(FLAGS)
 
-##   make read                               02 to 05 side by side in a browser: results/ladder.html;
-##                                           needs Python alone
+##   make read                               02 to 05 side by side in a browser; needs Python alone
 read:
 	@$(READER) -c '$(NEW_ENOUGH)' || exit 2
 	@$(READER) -m common.read.read
@@ -128,41 +129,35 @@ setup: $(RUNTIME)
 
 ##   make test                               the test suite, the fast part
 ##   make test-full                          all of it: real models, every fault, every wrong flag
-##   make test-torch [TORCH="2.9.0 2.15.0"]  make test with these versions of torch, by default with
-##                                           all that the Makefile lists; make clean-torch removes
-##                                           the environments (one each, 5.5 GB, kept)
+##   make test-torch [TORCH="2.9.0 2.15.0"]  make test with each version that the Makefile lists, or
+##                                           with these; an environment of 5.5 GB stays for each
 # In parallel where PYTHON has pytest-xdist; ARGS="-n 0" one by one, as --pdb and -s need it.
-WORKERS = $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$(( cores < 4 ? cores : 4 )))
-HAS_XDIST = $(shell $(PYTHON) -c "import xdist; print(1)" 2> /dev/null)
-test: $(RUNTIME) $(DEVELOPMENT)
-	$(PYTHON) -m pytest $(if $(HAS_XDIST),-n $(WORKERS) --dist worksteal) -m "not full" $(ARGS)
-test-full: $(RUNTIME) $(DEVELOPMENT)
+PARALLEL = $(if $(shell $(PYTHON) -c "import xdist; print(1)" 2> /dev/null),$(WORKERS))
+WORKERS := -n auto --maxprocesses 4 --dist worksteal
+test: $(DEVELOPMENT)
+	$(PYTHON) -m pytest $(PARALLEL) -m "not full" $(ARGS)
+test-full: $(DEVELOPMENT)
 	$(PYTHON) -m pytest $(ARGS)
 TORCH := 2.9.0 2.10.0 2.12.1 2.13.0 2.14.1 2.15.0
 ENVIRONMENTS = "$${XDG_CACHE_HOME:-$$HOME/.cache}"/ddp-rung-by-rung
-# A constraint of ours, in place of one that this machine may have; === allows no other build.
+# === allows no other build; a constraint of this machine does not count.
 test-torch:
 	@failed=; for version in $(TORCH); do \
 	  folder=$(ENVIRONMENTS)/torch-$$version; echo; echo "torch $$version: $$folder"; \
 	  [ -x "$$folder/bin/python" ] || python3 -m venv "$$folder" || exit; \
-	  echo "torch===$$version" > "$$folder/constraint.txt"; \
-	  PIP_CONSTRAINT="$$folder/constraint.txt" "$$folder/bin/python" -m pip install --quiet \
+	  PIP_CONSTRAINT= "$$folder/bin/python" -m pip install --quiet "torch===$$version" \
 	    -r requirements-dev.txt && make test PYTHON="$$folder/bin/python" \
 	    || failed="$$failed $$version"; \
 	done; [ -z "$$failed" ] || { echo "error: failed with torch$$failed"; exit 1; }
-clean-torch:
-	rm -rf $(ENVIRONMENTS)/torch-*
 
-##   make lint                               ruff: rules and format; make format puts it right
-lint: $(RUNTIME) $(DEVELOPMENT)
+##   make lint                               ruff: rules and format
+lint: $(DEVELOPMENT)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
-format: $(RUNTIME) $(DEVELOPMENT)
-	$(PYTHON) -m ruff format .
 
 ##   make reference [ONLY=05_bucketed]       record every reference_output*.txt and picture again
 reference: $(RUNTIME)
-	@$(PYTHON) -m common.recordings.record $(ONLY) $(if $(FORCE),--force)
+	@$(PYTHON) -m common.recordings.record $(ONLY)
 
 ##   make clean                              remove results/ and caches
 clean:

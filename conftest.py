@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-pytest.register_assert_rewrite("common.testing.harness")
+pytest.register_assert_rewrite("common.testing.harness", "common.testing.processes")
 # Nothing here imports torch at once: it takes seconds, and one of pytest's processes runs no test.
 
 # Several tests share the cores: no thread should wait for another one by spinning.
@@ -18,15 +18,13 @@ def pytest_collection_modifyitems(items):
     import torch
 
     for item in items:
-        if {"ranks", "script", "forked"} & set(item.fixturenames):
-            item.add_marker("distributed")
         if item.get_closest_marker("cuda") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
 
 
 def pytest_collection_finish(session):
     if any({"ranks", "forked"} & set(item.fixturenames) for item in session.items):
-        from common.testing.harness import ready_processes
+        from common.testing.processes import ready_processes
 
         ready_processes()  # they import while the first tests run
 
@@ -43,7 +41,7 @@ def same_environment():
 @pytest.fixture(scope="session")
 def ranks():
     """ranks(n).run(function, *arguments): call a module-level function on n ranks of gloo."""
-    from common.testing.harness import Ranks
+    from common.testing.processes import Ranks
 
     started = {}
 
@@ -60,7 +58,7 @@ def ranks():
 @pytest.fixture
 def script():
     """script(command, …) starts a command as a Script and ends it with the test."""
-    from common.testing.harness import Script
+    from common.testing.processes import Script
 
     started = []
 
@@ -87,7 +85,7 @@ def launched(script):
 @pytest.fixture
 def forked(tmp_path_factory):
     """The same in 0.1 s instead of seconds, in processes that have torch: see Forked."""
-    from common.testing.harness import Forked
+    from common.testing.processes import Forked
 
     runs = Forked(tmp_path_factory.mktemp("forked"))
     yield runs

@@ -254,15 +254,16 @@ def add_plot_arguments(parser: Parser, name: str) -> None:
     )
 
 
-def add_process_group_arguments(parser: Parser) -> None:
-    """The flags that `process_group` reads."""
+def add_process_group_arguments(parser: Parser, old_names=()) -> None:
+    """The flags that `process_group` reads; old_names: of --backend."""
     devices = ["auto", "cpu", "cuda"]
     of_torch = ("undefined", "gloo", "nccl", "xccl", "ucc", "mpi", "fake")
     registered = [name for name in dist.Backend.backend_list if name not in of_torch]
     backends = ["auto", "gloo", "nccl", *registered]
     add = parser.add_argument
     add("--device", choices=devices, default="auto", help="auto: CUDA if there is one")
-    add("--backend", choices=backends, default="auto", help="auto: nccl if a GPU per rank")
+    nccl = "auto: nccl if a GPU per rank"
+    add("--backend", choices=backends, default="auto", old_names=old_names, help=nccl)
     add("--timeout", type=positive_number, default=300.0, help="seconds to wait for other ranks")
 
 

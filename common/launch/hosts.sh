@@ -55,8 +55,8 @@ torchrun_on_host() {  # NUMBER SCRIPT FLAGS…: one node of torchrun
   shift
   # The hosts have no names: TORCH_CPP_LOG_LEVEL leaves out c10d's complaint about that.
   # No GPU: both would take the same one, past the network that is to be measured.
-  GLOO_SOCKET_IFNAME=host$number OMP_NUM_THREADS=$half TORCH_CPP_LOG_LEVEL=ERROR \
-    CUDA_VISIBLE_DEVICES='' on_host "$number" taskset -c "${cores[$number]}" \
+  GLOO_SOCKET_IFNAME=host$number TORCH_CPP_LOG_LEVEL=ERROR CUDA_VISIBLE_DEVICES='' \
+    on_host "$number" taskset -c "${cores[$number]}" \
     "$python" -m common.launch.torchrun --nnodes 2 --node-rank "$number" --nproc-per-node 1 \
     --master-addr 10.77.0.1 --master-port 29400 "$@"
 }

@@ -75,13 +75,10 @@ def test_rates_and_times():
     assert [8 * bytes_per_second(text) for text in rates] == list(rates.values())
     times = {"0.2ms": 2e-4, "500us": 5e-4, "0": 0, "5": 5e-6, "1s": 1}
     assert [seconds(text) for text in times] == pytest.approx(list(times.values()))
-
-
-@pytest.mark.parametrize("text", ["0", "-1gbit", "1 gbit", "0.5mbit", "9999gbit", "2s", "0,2ms"])
-def test_neither_a_rate_nor_a_time(text):
-    with pytest.raises(ValueError, match=f"RATE='{text}' is not a rate"):
-        bytes_per_second(text)
-    if text != "0":
+    for text in ("0", "-1gbit", "1 gbit", "0.5mbit", "9999gbit"):
+        with pytest.raises(ValueError, match=f"RATE='{text}' is not a rate"):
+            bytes_per_second(text)
+    for text in ("-1ms", "1 ms", "2s", "0,2ms"):
         with pytest.raises(ValueError, match=f"DELAY='{text}' is not a time"):
             seconds(text)
 
@@ -89,10 +86,6 @@ def test_neither_a_rate_nor_a_time(text):
 def hosts(*words, rate="1gbit", delay="0.2ms") -> list:
     words = [f"RATE={rate}", f"DELAY={delay}", "ARGS=", *words]  # the last of a name counts
     return ["make", "-C", ROOT, "hosts", f"PYTHON={sys.executable}", *words]
-
-
-# A `make` that runs these tests hands its own flags and variables down.
-NO_MAKE = {"MAKEFLAGS": "", "MFLAGS": ""}
 
 
 @pytest.mark.parametrize(
@@ -104,7 +97,7 @@ NO_MAKE = {"MAKEFLAGS": "", "MFLAGS": ""}
     ],
 )
 def test_wrong_input_is_one_line(script, word, message):
-    status, output = script([*hosts("SCRIPT=conftest.py"), word], env=NO_MAKE).wait()
+    status, output = script([*hosts("SCRIPT=conftest.py"), word]).wait()
     name, value = word.split("=")
     said = [line for line in output.splitlines() if "make" not in line and "mkdir" not in line]
     assert status == 2 and len(said) == 1, output
@@ -118,14 +111,13 @@ WITHOUT_RIGHTS = ["setpriv", "--bounding-set", "-all,+setfcap"] if os.getuid() =
 @needs_hosts
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "rate, delay, prefix",
-    [("1gbit", "5ms", []), ("50mbit", "20ms", []), ("400mbit", "2ms", WITHOUT_RIGHTS)],
+    "rate, delay, prefix", [("1gbit", "5ms", []), ("50mbit", "20ms", WITHOUT_RIGHTS)]
 )
 def test_rate_and_delay(script, tmp_path, rate, delay, prefix):
     """Within 15 % of what was asked for. Others can only make it slower: hence the best of many."""
     (tmp_path / "probe.py").write_text(PROBE)
     size = int(bytes_per_second(rate) / 2)
-    environment = NO_MAKE | {"BYTES": str(size), "RESULT": str(tmp_path / "result")}
+    environment = {"BYTES": str(size), "RESULT": str(tmp_path / "result")}
     command = hosts(f"SCRIPT={tmp_path}/probe.py", rate=rate, delay=delay)
     status, output = script([*prefix, *command], env=environment).wait()
     assert status == 0, output
@@ -141,7 +133,7 @@ def test_rate_and_delay(script, tmp_path, rate, delay, prefix):
 def test_the_rungs_know_the_network_and_write_files_of_their_own(script, tmp_path):
     picture, raw = tmp_path / "x.png", tmp_path / "x.json"
     flags = f"--size nano --steps 1 --warmup 0 --plot {picture} --json {raw}"
-    status, output = script(hosts(f"ARGS={flags}", delay="0.3ms"), env=NO_MAKE).wait(300)
+    status, output = script(hosts(f"ARGS={flags}", delay="0.3ms")).wait(300)
     assert status == 0 and picture.exists(), output
     result = json.loads(raw.read_text())
     assert result["network"] == "1gbit, 0.3ms"
@@ -177,7 +169,7 @@ def test_nothing_is_left_behind(script, tmp_path, fault):
     """No process, no device, no mount."""
     (tmp_path / "probe.py").write_text(PROBE)
     before = socket.if_nameindex(), Path("/proc/mounts").read_text()
-    environment = NO_MAKE | {"TMPDIR": str(tmp_path), "BYTES": "0"}
+    environment = {"TMPDIR": str(tmp_path), "BYTES": "0"}
     run = script(hosts(f"SCRIPT={tmp_path}/probe.py"), env=environment)
     wait_for_line(run, "ready")
     FAULTS[fault](run)

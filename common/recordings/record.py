@@ -20,21 +20,14 @@ import subprocess
 import sys
 import time
 from datetime import datetime, timezone
+from itertools import zip_longest
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 from common.recordings import figures
 from common.report import processor_name
 from common.setup import ROOT, Parser, fail, say
-
-
-class Recording(NamedTuple):
-    """The commands whose output is recorded, and the pictures that they leave in results/."""
-
-    commands: list[str]
-    pictures: dict[str, str] = {}  # beside the recording: in results/
 
 
 def make(target: str, flags: str = "", **variables) -> str:
@@ -45,41 +38,43 @@ def make(target: str, flags: str = "", **variables) -> str:
     return " ".join(words)
 
 
-def one_of(runs: int, number: int, name: str, target: str, **variables) -> list[str]:
-    """One of several runs, which leaves a JSON file; the last one's output is recorded."""
-    if number > runs:
-        return []
-    command = make(target, f"--json results/{name}_{number}.json", **variables)
-    return [command if number == runs else f"{command} > /dev/null"]
+def runs(count: int, name: str, target: str, **variables) -> list[str]:
+    """Runs that leave a JSON file each; only the last one's output is recorded."""
+    commands = []
+    for number in range(1, count + 1):
+        command = make(target, f"--json results/{name}_{number}.json", **variables)
+        commands.append(command if number == count else f"{command} > /dev/null")
+    return commands
 
 
-def medians(runs: int, name: str, label: str) -> str:
+def medians(count: int, name: str, label: str) -> str:
     """What medians.py needs to know of these runs."""
-    return "".join(f" '{label}=results/{name}_{number}.json'" for number in range(1, runs + 1))
+    return "".join(f" '{label}=results/{name}_{number}.json'" for number in range(1, count + 1))
 
 
 def three_runs(target: str) -> list[str]:
-    commands = []
-    for number in (1, 2, 3):
-        commands += one_of(3, number, "run", target)
-    return [*commands, MEDIANS + medians(3, "run", "three runs")]
+    return [*runs(3, "run", target), MEDIANS + medians(3, "run", "three runs")]
 
 
 def networks() -> list[str]:
     """make compare on three networks in turn, so that a slow quarter of an hour meets all."""
+    loopback = runs(5, "loopback", "compare")
+    slow = runs(3, "slow", "hosts", **SLOW)
+    memory = runs(3, "memory", "compare", BACKEND="shared")
     commands = []
-    for number in (1, 2, 3, 4, 5):
-        commands += one_of(5, number, "loopback", "compare")
-        commands += one_of(3, number, "slow", "hosts", **SLOW)
-        commands += one_of(3, number, "memory", "compare", BACKEND="shared")
-    table = MEDIANS + medians(5, "loopback", "loopback") + medians(3, "slow", "1 Gbit/s, 1 ms")
-    table += medians(3, "memory", "shared memory")
-    return [*commands, f"{table} --plot results/networks.png"]
+    for turn in zip_longest(loopback, slow, memory):
+        commands += [command for command in turn if command]
+    loopbacks = medians(5, "loopback", "loopback")
+    slow_ones = medians(3, "slow", "1 Gbit/s, 1 ms")
+    memories = medians(3, "memory", "shared memory")
+    commands.append(f"{MEDIANS}{loopbacks}{slow_ones} --plot results/networks.png")
+    return [*commands, f"{MEDIANS}{loopbacks}{memories}"]
 
 
 MEDIANS = "python 05_bucketed/compare/medians.py"
 LADDER = ["02_naive_ddp", "03_flat_ddp", "04_overlap_ddp", "05_bucketed"]
 SLOW = {"RATE": "1gbit", "DELAY": "1ms"}
+SHARED = "01_allreduce/shared_memory"
 COMPARE = "05_bucketed/compare"
 SWEEP = "05_bucketed/bucket_sweep"
 PREDICT = "05_bucketed/predict"
@@ -113,71 +108,67 @@ def loading() -> list[str]:
     return commands
 
 
-RECORDINGS = {
-    f"{COMPARE}/reference_output.txt": Recording(networks(), {"compare.png": "networks.png"}),
-    f"{COMPARE}/reference_output_timeline.txt": Recording(
-        [make("timeline")],
-        {"timeline.png": "timeline.png"}
-        | {f"../../{stage}/timeline.png": f"timeline_{stage}.png" for stage in LADDER},
-    ),
-    "06_sharded_optimizer/reference_output.txt": Recording(three_runs("06_sharded_optimizer")),
-    f"{FSDP}/reference_output.txt": Recording(three_runs(FSDP), {"fsdp.png": "fsdp.png"}),
-    "07_resnet_ddp/reference_output.txt": Recording(
-        3 * [make("07_resnet_ddp")], {"speedup.png": "speedup.png"}
-    ),
-    "08_ddp_rpc/reference_output_8x8.txt": Recording(
-        3 * [make("08_ddp_rpc", "--lookup both --steps 100", NPROC=8)]
-    ),
-    "01_allreduce/reference_output.txt": Recording(
-        [make("01_allreduce")], {"allreduce.png": "01_allreduce.png"}
-    ),
-    "01_allreduce/shared_memory/reference_output.txt": Recording(
-        [make("01_allreduce/shared_memory")], {"shared_memory.png": "shared_memory.png"}
-    ),
-    **{f"{stage}/reference_output.txt": Recording([make(stage)]) for stage in LADDER},
-    f"{SWEEP}/reference_output.txt": Recording(
-        [make(SWEEP)], {"bucket_sweep.png": "bucket_sweep.png"}
-    ),
-    f"{SWEEP}/reference_output_1gbit.txt": Recording(
-        [make("hosts", "--steps 6", SCRIPT=f"{SWEEP}/bucket_sweep.py", **SLOW)],
-        {"bucket_sweep_1gbit.png": "bucket_sweep.png"},
-    ),
-    f"{SWEEP}/reference_output_large.txt": Recording(
-        [make(SWEEP, f"{LARGE} --bucket-sizes-mb 1,10,100,1000")],
-        {"bucket_sweep_large.png": "bucket_sweep.png"},
-    ),
-    f"{PREDICT}/reference_output.txt": Recording([make(PREDICT)]),
-    f"{PREDICT}/reference_output_extrapolate.txt": Recording(
-        [make(PREDICT, "--extrapolate 10,100,400")]
-    ),
-    f"{PREDICT}/reference_output_hosts.txt": Recording(
-        [make("hosts", "--steps 3 --warmup 1", SCRIPT=f"{PREDICT}/predict.py", **SLOW)]
-    ),
-    f"{FSDP}/reference_output_shared.txt": Recording(
-        [make(FSDP, "--no-verify --no-memory", BACKEND="shared")]
-    ),
-    f"{FSDP}/reference_output_accounting.txt": Recording(
-        [make(FSDP, f"--accounting --size {size}") for size in ("xl", "10b")]
-    ),
-    "07_resnet_ddp/reference_output_parts.txt": Recording(
-        parts("64 --steps-per-epoch 12") + parts("224 --steps-per-epoch 4")
-    ),
-    "07_resnet_ddp/reference_output_loading.txt": Recording(loading()),
-    "07_resnet_ddp/sweep/reference_output.txt": Recording([make("07_resnet_ddp/sweep")]),
-    "07_resnet_ddp/sweep/reference_output_full.txt": Recording(
-        [make("07_resnet_ddp/sweep", "--full --batch-size 2 --steps 2 --warmup 1")]
-    ),
-    "07_resnet_ddp/sweep/reference_output_hosts.txt": Recording(
-        [make("hosts", SCRIPT="07_resnet_ddp/sweep/sweep.py")]
-    ),
-    "07_resnet_ddp/compile_ddp/reference_output.txt": Recording(
-        [make("07_resnet_ddp/compile_ddp")]
-    ),
-    "07_resnet_ddp/compile_ddp/reference_output_variants.txt": Recording(
-        [make("07_resnet_ddp/compile_ddp", "--variants --batch-size 8 --steps 3")]
-    ),
-    "08_ddp_rpc/reference_output.txt": Recording([make("08_ddp_rpc")]),
-    "common/docs/reference_output_hang.txt": Recording(["bash common/docs/hang.sh python"]),
+RECORDINGS = {  # the commands whose output is recorded
+    f"{COMPARE}/reference_output.txt": networks(),
+    f"{COMPARE}/reference_output_timeline.txt": [make("timeline")],
+    "06_sharded_optimizer/reference_output.txt": three_runs("06_sharded_optimizer"),
+    f"{FSDP}/reference_output.txt": three_runs(FSDP),
+    "07_resnet_ddp/reference_output.txt": 3 * [make("07_resnet_ddp")],
+    "08_ddp_rpc/reference_output_8x8.txt": 3
+    * [make("08_ddp_rpc", "--lookup both --steps 100", NPROC=8)],
+    "01_allreduce/reference_output.txt": [make("01_allreduce")],
+    f"{SHARED}/reference_output.txt": [make(SHARED)],
+    **{f"{stage}/reference_output.txt": [make(stage)] for stage in LADDER},
+    f"{SWEEP}/reference_output.txt": [make(SWEEP)],
+    f"{SWEEP}/reference_output_1gbit.txt": [
+        make("hosts", "--steps 6", SCRIPT=f"{SWEEP}/bucket_sweep.py", **SLOW)
+    ],
+    f"{SWEEP}/reference_output_large.txt": [
+        make(SWEEP, f"{LARGE} --bucket-sizes-mb 1,10,100,1000")
+    ],
+    f"{PREDICT}/reference_output.txt": [make(PREDICT)],
+    f"{PREDICT}/reference_output_extrapolate.txt": [make(PREDICT, "--extrapolate 10,100,400")],
+    f"{PREDICT}/reference_output_hosts.txt": [
+        make("hosts", "--steps 3 --warmup 1", SCRIPT=f"{PREDICT}/predict.py", **SLOW)
+    ],
+    f"{FSDP}/reference_output_shared.txt": [
+        make(FSDP, "--no-verify --no-memory", BACKEND="shared")
+    ],
+    f"{FSDP}/reference_output_accounting.txt": [
+        make(FSDP, f"--accounting --size {size}") for size in ("xl", "10b")
+    ],
+    "07_resnet_ddp/reference_output_parts.txt": [
+        *parts("64 --steps-per-epoch 12"),
+        *parts("224 --steps-per-epoch 4"),
+    ],
+    "07_resnet_ddp/reference_output_loading.txt": loading(),
+    "07_resnet_ddp/sweep/reference_output.txt": [make("07_resnet_ddp/sweep")],
+    "07_resnet_ddp/sweep/reference_output_full.txt": [
+        make("07_resnet_ddp/sweep", "--full --batch-size 2 --steps 2 --warmup 1")
+    ],
+    "07_resnet_ddp/sweep/reference_output_hosts.txt": [
+        make("hosts", SCRIPT="07_resnet_ddp/sweep/sweep.py")
+    ],
+    "07_resnet_ddp/compile_ddp/reference_output.txt": [make("07_resnet_ddp/compile_ddp")],
+    "07_resnet_ddp/compile_ddp/reference_output_variants.txt": [
+        make("07_resnet_ddp/compile_ddp", "--variants --batch-size 8 --steps 3")
+    ],
+    "08_ddp_rpc/reference_output.txt": [make("08_ddp_rpc")],
+    "common/docs/reference_output_hang.txt": ["bash common/docs/hang.sh python"],
+}
+PICTURES = {  # of a recording: what lies beside it, and what its commands leave in results/
+    f"{COMPARE}/reference_output.txt": {"compare.png": "networks.png"},
+    f"{COMPARE}/reference_output_timeline.txt": {
+        "timeline.png": "timeline.png",
+        **{f"../../{stage}/timeline.png": f"timeline_{stage}.png" for stage in LADDER},
+    },
+    f"{FSDP}/reference_output.txt": {"fsdp.png": "fsdp.png"},
+    "07_resnet_ddp/reference_output.txt": {"speedup.png": "speedup.png"},
+    "01_allreduce/reference_output.txt": {"allreduce.png": "01_allreduce.png"},
+    f"{SHARED}/reference_output.txt": {"shared_memory.png": "shared_memory.png"},
+    f"{SWEEP}/reference_output.txt": {"bucket_sweep.png": "bucket_sweep.png"},
+    f"{SWEEP}/reference_output_1gbit.txt": {"bucket_sweep_1gbit.png": "bucket_sweep.png"},
+    f"{SWEEP}/reference_output_large.txt": {"bucket_sweep_large.png": "bucket_sweep.png"},
 }
 
 
@@ -218,17 +209,18 @@ def printed_by(command: str) -> str:
     return output
 
 
-def record(path: Path, recording: Recording) -> None:
+def record(name: str) -> None:
     """Run the commands; write what they print, but for names of files. Keep their pictures."""
     began = time.monotonic()
     text = ""
-    for command in recording.commands:
+    for command in RECORDINGS[name]:
         text += f"\n$ {command}\n"
         for line in printed_by(command).splitlines():
             if not line.startswith("written: "):
                 text += f"{line}\n"
-    for picture, name in recording.pictures.items():
-        shutil.copy(ROOT / "results" / name, path.parent / picture)
+    path = ROOT / name
+    for picture, result in PICTURES.get(name, {}).items():
+        shutil.copy(ROOT / "results" / result, path.parent / picture)
     path.write_text(head(time.monotonic() - began) + text)
 
 
@@ -245,25 +237,9 @@ def is_recorded(path: Path) -> bool:
     return path.exists() and f"\ncommit     {commit()}\n" in "\n" + path.read_text()
 
 
-def announce(names: list[str]) -> None:
-    """How many will be recorded, and how long they took the last time."""
-    seconds = 0
-    unknown = 0
-    for name in names:
-        text = (ROOT / name).read_text() if (ROOT / name).exists() else ""
-        found = re.search(r"^date .* it took (\d+) s$", text, re.MULTILINE)
-        seconds += int(found[1]) if found else 0
-        unknown += found is None
-    took = f"about {seconds / 60:.0f} minutes, as they took last time"
-    if unknown:
-        took += f", and {unknown} that were not there then"
-    say(f"{len(names)} of {len(RECORDINGS)} recordings, commit {commit()}: {took}")
-
-
 def main() -> int:
     parser = Parser(__doc__)
     parser.add_argument("only", nargs="?", metavar="PATH", help="what their paths begin with")
-    parser.add_argument("--force", action="store_true", help="even if the cores are busy")
     args = parser.parse_args()
     names = [name for name in RECORDINGS if name.startswith(args.only or "")]
     if not names:
@@ -271,16 +247,17 @@ def main() -> int:
     if not args.only:
         names = [name for name in names if not is_recorded(ROOT / name)]
     load = os.getloadavg()[0]
-    if load > 0.5 and not args.force:
-        fail(f"the load is {load:.2f}: something else keeps the cores busy; wait, or FORCE=1")
+    if load > 0.5:
+        say(f"warning: the load is {load:.2f}: what keeps the cores busy will be in the figures")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does
     (ROOT / "results").mkdir(exist_ok=True)
-    announce(names)
+    all_of_them = f"{len(RECORDINGS)} recordings, all within an hour and a half"
+    say(f"{len(names)} of {all_of_them}, commit {commit()}")
     failed = []
     for number, name in enumerate(names, 1):
         say(f"{number} of {len(names)}: {name}")
         try:
-            record(ROOT / name, RECORDINGS[name])
+            record(name)
         except (subprocess.CalledProcessError, OSError) as error:
             failed.append(f"FAILED, the old one stays: {name}: {error}")
         except KeyboardInterrupt:

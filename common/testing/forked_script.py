@@ -1,4 +1,4 @@
-"""What `Forked` of testing.py runs in each of its processes.
+"""What `Forked` of processes.py runs in each of its processes.
 
 A module of its own, because those processes have to find it by its name.
 """

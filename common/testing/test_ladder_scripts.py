@@ -1,20 +1,23 @@
-"""The scripts of stages 02 to 05 from outside: runs, faults, wrong input."""
+"""The scripts of stages 02 to 05 from outside: runs, faults, wrong input.
+
+Below their markers they are the same, so most of it is tried with one of them.
+"""
 
 import importlib
+import os
+import re
+import signal
 
 import pytest
+import torch
 
 from common.testing import harness
 from common.testing.harness import ROOT
 
 STAGES = ["02_naive_ddp", "03_flat_ddp", "04_overlap_ddp", "05_bucketed"]
 SCRIPTS = [ROOT / stage / f"{stage[3:]}.py" for stage in STAGES]
+NAIVE, FLAT, _, BUCKETED = SCRIPTS
 each = pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
-
-
-def main_of(path, monkeypatch):
-    monkeypatch.syspath_prepend(path.parent)
-    return importlib.import_module(path.stem).main
 
 
 @each
@@ -22,27 +25,32 @@ def test_file_alone(path, tmp_path):
     harness.check_script_alone(path, tmp_path)
 
 
-@pytest.mark.full  # the next two are the fast part
 @each
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_run(launched, tmp_path, path, world_size):
-    harness.check_run(launched, path, tmp_path, world_size)
-
-
-@pytest.mark.parametrize("path", SCRIPTS[:-1], ids=lambda path: path.stem)
 def test_run_on_a_small_mnist(forked, tmp_path, path):
     harness.write_mnist(tmp_path / "data", 320, 10)
-    words = [*harness.QUICK, "--device", "cpu", "--data", tmp_path / "data"]
-    status, output = forked(2, path, *words, *harness.files_in(tmp_path), cwd=tmp_path)
-    assert status == 0, output
-    harness.check_output(output, path, tmp_path, 2, "cpu")
+    harness.check_run(forked, path, tmp_path, 2, words=["--data", tmp_path / "data"])
+
+
+@pytest.mark.parametrize(
+    "world_size", [2, *(pytest.param(other, marks=pytest.mark.full) for other in (1, 3))]
+)
+def test_run_under_torchrun(launched, tmp_path, world_size):
+    result = harness.check_run(launched, BUCKETED, tmp_path, world_size)
+    assert result["verify"]["accuracy"] > 0.9
+
+
+@pytest.mark.cuda
+@each
+@pytest.mark.parametrize("world_size", [1, 2])  # with one GPU: nccl, then gloo, which can share it
+def test_on_a_gpu(launched, tmp_path, path, world_size):
+    harness.check_run(launched, path, tmp_path, world_size, "cuda")
 
 
 @pytest.mark.parametrize("name, status", [("Right", 0), ("SumForMean", 1)])
 def test_a_class_of_the_users_own_is_verified_and_has_a_row(forked, tmp_path, name, status):
     mine = f"{ROOT}/common/check/mistakes.py:{name}"
     words = [*harness.QUICK, "--device", "cpu", "--json", tmp_path / "json", "--mine", mine]
-    found, output = forked(2, SCRIPTS[1], *words, cwd=tmp_path)
+    found, output = forked(2, FLAT, *words, cwd=tmp_path)
     assert found == status and f"verify: {name} (mine)\n" in output, output
     if status == 1:
         assert "verify: FAILED, a weight is" in output, output
@@ -53,68 +61,69 @@ def test_a_class_of_the_users_own_is_verified_and_has_a_row(forked, tmp_path, na
     assert result["candidates"][2]["collectives_per_step"] == harness.NANO_CALLS["NaiveDDP"]
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.full)])
-def test_run_without_torchrun(forked, tmp_path, world_size):
-    harness.check_run(forked, SCRIPTS[-1], tmp_path, world_size)
-
-
-@pytest.mark.cuda
-@each
-@pytest.mark.parametrize("world_size", [1, 2])  # with one GPU: nccl, then gloo, which can share it
-def test_on_a_gpu(launched, tmp_path, path, world_size):
-    harness.check_run(launched, path, tmp_path, world_size, "cuda")
+EVERY = [(fault, moment) for fault in harness.FAULTS for moment in ("", "verify: ", "tiny model: ")]
+FAST = ("SIGKILL of a rank", "tiny model: ")
 
 
 @harness.needs_proc
-def test_killed_rank(script, tmp_path):
-    command = harness.torchrun(2, SCRIPTS[-1], "--no-verify", "--no-baseline", *harness.LONG)
-    harness.check_fault(script, command, "tiny model: ", "SIGKILL of a rank", tmp_path)
+@pytest.mark.parametrize(
+    "fault, moment",
+    [FAST, *(pytest.param(*one, marks=pytest.mark.full) for one in EVERY if one != FAST)],
+)
+def test_faults(script, fault, moment, tmp_path):
+    words = ["--no-verify", "--no-baseline"] if moment == "tiny model: " else []
+    command = harness.torchrun(2, BUCKETED, *words, *harness.LONG)
+    harness.check_fault(script, command, moment, fault, tmp_path)
 
 
 @pytest.mark.full
 @harness.needs_proc
-@each
-@pytest.mark.parametrize("fault", harness.FAULTS)
-@pytest.mark.parametrize("moment", harness.LADDER_MOMENTS)
-def test_faults(script, path, moment, fault, tmp_path):
-    harness.check_fault(script, harness.torchrun(2, path, *harness.LONG), moment, fault, tmp_path)
+def test_a_rank_that_stops_answering_is_named(script):
+    words = ["--timeout", "3", "--no-verify", *harness.LONG]
+    run = script(harness.torchrun(2, BUCKETED, *words))
+    victim = harness.rank_1(run)
+    harness.wait_for_line(run, "tiny model: ")
+    os.kill(victim, signal.SIGSTOP)
+    status, output = run.wait(timeout=60)
+    place = "run > benchmark > .*"
+    message = rf"error: rank 0 waited more than --timeout 3 s in {place}; no answer from rank 1\n"
+    assert status != 0 and re.search(message, output), output
 
 
-@pytest.mark.full
-@harness.needs_proc
-@each
-def test_stopped_rank(script, path):
-    harness.check_stopped_rank(script, path, "--no-verify", *harness.LONG)
-
-
-OTHERS = [(SCRIPTS[-1], "--bucket-size-mb", "nan"), (SCRIPTS[0], "--mine", "nowhere.py:X")]
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="is right with a GPU")
 
 
 @pytest.mark.parametrize(
-    "path, option, value", [*((path, "--size", "huge") for path in SCRIPTS), *OTHERS]
+    "path, option, value",
+    [
+        (NAIVE, "--size", "huge"),  # one of many: test_setup.py has what the parser refuses
+        (BUCKETED, "--bucket-size-mb", "nan"),
+        (NAIVE, "--mine", "nowhere.py:X"),
+        pytest.param(NAIVE, "--device", "cuda", marks=without_gpu),
+        pytest.param(NAIVE, "--backend", "nccl", marks=without_gpu),
+    ],
 )
 def test_wrong_input(path, option, value, monkeypatch, capsys):
-    """One of many: test_setup.py has what the parser refuses."""
-    main = main_of(path, monkeypatch)
+    monkeypatch.syspath_prepend(path.parent)
+    main = importlib.import_module(path.stem).main
     harness.check_wrong_input(main, path, option, value, monkeypatch, capsys)
 
 
-def test_save_without_verify(monkeypatch, capsys, tmp_path):
-    main = main_of(SCRIPTS[0], monkeypatch)
-    monkeypatch.setattr("sys.argv", ["naive_ddp.py", "--no-verify", "--save", str(tmp_path / "x")])
-    with pytest.raises(SystemExit) as end:
-        main()
-    said = capsys.readouterr().err
-    assert end.value.code == 2 and "argument --save: not with --no-verify" in said, said
-
-
-@each
-def test_not_started_by_torchrun(path, monkeypatch, capsys):
-    main = main_of(path, monkeypatch)
-    harness.check_not_started_by_torchrun(main, path, monkeypatch, capsys)
-
-
 @pytest.mark.full
-@each
-def test_wrong_input_under_torchrun(script, path):
-    harness.check_wrong_input_under_torchrun(script, path)
+def test_wrong_input_under_torchrun(script):
+    """Said once for all ranks, and not a success; torchrun's own report may follow."""
+    status, output = script(harness.torchrun(3, NAIVE, "--size", "huge")).wait(60)
+    assert status != 0 and output.count("error: argument --size: ") == 1, output
+    assert f'File "{NAIVE}"' not in output, output
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ([], "start this script with torchrun --standalone"),
+        (["--no-verify", "--save", "x"], "argument --save: not with --no-verify"),
+    ],
+)
+def test_a_run_that_cannot_begin_is_one_line(forked, tmp_path, words, said):
+    status, output = forked(None, NAIVE, *words, cwd=tmp_path)
+    assert status == 2 and output.count("\n") == 1 and said in output, output

@@ -1,7 +1,8 @@
-"""The layout: what a lesson's folder has, and which folder may import from which."""
+"""The layout: lessons of one form, short and alike, and which folder may import from which."""
 
 import ast
-import graphlib
+import difflib
+import itertools
 from pathlib import Path
 
 import pytest
@@ -9,36 +10,20 @@ import pytest
 from common.testing.harness import ROOT
 
 LESSONS = sorted({path.parent for path in ROOT.glob("0?_*/**/*.py")})
-# What compares stages may import them all, and nothing may import it, but for the sweep's model.
-COMPARING = {"05_bucketed/compare", "05_bucketed/bucket_sweep", "05_bucketed/predict"}
-
-
-def folder_of(path: Path) -> str:
-    return path.parent.relative_to(ROOT).as_posix()
-
-
-def may_import(folder: str) -> set[str]:
-    """A folder may import from itself, its stage and common's own files."""
-    allowed = {folder, folder.partition("/")[0], "common"}
-    if folder in COMPARING:
-        allowed |= {lesson.name for lesson in LESSONS if lesson.parent == ROOT}
-    if folder == "05_bucketed/bucket_sweep":
-        allowed.add("05_bucketed/predict")
-    return allowed
-
-
-def scripts() -> dict[str, Path]:
-    """Every script by the name under which others import it."""
-    found = {}
-    for path in sorted([*ROOT.glob("0?_*/**/*.py"), *ROOT.glob("common/**/*.py")]):
-        if path.name.startswith(("test_", "__")) or path.parent.name == "testing":
-            continue
-        name = path.stem
-        if folder_of(path).startswith("common"):
-            name = f"{folder_of(path).replace('/', '.')}.{path.stem}"
-        assert name not in found, f"{path} and {found[name]} have the same name"
-        found[name] = path
-    return found
+# What compares stages may import them all.
+COMPARING = [ROOT / "05_bucketed" / name for name in ("compare", "bucket_sweep", "predict")]
+COMMON = {"setup", "timing", "report"}  # what a lesson needs of common
+SHORT = {  # script: lines at most in its lesson
+    "02_naive_ddp/naive_ddp.py": 75,
+    "03_flat_ddp/flat_ddp.py": 90,
+    "04_overlap_ddp/overlap_ddp.py": 118,
+    "05_bucketed/bucketed.py": 165,
+    "06_sharded_optimizer/sharded_optimizer.py": 140,
+    "06_sharded_optimizer/fsdp/fsdp.py": 185,
+}
+LADDER = list(SHORT)[:4]
+CHANGED_LINES = [40, 80, 90]  # at most, from each rung to the next
+MARKER = "\n# " + 98 * "=" + "\n"
 
 
 def imports_of(path: Path) -> set[str]:
@@ -53,17 +38,19 @@ def imports_of(path: Path) -> set[str]:
     return names
 
 
-def test_imports_go_to_the_own_folder_the_stage_and_common_only_and_in_no_circle():
-    paths = scripts()
-    graph = {}
-    wrong = []
-    for name, path in paths.items():
-        graph[name] = imports_of(path) & paths.keys()
-        for imported in graph[name]:
-            if folder_of(paths[imported]) not in may_import(folder_of(path)):
-                wrong.append(f"{path.relative_to(ROOT)} imports {imported}")
-    assert not wrong, "\n".join(sorted(wrong))
-    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
+def test_a_lesson_imports_from_its_stage_and_common_only_and_common_from_no_stage():
+    stages = {}  # by the names of their modules
+    for folder in LESSONS:
+        stages |= {path.stem: folder.relative_to(ROOT).parts[0] for path in folder.glob("*.py")}
+    for folder in LESSONS:
+        for path in set(folder.glob("*.py")) - set(folder.glob("test_*.py")):
+            names = imports_of(path)
+            imported = {stages[name] for name in names & stages.keys()}
+            assert folder in COMPARING or imported <= {stages[path.stem]}, path
+            of_common = {name.split(".")[1] for name in names if name.startswith("common.")}
+            assert of_common <= COMMON, path
+    for name in COMMON:
+        assert not imports_of(ROOT / "common" / f"{name}.py") & stages.keys(), name
 
 
 @pytest.mark.parametrize("folder", LESSONS, ids=lambda path: path.relative_to(ROOT).as_posix())
@@ -74,3 +61,23 @@ def test_a_lesson_has_a_page_a_script_of_its_name_a_recording_and_tests(folder):
     names = {path.name for path in folder.iterdir()}
     needed = {"README.md", f"{script}.py", "reference_output.txt", f"test_{script}.py"}
     assert needed <= names, f"missing: {needed - names}"
+
+
+def halves(script: str) -> tuple[list[str], str]:
+    """The lines of the lesson, and what is below the marker."""
+    lesson, marker, rest = (ROOT / script).read_text().partition(MARKER)
+    assert marker, script
+    return lesson.splitlines(), rest
+
+
+@pytest.mark.parametrize("script", SHORT)
+def test_a_lesson_is_short(script):
+    assert len(halves(script)[0]) <= SHORT[script]
+
+
+def test_neighbours_differ_above_the_marker_only_and_in_few_lines():
+    for (one, other), most in zip(itertools.pairwise(LADDER), CHANGED_LINES, strict=True):
+        (lesson, rest), (next_lesson, next_rest) = halves(one), halves(other)
+        assert rest == next_rest, (one, other)
+        changes = list(difflib.ndiff(lesson, next_lesson))
+        assert sum(line.startswith(("- ", "+ ")) for line in changes) <= most, (one, other)

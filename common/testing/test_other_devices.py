@@ -22,16 +22,13 @@ from common.timing import Stopwatch
 
 META = torch.device("meta")
 pytestmark = pytest.mark.skipif(torch.__version__ < "2.12", reason="no collectives on meta here")
-STAGES = ["02_naive_ddp", "03_flat_ddp", "04_overlap_ddp", "05_bucketed"]
-FOLDERS = [*STAGES, "06_sharded_optimizer", "07_resnet_ddp", "08_ddp_rpc"]
-FOLDERS += ["06_sharded_optimizer/fsdp"]
-
-
-WRAPPERS = dict(zip(STAGES, ["NaiveDDP", "FlatDDP", "OverlapDDP", "BucketedDDP"], strict=True))
-
-
-def module_of(stage: str, name: str | None = None):
-    return importlib.import_module(name or stage[3:])
+WRAPPERS = {
+    "02_naive_ddp": "NaiveDDP",
+    "03_flat_ddp": "FlatDDP",
+    "04_overlap_ddp": "OverlapDDP",
+    "05_bucketed": "BucketedDDP",
+}
+FOLDERS = [*WRAPPERS, "06_sharded_optimizer", "06_sharded_optimizer/fsdp", "07_resnet_ddp"]
 
 
 @pytest.fixture(autouse=True)
@@ -60,16 +57,16 @@ def states(optimizer) -> list[torch.Tensor]:
     return [value for value in every if torch.is_tensor(value) and value.ndim]
 
 
-def language_model(module, size="nano"):
+def language_model(module):
     with META:
-        model = module.LanguageModel(*SIZES[size][:5])
+        model = module.LanguageModel(*SIZES["nano"][:5])
         tokens = torch.zeros(2, 8, dtype=torch.long)
     return model, tokens
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", WRAPPERS)
 def test_wrappers(stage):
-    module = module_of(stage)
+    module = importlib.import_module(stage[3:])
     model, tokens = language_model(module)
     unused = nn.Linear(3, 3, device=META)  # gets zeros
     model.add_module("unused", unused)
@@ -84,7 +81,7 @@ def test_wrappers(stage):
 
 
 def test_sharded_optimizer():
-    module = module_of("06_sharded_optimizer")
+    module = importlib.import_module("sharded_optimizer")
     model, tokens = language_model(module)
     optimizer = module.ShardedOptimizer(model.parameters(), torch.optim.AdamW)
     for _ in range(2):
@@ -97,8 +94,8 @@ def test_sharded_optimizer():
 
 @pytest.mark.parametrize("compute_dtype", [None, torch.bfloat16])
 def test_fsdp(compute_dtype):
-    fsdp = module_of("", "fsdp")
-    model, tokens = language_model(module_of("06_sharded_optimizer"))
+    fsdp = importlib.import_module("fsdp")
+    model, tokens = language_model(importlib.import_module("sharded_optimizer"))
     model = fsdp.FSDP(model, compute_dtype)
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(2):
@@ -114,7 +111,7 @@ def test_fsdp(compute_dtype):
 
 def test_resnet_ddp(monkeypatch):
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # meta has none
-    module = module_of("07_resnet_ddp")
+    module = importlib.import_module("resnet_ddp")
     with META:
         model = torchvision.models.resnet18(num_classes=10)
         batch = torch.zeros(2, 3, 32, 32), torch.zeros(2, dtype=torch.long)
@@ -123,12 +120,3 @@ def test_resnet_ddp(monkeypatch):
     for _ in range(2):
         check(module.train_step(model, *batch, optimizer, scheduler, Stopwatch(META)))
     check([*model.parameters(), *states(optimizer)])
-
-
-def test_dense_net_of_ddp_rpc():
-    module = module_of("08_ddp_rpc")
-    net = module.dense_net().to(META)
-    F.cross_entropy(
-        net(torch.zeros(4, 512, device=META)), torch.zeros(4, 8, device=META)
-    ).backward()
-    check(p.grad for p in net.parameters())

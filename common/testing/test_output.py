@@ -3,20 +3,18 @@
 import os
 import signal
 import socket
+import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
-from torch.torch_version import TorchVersion
 
 from common import setup
 from common.testing import harness
-from common.testing.harness import ROOT, torchrun
+from common.testing.harness import QUICK, ROOT, torchrun
 
 LADDER = ROOT / "02_naive_ddp" / "naive_ddp.py"
-SMALL = ["--size", "nano", "--no-verify", "--steps", "2", "--warmup", "1", "--batch-size", "1"]
-SMALL += ["--context-length", "8", "--no-baseline", "--device", "cpu"]
+SMALL = [*QUICK, "--no-verify", "--no-baseline", "--device", "cpu"]
 
 
 def test_a_terminal_shows_progress_and_a_pipe_does_not(forked):
@@ -40,34 +38,18 @@ def test_an_odd_encoding_loses_nothing(forked, tmp_path):
     path = tmp_path / "greek.py"
     code = "from common import setup; setup.say('α × β'); setup.say('done')"
     path.write_text(f"import sys; sys.path.append({str(ROOT)!r}); {code}")
-    assert forked(None, path, PYTHONIOENCODING="latin-1") == (0, "? × ?\ndone\n")
+    assert forked(None, path, PYTHONIOENCODING="ascii") == (0, "? ? ?\ndone\n")
 
 
-def scripts() -> list[Path]:
-    """Every script that has a command line."""
-    return sorted(
-        path for path in ROOT.glob("0?_*/**/*.py") if "Parser(__doc__)" in path.read_text()
-    )
+LESSONS = sorted(page.parent for page in ROOT.glob("0?_*/**/README.md"))
 
 
-@pytest.mark.parametrize("path", scripts(), ids=lambda path: path.name)
-def test_help(forked, path):
-    """Lines of at most 100 columns, and every default once."""
-    status, output = forked(None, path, "--help", COLUMNS="100")
+@pytest.mark.parametrize("lesson", LESSONS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_help(forked, lesson):
+    name = lesson.name.lstrip("0123456789_")
+    status, output = forked(None, lesson / f"{name}.py", "--help", COLUMNS="100")
     assert status == 0 and output.startswith("usage: "), output
     assert all(len(line) <= 100 for line in output.splitlines()), output
-    assert output.count("(default: (default") == 0 and ")  (default" not in output
-
-
-def test_too_little_memory_is_one_line_with_the_arithmetic(monkeypatch, capsys):
-    monkeypatch.setenv("RANK", "0")
-    with pytest.raises(SystemExit) as end:
-        setup.check_memory(1000, 10**9, "3 replicas × 16.7 million parameters × 20 bytes")
-    said = capsys.readouterr().err
-    assert end.value.code == 2 and said.count("\n") == 1, said
-    arithmetic = "1000 ranks × (3 replicas × 16.7 million parameters × 20 bytes + 0.4 GB for torch)"
-    assert f"error: {arithmetic} need 1400.0 GB of memory, and this host has " in said
-    setup.check_memory(1)
 
 
 def ours(script, ranks: int, *words, **environment):
@@ -84,15 +66,6 @@ def test_too_many_ranks_are_refused_before_one_starts(script):
     assert status == 2 and said.count("\n") == 1, said
     assert "error: 9999 ranks × (0 B for a model + 0.4 GB for torch) need 3999.6 GB of" in said
     assert time.monotonic() - began < 30  # the import of torch, mostly
-
-
-def test_the_greeting_of_gloo_is_kept_off_the_screen(monkeypatch, capfd):
-    for version, shown in (("2.9.0+cpu", "after\n"), ("2.13.0+cpu", "greeting\nafter\n")):
-        monkeypatch.setattr(torch, "__version__", TorchVersion(version))
-        with setup.without_gloo_greeting():
-            os.write(1, b"greeting\n")
-        os.write(1, b"after\n")
-        assert capfd.readouterr().out == shown
 
 
 # What `fail` does, without the seconds that importing torch takes.
@@ -151,3 +124,14 @@ def test_ctrl_c_is_said_once_and_no_log_stays(script, tmp_path, moment):
     os.killpg(run.process.pid, signal.SIGINT)  # what a terminal does
     assert run.wait(45) == (128 + signal.SIGINT, "interrupted\n")
     assert not list(folder.glob("torchelastic_*"))
+
+
+def test_ctrl_c_while_a_script_imports_is_short(script, tmp_path):
+    """Of one that torchrun does not start."""
+    path = tmp_path / "imports.py"
+    path.write_text("print('imports', flush=True)\nwhile True: pass")
+    command = [sys.executable, "-m", "common.launch.alone", path]
+    run = script(command, cwd=ROOT)
+    harness.wait_for_line(run, "imports")
+    os.killpg(run.process.pid, signal.SIGINT)
+    assert run.wait(10) == (1, "interrupted\n")

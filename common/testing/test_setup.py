@@ -1,6 +1,5 @@
 """common/setup.py and common/report.py: command line, data, process group, files."""
 
-import argparse
 import contextlib
 import io
 import json
@@ -11,7 +10,6 @@ import sys
 from datetime import datetime, timezone
 
 import pytest
-import torch
 
 from common import report, setup
 from common.testing.harness import QUICK, ROOT, write_mnist
@@ -67,35 +65,6 @@ def test_plot_has_a_default_and_can_be_left_out(monkeypatch, tmp_path):
     assert parse(monkeypatch, "--no-plot").plot is None
     monkeypatch.setattr(setup, "ROOT", tmp_path / "is" / "not" / "there")
     assert parse(monkeypatch).plot is None
-
-
-def test_a_folder_that_may_not_be_written_is_refused(tmp_path, monkeypatch):
-    assert setup.output_file(str(tmp_path / "x.json")) == tmp_path / "x.json"
-    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)  # as root may write all
-    with pytest.raises(argparse.ArgumentTypeError, match="is not a file that can be written"):
-        setup.output_file(str(tmp_path / "x.json"))
-
-
-def refusal(args, ranks: int, monkeypatch, capsys) -> str:
-    """What rank 0 of this host's ranks says when it does not even try to join."""
-    for name, number in (("RANK", 0), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", ranks)):
-        monkeypatch.setenv(name, str(number))
-    with pytest.raises(SystemExit) as end, setup.process_group(args):
-        pytest.fail("joined")
-    said = capsys.readouterr().err
-    assert end.value.code == 2 and said.count("\n") == 1
-    return said
-
-
-def test_too_few_gpus(monkeypatch, capsys):
-    nccl = parse(monkeypatch, "--backend", "nccl")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    said = refusal(parse(monkeypatch, "--device", "cuda"), 1, monkeypatch, capsys)
-    assert said.startswith("script.py: error: argument --device: 'cuda' needs a GPU"), said
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    said = refusal(nccl, 3, monkeypatch, capsys)
-    assert said.startswith("script.py: error: argument --backend: 'nccl' needs --device cuda"), said
-    assert "; this host has 2 GPUs for 3 ranks" in said
 
 
 def test_a_rank_whose_torchrun_is_gone_ends_too(forked):
@@ -172,10 +141,12 @@ def test_verify_logs_every_nth_step(forked, tmp_path):
     """Six steps in each of two epochs; what is printed changes nothing of what is computed."""
     write_mnist(tmp_path, 701, 3)
     words = ["--data", tmp_path, *QUICK, "--device", "cpu", "--no-baseline"]
-    status, output = forked(2, ROOT / "02_naive_ddp" / "naive_ddp.py", *words, "--log-every", 2)
-    assert status == 0, output
-    lines = [line for line in output.splitlines() if line.startswith("verify: ")]
-    assert lines[0] == "verify: rank r takes images r, r + 2, … of every 128; 700 of 701 are used"
+    outputs = []
+    for more in (["--log-every", 2], []):
+        status, output = forked(2, ROOT / "02_naive_ddp" / "naive_ddp.py", *words, *more)
+        assert status == 0, output
+        outputs.append([line for line in output.splitlines() if line.startswith("verify: ")])
+    lines, silent = outputs
     logged = [line for line in lines if " step " in line]
     number = r"(\d+\.\d+)"
     times = rf"step {number} ms, exposed {number} ms, optimizer {number} ms"
@@ -183,11 +154,7 @@ def test_verify_logs_every_nth_step(forked, tmp_path):
     rows = [re.fullmatch(form, line).groups() for line in logged]
     assert [row[:2] for row in rows] == [(epoch, step) for epoch in "12" for step in "246"]
     assert 2 < float(rows[0][2]) < 5, "of ten classes, before anything is learned"
-    assert all(0 < float(exposed) < float(step) for *_, step, exposed, _ in rows)
-    _, silent = forked(2, ROOT / "02_naive_ddp" / "naive_ddp.py", *words)
-    assert [line for line in lines if line not in logged] == [
-        line for line in silent.splitlines() if line.startswith("verify: ")
-    ]
+    assert [line for line in lines if line not in logged] == silent
 
 
 def result(**values) -> dict:
@@ -229,15 +196,3 @@ def test_percentiles_are_of_all_ranks():
     assert report.percentiles(of_ranks) == pytest.approx([0.003, 0.00375, 0.0045, 0.00475])
     assert report.milliseconds(of_ranks)[0] == "3.0"
     assert report.ratio(of_ranks, [[0.006]]) == "0.500" and report.ratio(of_ranks, None) == "-"
-
-
-def test_topology(tmp_path, monkeypatch):
-    said = report.topology()
-    assert f"{os.cpu_count()} cores, " in said or "GPU" in said
-    nvidia_smi = tmp_path / "nvidia-smi"
-    nvidia_smi.write_text("#!/bin/sh\necho GPU0 beside GPU1 $*\n")
-    nvidia_smi.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    assert report.topology() == "\nGPU0 beside GPU1 topo -m"
-    nvidia_smi.write_text("#!/bin/sh\nexit 9\n")  # no driver
-    assert "NUMA " in report.topology()
