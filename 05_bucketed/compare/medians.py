@@ -195,7 +195,9 @@ def draw_panel(axis, runs: list[Run]) -> None:
         computes.append(median(steps) - waits[-1])
         axis.vlines(place, min(steps), max(steps), color="black")
         text = f"{median(steps):.2f}"
-        axis.text(place, max(steps) + 0.03, text, ha="center", va="bottom", fontsize=size)
+        look = {"ha": "center", "va": "bottom", "fontsize": size}
+        behind = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # no line crosses it
+        axis.text(place, max(steps) + 0.05, text, bbox=behind, **look)
     labels = [STAGES.get(name, name).replace(" ", "\n") for name in names]
     places = range(len(names))
     axis.bar(places, computes, color="#56B4E9", label="compute, optimizer")

@@ -168,7 +168,6 @@ PICTURES = {  # of a recording: what lies beside it, and what its commands leave
     f"{SHARED}/reference_output.txt": {"shared_memory.png": "shared_memory.png"},
     f"{SWEEP}/reference_output.txt": {"bucket_sweep.png": "bucket_sweep.png"},
     f"{SWEEP}/reference_output_1gbit.txt": {"bucket_sweep_1gbit.png": "bucket_sweep.png"},
-    f"{SWEEP}/reference_output_large.txt": {"bucket_sweep_large.png": "bucket_sweep.png"},
 }
 
 

@@ -104,14 +104,8 @@ def test_a_path_that_no_recording_has_ends_in_one_line():
     assert status == 2 and "error: argument ONLY: no recording's path begins with 09_no" in output
 
 
-# Not recorded any more: they go with the pages that quote them.
-OLD = ["05_bucketed/compare/reference_output_hosts.txt", "05_bucketed/compare/hosts.png"]
-OLD += ["01_allreduce/shared_memory/reference_output_backend.txt"]
-OLD += ["01_allreduce/shared_memory/backend.png"]
-
-
 def test_every_recording_and_every_picture_has_a_command():
-    written = {ROOT / name for name in [*RECORDINGS, *OLD]}
+    written = {ROOT / name for name in RECORDINGS}
     for name, pictures in PICTURES.items():
         for picture in pictures:
             written.add((ROOT / name).parent.joinpath(picture).resolve())
