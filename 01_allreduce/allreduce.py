@@ -367,7 +367,7 @@ def run(args, stage: str, ranks_show: Callable, ranks_measure: Callable) -> None
         result["fits"] = fit_all(rows)
     report.write_json(args.json, result)
     if rows and args.plot:
-        draw(args.plot, rows, result["fits"], result["copy_bytes_per_second"])
+        draw(args.plot, rows, result["copy_bytes_per_second"])
     sys.exit(status)
 
 

@@ -74,11 +74,10 @@ def fit_all(rows: list[dict]) -> list[dict]:
 
 
 COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00"]  # of the world sizes
-LOOKS = {"plain ring": (":", "v"), "ring": ("--", "s"), "shared": ("-.", "^")}  # line and mark
 
 
-def draw(path: Path, rows: list[dict], fits: list[dict], copy: float) -> None:
-    """Draw busbw over size and, beside it, time over size with the fitted model.
+def draw(path: Path, rows: list[dict], copy: float) -> None:
+    """Draw busbw over size: gloo's or nccl's lines, and those of the fastest that is ours.
 
     copy: bytes per second of a memory copy, a line to compare with.
     """
@@ -87,37 +86,31 @@ def draw(path: Path, rows: list[dict], fits: list[dict], copy: float) -> None:
 
     from common.setup import say
 
-    figure = Figure(figsize=(10, 5), layout="constrained")
-    bandwidth, time = figure.subplots(1, 2)
+    lines = lines_of(rows)
+    ours = "shared" if any(name == "shared" for name, _ in lines) else "ring"
     world_sizes = sorted({row["world_size"] for row in rows})
-    fit_of = {(found["algorithm"], found["world_size"]): found for found in fits}
-    for (name, world_size), line in lines_of(rows).items():
-        linestyle, marker = LOOKS.get(name, ("-", "o"))
+    figure = Figure(figsize=(8, 5.5), layout="constrained")
+    axes = figure.subplots()
+    for (name, world_size), line in lines.items():
+        if name not in ("gloo", "nccl", ours):
+            continue
+        linestyle, marker = ("--", "s") if name == ours else ("-", "o")
         color = COLORS[world_sizes.index(world_size) % len(COLORS)]
         share = 2 * (world_size - 1) / world_size  # of its bytes, that leave a rank
         sizes = numpy.array([row["size_bytes"] for row in line])
         p50 = numpy.array([row["p50"] for row in line])
         label = f"{name}, {world_size} ranks"
         style = {"color": color, "marker": marker, "linestyle": linestyle, "label": label}
-        bandwidth.plot(sizes / 2**20, share * sizes / p50 / 1e9, **style)
-        time.plot(sizes / 2**20, 1000 * p50, color=color, marker=marker, linestyle="none")
-        if found := fit_of.get((name, world_size)):
-            x = numpy.geomspace(min(sizes), max(sizes))
-            model = found["alpha"] + share * x / found["beta"]
-            time.plot(x / 2**20, 1000 * model, color=color, linestyle=linestyle, linewidth=1)
-    bandwidth.axhline(copy / 1e9, color="black", linestyle=":", label="memory copy, one process")
-    bandwidth.set(title="Bus bandwidth", ylabel="busbw, GB/s")
-    time.set(title="Time: measured (marks) and fitted model (lines)")
-    time.set(ylabel="time of the slowest rank, ms")
+        axes.plot(sizes / 2**20, share * sizes / p50 / 1e9, **style)
+    axes.axhline(copy / 1e9, color="black", linestyle=":", label="memory copy, one process")
+    axes.set_title("All-reduce of float32 tensors on one machine")
+    axes.set(xscale="log", yscale="log", xlabel="tensor size, MB", ylabel="busbw (p50), GB/s")
+    axes.grid(alpha=0.3)
     ticks = sorted({row["size_bytes"] / 2**20 for row in rows})
-    for axes in (bandwidth, time):
-        axes.set(xscale="log", yscale="log", xlabel="tensor size, MB")
-        axes.grid(alpha=0.3)
-        axes.set_xticks(ticks, [f"{size:g}" for size in ticks])
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.yaxis.set_major_formatter("{x:g}")
-        axes.minorticks_off()
-    figure.legend(*bandwidth.get_legend_handles_labels(), loc="outside lower center", ncols=4)
-    figure.suptitle("All-reduce of float32 tensors on one machine, p50")
-    figure.savefig(path, dpi=150, format="png")
+    axes.set_xticks(ticks, [f"{size:g}" for size in ticks])
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.minorticks_off()
+    figure.legend(loc="outside lower center", ncols=3)
+    figure.savefig(path, dpi=120, format="png")
     say(f"written: {path}")

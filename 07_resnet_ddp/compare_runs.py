@@ -92,50 +92,34 @@ def print_comparison(runs: list[dict]) -> None:
 
 
 def draw_speedup(runs: list[dict], path: Path) -> None:
-    """Total time, batch time, throughput and speed-up: a bar for each run."""
+    """A bar for each run: the mean time of a batch, by its parts, and what would be ideal."""
     from matplotlib.figure import Figure
 
     settings = runs[0]["settings"]
     caption = "ResNet-18, {data}, {image_size} px, --global-batch {global_batch}, {device}, "
     caption += "threads per rank: {threads_per_rank}, {scaling} scaling"
-    figure = Figure(figsize=(9, 6), dpi=150, layout="constrained")
-    figure.suptitle(f"One device against N\n{caption.format(**settings)}", fontsize=11)
-    names = [run["name"] for run in runs]
-    colours = ["#0072B2"] + ["#E69F00"] * (len(runs) - 1)
-    panels = [
-        ("train_seconds", "Total training time", "seconds", "%.1f"),
-        ("batch", "Mean time of a batch", "ms", "%.0f"),
-        ("images_per_second", "Throughput", "images/s over all ranks", "%.1f"),
-        ("speedup", "Speed-up in throughput", "× single", "%.2f"),
-    ]
-    grid = list(figure.subplots(2, 2).flat)
-    for axes, (key, title, unit, form) in zip(grid, panels, strict=True):
-        heights = [run[key] for run in runs]
-        bars = axes.bar(names, heights, width=0.6, color=colours)
-        axes.bar_label(bars, fmt=form, padding=2)
-        axes.set(title=title, ylabel=unit, ylim=(0, 1.2 * max(heights)))
-    draw_parts(runs, grid[1])
-
-    # The last panel shows what would be ideal as well.
-    speedup = grid[-1]
-    ideal = [run["world_size"] for run in runs]
-    left = [i - 0.4 for i in range(len(runs))]
-    right = [i + 0.4 for i in range(len(runs))]
-    speedup.hlines(ideal, left, right, "black", "dashed", label="ideal: number of processes")
-    speedup.set_ylim(0, 1.3 * max(ideal))
-    speedup.legend(loc="upper left")
-    figure.savefig(path)
-
-
-def draw_parts(runs: list[dict], axes) -> None:
-    """The parts of a batch over the bars of the whole."""
+    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
+    axes = figure.subplots()
     names = [run["name"] for run in runs]
     below = numpy.zeros(len(runs))
     for part, (name, colour) in PARTS.items():
         heights = [run["parts"][part] for run in runs]
         axes.bar(names, heights, width=0.6, bottom=below, color=colour, label=name)
         below += heights
-    axes.legend(fontsize=8, reverse=True, loc="upper left", bbox_to_anchor=(1, 1))
+    for place, run in enumerate(runs):
+        text = f"{run['batch']:.0f} ms, speed-up {run['speedup']:.2f}"
+        axes.text(place, run["batch"], text, ha="center", va="bottom")
+    ideal = [runs[0]["batch"] / run["world_size"] for run in runs]
+    if settings["scaling"] == "weak":
+        ideal = [runs[0]["batch"]] * len(runs)
+    left = [i - 0.4 for i in range(len(runs))]
+    right = [i + 0.4 for i in range(len(runs))]
+    axes.hlines(ideal, left, right, "black", "dashed", label="ideal")
+    axes.set(title=caption.format(**settings), ylabel="mean time of a batch, ms")
+    axes.title.set_fontsize(9)
+    axes.set_ylim(0, 1.15 * max(below))
+    axes.legend(reverse=True, loc="upper left", bbox_to_anchor=(1, 1))
+    figure.savefig(path)
 
 
 def compare(folder: Path) -> None:

@@ -236,7 +236,7 @@ def begin(args) -> dict:
     result |= {"device": args.device, "device_name": name, "world_size": last + 1}  # with master
     result |= {"threads_per_rank": torch.get_num_threads(), "options": dict(vars(args))}
     line = "{stage}: torch {torch}, {backend} on {device}, {world_size} ranks, "
-    say((line + "{threads_per_rank} threads per rank").format(**result))
+    say((line + "threads per rank: {threads_per_rank}").format(**result))
     say(f"CUDA {torch.version.cuda or 'none'}, {torch.cuda.device_count()} GPUs; {topology()}")
     parameters = sum(parameter.numel() for parameter in dense_net().parameters())
     dense = f"{parameters} dense parameters on {args.device}, DDP over {args.backend}"

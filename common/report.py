@@ -124,7 +124,7 @@ def begin(stage: str, args, device: torch.device) -> dict:
     result |= {"device": device.type, "device_name": name, "world_size": dist.get_world_size()}
     result |= {"threads_per_rank": torch.get_num_threads(), "options": dict(vars(args))}
     line = "{stage}: torch {torch}, {backend} on {device}, {world_size} ranks, "
-    say((line + "{threads_per_rank} threads per rank").format(**result))
+    say((line + "threads per rank: {threads_per_rank}").format(**result))
     return result | {"started": datetime.now(timezone.utc)}
 
 

@@ -1,4 +1,4 @@
-"""01: a backend of one's own for torch.distributed, `shared`: through memory, and not sockets.
+"""01: a backend of our own for torch.distributed, `shared`: through memory, and not sockets.
 
 A backend is the object that torch.distributed hands every collective to. gloo, nccl and MPI have
 theirs in C++; this one is a page of Python around the three collectives of shared_memory.py. What

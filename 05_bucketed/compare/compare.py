@@ -54,7 +54,7 @@ def read_arguments():
 
 
 def over_gloo() -> dict:
-    """What a backend of one's own is to be compared with."""
+    """What shared memory is to be compared with."""
     with setup.without_gloo_greeting():
         gloo = dist.new_group(backend="gloo")
     return {

@@ -22,12 +22,11 @@ from torch.utils._pytree import tree_leaves
 from common import report
 from common.setup import SIZES, fail, progress, say
 
-GPUS = (24, 40, 80)  # GB
 LEGEND = """\
 MB: 2^20 bytes; counted in a training step on the device meta, without activations;
 whole: the most at any time of what is gathered and of whole gradients;
 theory: 4, 4 and 8 bytes per parameter, each divided by the ranks that share it, and with
-FSDP what is whole in one moment of backward; fits into: a GPU of 24, 40 or 80 GB.
+FSDP what is whole in one moment of backward.
 """
 
 
@@ -132,14 +131,13 @@ def show(args, wrap) -> None:
         for name, how in candidates.items():
             parts = account(args.size, world_size, *how)
             total = sum(parts)
-            fits = [f"{gpu} GB" for gpu in GPUS if total < gpu * 2**30]
             megabytes = [f"{part / 2**20:,.0f}" for part in [*parts, total, expected[name]]]
-            row = [f"{world_size} ranks, {name}", *megabytes, f"{total / expected[name]:.3f}"]
-            rows.append([*row, (fits or ["none"])[0]])
+            of_theory = f"{total / expected[name]:.3f}"
+            rows.append([f"{world_size} ranks, {name}", *megabytes, of_theory])
     progress()
     with torch.device("meta"):
         parameters = sum(p.numel() for p in LanguageModel(*SIZES[args.size][:5]).parameters())
     say(f"{args.size} model: {parameters / 1e6:,.1f} million parameters, float32, AdamW; rank 0")
     header = ["MB", "parameters", "gradients", "optimizer state", "whole", "all"]
-    report.print_table([*header, "theory", "/theory", "fits into"], rows)
+    report.print_table([*header, "theory", "/theory"], rows)
     say(LEGEND)
