@@ -215,7 +215,7 @@ def on_network(model, gbit: float, operations_per_second: float) -> dict:
     header = ["no sync ÷ step", *(f"{ranks} ranks" for ranks in RANKS)]
     report.print_table([*header, f"≥ {100 * KEPT:.0f} % up to"], table)
     limit = closed_form(bandwidth, operations_per_second)
-    say(f"closed form: all can hide up to N = {limit:.0f}")
+    say(f"closed form: all can hide up to N = {math.floor(limit)}")
     return {"gbit": gbit, "ranks": RANKS, "rows": rows, "closed_form": limit}
 
 
