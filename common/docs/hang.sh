@@ -5,6 +5,7 @@ python=$1
 unset PYTHONUNBUFFERED  # so that a line is written in one piece
 run="$python -m torch.distributed.run --standalone --nproc-per-node 2 common/docs/hang.py"
 short() { sed -E "s@[^ \"]*/site-packages/@@; s@$PWD/@@; s@^.*\] failed \(exitcode.*@@" | grep -E '^\[rank|^rank|^error'; }
+pid_of() { grep -o "rank $1 is process [0-9]*" results/hang.txt | sed 's/.* //'; }  # two may share a line
 started_by() { for child in $(pgrep -P "$1"); do echo "$child"; started_by "$child"; done; }
 
 echo '$ torchrun --standalone --nproc-per-node 2 common/docs/hang.py'
@@ -14,14 +15,14 @@ echo; echo '$ TORCH_DISTRIBUTED_DEBUG=DETAIL torchrun --standalone --nproc-per-n
 TORCH_DISTRIBUTED_DEBUG=DETAIL $run 2>&1 | short
 
 $run > results/hang.txt 2>&1 &
-until [ "$(grep -c '^rank . is process' results/hang.txt)" = 2 ]; do sleep 0.2; done
+until [ "$(grep -o 'rank . is process' results/hang.txt | wc -l)" = 2 ]; do sleep 0.2; done
 sleep 1
 for rank in 0 1; do
-  pid=$(sed -n "s/^rank $rank is process //p" results/hang.txt)
+  pid=$(pid_of $rank)
   echo; echo "\$ py-spy dump --pid $pid        # rank $rank"
   py-spy dump --pid "$pid" | sed -E 's@ \([^ ]*site-packages/@ (@' | grep -A9 MainThread
 done
-pid=$(sed -n 's/^rank 0 is process //p' results/hang.txt)
+pid=$(pid_of 0)
 before=$(wc -l < results/hang.txt)
 kill -USR1 "$pid"; sleep 1
 echo; echo "\$ kill -USR1 $pid        # rank 0, on its standard error"
