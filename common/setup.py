@@ -1,6 +1,7 @@
 """Command line, output, data, device and process group."""
 
 import argparse
+import atexit
 import importlib.util
 import inspect
 import os
@@ -339,7 +340,14 @@ def process_group(args: argparse.Namespace):
             fail(f"not enough memory; choose a smaller run ({message.splitlines()[0]})")
         raise
     finally:
+        LEFT.append(dist.group.WORLD)
         dist.destroy_process_group()
+
+
+# Groups that were left. If a DDP model frees the group it may wait for ever: it keeps Python's lock
+# while it waits for gloo's threads, and these want it. At Python's end no model is there any more.
+LEFT = []
+atexit.register(LEFT.clear)
 
 
 def name_the_missing(store, rank: int, world_size: int, error: Exception, timeout: float):

@@ -84,12 +84,17 @@ def test_a_rank_whose_torchrun_is_gone_ends_too(forked):
     assert f"cannot join the process group at 127.0.0.1:{port}" in output
 
 
-def test_no_thread_of_gloo_outlives_its_group(script, tmp_path):
+def test_no_thread_of_gloo_is_there_at_the_end(script, tmp_path):
     """Python would be aborted at its end by one that does, now and then, after all work is done."""
     code = """
+import atexit
 import sys
 from argparse import Namespace
 from pathlib import Path
+def say_threads():
+    for thread in Path("/proc/self/task").glob("*/comm"):
+        print(thread.read_text().strip())
+atexit.register(say_threads)  # the first that registers is the last to be called
 sys.path.append(sys.argv[1])
 from common import setup
 import torch
@@ -97,8 +102,6 @@ with setup.process_group(Namespace(device="cpu", backend="gloo", timeout=30)):
     parameter = torch.nn.Parameter(torch.ones(2))
     parameter.grad = torch.ones(2)
     torch.optim.AdamW([parameter]).step()
-for thread in Path("/proc/self/task").glob("*/comm"):
-    print(thread.read_text().strip())
 """
     (tmp_path / "leaves.py").write_text(code)
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
