@@ -4,14 +4,15 @@
     torchrun --standalone --nproc-per-node 2 05_bucketed/compare/timeline.py
 
 `no sync` and stages 02 to 05 train in turn in one process group, because the machine's speed
-changes from second to second; three steps of each are profiled in each of three rounds. The one of
-middle length is drawn: what computes above, what is sent below, with a row per thread of gloo's or
+changes from second to second; three steps of each are profiled in each of three rounds. The most
+typical one is drawn: what computes above, what is sent below, with a row per thread of gloo's or
 CUDA stream of NCCL's. Beside the picture lie one of each stage alone, on the same axis, and the
 traces, which chrome://tracing and ui.perfetto.dev show, too.
 """
 
 import json
 import math
+import statistics
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -109,11 +110,18 @@ def is_all_reduce(event: dict, on_gpu: bool) -> bool:
 
 
 def typical_step(traces: list[Path]) -> Step:
-    """Of all steps the one of middle length."""
+    """Of all steps the one whose phases end nearest to their medians."""
     steps = []
     for trace in traces:
         steps += steps_of(json.loads(trace.read_text()))
-    return sorted(steps, key=Step.duration)[len(steps) // 2]
+    medians = {}
+    for name in steps[0].phases:
+        medians[name] = statistics.median(step.phases[name][1] for step in steps)
+
+    def distance(step: Step) -> float:
+        return sum(abs(step.phases[name][1] - median) for name, median in medians.items())
+
+    return min(steps, key=distance)
 
 
 def draw(steps: dict[str, Step], path: Path, end: float) -> None:
