@@ -35,18 +35,20 @@ def test_figures_that_are_not_recorded_are_found(text, wrong, tmp_path):
     assert [line.split()[1] for line in figures.wrong_figures(page)] == wrong
 
 
-PAGE = (ROOT / "README.md").read_text()
-PROGRAM, WRAPPED = re.findall(r"```python\n(.*?)```", PAGE.split("## A complete program")[1], re.S)
+PROGRAM_SECTION = (ROOT / "README.md").read_text().split("## A complete program")[1]
+PROGRAM = re.search(r"```python\n(.*?)```", PROGRAM_SECTION, re.S)[1]
+HUNKS = re.search(r"```diff\n(.*?)\n```", PROGRAM_SECTION, re.S)[1].split("\n\n")
 IN_FLOAT64 = "torch.set_default_dtype(torch.float64)\n"
 
 
 def with_the_wrapper(program: str) -> str:
-    """The program as the page says: its three lines, each in the place that its comment names."""
-    imported, wrap, finish = [line.partition("  #")[0] for line in WRAPPED.splitlines() if line]
-    program = f"{imported}\n{program}".replace("\nfor step", f"{wrap}\n\nfor step")
-    loop = re.search(r"    for parameter in .*?\n(?=    optimizer\.step)", program, re.S)[0]
-    assert loop.count("\n") == 3
-    return program.replace(loop, f"    {finish}\n")
+    """The program, changed by the page's hunks."""
+    for hunk in HUNKS:
+        before = [line[2:] for line in hunk.splitlines() if line[0] != "+"]
+        after = [line[2:] for line in hunk.splitlines() if line[0] != "-"]
+        assert program.count("\n".join(before)) == 1, hunk
+        program = program.replace("\n".join(before), "\n".join(after))
+    return program
 
 
 def weights(output: str) -> list[str]:
