@@ -103,7 +103,7 @@ def draw(path: Path, rows: list[dict], copy: float) -> None:
         style = {"color": color, "marker": marker, "linestyle": linestyle, "label": label}
         axes.plot(sizes / 2**20, share * sizes / p50 / 1e9, **style)
     axes.axhline(copy / 1e9, color="black", linestyle=":", label="memory copy, one process")
-    axes.set_title("All-reduce of float32 tensors on one machine")
+    axes.set_title(f"All-reduce of float32 tensors on one machine; dashed: {ours}")
     axes.set(xscale="log", yscale="log", xlabel="tensor size, MB", ylabel="busbw (p50), GB/s")
     axes.grid(alpha=0.3)
     ticks = sorted({row["size_bytes"] / 2**20 for row in rows})
@@ -111,6 +111,6 @@ def draw(path: Path, rows: list[dict], copy: float) -> None:
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter("{x:g}")
     axes.minorticks_off()
-    figure.legend(loc="outside lower center", ncols=3)
+    figure.legend(loc="outside lower center", ncols=4)  # a column per world size, by default
     figure.savefig(path, dpi=120, format="png")
     say(f"written: {path}")

@@ -52,8 +52,8 @@ class OverlapDDP(nn.Module):
         broadcast_from_rank_0(module, process_group)
         self.guard = Guard(self)  # raises an error on misuse; no part of the idea
 
-        # Collectives are matched by their order. So all ranks launch in this one, nearly that of
-        # backward: in the order of arrival one rank's gradient A might be added to another's B.
+        # Collectives are matched by their order, so all ranks launch in a fixed one, nearly that of
+        # backward. On arrival, one rank's gradient A might be added to another's B.
         self.order = trainable_parameters(module)[::-1]
         self.waiting = deque(self.order)  # what is not launched yet
         self.ready = set()  # parameters whose gradient is complete

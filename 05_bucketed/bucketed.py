@@ -95,8 +95,8 @@ class BucketedDDP(nn.Module):
         broadcast_from_rank_0(module, process_group)
         self.guard = Guard(self)  # raises an error on misuse; no part of the idea
 
-        # Collectives are matched by their order. So all ranks launch in this one, nearly that of
-        # backward: in the order of arrival one rank's gradient A might be added to another's B.
+        # Collectives are matched by their order, so all ranks launch in a fixed one, nearly that of
+        # backward. On arrival, one rank's gradient A might be added to another's B.
         self.order = trainable_parameters(module)[::-1]
         self.buckets = [Bucket(members) for members in fill_buckets(self.order, bucket_size_mb)]
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}

@@ -151,7 +151,7 @@ def draw(steps: dict[str, Step], path: Path, end: float) -> None:
     axes.tick_params(axis="y", length=0)
     handles = []
     for name, color in COLORS.items():
-        handles.append(Patch(color=color, label="waiting" if name == "sync" else name))
+        handles.append(Patch(color=color, label="synchronizing" if name == "sync" else name))
     figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False)
     figure.savefig(path, format="png")
     setup.say(f"written: {path}")

@@ -81,7 +81,7 @@ def predict(entry: dict, ranks: int) -> tuple[Step, Network]:
 
 def print_parameters(step: Step, network: Network) -> None:
     """What calibrate.py found; the JSON has all of it."""
-    say(f"a step alone: {1000 * step.seconds_alone:.1f} ms")
+    say(f"no sync: {1000 * step.seconds_alone:.1f} ms")
     call = f"a call {1e6 * network.call_alone:.0f} µs, one more {1e6 * network.call:.0f} µs"
     say(f"all-reduce: {network.bandwidth / 1e9:.2f} GB/s, {call}")
     compute, call = network.call_speeds
@@ -98,7 +98,7 @@ def print_rows(rows: list[dict], seconds_alone: float) -> None:
         cells = [row["name"], *(f"{1000 * seconds:.1f}" for seconds in both)]
         cells += [f"{seconds / seconds_alone:.3f}" for seconds in both]
         table.append([*cells, f"{100 * row['error']:+.1f} %"])
-    header = ["step", "predicted, ms", "measured, ms", "÷ alone, predicted", "measured", "error"]
+    header = ["step", "predicted, ms", "measured, ms", "÷ no sync, predicted", "measured", "error"]
     report.print_table(header, table)
     buckets = rows[3:]
     predicted = min(buckets, key=lambda row: row["predicted_seconds"])
@@ -109,7 +109,7 @@ def print_rows(rows: list[dict], seconds_alone: float) -> None:
 
 
 def say_where_it_goes(step: Step, network: Network) -> None:
-    """Why a step of 05 takes longer than alone: switch the causes off, one after the other."""
+    """Why a step of 05 takes longer than no sync: switch the causes off, one after the other."""
     apart = replace(network, compute_speed=1.0, transfer_speed=1.0, call_speeds=None)
     without_python = replace(step, hook=0.0, launch=0.0)
     without_copies = replace(without_python, copy_bandwidth=math.inf)
@@ -124,7 +124,7 @@ def say_where_it_goes(step: Step, network: Network) -> None:
     ):
         shares.append(f"{cause} {1000 * (left - without_it):.1f}")
         left = without_it
-    say(f"05, 25 MB: {above:.1f} ms above alone: {', '.join(shares)}")
+    say(f"05, 25 MB: {above:.1f} ms above no sync: {', '.join(shares)}")
 
 
 def say_errors(result: dict) -> None:
@@ -136,7 +136,7 @@ def say_errors(result: dict) -> None:
     mean = sum(map(abs, errors.values())) / len(errors)
     largest = f"the largest {100 * errors[worst]:+.1f} % ({worst})"
     say(f"\nmean error {100 * mean:.1f} % of {len(errors)} rows; {largest}")
-    say("Measured: the mean of the middle half of all steps; ÷ alone: the step that sends nothing.")
+    say("Measured: the mean of the middle half of all steps; no sync: a step that sends nothing.")
 
 
 # ==================================================================================================
