@@ -3,8 +3,9 @@
     make reference                        what the present code has not recorded yet
     make reference ONLY=05_bucketed       everything whose path begins so, again
 
-Use the machine for nothing else meanwhile: it would be in the figures. What fails is named in the
-end, and its old recording stays. Those on two "hosts" need Linux, that of runs that hang py-spy.
+Use the machine for nothing else meanwhile: it would be in the figures. Its speed changes within
+minutes: the runs of `make compare` lie in between all others. What fails is named in the end, and
+its old recording stays. Those on two "hosts" need Linux, that of runs that hang py-spy.
 
 A recording is what its commands printed, one after another. Of what ran several times either every
 output is there, or that of the last run and, from the JSON files of all, the medians with their
@@ -57,7 +58,7 @@ def three_runs(target: str) -> list[str]:
 
 
 def networks() -> list[str]:
-    """make compare on three networks in turn, so that a slow quarter of an hour meets all."""
+    """make compare on three networks, in turn."""
     loopback = runs(5, "loopback", "compare")
     slow = runs(3, "slow", "hosts", **SLOW)
     memory = runs(3, "memory", "compare", BACKEND="shared")
@@ -76,6 +77,7 @@ LADDER = ["02_naive_ddp", "03_flat_ddp", "04_overlap_ddp", "05_bucketed"]
 SLOW = {"RATE": "1gbit", "DELAY": "1ms"}
 SHARED = "01_allreduce/shared_memory"
 COMPARE = "05_bucketed/compare"
+SPREAD = f"{COMPARE}/reference_output.txt"
 SWEEP = "05_bucketed/bucket_sweep"
 PREDICT = "05_bucketed/predict"
 FSDP = "06_sharded_optimizer/fsdp"
@@ -109,7 +111,7 @@ def loading() -> list[str]:
 
 
 RECORDINGS = {  # the commands whose output is recorded
-    f"{COMPARE}/reference_output.txt": networks(),
+    SPREAD: networks(),
     f"{COMPARE}/reference_output_timeline.txt": [make("timeline")],
     "06_sharded_optimizer/reference_output.txt": three_runs("06_sharded_optimizer"),
     f"{FSDP}/reference_output.txt": three_runs(FSDP),
@@ -157,7 +159,7 @@ RECORDINGS = {  # the commands whose output is recorded
     "common/docs/reference_output_hang.txt": ["bash common/docs/hang.sh python"],
 }
 PICTURES = {  # of a recording: what lies beside it, and what its commands leave in results/
-    f"{COMPARE}/reference_output.txt": {"compare.png": "networks.png"},
+    SPREAD: {"compare.png": "networks.png"},
     f"{COMPARE}/reference_output_timeline.txt": {
         "timeline.png": "timeline.png",
         **{f"../../{stage}/timeline.png": f"timeline_{stage}.png" for stage in LADDER},
@@ -208,19 +210,23 @@ def printed_by(command: str) -> str:
     return output
 
 
-def record(name: str) -> None:
-    """Run the commands; write what they print, but for names of files. Keep their pictures."""
+def run(command: str) -> tuple[str, float]:
+    """A command and what it prints, but for names of files; and the seconds that it took."""
     began = time.monotonic()
-    text = ""
-    for command in RECORDINGS[name]:
-        text += f"\n$ {command}\n"
-        for line in printed_by(command).splitlines():
-            if not line.startswith("written: "):
-                text += f"{line}\n"
+    text = f"\n$ {command}\n"
+    for line in printed_by(command).splitlines():
+        if not line.startswith("written: "):
+            text += f"{line}\n"
+    return text, time.monotonic() - began
+
+
+def write(name: str, runs: list[tuple[str, float]]) -> None:
+    """A recording of these runs, and the pictures that they have left."""
     path = ROOT / name
     for picture, result in PICTURES.get(name, {}).items():
         shutil.copy(ROOT / "results" / result, path.parent / picture)
-    path.write_text(head(time.monotonic() - began) + text)
+    texts, seconds = zip(*runs, strict=True)
+    path.write_text(head(sum(seconds)) + "".join(texts))
 
 
 def output_of(path: Path) -> str:
@@ -253,10 +259,18 @@ def main() -> int:
     all_of_them = f"{len(RECORDINGS)} recordings, all within an hour and a half"
     say(f"{len(names)} of {all_of_them}, commit {commit()}")
     failed = []
+    names.sort(key=lambda name: name == SPREAD)  # it comes last
+    spread = RECORDINGS[SPREAD] if SPREAD in names else []
+    done = []  # of its commands
     for number, name in enumerate(names, 1):
         say(f"{number} of {len(names)}: {name}")
         try:
-            record(name)
+            if name != SPREAD:
+                write(name, [run(command) for command in RECORDINGS[name]])
+            due = spread[len(done) : len(spread) * number // len(names)]
+            done += [run(command) for command in due]
+            if name == SPREAD:
+                write(name, done)
         except (subprocess.CalledProcessError, OSError) as error:
             failed.append(f"FAILED, the old one stays: {name}: {error}")
         except KeyboardInterrupt:
