@@ -261,7 +261,7 @@ def run_grid(args, result: dict, ranks_measure: Callable, rows_file: str) -> Non
     from common.setup import progress, say, threads_per_rank
 
     backends = " and ".join(args.backends)
-    world_sizes = ", ".join(map(str, args.world_sizes))
+    world_sizes = ",".join(map(str, args.world_sizes))
     copy = result["copy_bytes_per_second"] / 1e9
     say(f"{result['stage']}: torch {torch.__version__}, {backends} with {world_sizes} ranks")
     say(f"{threads_per_rank(1)} cores shared by the ranks, memory copy {copy:.2f} GB/s")
