@@ -111,6 +111,6 @@ def draw(path: Path, rows: list[dict], copy: float) -> None:
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter("{x:g}")
     axes.minorticks_off()
-    figure.legend(loc="outside lower center", ncols=4)  # a column per world size, by default
+    figure.legend(loc="outside lower center", ncols=len(world_sizes) + 1)
     figure.savefig(path, dpi=120, format="png")
     say(f"written: {path}")

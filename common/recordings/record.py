@@ -220,12 +220,12 @@ def run(command: str) -> tuple[str, float]:
     return text, time.monotonic() - began
 
 
-def write(name: str, runs: list[tuple[str, float]]) -> None:
-    """A recording of these runs, and the pictures that they have left."""
+def write(name: str, outputs: list[tuple[str, float]]) -> None:
+    """A recording: what run() gave of each command, and the pictures that they have left."""
     path = ROOT / name
     for picture, result in PICTURES.get(name, {}).items():
         shutil.copy(ROOT / "results" / result, path.parent / picture)
-    texts, seconds = zip(*runs, strict=True)
+    texts, seconds = zip(*outputs, strict=True)
     path.write_text(head(sum(seconds)) + "".join(texts))
 
 
@@ -272,7 +272,7 @@ def main() -> int:
             if name == SPREAD:
                 write(name, done)
         except (subprocess.CalledProcessError, OSError) as error:
-            failed.append(f"FAILED, the old one stays: {name}: {error}")
+            failed.append(f"FAILED at {name}, old recordings stay: {error}")
         except KeyboardInterrupt:
             say(f"interrupted: make reference goes on with the {len(names) - number + 1} left")
             return 130

@@ -78,7 +78,7 @@ def test_what_fails_is_named_and_the_old_recording_stays(recordings, monkeypatch
     record.RECORDINGS["01_x/reference_output.txt"] = ["echo new; exit 3"]
     assert run(monkeypatch) == 1
     output = capsys.readouterr().out
-    assert "FAILED, the old one stays: 01_x/reference_output.txt: " in output
+    assert "FAILED at 01_x/reference_output.txt, old recordings stay: " in output
     assert "exit status 3" in output
     assert (recordings / "reference_output.txt").read_text() == "old\n"
     assert (recordings / "reference_output_picture.txt").exists()
