@@ -3,9 +3,9 @@
 NPROC ?= 2
 STAGES := $(sort $(patsubst %/README.md,%,$(wildcard 0?_*/README.md)))
 # Folders whose script torchrun starts, and those whose script starts its processes itself.
-BY_TORCHRUN := 02_naive_ddp 03_flat_ddp 04_overlap_ddp 05_bucketed 05_bucketed/bucket_sweep \
-	05_bucketed/compare 05_bucketed/predict 06_sharded_optimizer 06_sharded_optimizer/fsdp \
-	07_resnet_ddp/compile_ddp 07_resnet_ddp/sweep
+BY_TORCHRUN := 01_allreduce/slow_network 02_naive_ddp 03_flat_ddp 04_overlap_ddp 05_bucketed \
+	05_bucketed/bucket_sweep 05_bucketed/compare 05_bucketed/predict 06_sharded_optimizer \
+	06_sharded_optimizer/fsdp 07_resnet_ddp/compile_ddp 07_resnet_ddp/sweep
 BY_ITSELF := 01_allreduce 01_allreduce/shared_memory 08_ddp_rpc
 
 ifeq ($(shell expr "x$(NPROC)" : 'x[1-9][0-9]*$$'),0)
@@ -38,9 +38,9 @@ HOSTS = --standalone
 endif
 TORCHRUN = $(PYTHON) -m common.launch.torchrun $(HOSTS) --nproc-per-node $(NPROC)
 ALONE = $(PYTHON) -m common.launch.alone
-VIA = $(if $(filter shared,$(BACKEND)),01_allreduce/shared_memory/with_shared.py )
 QUOTED = '$(subst ','\'',$(1))'
-FLAGS = $(if $(BACKEND),--backend $(BACKEND) )$(ARGS)
+NETWORK_GIVEN = $(if $(NETWORK),--network $(call QUOTED,$(NETWORK)) )
+FLAGS = $(if $(BACKEND),--backend $(BACKEND) )$(NETWORK_GIVEN)$(ARGS)
 FLAGS_GIVEN = $(if $(MINE),--mine $(call QUOTED,$(MINE)) )$(FLAGS)
 
 .NOTPARALLEL:
@@ -53,6 +53,7 @@ help:
 $(foreach stage,$(STAGES),$(eval $(firstword $(subst _, ,$(stage))) $(stage)/: $(stage)))
 
 ##   make 01_allreduce                       all-reduce, measured and opened up
+##   make 01_allreduce/slow_network          a backend of your own: any rate and delay
 ##   make 01_allreduce/shared_memory         all-reduce through memory that the ranks share
 ##   make 02_naive_ddp                       one all-reduce per parameter, after backward
 ##   make 03_flat_ddp                        one all-reduce of one flat tensor, after backward
@@ -69,12 +70,12 @@ $(foreach stage,$(STAGES),$(eval $(firstword $(subst _, ,$(stage))) $(stage)/: $
 ##   make 08_ddp_rpc                         DDP for the dense part, RPC servers for the embeddings
 LESSON = $@/$(shell echo $(@F) | sed 's/^[0-9]*_//').py
 $(BY_TORCHRUN): $(RUNTIME)
-	@$(TORCHRUN) $(VIA)$(LESSON) $(FLAGS_GIVEN)
+	@$(TORCHRUN) $(LESSON) $(FLAGS_GIVEN)
 $(BY_ITSELF): $(RUNTIME)
 	@$(ALONE) $(LESSON) $(if $(filter file,$(origin NPROC)),,--nproc $(NPROC)) $(FLAGS_GIVEN)
 
 # The single device goes first: it checks the flags of both runs before anything starts.
-RESNET_DDP = $(VIA)07_resnet_ddp/resnet_ddp.py $(FLAGS_GIVEN)
+RESNET_DDP = 07_resnet_ddp/resnet_ddp.py $(FLAGS_GIVEN)
 07_resnet_ddp: $(RUNTIME)
 	@$(ALONE) $(RESNET_DDP) --compare-with $(or $(NNODES),1) $(NPROC)
 ifeq ($(filter -h --help,$(ARGS)),)
@@ -88,13 +89,13 @@ endif
 COMPARE := 05_bucketed/compare
 compare: $(COMPARE)
 timeline: $(RUNTIME)
-	@$(TORCHRUN) $(COMPARE)/timeline.py $(ARGS)
+	@$(TORCHRUN) $(COMPARE)/timeline.py $(FLAGS)
 
 ##   make check MINE=my_ddp.py:MyDDP         your own wrapper, sharded optimizer or FSDP: is it
 ##                                           right? (KIND=wrapper, optimizer or fsdp)
 CHECKED = $(if $(MINE),$(call QUOTED,$(MINE)) )$(if $(KIND),--kind $(KIND) )--nproc $(NPROC)
 check: $(RUNTIME)
-	@$(ALONE) $(VIA)common/check/check.py $(CHECKED) $(FLAGS)
+	@$(ALONE) common/check/check.py $(CHECKED) $(if $(BACKEND),--backend $(BACKEND) )$(ARGS)
 
 ##   make read                               02 to 05 side by side in a browser; needs Python alone
 read:
@@ -103,9 +104,9 @@ read:
 
 ##   make hosts [RATE=1gbit DELAY=0.2ms]     make compare on a network between two hosts, which
 ##                                           Linux plays here (SCRIPT=… runs another script)
-NETWORK = $(call QUOTED,$(or $(RATE),1gbit)) $(call QUOTED,$(or $(DELAY),0.2ms))
+CABLE = $(call QUOTED,$(or $(RATE),1gbit)) $(call QUOTED,$(or $(DELAY),0.2ms))
 hosts: $(RUNTIME)
-	@exec bash common/launch/hosts.sh $(PYTHON) $(NETWORK) $(or $(SCRIPT),$(COMPARE)/compare.py) $(ARGS)
+	@exec bash common/launch/hosts.sh $(PYTHON) $(CABLE) $(or $(SCRIPT),$(COMPARE)/compare.py) $(ARGS)
 
 ##   make all                                every stage with its defaults
 all: $(STAGES)
@@ -166,6 +167,7 @@ clean:
 ##
 ## NPROC: ranks on this host. PYTHON=python3: an interpreter that has torch, instead of .venv.
 ## MINE=my_ddp.py:MyDDP: a row of 02 to 06 and compare for a class of your own.
-## BACKEND=gloo, nccl or shared: what carries the bytes; shared: memory (01_allreduce/shared_memory)
+## BACKEND=gloo or nccl: what carries the bytes.
+## NETWORK=1gbit,1ms: an emulated network of this rate and delay (01_allreduce/slow_network)
 ## Several hosts, on each:
 ## make 05_bucketed NPROC=8 NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 [MASTER_PORT=29400]

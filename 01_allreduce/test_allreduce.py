@@ -1,5 +1,6 @@
 """Tests of 01_allreduce: what all three all-reduces promise, the fit, the script from outside."""
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -21,7 +22,7 @@ import allreduce
 import spawn
 from allreduce import IN_FLIGHT, PIECE_BYTES, RINGS
 from alpha_beta import fit
-from shared_memory import SMALL_PIECE, SharedMemoryAllReduce, differing_sums
+from shared_memory import SharedMemoryAllReduce
 
 from common.recordings.record import output_of
 from common.testing import harness
@@ -42,6 +43,29 @@ def rows_in(folder):
 
 
 # What all three promise
+
+SMALL_PIECE = 4096  # bytes, so that a small tensor has many of them
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.complex64]
+
+
+def differing_sums(all_reduce) -> list[tuple]:
+    """Those (dtype, length) whose sum is not bitwise torch's: of integers, exact in any order.
+
+    With empty parts, with one piece and with many, and pieces one element off.
+    """
+    world_size = dist.get_world_size()
+    floats = SMALL_PIECE // 4
+    lengths = [0, 1, world_size - 1, world_size + 1, floats - 1, floats, floats + 1, 9973]
+    numbers = torch.Generator().manual_seed(dist.get_rank())
+    differing = []
+    for dtype, length in itertools.product(DTYPES, lengths):
+        tensor = torch.randint(0, 10, (length,), generator=numbers).to(dtype)
+        expected = tensor.clone()
+        all_reduce(tensor)
+        dist.all_reduce(expected)
+        if not torch.equal(tensor, expected):
+            differing.append((dtype, length))
+    return differing
 
 
 def all_reduce_of(name):

@@ -425,7 +425,8 @@ def main():
         result |= describe(args, distributed)
         settings = compare_runs.settings_of(result) | {"world_size": result["world_size"]}
         network, model = build_model(args, distributed, device)
-        result |= fit(args, network, model, train_set, test_set, settings)
+        with setup.on_the_network():
+            result |= fit(args, network, model, train_set, test_set, settings)
         if dist.get_rank() != 0:
             return
         images = result["step"] * result["batch_per_rank"] * result["world_size"]

@@ -120,12 +120,22 @@ def print_steps(samples: dict[str, dict], tokens: int) -> None:
 def begin(stage: str, args, device: torch.device) -> dict:
     """Print what runs and where; returns the head of the JSON, as common/README.md lists it."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
-    result = {"stage": stage, "torch": torch.__version__, "backend": dist.get_backend()}
+    result = {"stage": stage, "torch": torch.__version__, "backend": args.backend}
+    result["network"] = args.network
     result |= {"device": device.type, "device_name": name, "world_size": dist.get_world_size()}
     result |= {"threads_per_rank": torch.get_num_threads(), "options": dict(vars(args))}
-    line = "{stage}: torch {torch}, {backend} on {device}, {world_size} ranks, "
-    say((line + "threads per rank: {threads_per_rank}").format(**result))
+    carrier = f"{args.backend} on {device.type}"
+    if args.network:
+        carrier = f"gloo behind an emulated network of {in_words(args.network)}"
+    ranks = f"{dist.get_world_size()} ranks, threads per rank: {torch.get_num_threads()}"
+    say(f"{stage}: torch {torch.__version__}, {carrier}, {ranks}")
     return result | {"started": datetime.now(timezone.utc)}
+
+
+def in_words(network: str) -> str:
+    """1gbit,1ms: 1 Gbit/s and 1 ms."""
+    rate, delay = re.sub(r"([a-z]+)", r" \1", network).split(",")
+    return f"{rate.replace('bit', 'bit/s').replace('g', 'G').replace('m', 'M')} and {delay}"
 
 
 def processor_name() -> str:

@@ -258,13 +258,13 @@ def add_plot_arguments(parser: Parser, name: str) -> None:
 def add_process_group_arguments(parser: Parser, old_names=()) -> None:
     """The flags that `process_group` reads; old_names: of --backend."""
     devices = ["auto", "cpu", "cuda"]
-    of_torch = ("undefined", "gloo", "nccl", "xccl", "ucc", "mpi", "fake")
-    registered = [name for name in dist.Backend.backend_list if name not in of_torch]
-    backends = ["auto", "gloo", "nccl", *registered]
+    backends = ["auto", "gloo", "nccl"]
     add = parser.add_argument
     add("--device", choices=devices, default="auto", help="auto: CUDA if there is one")
     nccl = "auto: nccl if a GPU per rank"
     add("--backend", choices=backends, default="auto", old_names=old_names, help=nccl)
+    slow = "measure on an emulated network, such as 1gbit,1ms: of this rate, and this delay one way"
+    add("--network", type=network, metavar="RATE,DELAY", help=slow)
     add("--timeout", type=positive_number, default=300.0, help="seconds to wait for other ranks")
 
 
@@ -281,11 +281,58 @@ def choose_device(args: argparse.Namespace) -> torch.device:
     if args.backend == "nccl" and not gpu_per_rank:
         here = f"this host has {gpus} GPUs for {local_size} ranks; use gloo or fewer ranks"
         fail(f"argument --backend: 'nccl' needs --device cuda and a GPU per rank; {here}")
+    if args.network and args.device == "cuda":
+        fail(f"argument --network: '{args.network}' is emulated on a CPU; use --device cpu")
+    if args.network and int(os.environ["WORLD_SIZE"]) > local_size:
+        fail(f"argument --network: '{args.network}' is emulated on one host, and here are several")
     torch.set_num_threads(threads_per_rank(local_size))
     if args.device == "cuda":
         torch.cuda.set_device(local_rank % gpus)
         return torch.device("cuda", local_rank % gpus)
     return torch.device("cpu")
+
+
+@cache
+def slow_network():
+    """The module 01_allreduce/slow_network, which --network needs and nothing else imports."""
+    folder = ROOT / "01_allreduce" / "slow_network"
+    sys.path.append(str(folder))
+    try:
+        import slow_network
+    except ModuleNotFoundError:
+        fail(f"argument --network: copy the repository's 01_allreduce/slow_network to {folder}")
+    return slow_network
+
+
+def network(text: str) -> str:
+    """A type for argparse: a rate and a delay, such as 1gbit,1ms."""
+    try:
+        slow_network().read_network(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
+
+
+def name_of_backend(args: argparse.Namespace) -> str:
+    """What a process group is made with; with --network this prepares the network, too."""
+    if not args.network:
+        return args.backend
+    slow_network().wire.connect(args.network)
+    slow_network().wire.is_slow = False  # until on_the_network()
+    return "slow_network"
+
+
+@contextmanager
+def on_the_network():
+    """Within it collectives take as long as on --network's network; without the flag as ever."""
+    if "slow_network" not in dist.Backend.backend_list:
+        yield
+        return
+    slow_network().wire.is_slow = True
+    try:
+        yield
+    finally:
+        slow_network().wire.is_slow = False
 
 
 @contextmanager
@@ -323,7 +370,7 @@ def process_group(args: argparse.Namespace):
         store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
         member = {"store": store, "rank": rank, "world_size": size, "device_id": device_id}
         with without_gloo_greeting():
-            dist.init_process_group(args.backend, timeout=timeout, **member)
+            dist.init_process_group(name_of_backend(args), timeout=timeout, **member)
     except (RuntimeError, ValueError, OSError) as error:
         reason = str(error).splitlines()[0]
         question = f"have all {os.environ['WORLD_SIZE']} ranks started, and is it reachable?"

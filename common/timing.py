@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from common.setup import progress, say, time_left
+from common.setup import on_the_network, progress, say, time_left
 
 
 def tuned_torch_ddp(model: torch.nn.Module) -> DistributedDataParallel:
@@ -61,12 +61,13 @@ def measure(candidates: dict[str, Callable[[], dict]], steps: int, warmup: int) 
     mine = {name: [] for name in candidates}
     rounds = warmup + steps
     began = time.perf_counter()
-    for i in range(rounds):
-        left = time_left(began, i, rounds)
-        for name, step in candidates.items():
-            progress(f"step {i + 1} of {rounds}{left}: {name}")
-            dist.barrier()
-            mine[name].append(step())
+    with on_the_network():
+        for i in range(rounds):
+            left = time_left(began, i, rounds)
+            for name, step in candidates.items():
+                progress(f"step {i + 1} of {rounds}{left}: {name}")
+                dist.barrier()
+                mine[name].append(step())
     of_ranks = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, mine)
     samples = {}

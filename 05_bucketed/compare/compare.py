@@ -6,7 +6,7 @@ the batch of all, and again), so that their steps can be compared with each othe
 what each idea is good for: `tiny` has 27 large tensors, `deep` 195 small ones.
 
     make compare                                                        (see also ARGS="--help")
-    make compare BACKEND=shared        (through memory; 05 and torch DDP over gloo, too, in turn)
+    make compare NETWORK=1gbit,1ms                  (on an emulated network, as slow as you like)
     make compare MINE=my_ddp.py:MyDDP                              (and a class of your own)
     torchrun --standalone --nproc-per-node 2 05_bucketed/compare/compare.py
 
@@ -14,12 +14,10 @@ medians.py puts the results of several runs beside each other.
 """
 
 import sys
-from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parent.parent
@@ -42,8 +40,8 @@ def read_arguments():
     parser = setup.Parser(__doc__)
     setup.add_training_arguments(parser, steps=6)
     setup.add_mine(parser)
-    network = "what is between the ranks; for the picture"
-    parser.add_argument("--network", metavar="TEXT", help=network)
+    between = "what is between the ranks; for the picture (default: the network or backend)"
+    parser.add_argument("--label", metavar="TEXT", help=between)
     setup.add_plot_arguments(parser, "compare.png")
     file = setup.ROOT / "results" / "compare.json"
     if setup.can_be_written(file):
@@ -51,16 +49,6 @@ def read_arguments():
     parser.set_defaults(size="tiny,deep", warmup=2)  # these two models, one after the other
     parser.set_defaults(no_baseline=False, trace=None)  # what a stage has besides
     return parser.parse_args()
-
-
-def over_gloo() -> dict:
-    """What shared memory is to be compared with."""
-    with setup.without_gloo_greeting():
-        gloo = dist.new_group(backend="gloo")
-    return {
-        "05 over gloo": partial(BucketedDDP, process_group=gloo),
-        "torch DDP over gloo": partial(DistributedDataParallel, process_group=gloo),
-    }
 
 
 def one_process(args, device, model: dict):
@@ -84,11 +72,8 @@ def main():
     args = read_arguments()
     wrappers = {wrapper.__name__: wrapper for wrapper in WRAPPERS.values()}
     with setup.process_group(args) as device:
-        if args.backend == "shared":
-            wrappers |= over_gloo()
         wrappers |= setup.users_wrapper(args)
         result = report.begin("05_bucketed/compare", args, device)
-        result["network"] = args.network
         result["models"] = {}
         for size in args.size.split(","):
             setup.say()
@@ -102,8 +87,8 @@ def main():
         medians.print_ratios("", runs, "no sync")
         report.write_json(args.json, result)
         if args.plot and dist.get_rank() == 0:
-            network = args.network or args.backend
-            medians.draw({size: {network: run} for size, run in runs.items()}, args.plot)
+            label = args.label or args.network or args.backend
+            medians.draw({size: {label: run} for size, run in runs.items()}, args.plot)
 
 
 if __name__ == "__main__":

@@ -93,12 +93,12 @@ def measure_subset(create_model, ranks: list[int], use_ddp: bool, train_model, a
 
     Returns the samples of all these ranks.
     """
-    from common.setup import without_gloo_greeting
+    from common.setup import name_of_backend, on_the_network, without_gloo_greeting
 
     # Every rank has to create every group, also those that it is not in.
     timeout = timedelta(seconds=min(args.timeout, 1e6))
     with without_gloo_greeting():
-        group = dist.new_group(ranks, timeout=timeout, backend=args.backend)
+        group = dist.new_group(ranks, timeout=timeout, backend=name_of_backend(args))
     seconds = []
     if dist.get_rank() in ranks:
         torch.manual_seed(dist.get_rank())
@@ -112,7 +112,8 @@ def measure_subset(create_model, ranks: list[int], use_ddp: bool, train_model, a
                 process_group=group,
                 bucket_cap_mb=args.bucket_size_mb,
             )
-        seconds = train_model(model)
+        with on_the_network():
+            seconds = train_model(model)
         del model  # DDP's reducer uses the group until it is gone
         dist.destroy_process_group(group)
     of_ranks = [None] * dist.get_world_size()
@@ -263,14 +264,15 @@ def main():
     # The group of all ranks only carries samples and makes ranks wait: gloo, so that a waiting
     # rank's GPU stays free, and for as long as the subsets need. torchrun ends the waiting ranks if
     # a training one fails.
-    waiting = argparse.Namespace(device=args.device, backend="gloo", timeout=7 * 24 * 3600)
+    waiting = argparse.Namespace(
+        device=args.device, backend="gloo", network=None, timeout=7 * 24 * 3600
+    )
     with setup.process_group(waiting) as device:
         waiting.timeout = args.timeout  # from now on what runs out of time is the group of a subset
         setup.choose_device(args)  # the backend of the subsets
         sweep_models.check(args)
         machine = check_hosts()
         result = report.begin("07_resnet_ddp/sweep", args, device)
-        result["backend"] = args.backend  # of what is measured
         result |= {
             "pytorch_version": torch.__version__,
             "cuda_version": torch.version.cuda,

@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch.optim import Optimizer
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -57,8 +56,6 @@ def read_arguments():
     add("mine", metavar="MINE", help="FILE.py:NAME, a class or a function")
     add("--kind", choices=KINDS, help="by default what its base class and its arguments say")
     add("--nproc", type=setup.whole_number(2, 64), default=2, help="ranks")
-    backends = ["gloo", *{"shared"}.intersection(dist.Backend.backend_list)]
-    add("--backend", choices=backends, default="gloo", help="what carries the bytes")
     add("--json", type=setup.output_file, metavar="FILE", help="all verdicts, raw")
     return parser.parse_args()
 

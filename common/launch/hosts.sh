@@ -87,12 +87,13 @@ within() {
   # make compare knows the network, and writes files of its own.
   if [ "$1" = 05_bucketed/compare/compare.py ]; then
     shift
-    set -- 05_bucketed/compare/compare.py --network "$rate, $delay" \
+    set -- 05_bucketed/compare/compare.py --label "$rate, $delay" \
       --plot results/hosts.png --json results/hosts.json "$@"
   fi
 
-  half=$(($(nproc) > 1 ? $(nproc) / 2 : 1))
-  cores=("0-$((half - 1))" "$(($(nproc) > 1 ? half : 0))-$(($(nproc) - 1))")
+  count=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)  # which else says what they say
+  half=$((count > 1 ? count / 2 : 1))
+  cores=("0-$((half - 1))" "$((count > 1 ? half : 0))-$((count - 1))")
   torchrun_on_host 1 "$@" > /run/output 2>&1 &
   torchrun_on_host 0 "$@" &
   for _ in host host; do

@@ -58,24 +58,25 @@ def three_runs(target: str) -> list[str]:
 
 
 def networks() -> list[str]:
-    """make compare on three networks, in turn."""
+    """make compare on loopback, on an emulated network and on a real one like it, in turn."""
     loopback = runs(5, "loopback", "compare")
-    slow = runs(3, "slow", "hosts", **SLOW)
-    memory = runs(3, "memory", "compare", BACKEND="shared")
+    emulated = runs(3, "emulated", "compare", NETWORK="1gbit,1ms")
+    hosts = runs(3, "slow", "hosts", **SLOW)
     commands = []
-    for turn in zip_longest(loopback, slow, memory):
+    for turn in zip_longest(loopback, emulated, hosts):
         commands += [command for command in turn if command]
     loopbacks = medians(5, "loopback", "loopback")
-    slow_ones = medians(3, "slow", "1 Gbit/s, 1 ms")
-    memories = medians(3, "memory", "shared memory")
-    commands.append(f"{MEDIANS}{loopbacks}{slow_ones} --plot results/networks.png")
-    return [*commands, f"{MEDIANS}{loopbacks}{memories}"]
+    emulated_ones = medians(3, "emulated", "1 Gbit/s, 1 ms")
+    between_hosts = medians(3, "slow", "between hosts")
+    commands.append(f"{MEDIANS}{loopbacks}{emulated_ones} --plot results/networks.png")
+    return [*commands, f"{MEDIANS}{emulated_ones}{between_hosts}"]
 
 
 MEDIANS = "python 05_bucketed/compare/medians.py"
 LADDER = ["02_naive_ddp", "03_flat_ddp", "04_overlap_ddp", "05_bucketed"]
 SLOW = {"RATE": "1gbit", "DELAY": "1ms"}
 SHARED = "01_allreduce/shared_memory"
+NETWORK = "01_allreduce/slow_network"
 COMPARE = "05_bucketed/compare"
 SPREAD = f"{COMPARE}/reference_output.txt"
 SWEEP = "05_bucketed/bucket_sweep"
@@ -120,6 +121,7 @@ RECORDINGS = {  # the commands whose output is recorded
     * [make("08_ddp_rpc", "--lookup both --steps 100", NPROC=8)],
     "01_allreduce/reference_output.txt": [make("01_allreduce")],
     f"{SHARED}/reference_output.txt": [make(SHARED)],
+    f"{NETWORK}/reference_output.txt": [make(NETWORK)],
     **{f"{stage}/reference_output.txt": [make(stage)] for stage in LADDER},
     f"{SWEEP}/reference_output.txt": [make(SWEEP)],
     f"{SWEEP}/reference_output_1gbit.txt": [
@@ -132,9 +134,6 @@ RECORDINGS = {  # the commands whose output is recorded
     f"{PREDICT}/reference_output_extrapolate.txt": [make(PREDICT, "--extrapolate 10,100,400")],
     f"{PREDICT}/reference_output_hosts.txt": [
         make("hosts", "--steps 3 --warmup 1", SCRIPT=f"{PREDICT}/predict.py", **SLOW)
-    ],
-    f"{FSDP}/reference_output_shared.txt": [
-        make(FSDP, "--no-verify --no-memory", BACKEND="shared")
     ],
     f"{FSDP}/reference_output_accounting.txt": [
         make(FSDP, f"--accounting --size {size}") for size in ("xl", "10b")

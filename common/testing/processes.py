@@ -7,7 +7,6 @@ import contextlib
 import multiprocessing.connection
 import os
 import pty
-import runpy
 import signal
 import subprocess
 import sys
@@ -25,7 +24,6 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from common.setup import ROOT
 from common.testing.forked_script import run_script
 
 
@@ -42,10 +40,7 @@ def ready_processes():
 
 
 class Ranks:
-    """Processes joined by gloo that stay alive between tests, so that each imports torch once.
-
-    `make test BACKEND=shared` joins them by that backend.
-    """
+    """Processes joined by gloo that stay alive between tests, so that each imports torch once."""
 
     def __init__(self, world_size: int):
         context = ready_processes()
@@ -106,11 +101,8 @@ def _serve(rank: int, world_size: int, store: str, pipe, output: Path) -> None:
     os.dup2(file, 1)
     os.dup2(file, 2)
     torch.set_num_threads(1)
-    backend = os.environ.get("BACKEND", "gloo")
-    if backend == "shared":
-        runpy.run_path(str(ROOT / "01_allreduce" / "shared_memory" / "with_shared.py"))
     dist.init_process_group(
-        backend,
+        "gloo",
         store=dist.FileStore(store, world_size),
         rank=rank,
         world_size=world_size,

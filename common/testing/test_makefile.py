@@ -54,9 +54,11 @@ def test_wrong_numbers_are_one_line(word, said):
 
 def test_variables_are_handed_on():
     assert "bucketed.py --mine 'my ddp.py:My'" in would_make("05", "MINE=my ddp.py:My")
-    command = would_make("check", "MINE=my ddp.py:My", "KIND=fsdp", "NPROC=3", "BACKEND=shared")
-    shared = "01_allreduce/shared_memory/with_shared.py common/check/check.py"
-    assert f"{shared} 'my ddp.py:My' --kind fsdp --nproc 3 --backend shared" in command
+    command = would_make("check", "MINE=my ddp.py:My", "KIND=fsdp", "NPROC=3")
+    assert "common/check/check.py 'my ddp.py:My' --kind fsdp --nproc 3" in command
+    for target in ("05", "compare", "timeline", "07_resnet_ddp", "01_allreduce/slow_network"):
+        command = would_make(target, "NETWORK=1gbit,1ms", "BACKEND=gloo")
+        assert "--backend gloo --network '1gbit,1ms'" in command, target
     assert "'1gbit' '0.2ms' 05_bucketed/compare/compare.py" in would_make("hosts", "RATE=")
     commands = would_make("hosts", "SCRIPT=my.py", "DELAY=5ms", "ARGS=--steps 3")
     assert "'1gbit' '5ms' my.py --steps 3" in commands

@@ -1,0 +1,310 @@
+r"""01: a network as slow as you like, on any machine: a backend of your own for torch.distributed.
+
+The ranks of one machine send through its memory, so communication looks cheap. This backend hands
+every collective to gloo, and its result out when a network of the given rate and delay would have
+delivered it. Until then the caller computes on, or sleeps in wait(). torch's own DDP runs over it.
+
+    import slow_network
+    slow_network.wire.connect("1gbit,1ms")             # on every rank: rate, delay of one way
+    dist.init_process_group("slow_network")            # or dist.new_group(backend="slow_network")
+
+    make 01_allreduce/slow_network NPROC=2             (is an all-reduce as slow as was asked for?)
+    make 05_bucketed NETWORK=1gbit,1ms                 (any stage on such a network)
+    torchrun --standalone --nproc-per-node 2 01_allreduce/slow_network/slow_network.py
+
+Source: torch.distributed, Backend.register_backend; how gloo sends was measured between hosts.
+"""
+
+import re
+import sys
+import threading
+import time
+from collections import deque
+from datetime import timedelta
+from functools import partialmethod
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+UNITS = {"mbit": 1e6 / 8, "gbit": 1e9 / 8, "s": 1.0, "ms": 1e-3, "us": 1e-6, "": 1.0}
+CALLS_AT_A_TIME = 2  # of a group: gloo has two threads
+DELAYS_PER_STEP = 2  # gloo's receiver says first that it is ready; then the data comes
+
+
+def read_network(text: str) -> tuple[float, float]:
+    """1gbit,1ms: bytes per second and seconds. ValueError for what is no rate and delay."""
+    numbers = re.fullmatch(r"([\d.]+)(mbit|gbit),(?:([\d.]+)(s|ms|us)|0)", text)
+    if numbers:
+        rate, rate_unit, delay, delay_unit = numbers.groups(default="")
+        try:
+            found = float(rate) * UNITS[rate_unit], float(delay or 0) * UNITS[delay_unit]
+        except ValueError:  # two points in a number
+            found = 0.0, 0.0
+        if 0.1e6 <= found[0] <= 1e12 and found[1] <= 10:
+            return found
+    raise ValueError(f"{text!r} is not a rate and a delay, such as 1gbit,1ms or 100mbit,0")
+
+
+class Wire:
+    """What this rank sends through, one for all of its groups. It sends one call after another."""
+
+    def __init__(self):
+        self.is_slow = False  # as fast as gloo until connect()
+        self.rate = self.delay = 0.0  # bytes per second, and seconds for one way
+        self.free_at = 0.0  # when the last byte of all calls so far has left; time.monotonic()
+        self.pending = []  # calls that have no delivery time yet
+        self.spans = deque(maxlen=100_000)  # (name, bytes, launched, delivered) of calls that have
+        self.lock = threading.Lock()
+
+    def connect(self, text: str) -> None:
+        """Be as slow as a text like 1gbit,1ms says; on all ranks at the same place of a program."""
+        self.rate, self.delay = read_network(text)
+        self.is_slow = True
+
+    def deliver(self) -> None:
+        """Find out when calls are delivered that all ranks have launched, in order of launch."""
+        with self.lock:
+            launched = [call for call in self.pending if call.launch_times.is_completed()]
+            for call in sorted(launched, key=lambda call: call.last_launch.item()):
+                self.pending.remove(call)
+                places = call.group.places
+                begin = max(call.last_launch.item(), places.popleft())
+                self.free_at = max(self.free_at, begin) + call.bytes_sent / self.rate
+                call.delivered_at = self.free_at + call.delays * self.delay
+                places.append(call.delivered_at)
+                span = call.name, call.bytes_sent, call.launched_at, call.delivered_at
+                self.spans.append(span)
+
+
+wire = Wire()
+
+
+class SlowWork(dist.Work):
+    """A collective on its way: gloo may have its result already, and the network not yet."""
+
+    def __init__(self, group, name: str, tensors, gloos_work: dist.Work, bytes_sent, delays):
+        super().__init__()
+        self.group = group
+        self.name = name
+        self.tensors = tensors
+        self.gloos_work = gloos_work
+        self.bytes_sent = bytes_sent
+        self.delays = delays
+        self.delivered_at = None
+        # The network can move data only when the last rank has launched. All clocks are one here.
+        self.launched_at = time.monotonic()
+        self.last_launch = torch.tensor(self.launched_at, dtype=torch.float64)
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX
+        self.launch_times = group.control.allreduce([self.last_launch], options)
+        wire.pending.append(self)
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Sleep until the network has delivered the result; raise what gloo raises."""
+        try:
+            self.gloos_work.wait(timeout)
+            for call in self.pending_calls():
+                call.launch_times.wait()
+        except BaseException:
+            wire.pending = [call for call in wire.pending if call is not self]
+            raise
+        wire.deliver()
+        sleep_until(self.delivered_at)
+        return True
+
+    def is_completed(self) -> bool:
+        if not self.gloos_work.is_completed():
+            return False
+        if all(call.launch_times.is_completed() for call in self.pending_calls()):
+            wire.deliver()
+        return self.delivered_at is not None and self.delivered_at <= time.monotonic()
+
+    def pending_calls(self) -> list:
+        """This call and those before it in its group, while they have no delivery time."""
+        calls = self.group.pending_calls()
+        return calls[: calls.index(self) + 1] if self in calls else []
+
+    def get_future(self) -> torch.futures.Future:
+        """For DDP and its hooks. A thread of its own completes it: a hook may wait for more."""
+        future = torch.futures.Future()
+
+        def complete():
+            try:
+                self.wait()
+            except Exception as error:
+                future.set_exception(error)
+            else:
+                future.set_result(self.tensors)
+
+        threading.Thread(target=complete, daemon=True).start()
+        return future
+
+
+class SlowProcessGroup(dist.ProcessGroup):
+    """gloo's collectives, delivered when the wire of this rank would have; for ranks of one host.
+
+    A second group of gloo carries the launch times. Whatever has no form below (barriers, send and
+    receive) is gloo's, and begins when everything before it is delivered.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: timedelta):
+        super().__init__(rank, world_size)
+        member = rank, world_size, timeout
+        self.gloo = dist.ProcessGroupGloo(dist.PrefixStore("data", store), *member)
+        self.control = dist.ProcessGroupGloo(dist.PrefixStore("launch times", store), *member)
+        kind = dist.ProcessGroup.BackendType.GLOO
+        self._set_default_backend(kind)  # for what torch's C++ does without asking this class
+        self._register_backend(torch.device("cpu"), kind, self.gloo)
+        self.places = deque([0.0] * CALLS_AT_A_TIME)  # when each of them is free
+        self.collectives = 0  # so many were launched; torch's tools see none of them
+
+    @torch._disable_dynamo  # torch.compile must not look into a group that torch calls meanwhile
+    def launch(self, name: str, *arguments, **options) -> dist.Work:
+        """A collective that takes its time. The bytes that a rank sends are those of gloo's rings:
+        a step sends 1/n of the tensor, and its reduce-scatter is an all-reduce."""
+        self.collectives += 1
+        work = getattr(self.gloo, name)(*arguments, **options)
+        if not wire.is_slow:
+            return work
+        outputs = arguments[0] if isinstance(arguments[0], list) else [arguments[0]]
+        size = max(bytes_in(argument) for argument in arguments[:2])  # the whole, not a part of it
+        others = self.size() - 1
+        steps, sent = others, size * others / self.size()  # all-gather
+        if "reduce" in name:
+            steps, sent = 2 * steps, 2 * sent
+        elif name.startswith(("alltoall", "all_to_all")):
+            steps = min(1, others)
+        elif name == "broadcast":
+            steps, sent = min(1, others), size * min(1, others)
+        return SlowWork(self, name, outputs, work, sent, DELAYS_PER_STEP * steps)
+
+    @torch._disable_dynamo
+    def hand_on(self, name: str, *arguments, **options) -> dist.Work:
+        """A call that takes as long as gloo takes, after all that were launched before it."""
+        if not name.startswith(("send", "recv")):  # these may come between
+            self.collectives += 1
+            for call in self.pending_calls()[-1:]:
+                call.wait()
+            sleep_until(max(self.places))
+        return getattr(self.gloo, name)(*arguments, **options)
+
+    def pending_calls(self) -> list[SlowWork]:
+        """Calls of this group that have no delivery time yet, in order."""
+        return [call for call in list(wire.pending) if call.group is self]
+
+
+def sleep_until(moment: float) -> None:
+    time.sleep(max(0.0, moment - time.monotonic()))
+
+
+def bytes_in(argument) -> int:
+    """Of a tensor, or of all in a list or a list of lists; 0 for what else a call is given."""
+    if isinstance(argument, torch.Tensor):
+        return argument.nbytes
+    return sum(map(bytes_in, argument)) if isinstance(argument, list | tuple) else 0
+
+
+# Every collective of gloo, whatever this version of torch calls it. (The methods of ProcessGroup
+# would find gloo, too, but keep Python's lock while they wait for its threads: a deadlock.)
+SLOW = ("allreduce", "allgather", "all_gather", "reduce_scatter", "alltoall", "all_to_all")
+HANDED_ON = ("barrier", "gather", "monitored", "recv", "reduce", "scatter", "send")
+for method in set(dir(dist.ProcessGroup)) & set(dir(dist.ProcessGroupGloo)):
+    if method.lstrip("_").startswith((*SLOW, "broadcast")):
+        setattr(SlowProcessGroup, method, partialmethod(SlowProcessGroup.launch, method))
+    elif method.startswith(HANDED_ON):
+        setattr(SlowProcessGroup, method, partialmethod(SlowProcessGroup.hand_on, method))
+
+dist.Backend.register_backend("slow_network", SlowProcessGroup, devices=["cpu"])
+
+# ==================================================================================================
+# Below this line: is an all-reduce as slow as was asked for? verify, benchmark, main.
+
+
+def expected_seconds(size_bytes: float, calls: int, world_size: int) -> float:
+    """Of all-reduces that are launched together: their bytes one after another on the wire, then
+    the delays of the last; or the delays of all, two calls at a time, if these take longer."""
+    steps = 2 * (world_size - 1)
+    bytes_sent = steps / world_size * size_bytes / wire.rate
+    delays = DELAYS_PER_STEP * steps * wire.delay
+    turns = -(-calls // CALLS_AT_A_TIME)
+    return max(calls * bytes_sent + delays, turns * (bytes_sent + delays))
+
+
+def all_reduce_together(tensors: list[torch.Tensor]) -> None:
+    works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+    for work in works:
+        work.wait()
+
+
+def measure_all(args) -> list[dict]:
+    """Time all-reduces of each size, alone, two and twenty at a time; count wrong elements."""
+    from common import timing
+    from common.setup import progress
+
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rows = []
+    for megabytes in args.sizes_mb:
+        for calls in (1, 2, 20):
+            if calls == 20 and megabytes >= 1:
+                continue
+            progress(f"{calls} × {megabytes:g} MB")
+            tensors = [torch.empty(int(megabytes * 2**18)) for _ in range(calls)]
+            wrong = 0
+
+            def step(tensors=tensors):
+                for tensor in tensors:
+                    tensor.fill_(rank + 1)
+                dist.barrier()
+                start = time.perf_counter()
+                all_reduce_together(tensors)
+                seconds = time.perf_counter() - start
+                total = world_size * (world_size + 1) / 2
+                return {"seconds": seconds, "wrong": sum(int((t != total).sum()) for t in tensors)}
+
+            samples = timing.measure({"calls": step}, args.steps, warmup=1)["calls"]
+            wrong = sum(map(sum, samples["wrong"]))
+            row = {"size_mb": megabytes, "calls": calls, "seconds": samples["seconds"]}
+            expected = expected_seconds(megabytes * 2**20, calls, world_size)
+            rows.append(row | {"expected_seconds": expected, "wrong": wrong})
+    return rows
+
+
+def main():
+    folder = Path(__file__).resolve().parent
+    sys.path.insert(0, str(folder.parent.parent))
+    sys.modules["slow_network"] = sys.modules[__name__]  # common is to use this wire
+    try:
+        from common import report, setup
+    except ModuleNotFoundError as error:
+        sys.exit(f"error: {error}: copy the repository's folder common/ two folders above this one")
+
+    parser = setup.Parser(__doc__)
+    size = setup.checked(
+        float, lambda mb: 2**-18 <= mb <= 1e5, "a size in MB, of a float32 at least"
+    )
+    sizes = setup.list_of(size)
+    add = parser.add_argument
+    add("--sizes-mb", type=sizes, default="0.001,1,10", help="of the tensors, MB = 2^20 bytes")
+    add("--steps", type=setup.whole_number(1), default=5, help="measured calls")
+    add("--json", type=setup.output_file, metavar="FILE", help="everything measured, raw")
+    setup.add_process_group_arguments(parser)
+    parser.set_defaults(network="1gbit,1ms", device="cpu")
+    args = parser.parse_args()
+    with setup.process_group(args) as device:
+        result = report.begin("01_allreduce/slow_network", args, device)
+        result["rows"] = measure_all(args)
+        table = []
+        for row in result["rows"]:
+            p50 = report.percentiles(row["seconds"])[0]
+            cells = [f"{row['calls']} × {row['size_mb']:g} MB", f"{1000 * p50:.2f}"]
+            expected = row["expected_seconds"]
+            table.append([*cells, f"{1000 * expected:.2f}", f"{p50 / expected:.3f}", row["wrong"]])
+        header = ["all-reduces", "p50, ms", "asked for, ms", "ratio", "#wrong"]
+        report.print_table(header, [[str(cell) for cell in row] for row in table])
+        setup.say("Launched together, waited for one after another; #wrong: elements, all calls.")
+        report.write_json(args.json, result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,336 @@
+"""Tests of the emulated network: times as asked for, results as over gloo, nothing left behind."""
+
+import gc
+import os
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from slow_network import read_network, wire
+
+from common.recordings.record import output_of
+from common.testing import harness
+from common.testing.harness import masked, read_json
+
+SCRIPT = Path(__file__).with_name("slow_network.py")
+MAXIMUM = dist.ReduceOp.MAX
+
+
+def slow_group(network: str = "1gbit,1ms", **options):
+    with_gloo = options | {"timeout": timedelta(seconds=options.get("timeout", 30))}
+    group = dist.new_group(backend="slow_network", **with_gloo)
+    wire.connect(network)
+    wire.spans.clear()
+    return group
+
+
+def test_networks_are_read():
+    assert read_network("1gbit,1ms") == (125e6, 1e-3)
+    assert read_network("2.5gbit,200us") == pytest.approx((312.5e6, 2e-4))
+    assert read_network("100mbit,0") == (12.5e6, 0)
+    for text in (
+        "1gbit",
+        "1ms,1gbit",
+        "0gbit,1ms",
+        "1gbit,1",
+        "-1gbit,1ms",
+        "1..gbit,0",
+        "1gbit,1h",
+    ):
+        with pytest.raises(ValueError, match="is not a rate and a delay"):
+            read_network(text)
+
+
+# Times. What is asked for is arithmetic, and checked as such; it must never be undercut.
+
+
+def spans_of(tensors: list[torch.Tensor], group) -> list[float]:
+    """Launch them together: seconds from the launch of all to the delivery of each."""
+    wire.spans.clear()
+    wire.free_at = 0.0
+    works = [dist.all_reduce(tensor, MAXIMUM, group=group, async_op=True) for tensor in tensors]
+    for work in works:
+        work.wait()
+        assert time.monotonic() >= work.delivered_at and work.is_completed()
+    begin = works[0].last_launch.item()
+    return [work.delivered_at - begin for work in works]
+
+
+def takes_what_is_asked_for(network):
+    group = slow_group(network)
+    rate, delay = read_network(network)
+    world_size = dist.get_world_size()
+    delays = 4 * (world_size - 1) * delay
+    for elements in (2**10, 2**18):
+        sent = 2 * (world_size - 1) / world_size * 4 * elements / rate
+        for _ in range(3):
+            (found,) = spans_of([torch.ones(elements)], group)
+            assert found == pytest.approx(sent + delays, abs=1e-9)
+        first, second = spans_of([torch.ones(elements), torch.ones(elements)], group)
+        assert first == pytest.approx(sent + delays, abs=1e-9)
+        assert second >= 2 * sent + delays - 1e-9  # its bytes queue behind the other's
+    small = spans_of([torch.ones(1) for _ in range(20)], group)
+    assert small[-1] >= 10 * delays  # two at a time, as gloo has two threads
+
+
+@pytest.mark.parametrize("network", ["100mbit,0", "1gbit,1ms", "10gbit,10ms"])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_calls_take_what_is_asked_for(ranks, network, world_size):
+    ranks(world_size).run(takes_what_is_asked_for, network)
+
+
+def waits_for_the_last():
+    """All are delivered by the launch of the one that comes late, at the same moment."""
+    group = slow_group("1gbit,1ms")
+    dist.barrier()
+    if dist.get_rank() == 1:
+        time.sleep(0.1)
+    launched = time.monotonic()
+    work = dist.all_reduce(torch.ones(1000), group=group, async_op=True)
+    work.wait()
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (launched, work.delivered_at))
+    launches, deliveries = zip(*found, strict=True)
+    assert max(launches) - min(launches) > 0.09
+    assert max(deliveries) - min(deliveries) < 1e-6
+    assert min(deliveries) >= max(launches) + 4e-3
+
+
+def shares_its_wire():
+    """Calls of two groups go through one wire, one after the other."""
+    one, other = slow_group("100mbit,0"), slow_group("100mbit,0")
+    for _ in range(3):
+        start = time.monotonic()
+        tensors = torch.ones(2, 2**17)
+        works = [
+            dist.all_reduce(tensor, MAXIMUM, group=group, async_op=True)
+            for tensor, group in zip(tensors, (one, other), strict=True)
+        ]
+        works[1].wait()
+        works[0].wait()
+        both = tensors.nbytes / wire.rate
+        assert max(work.delivered_at for work in works) - start >= both
+        assert works[1].delivered_at - works[0].delivered_at == pytest.approx(both / 2, abs=1e-6)
+
+
+def sleeps_meanwhile():
+    """A rank that waits takes no part of a core."""
+    group = slow_group("10mbit,1ms")
+    tensor = torch.ones(2**18)
+    dist.barrier()
+    seconds, cpu = time.perf_counter(), time.process_time()
+    dist.all_reduce(tensor, group=group)
+    seconds, cpu = time.perf_counter() - seconds, time.process_time() - cpu
+    assert seconds > 0.8 and cpu < 0.05 * seconds, (seconds, cpu)
+
+
+def is_gloo_until_it_is_slow():
+    group = slow_group("1mbit,1s")
+    wire.is_slow = False
+    began = time.monotonic()
+    dist.all_reduce(torch.ones(2**20), group=group)
+    assert time.monotonic() - began < 10 and not wire.spans
+
+
+def comes_after_what_was_launched():
+    """A barrier is gloo's, and begins when what came before it is delivered."""
+    group = slow_group("1gbit,50ms")
+    work = dist.all_reduce(torch.ones(1), group=group, async_op=True)
+    dist.barrier(group)
+    assert work.delivered_at is not None and work.delivered_at <= time.monotonic()
+
+
+def names_a_late_rank():
+    """Gloo's own time-out, and its error."""
+    group = slow_group(timeout=1)
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError):
+            dist.all_reduce(torch.ones(3), group=group)
+        future = dist.all_reduce(torch.ones(3), group=group, async_op=True).get_future()
+        with pytest.raises(RuntimeError):
+            future.wait()
+    dist.barrier()
+
+
+def leaves_nothing():
+    """No thread and no file of a group that is left, and no tensor of a call that is over."""
+
+    def count():
+        gc.collect()
+        return threading.active_count(), len(os.listdir("/proc/self/fd"))
+
+    before = count()
+    group = slow_group()
+    dist.all_reduce(torch.ones(3), group=group, async_op=True).get_future().wait()
+    assert not wire.pending
+    dist.destroy_process_group(group)
+    del group
+    deadline = time.monotonic() + 10  # gloo's threads close their files when they end
+    while any(now > then for now, then in zip(count(), before, strict=True)):
+        assert time.monotonic() < deadline, (before, count())
+
+
+def leaves_versions_alone():
+    """Autograd counts changes, and what arrives from other ranks is none: so 04 and 05 say."""
+    group = slow_group()
+    tensor = torch.ones(4)
+    dist.all_reduce(tensor, group=group)
+    assert tensor._version == 0 and tensor.tolist() == [2.0] * 4
+
+
+PROMISES = [waits_for_the_last, shares_its_wire, sleeps_meanwhile, is_gloo_until_it_is_slow]
+PROMISES += [comes_after_what_was_launched, names_a_late_rank, leaves_versions_alone]
+if sys.platform == "linux":  # it has /proc
+    PROMISES += [leaves_nothing]
+
+
+@pytest.mark.parametrize("promise", PROMISES)
+def test_promises(ranks, promise):
+    ranks(2).run(promise)
+
+
+# Results
+
+
+def ddp(**options):
+    return lambda module, group: DistributedDataParallel(module, process_group=group, **options)
+
+
+def with_bf16_hook(module, group):
+    model = DistributedDataParallel(module, process_group=group)
+    model.register_comm_hook(group, default_hooks.bf16_compress_hook)
+    return model
+
+
+def with_power_sgd(module, group):
+    """A hook whose callbacks make calls, and wait for them."""
+    model = DistributedDataParallel(module, process_group=group)
+    state = powerSGD_hook.PowerSGDState(group, start_powerSGD_iter=2)
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    return model
+
+
+def sharded(module, group):
+    policy = MixedPrecisionPolicy(param_dtype=torch.float64, reduce_dtype=torch.float32)
+    return fully_shard(module, mesh=DeviceMesh.from_group(group, "cpu"), mp_policy=policy)
+
+
+WRAPS = {
+    "DDP": ddp(),
+    "find_unused_parameters": ddp(find_unused_parameters=True),
+    "static_graph": ddp(static_graph=True),
+    "bf16 hook": with_bf16_hook,
+    "PowerSGD": with_power_sgd,
+    "fully_shard": sharded,
+    "join": ddp(),
+    "ZeRO": ddp(),
+}
+
+
+def trained(name, group) -> torch.Tensor:
+    """The outputs of a model after a few steps, each rank with a batch of its own."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(20, 30), nn.BatchNorm1d(30), nn.ReLU(), nn.Linear(30, 10)]
+    model = WRAPS[name](nn.Sequential(*layers).double(), group)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    if name == "ZeRO":
+        optimizer = ZeroRedundancyOptimizer(
+            model.parameters(), torch.optim.Adam, process_group=group, lr=1e-2
+        )
+
+    def train(steps):
+        torch.manual_seed(dist.get_rank())
+        for _ in range(steps):
+            model(torch.randn(8, 20).double()).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    if name == "join":
+        with model.join():
+            train(3 + dist.get_rank())
+    else:
+        train(4)
+    torch.manual_seed(0)
+    model.eval()
+    return model(torch.randn(8, 20).double()).detach()
+
+
+def distance(name) -> float:
+    """How far apart training ends over the network and over gloo."""
+    slow = slow_group("1gbit,200us")
+    return (trained(name, slow) - trained(name, dist.new_group(backend="gloo"))).abs().max().item()
+
+
+@pytest.mark.parametrize("name", WRAPS)
+def test_training_ends_where_it_does_over_gloo(ranks, name):
+    assert ranks(2).run(distance, name) == [0.0, 0.0]
+
+
+def full_tensor_of_shards():
+    mesh = DeviceMesh.from_group(slow_group(), "cpu")
+    whole = torch.arange(12.0).view(6, 2)
+    shards = distribute_tensor(whole, mesh, [Shard(0)])
+    assert torch.equal((shards + shards).full_tensor(), 2 * whole)
+    assert shards.sum().full_tensor() == whole.sum()
+
+
+def test_dtensor(ranks):
+    ranks(2).run(full_tensor_of_shards)
+
+
+# Scripts
+
+
+def test_script(forked, tmp_path):
+    words = ["--sizes-mb", "0.001,1,10", "--steps", "2", "--json", tmp_path / "a.json"]
+    status, output = forked(2, SCRIPT, *words)
+    assert status == 0, output
+    assert masked(output) == masked(output_of(SCRIPT.with_name("reference_output.txt")))
+    result = read_json(tmp_path / "a.json", "01_allreduce/slow_network")
+    assert result["backend"] == "gloo" and result["network"] == "1gbit,1ms"
+    for row in result["rows"]:
+        assert row["wrong"] == 0
+        assert min(map(min, row["seconds"])) >= row["expected_seconds"]
+
+
+BUCKETED = harness.ROOT / "05_bucketed" / "bucketed.py"
+
+
+def test_a_stage_on_the_network(launched, tmp_path):
+    words = [*harness.QUICK, "--network", "1gbit,1ms", "--json", tmp_path / "a.json"]
+    status, output = launched(2, BUCKETED, *words)
+    assert status == 0, output
+    assert "gloo behind an emulated network of 1 Gbit/s and 1 ms, 2 ranks" in output
+    result = read_json(tmp_path / "a.json", "05_bucketed")
+    assert result["network"] == "1gbit,1ms" and result["verify"]["passed"]
+    counts = {one["name"]: one["collectives_per_step"] for one in result["candidates"]}
+    assert counts == {name: harness.NANO_CALLS[name] for name in counts}
+    ours = next(one for one in result["candidates"] if one["name"] == "BucketedDDP")
+    assert min(map(min, ours["step_seconds"])) >= 4e-3
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("fault", harness.FAULTS)
+def test_faults(script, tmp_path, fault):
+    words = [*harness.QUICK[:2], *harness.LONG, "--no-verify", "--network", "1gbit,1ms"]
+    command = harness.torchrun(2, BUCKETED, *words)
+    harness.check_fault(script, command, "nano model", fault, tmp_path)
+
+
+def test_file_alone(tmp_path):
+    harness.check_script_alone(SCRIPT, tmp_path)
