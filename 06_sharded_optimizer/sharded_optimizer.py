@@ -15,6 +15,7 @@ SC 2020, section 5.1 (P_os); Stanford CS336, assignment 2, "Optimizer state shar
 """
 
 import sys
+from copy import deepcopy
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -24,6 +25,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.utils._pytree import tree_map
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -40,28 +42,24 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.process_group = process_group
         self.rank = dist.get_rank(process_group)
         self.world_size = dist.get_world_size(process_group)
+        self.optimizer_cls, self.options = optimizer_cls, kwargs
+        self.local = None  # the optimizer of this rank's parameters
         self.owners = {}  # parameter -> the rank that keeps its state and updates it
         self.loads = [0] * self.world_size  # bytes of parameters that each rank owns
         self.flats = []  # (owner, one flat buffer with the values of parameters that it owns)
         self.views = {}  # parameter -> its part of a flat buffer
-        self.make_optimizer = partial(optimizer_cls, **kwargs)
-        self.local = self.make_optimizer([{"params": []}])  # the optimizer of this rank's shard
-        refuse_lbfgs(self.local)
-        # The base class wants a group, and would register groups one by one: it gets an empty one.
-        super().__init__([{"params": []}], self.local.defaults)
-        self.param_groups.clear()
-        self.local.param_groups.clear()
+        # The base class wants a group, and would register groups one by one: this one is not added.
+        super().__init__([{"params": []}], {})
         self._register(params)
-        self.state = self.local.state
+        self.defaults, self.state = self.local.defaults, self.local.state
 
     def _register(self, params) -> None:
         """Share new groups out: here they have all parameters, in `local` those of this rank."""
         groups = agree_on_groups(self, params)  # the new ones; if one rank refuses them, all do
         parameters = [parameter for group in groups for parameter in group["params"]]
         self._choose_owners(parameters)
+        add_to_local(self, groups)
         self._flatten(parameters)
-        for group in groups:
-            add_to_local(self, self._own(group))
 
     def _choose_owners(self, parameters: list[nn.Parameter]) -> None:
         """Largest first, to the rank that has least so far. All ranks compute the same, alone.
@@ -107,15 +105,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         show_changes(self)  # such as a step counter that some classes keep in their groups
         works = []
         for owner, flat in self.flats:  # in the same order on all ranks
-            broadcast = partial(dist.broadcast, group_src=owner, group=self.process_group)
-            works.append(broadcast(flat, async_op=True))
+            group = {"group": self.process_group, "group_src": owner}
+            works.append(dist.broadcast(flat, **group, async_op=True))
         for work in works:
             work.wait()
         return loss
 
     def add_param_group(self, param_group: dict) -> None:
         """Add a group, also in mid-training; what is there keeps its owner and its state."""
-        self._register([param_group])
+        if self.local:
+            self._register([param_group])
 
     def state_dict(self) -> dict:
         """On rank 0 the whole state, on CPU, as `optimizer_cls` without sharding would give it.
@@ -139,11 +138,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
 # Below this line: what keeps the ranks together, the models, verify, the benchmark, main.
 
 
-def refuse_lbfgs(optimizer: torch.optim.Optimizer) -> None:
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError("LBFGS looks at all parameters at once: use it without sharding")
-
-
 def agree_on_groups(sharded: ShardedOptimizer, params) -> list[dict]:
     """Let the base class check and append groups; returns the new ones.
 
@@ -153,13 +147,10 @@ def agree_on_groups(sharded: ShardedOptimizer, params) -> list[dict]:
     failure = None
     lines = []
     try:
-        groups = torch.optim.Optimizer(params, sharded.defaults).param_groups  # whatever form
-        for group in groups:
+        for group in torch.optim.Optimizer(params, {}).param_groups:  # whatever form they have
             torch.optim.Optimizer.add_param_group(sharded, group)
         for number, group in enumerate(sharded.param_groups):
             for parameter in group["params"]:
-                # If the class refuses it on one rank, all refuse.
-                sharded.make_optimizer([{**group, "params": [parameter]}])
                 kind = f"requires_grad={parameter.requires_grad}, group {number}"
                 lines.append(f"as number {len(lines)} {layout(parameter)}, {kind}")
     except Exception as error:  # the other ranks must hear of it, or they would wait for us
@@ -174,12 +165,38 @@ def agree_on_groups(sharded: ShardedOptimizer, params) -> list[dict]:
     return sharded.param_groups[before:]
 
 
-def add_to_local(sharded: ShardedOptimizer, group: dict) -> None:
-    """Give the local optimizer a group that is cut down to this rank's parameters."""
-    sharded.local.add_param_group(group)
-    if group["params"]:  # some classes (Adagrad) make their state in the constructor
-        made = sharded.make_optimizer([group]).state
-        sharded.local.state.update(made | sharded.local.state)
+def add_to_local(sharded: ShardedOptimizer, groups: list[dict]) -> None:
+    """Construct an optimizer of this rank's part of new groups: the local one, or a part of it.
+
+    If the class refuses them on one rank, all raise, and no rank keeps any.
+    """
+    failure = None
+    try:
+        own = [sharded._own(group) for group in groups]
+        made = sharded.optimizer_cls(own, **sharded.options)
+        if isinstance(made, torch.optim.LBFGS):
+            raise ValueError("LBFGS looks at all parameters at once: use it without sharding")
+    except Exception as error:
+        failure = error
+    for rank, text in enumerate(of_all_ranks(failure and str(failure), sharded.process_group)):
+        if text is not None:
+            forget_groups(sharded, groups)
+            raise failure or ValueError(f"rank {rank}, of its part of the parameters: {text}")
+    if sharded.local is None:
+        sharded.local = made
+    else:
+        for group in made.param_groups:
+            sharded.local.add_param_group(group)
+        sharded.local.state.update(made.state)  # some classes (Adagrad) have it from the beginning
+    show_changes(sharded)  # the options that a group did not say
+
+
+def forget_groups(sharded: ShardedOptimizer, groups: list[dict]) -> None:
+    """The last ones, which no rank could use."""
+    for group in groups:
+        sharded.param_groups.remove(group)
+        for parameter in group["params"]:
+            sharded.loads[sharded.owners.pop(parameter)] -= parameter.nbytes
 
 
 def of_all_ranks(mine, process_group=None) -> list:
@@ -270,14 +287,14 @@ def numbered(sharded: ShardedOptimizer, packed_groups: list[dict]):
 
 
 def from_rank(source: int, sharded: ShardedOptimizer, values: dict) -> dict:
-    """On all ranks a copy, on CPU, of rank `source`'s values."""
-    copies = dict(values)
-    for key, value in values.items():
-        if torch.is_tensor(value):
-            copies[key] = value.detach().to("cpu", copy=True)
-    box = [copies]
+    """On all ranks a copy, on CPU, of rank `source`'s values, however they are nested."""
+    box = [tree_map(copy_to_cpu, values)]
     dist.broadcast_object_list(box, group=sharded.process_group, group_src=source)
     return box[0]
+
+
+def copy_to_cpu(value):
+    return value.detach().to("cpu", copy=True) if torch.is_tensor(value) else deepcopy(value)
 
 
 ADAMW = torch.optim.AdamW
