@@ -18,7 +18,6 @@ import weakref
 from collections import deque
 from collections.abc import Mapping
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
 from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
@@ -79,13 +78,6 @@ class FlatParameter:
         self.unsharded.untyped_storage().resize_(0)
         set_version(self.unsharded, NO_MEMORY)  # autograd refuses to read it until it is filled
 
-    def wait_for_reduction(self) -> None:
-        """Add the gradients' mean over all ranks to `grad` of this rank's shards."""
-        _, received, work = self.reduction
-        work.wait()
-        add_gradients(self, received.mean(0, dtype=self.local_shard.dtype))  # of a row per rank
-        self.reduction = None
-
 
 class FSDP(nn.Module):
     """Keep 1/N of each weight, of its gradient and of its optimizer state; biases stay whole.
@@ -98,7 +90,6 @@ class FSDP(nn.Module):
         super().__init__()
         check_and_broadcast(module, process_group)
         self.module, self.process_group = module, process_group
-        # {module: its FlatParameters, mostly one}, in order of registration
         self.flats_of = shard_weights(module, units, compute_dtype, process_group)
         parts = list(self.flats_of) if prefetch else []
         self.after, self.before = dict(pairwise(parts)), dict(pairwise(reversed(parts)))
@@ -307,8 +298,13 @@ def begin_reduction(flat: FlatParameter, in_flight: list[FlatParameter]) -> None
 
 
 def end_reduction(in_flight: list[FlatParameter]) -> None:
+    """Add the mean over all ranks to `grad` of this rank's shards."""
     while in_flight:
-        in_flight.pop().wait_for_reduction()
+        flat = in_flight.pop()
+        _, received, work = flat.reduction
+        work.wait()
+        add_gradients(flat, received.mean(0, dtype=flat.local_shard.dtype))  # of a row per rank
+        flat.reduction = None
 
 
 def begin_reduce_scatter(sent: torch.Tensor, flat: FlatParameter) -> tuple:
@@ -478,8 +474,8 @@ def leaves_of(value) -> list:
     """What is in lists, tuples, mappings, dataclasses and namespaces; else the value itself."""
     if isinstance(value, Mapping):
         value = list(value.values())
-    elif is_dataclass(value):
-        value = [getattr(value, field.name) for field in fields(value)]
+    elif hasattr(value, "__dataclass_fields__"):
+        value = [getattr(value, name) for name in value.__dataclass_fields__]
     elif isinstance(value, SimpleNamespace):
         value = list(vars(value).values())
     if not isinstance(value, list | tuple):
@@ -726,14 +722,12 @@ def main():
     folder = Path(__file__).resolve().parent
     sys.path[:0] = [str(folder), str(folder.parent), str(folder.parent.parent)]
     try:
-        import accounting
         import measure
-        import memory
         from sharded_optimizer import LanguageModel
 
         from common import report, setup
     except ModuleNotFoundError as error:
-        needed = "copy the repository's folder common/, sharded_optimizer.py and the files beside"
+        needed = "copy the repository's folder common/, sharded_optimizer.py and measure.py beside"
         sys.exit(f"error: {error}: {needed} fsdp.py, too")
 
     parser = setup.Parser(__doc__)
@@ -742,30 +736,31 @@ def main():
     setup.add_mine(parser)
     setup.add_plot_arguments(parser, "fsdp.png")
     parser.set_defaults(warmup=3)  # five candidates, and all within a minute
-    add = parser.add_argument
-    add("--no-memory", action="store_true", help="no table and picture of the memory")
+    parser.add_argument("--no-memory", action="store_true", help="no table and picture of it")
     numbers = {"type": setup.list_of(setup.whole_number(2)), "nargs": "?", "metavar": "N,N,…"}
-    only = "only this: what each rank of so many would hold, on the device meta (8,64,1024)"
-    add("--accounting", **numbers, const=[8, 64, 1024], help=only)
+    only = "only what one of so many ranks would hold, by a formula (8,64,1024)"
+    parser.add_argument("--accounting", **numbers, const=[8, 64, 1024], help=only)
     args = parser.parse_args()
     if args.save and args.no_verify:
         parser.error("argument --save: not with --no-verify, which trains no classifier")
     if args.accounting:
-        accounting.show(args, FSDP)
+        measure.print_accounting(args)
         return
     with setup.process_group(args) as device:
         result = report.begin("06_sharded_optimizer/fsdp", args, device)
         wraps = {"FSDP": FSDP} | setup.users_wrapper(args)
         replicas = len(wraps) + 3 * (not args.no_baseline)
         model = result["model"] = report.describe(LanguageModel, args, replicas)
+        with setup.without_gloo_greeting():
+            Agreement([], None)  # its process group
         result["verify"] = None
         for name in [] if args.no_verify else reversed(wraps):  # this lesson's last: it is saved
             if args.mine:
                 setup.say(f"verify: {name}")
             result["verify"] = measure.verify(args, device, wraps[name])
         if not args.no_memory:
-            result["memory_bytes"] = memory.account(args, device, FSDP, choose_units)
-            memory.show(result, args.plot)
+            result["memory_bytes"] = measure.account(args, device, FSDP, choose_units)
+            measure.print_memory(result, args.plot)
         batch_shape = model["batch_size"], model["context_length"]
         result["candidates"] = measure.benchmark(args, device, batch_shape, FSDP, choose_units)
         report.write_json(args.json, result)
