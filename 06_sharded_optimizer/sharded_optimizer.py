@@ -173,13 +173,14 @@ def add_to_local(sharded: ShardedOptimizer, groups: list[dict]) -> None:
         if text is not None:
             forget_groups(sharded, groups)
             raise failure or ValueError(f"rank {rank}, of its part of the parameters: {text}")
+    for group, part in zip(groups, made.param_groups, strict=True):
+        group.update({**part, "params": group["params"]})  # the options that it did not say
     if sharded.local is None:
         sharded.local = made
     else:
-        for group in made.param_groups:
-            sharded.local.add_param_group(group)
+        for part in made.param_groups:
+            sharded.local.add_param_group(part)
         sharded.local.state.update(made.state)  # some classes (Adagrad) have it from the beginning
-    show_changes(sharded)  # the options that a group did not say
 
 
 def own_part(sharded: ShardedOptimizer, group: dict) -> dict:
