@@ -15,6 +15,7 @@ SC 2020, section 5.1 (P_os); Stanford CS336, assignment 2, "Optimizer state shar
 """
 
 import sys
+from copy import deepcopy
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -24,6 +25,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.utils._pytree import tree_map
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -38,30 +40,25 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def __init__(self, params, optimizer_cls, *, process_group=None, **kwargs):
         self.process_group = process_group
-        self.rank = dist.get_rank(process_group)
-        self.world_size = dist.get_world_size(process_group)
+        self.rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
+        self.optimizer_cls, self.options = optimizer_cls, kwargs
+        self.local = None  # the optimizer of those parameters that this rank owns
         self.owners = {}  # parameter -> the rank that keeps its state and updates it
-        self.loads = [0] * self.world_size  # bytes of parameters that each rank owns
+        self.loads = [0] * world_size  # bytes of parameters that each rank owns
         self.flats = []  # (owner, one flat buffer with the values of parameters that it owns)
         self.views = {}  # parameter -> its part of a flat buffer
-        self.make_optimizer = partial(optimizer_cls, **kwargs)
-        self.local = self.make_optimizer([{"params": []}])  # the optimizer of this rank's shard
-        refuse_lbfgs(self.local)
-        # The base class wants a group, and would register groups one by one: it gets an empty one.
-        super().__init__([{"params": []}], self.local.defaults)
-        self.param_groups.clear()
-        self.local.param_groups.clear()
+        # The base class wants a group, and would register groups one by one: this one is not added.
+        super().__init__([{"params": []}], {})
         self._register(params)
-        self.state = self.local.state
+        self.defaults, self.state = self.local.defaults, self.local.state
 
     def _register(self, params) -> None:
         """Share new groups out: here they have all parameters, in `local` those of this rank."""
         groups = agree_on_groups(self, params)  # the new ones; if one rank refuses them, all do
         parameters = [parameter for group in groups for parameter in group["params"]]
         self._choose_owners(parameters)
+        add_to_local(self, groups)
         self._flatten(parameters)
-        for group in groups:
-            add_to_local(self, self._own(group))
 
     def _choose_owners(self, parameters: list[nn.Parameter]) -> None:
         """Largest first, to the rank that has least so far. All ranks compute the same, alone.
@@ -89,17 +86,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self.views[parameter] = view.copy_(parameter.detach())
                 parameter.data = view
 
-    def _own(self, group: dict) -> dict:
-        """A group with its current options, cut down to this rank's parameters."""
-        own = [parameter for parameter in group["params"] if self.owners[parameter] == self.rank]
-        return {**group, "params": own}
-
     @torch.no_grad()
     def step(self, closure=None, **kwargs):
-        """Update this rank's shard and exchange the results: then all ranks have all new values.
-
-        Every rank calls the closure, if there is one; returns its loss.
-        """
+        """Update this rank's shard, and exchange. All ranks call a closure; returns its loss."""
         with torch.enable_grad():  # a closure runs backward
             loss = closure() if closure is not None else None
         take_over_changes(self)  # such as a learning rate that a scheduler has changed
@@ -107,15 +96,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         show_changes(self)  # such as a step counter that some classes keep in their groups
         works = []
         for owner, flat in self.flats:  # in the same order on all ranks
-            broadcast = partial(dist.broadcast, group_src=owner, group=self.process_group)
-            works.append(broadcast(flat, async_op=True))
+            group = {"group": self.process_group, "group_src": owner}
+            works.append(dist.broadcast(flat, **group, async_op=True))
         for work in works:
             work.wait()
         return loss
 
     def add_param_group(self, param_group: dict) -> None:
         """Add a group, also in mid-training; what is there keeps its owner and its state."""
-        self._register([param_group])
+        if self.local:
+            self._register([param_group])
 
     def state_dict(self) -> dict:
         """On rank 0 the whole state, on CPU, as `optimizer_cls` without sharding would give it.
@@ -139,11 +129,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
 # Below this line: what keeps the ranks together, the models, verify, the benchmark, main.
 
 
-def refuse_lbfgs(optimizer: torch.optim.Optimizer) -> None:
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError("LBFGS looks at all parameters at once: use it without sharding")
-
-
 def agree_on_groups(sharded: ShardedOptimizer, params) -> list[dict]:
     """Let the base class check and append groups; returns the new ones.
 
@@ -153,13 +138,10 @@ def agree_on_groups(sharded: ShardedOptimizer, params) -> list[dict]:
     failure = None
     lines = []
     try:
-        groups = torch.optim.Optimizer(params, sharded.defaults).param_groups  # whatever form
-        for group in groups:
+        for group in torch.optim.Optimizer(params, {}).param_groups:  # whatever form they have
             torch.optim.Optimizer.add_param_group(sharded, group)
         for number, group in enumerate(sharded.param_groups):
             for parameter in group["params"]:
-                # If the class refuses it on one rank, all refuse.
-                sharded.make_optimizer([{**group, "params": [parameter]}])
                 kind = f"requires_grad={parameter.requires_grad}, group {number}"
                 lines.append(f"as number {len(lines)} {layout(parameter)}, {kind}")
     except Exception as error:  # the other ranks must hear of it, or they would wait for us
@@ -174,12 +156,46 @@ def agree_on_groups(sharded: ShardedOptimizer, params) -> list[dict]:
     return sharded.param_groups[before:]
 
 
-def add_to_local(sharded: ShardedOptimizer, group: dict) -> None:
-    """Give the local optimizer a group that is cut down to this rank's parameters."""
-    sharded.local.add_param_group(group)
-    if group["params"]:  # some classes (Adagrad) make their state in the constructor
-        made = sharded.make_optimizer([group]).state
-        sharded.local.state.update(made | sharded.local.state)
+def add_to_local(sharded: ShardedOptimizer, groups: list[dict]) -> None:
+    """Construct an optimizer of this rank's part of new groups: the local one, or a part of it.
+
+    If the class refuses them on one rank, all raise, and no rank keeps any.
+    """
+    failure = None
+    try:
+        own = [own_part(sharded, group) for group in groups]
+        made = sharded.optimizer_cls(own, **sharded.options)
+        if isinstance(made, torch.optim.LBFGS):
+            raise ValueError("LBFGS looks at all parameters at once: use it without sharding")
+    except Exception as error:
+        failure = error
+    for rank, text in enumerate(of_all_ranks(failure and str(failure), sharded.process_group)):
+        if text is not None:
+            forget_groups(sharded, groups)
+            raise failure or ValueError(f"rank {rank}, of its part of the parameters: {text}")
+    for group, part in zip(groups, made.param_groups, strict=True):
+        group.update({**part, "params": group["params"]})  # the options that it did not say
+    if sharded.local is None:
+        sharded.local = made
+    else:
+        for part in made.param_groups:
+            sharded.local.add_param_group(part)
+        sharded.local.state.update(made.state)  # some classes (Adagrad) have it from the beginning
+
+
+def own_part(sharded: ShardedOptimizer, group: dict) -> dict:
+    """A group with its current options, cut down to this rank's parameters."""
+    rank = sharded.rank
+    own = [parameter for parameter in group["params"] if sharded.owners[parameter] == rank]
+    return {**group, "params": own}
+
+
+def forget_groups(sharded: ShardedOptimizer, groups: list[dict]) -> None:
+    """The last ones, which no rank could use."""
+    for group in groups:
+        sharded.param_groups.remove(group)
+        for parameter in group["params"]:
+            sharded.loads[sharded.owners.pop(parameter)] -= parameter.nbytes
 
 
 def of_all_ranks(mine, process_group=None) -> list:
@@ -219,7 +235,7 @@ def take_over_changes(sharded: ShardedOptimizer) -> None:
                 " ShardedOptimizer, not after, and change values in place: parameter.copy_(…)"
             )
     for group, local in zip(sharded.param_groups, sharded.local.param_groups, strict=True):
-        local.update(sharded._own(group))
+        local.update(own_part(sharded, group))
     sharded.local.state = sharded.state
 
 
@@ -270,14 +286,14 @@ def numbered(sharded: ShardedOptimizer, packed_groups: list[dict]):
 
 
 def from_rank(source: int, sharded: ShardedOptimizer, values: dict) -> dict:
-    """On all ranks a copy, on CPU, of rank `source`'s values."""
-    copies = dict(values)
-    for key, value in values.items():
-        if torch.is_tensor(value):
-            copies[key] = value.detach().to("cpu", copy=True)
-    box = [copies]
+    """On all ranks a copy, on CPU, of rank `source`'s values, however they are nested."""
+    box = [tree_map(copy_to_cpu, values)]
     dist.broadcast_object_list(box, group=sharded.process_group, group_src=source)
     return box[0]
+
+
+def copy_to_cpu(value):
+    return value.detach().to("cpu", copy=True) if torch.is_tensor(value) else deepcopy(value)
 
 
 ADAMW = torch.optim.AdamW
@@ -418,66 +434,68 @@ def held_parts(model, optimizer) -> list[int]:
     return [held_bytes(tensors) for tensors in (parameters, gradients, values)]
 
 
-def training(args, device, batch_shape, make_optimizer, wrap=None, finish=average_gradients):
-    """A model, its optimizer, and two functions.
+class Training:
+    """A language model and its optimizer, with averaged gradients; and what a step of it takes."""
 
-    One computes averaged gradients; one trains for a step and returns the seconds of its parts.
-    """
-    from common import setup, timing
+    def __init__(self, args, device, batch_shape, make_optimizer, wrap=None, finish=None):
+        from common import setup, timing
 
-    shape = setup.SIZES[args.size][:5]
-    torch.manual_seed(args.seed + dist.get_rank())
-    tokens, targets = torch.randint(shape[-1], (2, *batch_shape), device=device)
-    torch.manual_seed(args.seed)
-    with device:
-        model = LanguageModel(*shape).to(getattr(torch, args.dtype))
-        model = wrap(model) if wrap else model
-    optimizer = make_optimizer(model.parameters(), lr=1e-4, fused=True)
-    watch = timing.Stopwatch(device)
-    span = torch.profiler.record_function
+        shape = setup.SIZES[args.size][:5]
+        torch.manual_seed(args.seed + dist.get_rank())
+        self.tokens, self.targets = torch.randint(shape[-1], (2, *batch_shape), device=device)
+        torch.manual_seed(args.seed)
+        with device:
+            model = LanguageModel(*shape).to(getattr(torch, args.dtype))
+            self.model = wrap(model) if wrap else model
+        self.optimizer = make_optimizer(self.model.parameters(), lr=1e-4, fused=True)
+        self.finish = finish or average_gradients
+        self.watch = timing.Stopwatch(device)
 
-    def compute_gradients():
-        optimizer.zero_grad()
-        watch.mark("zeroed")
+    def compute_gradients(self) -> None:
+        span = torch.profiler.record_function
+        self.optimizer.zero_grad()
+        self.watch.mark("zeroed")
         with span("forward"):
-            loss = F.cross_entropy(model(tokens).flatten(0, 1).float(), targets.flatten())
-        watch.mark("loss")
+            logits = self.model(self.tokens).flatten(0, 1).float()
+            loss = F.cross_entropy(logits, self.targets.flatten())
+        self.watch.mark("loss")
         with span("backward"):
             loss.backward()
-        watch.mark("backward")
+        self.watch.mark("backward")
         with span("sync"):
-            finish(model)
-        watch.mark("averaged")
+            self.finish(self.model)
+        self.watch.mark("averaged")
 
-    def step():
-        watch.mark("start")
-        compute_gradients()
-        with span("optimizer"):
-            optimizer.step()
-        watch.mark("end")
+    def step(self) -> dict[str, float]:
+        self.watch.mark("start")
+        self.compute_gradients()
+        with torch.profiler.record_function("optimizer"):
+            self.optimizer.step()
+        self.watch.mark("end")
         return {
-            "step_seconds": watch.seconds("start", "end"),
-            "forward_seconds": watch.seconds("zeroed", "loss"),
-            "backward_seconds": watch.seconds("loss", "averaged"),  # with what follows it
-            "exposed_comm_seconds": watch.seconds("backward", "averaged"),
-            "optimizer_seconds": watch.seconds("averaged", "end"),
+            "step_seconds": self.watch.seconds("start", "end"),
+            "forward_seconds": self.watch.seconds("zeroed", "loss"),
+            "backward_seconds": self.watch.seconds("loss", "averaged"),  # with what follows it
+            "exposed_comm_seconds": self.watch.seconds("backward", "averaged"),
+            "optimizer_seconds": self.watch.seconds("averaged", "end"),
         }
 
-    return model, optimizer, compute_gradients, step
 
-
-def account(model, optimizer, compute_gradients, _) -> dict:
+def account(training: Training) -> dict:
     """What each rank holds around the second optimizer step (the first one makes the state).
 
     Returns {moment: [rank][bytes of parameters, gradients, optimizer state]}.
     """
-    moments = {"model built": of_all_ranks(held_parts(model, optimizer))}
-    compute_gradients()
-    optimizer.step()
-    compute_gradients()
-    moments["before the step"] = of_all_ranks(held_parts(model, optimizer))
-    optimizer.step()
-    moments["after the step"] = of_all_ranks(held_parts(model, optimizer))
+
+    def held():
+        return of_all_ranks(held_parts(training.model, training.optimizer))
+
+    moments = {"model built": held()}
+    training.step()
+    training.compute_gradients()
+    moments["before the step"] = held()
+    training.optimizer.step()
+    moments["after the step"] = held()
     return moments
 
 
@@ -500,8 +518,7 @@ def print_memory(memory):
 
 def benchmark(args, device, batch_shape) -> tuple[dict, list]:
     """AdamW unsharded, this stage's, torch's ZeRO: what ranks hold, and times of their steps."""
-    from common import report, timing
-    from common.setup import say
+    from common import timing
 
     optimizers = sharded_optimizers(args)
     if not args.no_baseline:
@@ -511,17 +528,25 @@ def benchmark(args, device, batch_shape) -> tuple[dict, list]:
         optimizers = {"AdamW": ADAMW, **optimizers, **of_torch}
     candidates = {}
     for name, make_optimizer in optimizers.items():
-        candidates[name] = training(args, device, batch_shape, make_optimizer)
-    memory = {name: account(*candidates[name]) for name in candidates if "torch ZeRO" not in name}
+        candidates[name] = Training(args, device, batch_shape, make_optimizer)
+    memory = {name: account(candidates[name]) for name in candidates if "torch ZeRO" not in name}
     print_memory(memory)
 
-    steps = {name: step for name, (*_, step) in candidates.items()}
+    steps = {name: training.step for name, training in candidates.items()}
     samples = timing.measure(steps, args.steps, args.warmup)
-    for name, (model, optimizer, _, step) in candidates.items():
-        held = of_all_ranks(held_parts(model, optimizer))
+    for name, training in candidates.items():
+        held = of_all_ranks(held_parts(training.model, training.optimizer))
         samples[name]["optimizer_state_bytes"] = [state for _, _, state in held]
         trace = args.trace if name == "ShardedOptimizer" else None
-        samples[name]["collectives_per_step"] = timing.count_collectives(step, trace)
+        samples[name]["collectives_per_step"] = timing.count_collectives(training.step, trace)
+    print_times(samples)
+    return memory, [{"name": name, **times} for name, times in samples.items()]
+
+
+def print_times(samples: dict[str, dict]) -> None:
+    """The table: two rows per candidate, the optimizer's step alone and a whole one."""
+    from common import report
+    from common.setup import say
 
     rows = []
     for quantity in ("optimizer_seconds", "step_seconds"):
@@ -535,7 +560,6 @@ def benchmark(args, device, batch_shape) -> tuple[dict, list]:
     header = ["ms", "p50", "p75", "p90", "p95", "/ZeRO", "/ZeRO view", "state MB"]
     report.print_table(header, rows)
     say(LEGEND)
-    return memory, [{"name": name, **times} for name, times in samples.items()]
 
 
 def main():

@@ -474,6 +474,85 @@ def a_refused_group_leaves_nothing():
 
 
 @on_ranks(2)
+def a_new_group_leaves_the_options_of_others_alone():
+    """A scheduler has changed them after the last step."""
+    twins = Twins(groups=lambda owned: owned[:3])
+    twins.train(range(2), 3)
+    for optimizer, owned in twins.both():
+        optimizer.param_groups[0]["lr"] = 0.02
+        optimizer.add_param_group({"params": owned[3:], "lr": 0.05})
+    twins.train(range(2, 4))
+    twins.check()
+
+
+class Flagged(torch.optim.Optimizer):
+    """Groups must say `sign`, and nothing but it and lr; the first parameter is looked at."""
+
+    def __init__(self, params):
+        groups = list(params)
+        for group in groups:
+            assert group.keys() - {"lr"} == {"params", "sign"}, "every group needs sign"
+        self.device = groups[0]["params"][0].device
+        super().__init__(groups, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                change = parameter.grad.sign() if group["sign"] else parameter.grad
+                parameter.sub_(change, alpha=group["lr"])
+
+
+@on_ranks(1, 2)
+def constructs_the_class_of_the_real_groups():
+    def groups(owned):
+        return [
+            {"params": owned[:3], "sign": True, "lr": 0.01},
+            {"params": owned[3:], "sign": False},
+        ]
+
+    twins = Twins(Flagged, groups=groups)
+    twins.train(range(3))
+    twins.check()
+    with pytest.raises((ValueError, AssertionError), match="sign"):  # on every rank
+        ShardedOptimizer(parameters((3,), (2,)), Flagged)
+    with pytest.raises((ValueError, AssertionError)):
+        twins.sharded.add_param_group({"params": parameters((3,), (3,))})
+    assert len(twins.sharded.param_groups) == len(twins.sharded.local.param_groups) == 2
+    twins.train(range(3, 5))
+    twins.check()
+
+
+class Nested(torch.optim.Optimizer):
+    """State as SOAP and Shampoo have it: tensors in lists, tuples and dicts, changed in place."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            if not state:
+                means = [torch.zeros_like(parameter) for _ in range(3)]
+                state.update(list=[means[0]], tuple=(means[1], 1), dict={"deep": [means[2]]})
+            for mean in (state["list"][0], state["tuple"][0], state["dict"]["deep"][0]):
+                mean.lerp_(parameter.grad, 0.5)
+                parameter.sub_(mean, alpha=self.param_groups[0]["lr"])
+
+
+@on_ranks(1, 2)
+def state_dict_is_a_copy_of_nested_state():
+    twins = Twins(Nested)
+    twins.train(range(2))
+    saved = twins.sharded.state_dict()
+    then = copy.deepcopy(saved)
+    twins.train(range(2, 4))
+    torch.testing.assert_close(saved["state"], then["state"], rtol=0, atol=0)
+    twins.check()
+
+
+@on_ranks(2)
 def notices_parameters_that_were_given_other_memory():
     """They would keep the values of before, as the buffer is sent."""
     for change in (

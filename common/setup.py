@@ -413,7 +413,16 @@ def name_the_missing(store, rank: int, world_size: int, error: Exception, timeou
 def threads_per_rank(local_world_size: int) -> int:
     """Cores that this process may use, divided by the ranks of this machine; at least 1."""
     allowed = getattr(os, "sched_getaffinity", lambda process: range(os.cpu_count() or 1))
-    return max(1, len(allowed(0)) // local_world_size)
+    cores = min(len(allowed(0)), cgroup_limit("cpu.max"))
+    return max(1, int(cores // local_world_size))
+
+
+def cgroup_limit(name: str, folder: Path = Path("/sys/fs/cgroup")) -> float:
+    """What a container may use: cores by cpu.max (quota and period), bytes by memory.max."""
+    with suppress(OSError, ValueError):
+        limit, *period = (folder / name).read_text().split()  # "max" is no number: no limit
+        return int(limit) / int(*period or [1])
+    return float("inf")
 
 
 def available_memory() -> int:
@@ -422,7 +431,7 @@ def available_memory() -> int:
     if system.exists():
         for line in system.read_text().splitlines():
             if line.startswith("MemAvailable"):
-                return 1024 * int(line.split()[1])
+                return int(min(1024 * int(line.split()[1]), cgroup_limit("memory.max")))
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -436,6 +445,7 @@ def check_memory(ranks: int, per_rank: float = 0, what: str = "0 B for a model")
     """
     needed = ranks * (per_rank + TORCH_BYTES)
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    memory = min(memory, cgroup_limit("memory.max"))
     if needed > memory:
         each = f"({what} + {TORCH_BYTES / 1e9:.1f} GB for torch)"
         need = f"{ranks} ranks × {each} need {needed / 1e9:.1f} GB of memory"

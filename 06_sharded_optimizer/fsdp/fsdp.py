@@ -9,170 +9,157 @@ Backward does the same in reverse, and sends each rank its part of the gradients
     torchrun --nnodes 2 --node-rank R --nproc-per-node 8 --master-addr HOST0 --master-port 29400 \
         06_sharded_optimizer/fsdp/fsdp.py                               (two hosts; R is 0 on HOST0)
 
-Source: Rajbhandari et al., "ZeRO", SC 2020, sections 5.2 and 5.3; Zhao et al., "PyTorch FSDP",
-VLDB 2023; Stanford CS336, assignment 2 (2026).
+Names are torch's: FlatParameter (FSDPParamGroup in fully_shard), unshard, reshard, sharded_params.
+Source: Rajbhandari et al., "ZeRO", SC 2020; Zhao et al., "PyTorch FSDP", VLDB 2023; CS336 (2026).
 """
 
 import sys
 import weakref
 from collections import deque
-from functools import partial
+from collections.abc import Mapping
+from contextlib import contextmanager
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_leaves
 
 
-class Unit:
-    """Weights one after another in `whole`, which has memory only from gather() to free().
+class FlatParameter:
+    """A unit's weights, one after another in `unsharded`, which has memory only for a while.
 
-    This rank keeps its share, one of N equal slices. Of each weight it has a shard: a view into the
-    share, with as many dimensions as the weight, so that "decay what has two of them" still works.
+    This rank keeps `local_shard`, one of N equal slices. Of each weight the optimizer gets a view
+    into it, with as many dimensions as the weight, so that "decay what has two" still works.
     """
 
-    def __init__(self, weights: list[nn.Parameter], dtype: torch.dtype, process_group):
-        self.group = process_group
+    def __init__(self, name: str, weights: list[nn.Parameter], dtype: torch.dtype, process_group):
+        self.name, self.group = name, process_group
         world_size, rank = dist.get_world_size(process_group), dist.get_rank(process_group)
         flat = pad_to_multiple(world_size, torch.cat([w.detach().flatten() for w in weights]))
-        self.share = flat.view(world_size, -1)[rank].clone()
-        self.whole = torch.empty_like(flat, dtype=dtype)  # weights travel in this dtype
-        self.weights = {}  # shard -> the whole weight: a leaf of autograd that lies in `whole`
-        end = -rank * len(self.share)  # where the first weight begins, counted from the share
-        for weight, whole in zip(weights, split_like(weights, self.whole), strict=True):
-            start, end = end, end + weight.numel()
-            mine = self.share[max(start, 0) : max(end, 0)]
-            shard = nn.Parameter(mine.view(*[1] * (weight.ndim - 1), -1), weight.requires_grad)
-            self.weights[shard] = whole.detach().requires_grad_(weight.requires_grad)
-        self.trained = {weight for weight in self.weights.values() if weight.requires_grad}
+        self.local_shard = flat.view(world_size, -1)[rank].clone()
+        self.unsharded = torch.empty_like(flat, dtype=dtype)  # weights travel in this dtype
+        self.sharded_params = []  # of each weight this rank's part: for the optimizer
+        self.unsharded_params = []  # of each weight the whole: for its module, a leaf of autograd
+        start, low = 0, rank * len(self.local_shard)  # of the weight and of the slice in `flat`
+        for weight, whole in zip(weights, split_like(weights, self.unsharded), strict=True):
+            first = max(start, low)
+            start += weight.numel()
+            last = max(first, min(start, low + len(self.local_shard)))
+            mine = self.local_shard[first - low : last - low].view(*[1] * (weight.ndim - 1), -1)
+            self.sharded_params.append(nn.Parameter(mine, weight.requires_grad))
+            self.unsharded_params.append(whole.detach().requires_grad_(weight.requires_grad))
+        self.trained = {weight for weight in self.unsharded_params if weight.requires_grad}
         self.missing = set(self.trained)  # those whose gradient is not there yet
         self.places, self.biases = [], []  # where modules read them: (module, name, weight)
         self.users = 0  # forwards that compute with it now
-        self.gathering = None  # the all-gather in flight
-        self.free()
+        self.gathering = self.reduction = None  # what is in flight
+        self.reshard()
 
-    def gather(self) -> None:
-        """Begin to put the whole together, unless it is there or under way."""
-        if self.whole.untyped_storage().size() == 0:
-            self.whole.untyped_storage().resize_(self.whole.nbytes)
-            sent = self.share.to(self.whole.dtype)
-            self.gathering = all_gather_single(self.whole.data, sent, self.group, async_op=True)
+    def unshard(self) -> None:
+        """Begin to put the whole weights together."""
+        self.unsharded.untyped_storage().resize_(self.unsharded.nbytes)
+        sent = self.local_shard.to(self.unsharded.dtype)
+        self.gathering = all_gather_single(self.unsharded.data, sent, self.group, async_op=True)
 
-    def wait(self) -> None:
-        """Until it is there."""
-        self.gather()
+    def wait_for_unshard(self) -> None:
         if self.gathering:
             self.gathering.wait()
             self.gathering = None
-            set_version(self.whole, self.share._version)  # autograd refuses older graphs
+            set_version(self.unsharded, self.local_shard._version)  # autograd refuses older graphs
 
-    def free(self) -> None:
+    def reshard(self) -> None:
         """Give up the memory. Autograd keeps the empty weights: backward fills them again."""
-        if self.gathering:
-            self.wait()
-        self.whole.untyped_storage().resize_(0)
-        set_version(self.whole, NO_MEMORY)  # autograd refuses to read it until it is filled
-
-
-class Reduction:
-    """A unit's gradients on their way. wait() adds their mean to `grad` of this rank's shards."""
-
-    def __init__(self, unit: Unit):
-        self.unit = unit
-        self.sent, self.received, self.work = begin_reduce_scatter(take_gradients(unit), unit)
-
-    def wait(self) -> None:
-        self.work.wait()
-        mean = self.received.mean(0, dtype=self.unit.share.dtype)  # of a row from each rank
-        gradients = split_like(self.unit.weights, mean)
-        for shard, gradient in zip(self.unit.weights, gradients, strict=True):
-            shard.grad = gradient if shard.grad is None else shard.grad + gradient
+        self.wait_for_unshard()
+        self.unsharded.untyped_storage().resize_(0)
+        set_version(self.unsharded, NO_MEMORY)  # autograd refuses to read it until it is filled
 
 
 class FSDP(nn.Module):
-    """Keep 1/N of each weight, of its gradient and of its optimizer state on N ranks.
+    """Keep 1/N of each weight, of its gradient and of its optimizer state; biases stay whole.
 
-    Biases and norms stay whole. parameters() has the shards: construct the optimizer afterwards.
-    `units`: modules whose weights are gathered together, by default choose_units(module).
-    `compute_dtype`: in which weights travel and their modules compute. Gradients are averaged in
-    the weight's own. ValueError, RuntimeError: what cannot be done.
+    Construct the optimizer afterwards, of this rank's shards. `units`: modules whose weights are
+    gathered together (default: choose_units). `compute_dtype`: of weights and inputs, but norms'.
     """
 
     def __init__(self, module, compute_dtype=None, process_group=None, prefetch=True, units=None):
         super().__init__()
         check_and_broadcast(module, process_group)
-        self.module = module
-        self.process_group = process_group
-        self.units_of = make_units(self, units, compute_dtype)  # module -> its Units, mostly one
-        parts = list(self.units_of) if prefetch else []
-        self.after = dict(pairwise(parts))  # module -> the next one, in order of registration
-        self.before = dict(pairwise(reversed(parts)))
-        self.units = list(dict.fromkeys(unit for units in self.units_of.values() for unit in units))
-        self.order = [unit for unit in reversed(self.units) if unit.trained]  # they are reduced so
-        self.waiting = deque(self.order)  # units that are still to be reduced
-        self.in_flight = []  # at most one Reduction
+        self.module, self.process_group = module, process_group
+        self.flats_of = shard_weights(module, units, compute_dtype, process_group)
+        parts = list(self.flats_of) if prefetch else []
+        self.after, self.before = dict(pairwise(parts)), dict(pairwise(reversed(parts)))
+        self.flats = list(dict.fromkeys(flat for flats in self.flats_of.values() for flat in flats))
+        self.agreement = Agreement(self.flats, process_group)  # on what is gathered next
+        self.order = [flat for flat in reversed(self.flats) if flat.trained]  # they are reduced so
+        self.waiting = deque(self.order)  # those that are still to be reduced
+        self.in_flight = []  # at most one that is reduced
         self.in_backward = False  # until the finish
-        self.guard = Guard(self)
-        self.unit_of = {weight: unit for unit in self.units for weight in unit.trained}
-        for weight in self.unit_of:
-            weight.register_post_accumulate_grad_hook(self._gradient_is_there)
-        for part in self.units_of:
+        self.flat_of = {weight: flat for flat in self.flats for weight in flat.trained}
+        hook = partial(FSDP._gradient_is_there, weakref.proxy(self))  # or it is never freed
+        for weight in self.flat_of:
+            weight.register_post_accumulate_grad_hook(hook)
+        for part in self.flats_of:
             part.register_forward_pre_hook(self._before_forward, prepend=True)
             part.register_forward_hook(self._after_forward, always_call=True)
+        self.layout = layout_of(module)
 
     def forward(self, *inputs, **kwargs):
-        self.guard.before_forward(self)
+        check_before_forward(self)
+        reshard_unused(self.flats)  # what an earlier forward has gathered in vain
         return self.module(*inputs, **kwargs)
 
-    def _gather(self, part: nn.Module, order: dict) -> None:
-        """Wait for the units of a module, and begin to gather those of the next one."""
-        for unit in self.units_of[part]:
-            unit.wait()
-        for unit in self.units_of.get(order.get(part), []):
-            unit.gather()
+    def _unshard(self, part: nn.Module, order: dict) -> None:
+        """Gather its weights, begin to gather the next module's, announce those of one more."""
+        following = order.get(part)
+        parts = part, following, order.get(following)
+        self.agreement.unshard(*[self.flats_of.get(each, []) for each in parts])
 
     def _before_forward(self, part: nn.Module, *_) -> None:
         """Hook 1, before a module's forward. In backward a checkpoint calls it again."""
-        self._gather(part, self.before if self.in_backward else self.after)
-        show(self.units_of[part])  # from here on part.weight is the whole weight
+        self._unshard(part, self.before if self.in_backward else self.after)
+        use_unsharded_params(self.flats_of[part])  # from here on part.weight is the whole weight
 
     def _after_forward(self, part: nn.Module, inputs, outputs) -> None:
         """Hook 2, after a module's forward."""
-        hide(self.units_of[part])  # part.weight is this rank's shard again
-        for tensor in tensors_in_backward(self.units_of[part], inputs, outputs):
+        use_sharded_params(self.flats_of[part])  # part.weight is this rank's shard again
+        for tensor in tensors_in_backward(self, part, inputs, outputs):
             tensor.register_hook(partial(self._before_backward, part))
         if not self.in_backward:  # there a checkpoint's own backward comes next
-            free_unused(self.units_of[part])
+            reshard_unused(self.flats_of[part])
 
     def _before_backward(self, part: nn.Module, _) -> None:
         """Hook 3, when backward comes to what a module returned."""
         self.in_backward = True
-        self._gather(part, self.before)
+        self._unshard(part, self.before)
 
     def _gradient_is_there(self, weight: torch.Tensor) -> None:
         """Hook 4, when a weight's gradient is complete. All ranks reduce in one order."""
-        unit = self.unit_of[weight]
-        self.guard.check_gradient(self, weight)
-        unit.missing.remove(weight)
-        if not unit.missing:
-            unit.free()
+        flat = self.flat_of[weight]
+        if flat not in self.waiting or weight not in flat.missing:
+            weight.grad = None
+            raise RuntimeError(CAME_TWICE)
+        self.in_backward = True
+        flat.missing.remove(weight)
+        if not flat.missing:
+            reshard_unused([flat])
         while self.waiting and not self.waiting[0].missing:
             begin_reduction(self.waiting.popleft(), self.in_flight)
 
     def finish_gradient_synchronization(self) -> None:
         """Complete all gradients. Call it after backward(), before optimizer.step()."""
+        self.agreement.finish()  # no rank gathers anything more
         while self.waiting:
             begin_reduction(self.waiting.popleft(), self.in_flight)  # with zeros for the missing
-        wait_for(self.in_flight)
+        end_reduction(self.in_flight)
         average_replicated(self)  # biases, norms
-        free_unused(self.units)  # frozen ones, and what was gathered in vain
+        reshard_unused(self.flats)  # frozen ones, and what was gathered in vain
         self.waiting.extend(self.order)
         self.in_backward = False
-        self.guard.after_finish(self)
 
     def gather_full_params(self) -> dict[str, torch.Tensor]:
         """The state_dict of the whole module, on every rank; all ranks must call it."""
@@ -182,15 +169,24 @@ class FSDP(nn.Module):
         """Take this rank's part of what gather_full_params() returned on any number of ranks."""
         load_full_state(self, params)
 
+    def whole(self):
+        """On all ranks: `with model.whole():` weights are whole without a forward."""
+        return all_unsharded(self)
+
 
 # ==================================================================================================
-# Below this line: which module needs which unit, clipping and saving, what 02 and 03 teach, guards.
-# verify and the benchmark are in measure.py, the table of the memory is in memory.py.
+# Below this line: what ranks agree on, which module needs which weights, clipping and saving, what
+# is refused. verify, the benchmark and the memory are in measure.py.
 
 
 # torch has renamed them (2.13, 2.14), and warns of the old names.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+NO_HOOKS = "only weights can have hooks, by register_post_accumulate_grad_hook"
+CAME_TWICE = """\
+a weight's gradient came twice before the finish. Either backward() ran twice: finish in between.
+Or one backward did it, with two re-entrant checkpoints of a layer, or a head in chunks that each
+run a backward: use checkpoint(..., use_reentrant=False), which needs no second backward."""
 
 
 def pad_to_multiple(number: int, flat: torch.Tensor) -> torch.Tensor:
@@ -204,104 +200,295 @@ def split_like(tensors, flat: torch.Tensor) -> list[torch.Tensor]:
     return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
 
 
-def take_gradients(unit: Unit) -> torch.Tensor:
-    """The gradients of a unit, flat, with zeros for what has none; and expect the next ones."""
-    unit.missing = set(unit.trained)
-    gradients = [gradient_or_zeros(weight).flatten() for weight in unit.weights.values()]
-    used = sum(len(gradient) for gradient in gradients)
-    gradients.append(unit.whole.new_zeros(len(unit.whole) - used))
-    for weight in unit.trained:
-        weight.grad = None
-    return torch.cat(gradients)
+def reshard_unused(flats: list[FlatParameter]) -> None:
+    """Those that no forward computes with now."""
+    for flat in flats:
+        if flat.users == 0:
+            flat.reshard()
+
+
+class Agreement:
+    """All ranks must gather the same in the same order: where sizes differ, gloo ends the process.
+
+    So each rank announces ahead, as a number in a second group, what it gathers next. When all have
+    announced the same it is gathered, in the order of announcement; if not, all ranks raise.
+    """
+
+    second_groups = weakref.WeakKeyDictionary()  # process group -> (the other, what numbers mean)
+
+    def __init__(self, flats: list[FlatParameter], process_group):
+        first = process_group or dist.group.WORLD
+        if first not in self.second_groups:
+            ranks, backend = dist.get_process_group_ranks(first), dist.get_backend(first)
+            backend = "gloo" if "nccl" in backend else backend  # numbers are on the CPU
+            group = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
+            self.second_groups[first] = group, []
+        self.group, self.names = self.second_groups[first]
+        self.numbers = {}
+        for flat in [*flats, None]:
+            self.numbers[flat] = len(self.names)
+            self.names.append(flat.name if flat else "nothing more")
+        self.announced = {}  # FlatParameter, or None for the finish -> (numbers of all ranks, work)
+
+    def announce(self, flat: FlatParameter | None) -> None:
+        mine = torch.tensor([self.numbers[flat]], device="cpu")
+        numbers = mine.new_empty(dist.get_world_size(self.group))
+        work = all_gather_single(numbers, mine, self.group, async_op=True)
+        self.announced[flat] = numbers, work
+
+    def unshard(self, now: list, prefetched=(), later=()) -> None:
+        """Wait for some, begin to gather others, announce what probably comes then."""
+        for flat in [*now, *prefetched, *later]:
+            if flat.unsharded.untyped_storage().size() == 0 and flat not in self.announced:
+                self.announce(flat)
+        while not self.announced.keys().isdisjoint([*now, *prefetched]):
+            self.unshard_first()
+        for flat in now:
+            flat.wait_for_unshard()
+
+    def unshard_first(self) -> None:
+        """What was announced first, and now all have announced."""
+        flat = next(iter(self.announced))
+        numbers, work = self.announced.pop(flat)
+        mine = self.names[self.numbers[flat]]
+        remedy = "all ranks must use the same units in the same order, or units=[that module]"
+        try:
+            work.wait()
+        except RuntimeError as error:
+            missing = f"this rank gathers {mine}, and another one does not"
+            raise RuntimeError(f"{missing}: {remedy} ({error})") from error
+        ranks = dist.get_process_group_ranks(self.group)
+        for rank, number in zip(ranks, numbers.tolist(), strict=True):
+            if number != self.numbers[flat]:
+                others = f"rank {rank} gathers {self.names[number]}"
+                raise RuntimeError(f"rank {dist.get_rank()} gathers {mine}, {others}: {remedy}")
+        if flat:
+            flat.unshard()
+
+    def finish(self) -> None:
+        """Gather what was announced in vain; then no rank gathers more before the next forward."""
+        self.announce(None)
+        while self.announced:
+            self.unshard_first()
+
+    def __getstate__(self):
+        raise RuntimeError("FSDP cannot be copied or pickled: gather_full_params() can be saved")
 
 
 def gradient_or_zeros(parameter: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
-def begin_reduce_scatter(sent: torch.Tensor, unit: Unit) -> tuple:
+def take_gradients(flat: FlatParameter) -> torch.Tensor:
+    """All of its gradients, flat, with zeros for what has none; and expect the next ones."""
+    gradients = []
+    for weight in flat.unsharded_params:
+        gradients.append(gradient_or_zeros(weight).flatten())
+        weight.grad = None
+    flat.missing = set(flat.trained)
+    padding = len(flat.unsharded) - sum(map(len, gradients))
+    return torch.cat([*gradients, flat.unsharded.new_zeros(padding)])
+
+
+def begin_reduction(flat: FlatParameter, in_flight: list[FlatParameter]) -> None:
+    """After the one before it: each needs as much memory as the weights, twice."""
+    end_reduction(in_flight)
+    flat.reduction = begin_reduce_scatter(take_gradients(flat), flat)
+    in_flight.append(flat)
+
+
+def end_reduction(in_flight: list[FlatParameter]) -> None:
+    """Add the mean over all ranks to `grad` of this rank's shards."""
+    while in_flight:
+        flat = in_flight.pop()
+        _, received, work = flat.reduction
+        work.wait()
+        add_gradients(flat, received.mean(0, dtype=flat.local_shard.dtype))  # of a row per rank
+        flat.reduction = None
+
+
+def begin_reduce_scatter(sent: torch.Tensor, flat: FlatParameter) -> tuple:
     """What each rank shall have: (what is sent, tensors whose mean is this rank's part, work).
 
     gloo's reduce-scatter is an all-reduce, of twice the bytes. So there every rank gets all ranks'
     gradients of its part. They are averaged in the shard's dtype either way.
     """
-    if dist.get_backend(unit.group) == "gloo":
+    if dist.get_backend(flat.group) in ("gloo", "slow_network"):
         received = torch.empty_like(sent)
-        work = dist.all_to_all_single(received, sent, group=unit.group, async_op=True)
+        work = dist.all_to_all_single(received, sent, group=flat.group, async_op=True)
     else:
-        sent = sent.to(unit.share.dtype)
-        received = torch.empty_like(unit.share)
+        sent = sent.to(flat.local_shard.dtype)
+        received = torch.empty_like(flat.local_shard)
         mean = dist.ReduceOp.AVG
-        work = reduce_scatter_single(received, sent, mean, group=unit.group, async_op=True)
-    return sent, received.view(-1, len(unit.share)), work
+        work = reduce_scatter_single(received, sent, mean, group=flat.group, async_op=True)
+    return sent, received.view(-1, len(flat.local_shard)), work
 
 
-def begin_reduction(unit: Unit, in_flight: list[Reduction]) -> None:
-    """After the one before it: each needs as much memory as the whole unit, twice."""
-    wait_for(in_flight)
-    in_flight.append(Reduction(unit))
+def average_replicated(model: FSDP) -> None:
+    """With one all-reduce per dtype. What this rank did not use has a gradient of zeros."""
+    alike = {}
+    for parameter in model.module.parameters():
+        if parameter.requires_grad and not is_shard(parameter):
+            parameter.grad = gradient_or_zeros(parameter)
+            alike.setdefault(parameter.dtype, []).append(parameter.grad)
+    for gradients in alike.values():
+        flat = nn.utils.parameters_to_vector(gradients)
+        flat.div_(dist.get_world_size(model.process_group))
+        dist.all_reduce(flat, group=model.process_group)
+        nn.utils.vector_to_parameters(flat, gradients)
 
 
-def wait_for(in_flight: list[Reduction]) -> None:
-    while in_flight:
-        in_flight.pop().wait()
+def add_gradients(flat: FlatParameter, mean: torch.Tensor) -> None:
+    """Add them to `grad` of the shards, and call their hooks, as autograd does it with weights."""
+    gradients = split_like(flat.sharded_params, mean)
+    for shard, gradient in zip(flat.sharded_params, gradients, strict=True):
+        if shard.requires_grad:
+            gradient = gradient if shard.grad is None else shard.grad + gradient
+            shard.grad = gradient.as_subclass(ShardedGradient)
+            shard.grad.group = flat.group
+            for hook in hooks_of(shard)[1].values():
+                hook(shard)
 
 
-def free_unused(units: list[Unit]) -> None:
-    """Those that no forward computes with now."""
-    for unit in units:
-        if unit.users == 0:
-            unit.free()
+class ShardedGradient(torch.Tensor):
+    """This rank's part of a gradient; its norm is that of the whole, and a call of all ranks.
+
+    So torch's clip_grad_norm_ is right here. It communicates for each weight, ours once for all.
+    """
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if function is torch._foreach_norm:
+                return [norm_of_whole(gradient, *args[1:], **kwargs) for gradient in args[0]]
+            if function in (torch.linalg.vector_norm, torch.norm, torch.Tensor.norm):
+                return norm_of_whole(*args, **kwargs)
+            return function(*args, **kwargs)
+
+
+def norm_of_whole(gradient: ShardedGradient, order=2.0, **options) -> torch.Tensor:
+    """RuntimeError for what is neither the 2-norm nor the largest value."""
+    if order not in (2, torch.inf, "fro", None) or options:
+        raise RuntimeError(f"of a sharded gradient there is no norm {order}, {options}")
+    if order == torch.inf:
+        largest = torch.cat([gradient.flatten().abs(), gradient.new_zeros(1)]).max()
+        dist.all_reduce(largest, dist.ReduceOp.MAX, gradient.group)
+        return largest
+    square = square_of(gradient)
+    dist.all_reduce(square, group=gradient.group)
+    return square.sqrt().to(gradient.dtype)
+
+
+def square_of(gradient: torch.Tensor) -> torch.Tensor:
+    """The sum of squares, in float32 at least, whatever the default dtype is."""
+    part = gradient.as_subclass(torch.Tensor)
+    dtype = torch.promote_types(part.dtype, torch.float32)
+    return torch.linalg.vector_norm(part, dtype=dtype).square()
+
+
+def clip_grad_norm(model: FSDP, max_norm: float) -> torch.Tensor:
+    """After the finish: scale all gradients to a norm of at most max_norm; returns what it was."""
+    if model.in_backward:
+        raise RuntimeError("call finish_gradient_synchronization() before clip_grad_norm()")
+    parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    square = torch.zeros((), dtype=torch.float32, device=next(model.parameters()).device)
+    for parameter in parameters:
+        part = square_of(parameter.grad)  # of what is not sharded all ranks have it
+        shares = 1 if is_shard(parameter) else dist.get_world_size(model.process_group)
+        square = square + part / shares
+    dist.all_reduce(square, group=model.process_group)
+    norm = square.sqrt()
+    nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    return norm
 
 
 # A module reads its weights as attributes. In a forward they stand where otherwise the shards are.
 
 
-def show(units: list[Unit]) -> None:
+def use_unsharded_params(flats: list[FlatParameter]) -> None:
     """Hide the shards behind the whole weights: Python finds attributes before parameters."""
-    for unit in units:
-        unit.users += 1
-        for module, name, weight in unit.places:
+    for flat in flats:
+        flat.users += 1
+        for module, name, weight in flat.places:
             module.__dict__[name] = weight
-        for module, name, bias in unit.biases:
-            module.__dict__[name] = bias.to(unit.whole.dtype)
+        for module, name, bias in flat.biases:
+            module.__dict__[name] = bias.to(flat.unsharded.dtype)
 
 
-def hide(units: list[Unit]) -> None:
+def use_sharded_params(flats: list[FlatParameter]) -> None:
     """Take the whole weights away, when the last forward that needs them is over."""
-    for unit in units:
-        unit.users -= 1
-        if unit.users == 0:
-            for module, name, _ in [*unit.places, *unit.biases]:
+    for flat in flats:
+        flat.users -= 1
+        if flat.users == 0:
+            for module, name, _ in [*flat.places, *flat.biases]:
                 del module.__dict__[name]
 
 
-def tensors_in_backward(units: list[Unit], inputs, outputs) -> list[torch.Tensor]:
-    """Those that a module has returned and that backward comes to, before the module's weights.
+@contextmanager
+def all_unsharded(model: FSDP):
+    """For what reads weights without a forward, such as model.module.generate()."""
+    with torch.no_grad():
+        model.agreement.unshard(model.flats)
+        use_unsharded_params(model.flats)
+        try:
+            yield
+        finally:
+            use_sharded_params(model.flats)
+            reshard_unused(model.flats)
+
+
+def tensors_in_backward(model: FSDP, part: nn.Module, inputs, outputs) -> list[torch.Tensor]:
+    """Those of a module that backward comes to before its weights: it returned them or keeps them.
 
     RuntimeError for a weight among them: it has no memory soon. No gradient says when backward is
     done with frozen weights: those of the module's inputs do.
     """
-    memory = {memory_of(unit.whole) for unit in units}
-    for tensor in filter(torch.is_tensor, tree_leaves(outputs)):
+    flats = model.flats_of[part]
+    memory = {memory_of(flat.unsharded) for flat in flats}
+    returned = leaves_of(outputs)
+    for tensor in filter(torch.is_tensor, returned):
         if memory_of(tensor) in memory:
             raise RuntimeError("a module returned its weight, or a view of it: return a clone()")
     if not torch.is_grad_enabled():
         return []
-    frozen = [unit for unit in units if not unit.trained]
+    frozen = [flat for flat in flats if not flat.trained]
     if frozen and with_gradient(inputs):
-        register_multi_grad_hook(with_gradient(inputs), lambda _: free_unused(frozen))
-    tensors = with_gradient(outputs)
+        register_multi_grad_hook(with_gradient(inputs), lambda _: reshard_unused(frozen))
+    tensors = with_gradient(returned)
+    unknown = [leaf for leaf in returned if hasattr(leaf, "__dict__") and not torch.is_tensor(leaf)]
+    if unknown and not tensors:
+        kind = type(unknown[0]).__name__
+        raise RuntimeError(
+            f"{flats[0].name} returned a {kind}, in which FSDP sees no tensor with a gradient:"
+            " return tensors, or lists, tuples, dicts, namespaces or dataclasses of them"
+        )
+    for each in part.modules():
+        kept = [value for value in vars(each).values() if torch.is_tensor(value) and value.grad_fn]
+        tensors += [tensor for tensor in kept if all(tensor is not other for other in inputs)]
     # A view that is changed in place loses its hooks: so its base has them, too.
     return tensors + with_gradient([tensor._base for tensor in tensors])
 
 
+def leaves_of(value) -> list:
+    """What is in lists, tuples, mappings, dataclasses and namespaces; else the value itself."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    elif hasattr(value, "__dataclass_fields__"):
+        value = [getattr(value, name) for name in value.__dataclass_fields__]
+    elif isinstance(value, SimpleNamespace):
+        value = list(vars(value).values())
+    if not isinstance(value, list | tuple):
+        return [value]
+    return [leaf for element in value for leaf in leaves_of(element)]
+
+
 def with_gradient(value) -> list[torch.Tensor]:
-    """The tensors in lists, tuples and dicts that take part in backward."""
-    return [leaf for leaf in tree_leaves(value) if torch.is_tensor(leaf) and leaf.requires_grad]
+    """The tensors in it that take part in backward."""
+    return [leaf for leaf in leaves_of(value) if torch.is_tensor(leaf) and leaf.requires_grad]
 
 
-# Which module needs which unit.
+# Which module needs which weights.
 
 
 def choose_units(module: nn.Module) -> list[nn.Module]:
@@ -321,13 +508,12 @@ def is_called(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward
 
 
-def make_units(model: FSDP, chosen, compute_dtype) -> dict[nn.Module, list[Unit]]:
-    """Make a Unit of the weights of each chosen module, and one of the others; put shards in.
+def shard_weights(module, chosen, compute_dtype, process_group) -> dict:
+    """Put shards in place of the weights of each chosen module, and of what is in none of them.
 
-    Weights that differ in dtype, or in whether they are trained, are not in one unit. Returns which
-    units a module's forward needs; with a tied weight several need the same one.
+    Weights that differ in dtype, or in whether they are trained, are not in one FlatParameter.
+    Returns which ones a module's forward needs; with a tied weight several need the same one.
     """
-    module = model.module
     chosen = chosen or choose_units(module)
     if not all(map(is_called, chosen)):
         raise ValueError("units: must be modules that have a forward")
@@ -340,35 +526,38 @@ def make_units(model: FSDP, chosen, compute_dtype) -> dict[nn.Module, list[Unit]
     elsewhere = {weight for weights in of_parts.values() for weight in weights}
     own = set(module.parameters(recurse=False))
     rest = [weight for weight in places if weight in own or weight not in elsewhere]
-    unit_of = {}
+    names = {part: name or "the module" for name, part in module.named_modules()}
+    flat_of = {}
     needs = {}
     for part, weights in [(module, rest), *of_parts.items()]:
         alike = {}
         for weight in weights:
-            if weight not in unit_of:
+            if weight not in flat_of:
                 alike.setdefault((weight.dtype, weight.requires_grad), []).append(weight)
         for (dtype, _), members in alike.items():
             if compute_dtype and dtype.is_floating_point:
                 dtype = compute_dtype
-            unit = Unit(members, dtype, model.process_group)
-            unit_of |= dict.fromkeys(members, unit)
-            put_shards_in(unit, [places[weight] for weight in members])
+            flat = FlatParameter(names[part], members, dtype, process_group)
+            flat_of |= dict.fromkeys(members, flat)
+            put_shards_in(flat, members, places)
         if weights:
-            needs[part] = list(dict.fromkeys(unit_of[weight] for weight in weights))
+            needs[part] = list(dict.fromkeys(flat_of[weight] for weight in weights))
     if compute_dtype:
-        compute_in(compute_dtype, module, set(unit_of.values()))
+        compute_in(compute_dtype, module, set(flat_of.values()))
     return needs
 
 
-def put_shards_in(unit: Unit, places: list) -> None:
-    """Replace weights by their shards; `places` are those of each weight."""
-    for (shard, weight), of_weight in zip(unit.weights.items(), places, strict=True):
-        shard.is_shard = True
-        for module, name in of_weight:
+def put_shards_in(flat: FlatParameter, weights: list[nn.Parameter], places: dict) -> None:
+    """With the attributes that a weight was given, and its hooks that autograd would call last."""
+    shards = zip(flat.sharded_params, flat.unsharded_params, weights, strict=True)
+    for shard, whole, weight in shards:
+        vars(shard).update(vars(weight), is_shard=True)
+        for hook in hooks_of(weight)[1].values():
+            shard.register_post_accumulate_grad_hook(hook)
+        for module, name in places[weight]:
             module._parameters[name] = shard
-            unit.places.append((module, name, weight))
-            if isinstance(module, nn.RNNBase):
-                module.flatten_parameters = lambda: None  # on a GPU it moves weights elsewhere
+            module.register_state_dict_pre_hook(refuse_to_save)
+            flat.places.append((module, name, whole))
 
 
 def is_shard(parameter: nn.Parameter) -> bool:
@@ -376,9 +565,9 @@ def is_shard(parameter: nn.Parameter) -> bool:
     return hasattr(parameter, "is_shard")
 
 
-def compute_in(dtype: torch.dtype, module: nn.Module, units: set[Unit]) -> None:
+def compute_in(dtype: torch.dtype, module: nn.Module, flats: set[FlatParameter]) -> None:
     """Modules with weights compute in this dtype, those without, such as norms, in their own."""
-    sharded = {part: unit for unit in units for part, _, _ in unit.places}
+    sharded = {part: flat for flat in flats for part, _, _ in flat.places}
     for part in module.modules():
         small = [(part, name, p) for name, p in part.named_parameters(recurse=False) if p.ndim < 2]
         its_dtype = dtype
@@ -401,129 +590,46 @@ def cast(dtype: torch.dtype, part: nn.Module, inputs: tuple, kwargs: dict) -> tu
     return tuple(map(in_dtype, inputs)), {name: in_dtype(kwargs[name]) for name in kwargs}
 
 
-# What concerns all ranks at once: broadcast, average, clipping, saving, loading.
-
-
-def check_and_broadcast(module: nn.Module, process_group) -> None:
-    """Give every rank the parameters and buffers of rank 0."""
-    check_module(module, process_group)
-    for tensor in [*module.parameters(), *module.buffers()]:
-        dense = tensor.detach().contiguous()
-        dist.broadcast(dense, group=process_group, group_src=0)
-        tensor.detach().copy_(dense)
-
-
-def average_replicated(model: FSDP) -> None:
-    """With one all-reduce per dtype. What this rank did not use has a gradient of zeros."""
-    alike = {}
-    for parameter in model.module.parameters():
-        if parameter.requires_grad and not is_shard(parameter):
-            parameter.grad = gradient_or_zeros(parameter)
-            alike.setdefault(parameter.dtype, []).append(parameter.grad)
-    for gradients in alike.values():
-        flat = nn.utils.parameters_to_vector(gradients)
-        flat.div_(dist.get_world_size(model.process_group))
-        dist.all_reduce(flat, group=model.process_group)
-        nn.utils.vector_to_parameters(flat, gradients)
-
-
-def clip_grad_norm(model: FSDP, max_norm: float) -> torch.Tensor:
-    """After the finish: scale all gradients to a norm of at most max_norm; returns what it was."""
-    if model.in_backward:
-        raise RuntimeError("call finish_gradient_synchronization() before clip_grad_norm()")
-    parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
-    square = torch.zeros((), device=next(model.parameters()).device)  # float32 at least
-    for parameter in parameters:
-        dtype = torch.promote_types(parameter.grad.dtype, square.dtype)
-        part = torch.linalg.vector_norm(parameter.grad, dtype=dtype).square()
-        if not is_shard(parameter):  # all ranks have it
-            part /= dist.get_world_size(model.process_group)
-        square = square + part
-    dist.all_reduce(square, group=model.process_group)
-    norm = square.sqrt()
-    nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-    return norm
+# Saving, loading, and what is refused.
 
 
 @torch.no_grad()
 def full_state(model: FSDP) -> dict[str, torch.Tensor]:
     """Copies: of all parameters, whole, and of the buffers that a state_dict has."""
     whole = {}
-    for unit in model.units:
-        flat = unit.share.new_empty(len(unit.whole))
-        all_gather_single(flat, unit.share, unit.group)
-        whole |= zip(unit.weights, split_like(unit.weights.values(), flat), strict=True)
+    for flat in model.flats:
+        values = flat.local_shard.new_empty(len(flat.unsharded))
+        all_gather_single(values, flat.local_shard, flat.group)
+        whole |= zip(flat.sharded_params, split_like(flat.unsharded_params, values), strict=True)
     held = model.module.state_dict(keep_vars=True)
     return {name: whole.get(tensor, tensor).clone() for name, tensor in held.items()}
 
 
 @torch.no_grad()
 def load_full_state(model: FSDP, state: dict[str, torch.Tensor]) -> None:
-    free_unused(model.units)
-    whole = {shard: weight for unit in model.units for shard, weight in unit.weights.items()}
+    reshard_unused(model.flats)
+    shapes = {}
+    for flat in model.flats:
+        shapes |= zip(flat.sharded_params, [p.shape for p in flat.unsharded_params], strict=True)
     values = {}
     for name, tensor in model.module.state_dict(keep_vars=True).items():
-        found, expected = state[name].shape, whole.get(tensor, tensor).shape
+        found, expected = state[name].shape, shapes.get(tensor, tensor.shape)
         if found != expected:
             raise ValueError(f"{name} has shape {tuple(found)}, not {tuple(expected)}")
         values[tensor] = state[name]
-    for unit in model.units:
-        flat = torch.cat([values.pop(shard).flatten().to(unit.share) for shard in unit.weights])
-        flat = pad_to_multiple(len(unit.whole), flat)
-        unit.share.copy_(flat.view(-1, len(unit.share))[dist.get_rank(unit.group)])
-    for tensor, value in values.items():  # biases, norms, buffers
-        tensor.copy_(value)
+    for flat in model.flats:
+        parts = [values.pop(shard).flatten().to(flat.local_shard) for shard in flat.sharded_params]
+        whole = pad_to_multiple(len(flat.unsharded), torch.cat(parts))
+        flat.local_shard.copy_(whole.view(-1, len(flat.local_shard))[dist.get_rank(flat.group)])
+    for buffer, value in values.items():
+        buffer.copy_(value)
 
 
-# Guards. A reader can skip them.
-
-
-class Guard:
-    """Notices misuse, with a RuntimeError: a forgotten finish; a second backward; parameters that
-    were frozen, unfrozen, replaced, moved or cast after wrapping; a copy; one rank's shards that
-    are saved as if they were all.
-
-    Weights that changed, and a backward that reads weights before hook 3, are noticed by autograd:
-    see set_version().
-    """
-
-    def __init__(self, model: FSDP):
-        self.module = model.module
-        self.layout = self._layout()
-        for unit in model.units:
-            for part, _, _ in unit.places:
-                part.register_state_dict_pre_hook(refuse_to_save)
-        # Python never frees what hooks of tensors refer to.
-        model._gradient_is_there = partial(FSDP._gradient_is_there, weakref.proxy(model))
-
-    def _layout(self) -> list[tuple]:
-        return [(id(p), p.requires_grad, p.dtype, p.data_ptr()) for p in self.module.parameters()]
-
-    def before_forward(self, model: FSDP) -> None:
-        if model.in_backward:
-            raise RuntimeError("call finish_gradient_synchronization() after every backward()")
-        if self._layout() != self.layout:
-            changed = "frozen, unfrozen, replaced, moved or cast"
-            raise RuntimeError(f"parameters were {changed}: wrap the module again")
-        free_unused(model.units)  # what an earlier forward has gathered in vain
-
-    def check_gradient(self, model: FSDP, weight: torch.Tensor) -> None:
-        unit = model.unit_of[weight]
-        if unit not in model.waiting or weight not in unit.missing:
-            raise RuntimeError("backward() ran twice: finish in between")
-
-    def after_finish(self, model: FSDP) -> None:
-        for weight in model.unit_of:
-            weight.grad = None  # of a backward that was refused
-
-    def __getstate__(self):
-        raise RuntimeError("FSDP cannot be copied or pickled: gather_full_params() can be saved")
-
-
-def check_module(module: nn.Module, process_group) -> None:
-    """ValueError, on all ranks, if the module cannot be wrapped or differs from rank 0's."""
+def check_and_broadcast(module: nn.Module, process_group) -> None:
+    """Give every rank the parameters and buffers of rank 0. ValueError, on all, if they differ."""
     mine = []
-    for name, p in [*module.named_parameters(), *module.named_buffers()]:
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    for name, p in tensors:
         mine.append(f"{name} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}")
     of_ranks = [None] * dist.get_world_size(process_group)
     dist.all_gather_object(of_ranks, mine, group=process_group)
@@ -536,6 +642,40 @@ def check_module(module: nn.Module, process_group) -> None:
             raise ValueError("a module can be wrapped only once: wrap the plain one, model.module")
         if getattr(part, "max_norm", None) is not None:
             raise ValueError(f"{name}: max_norm would be forgotten, as it changes gathered weights")
+        if isinstance(part, nn.RNNBase) and next(part.parameters()).is_cuda:
+            raise ValueError(f"{name}: cuDNN would move the weights of an RNN elsewhere")
+    for name, parameter in module.named_parameters():
+        if has_hook(parameter):
+            raise ValueError(f"{name}: {NO_HOOKS}")
+    for _, tensor in tensors:
+        for dimension, stride in enumerate(tensor.stride()):
+            if stride == 0:  # expanded
+                tensor = tensor.narrow(dimension, 0, 1)
+        dense = tensor.detach().resolve_conj().contiguous()
+        dist.broadcast(dense, group=process_group, group_src=0)
+        tensor.detach().copy_(dense)
+    refuse_optimizers()
+
+
+def has_hook(parameter: nn.Parameter) -> bool:
+    """One that nobody would call, or with the gradient of one rank alone."""
+    of_gradient, after_it = hooks_of(parameter)
+    return bool(of_gradient or (after_it and parameter.ndim < 2))
+
+
+def layout_of(module: nn.Module) -> list[tuple]:
+    return [(id(p), p.requires_grad, p.dtype, p.data_ptr()) for p in module.parameters()]
+
+
+def check_before_forward(model: FSDP) -> None:
+    if model.in_backward:
+        raise RuntimeError("call finish_gradient_synchronization() after every backward()")
+    if layout_of(model.module) != model.layout:
+        changed = "frozen, unfrozen, replaced, moved or cast"
+        raise RuntimeError(f"parameters were {changed}: wrap the module again")
+    for name, parameter in model.module.named_parameters():
+        if has_hook(parameter):
+            raise RuntimeError(f"{name}: {NO_HOOKS}")
 
 
 def refuse_to_save(part: nn.Module, prefix: str, keep_vars: bool) -> None:
@@ -543,19 +683,21 @@ def refuse_to_save(part: nn.Module, prefix: str, keep_vars: bool) -> None:
         raise RuntimeError("state_dict() would have shards: gather_full_params() has all")
 
 
-def refuse_optimizers(optimizer: torch.optim.Optimizer, *_) -> None:
-    """Some look at a whole weight, and here it is a shard. Called before every optimizer's step."""
-    names = {kind.__name__ for kind in type(optimizer).__mro__}
-    for name in names & {"Adafactor", "LBFGS", "Muon"}:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if any(map(is_shard, parameters)):
-            raise RuntimeError(f"{name} needs whole weights, and FSDP's are sharded")
+@cache
+def refuse_optimizers() -> None:
+    """From the first FSDP on: some look at a whole weight, and here it is a shard."""
+
+    def before_step(optimizer: torch.optim.Optimizer, *_) -> None:
+        names = {kind.__name__ for kind in type(optimizer).__mro__}
+        for name in names & {"Adafactor", "LBFGS", "Muon"}:
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            if any(map(is_shard, parameters)):
+                raise RuntimeError(f"{name} needs whole weights, and FSDP's are sharded")
+
+    register_optimizer_step_pre_hook(before_step)
 
 
-register_optimizer_step_pre_hook(refuse_optimizers)
-
-
-# Private in torch, which has no public name for either; nothing else here is.
+# Private in torch, which has no public name for any of these; nothing else here is.
 
 
 def memory_of(tensor: torch.Tensor) -> int:
@@ -571,18 +713,21 @@ def set_version(tensor: torch.Tensor, version: int) -> None:
     torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 
+def hooks_of(parameter: nn.Parameter) -> tuple[dict, dict]:
+    """Of register_hook, of register_post_accumulate_grad_hook."""
+    return parameter._backward_hooks or {}, parameter._post_accumulate_grad_hooks or {}
+
+
 def main():
     folder = Path(__file__).resolve().parent
     sys.path[:0] = [str(folder), str(folder.parent), str(folder.parent.parent)]
     try:
-        import accounting
         import measure
-        import memory
         from sharded_optimizer import LanguageModel
 
         from common import report, setup
     except ModuleNotFoundError as error:
-        needed = "copy the repository's folder common/, sharded_optimizer.py and the files beside"
+        needed = "copy the repository's folder common/, sharded_optimizer.py and measure.py beside"
         sys.exit(f"error: {error}: {needed} fsdp.py, too")
 
     parser = setup.Parser(__doc__)
@@ -591,30 +736,31 @@ def main():
     setup.add_mine(parser)
     setup.add_plot_arguments(parser, "fsdp.png")
     parser.set_defaults(warmup=3)  # five candidates, and all within a minute
-    add = parser.add_argument
-    add("--no-memory", action="store_true", help="no table and picture of the memory")
+    parser.add_argument("--no-memory", action="store_true", help="no table and picture of it")
     numbers = {"type": setup.list_of(setup.whole_number(2)), "nargs": "?", "metavar": "N,N,…"}
-    only = "only this: what each rank of so many would hold, on the device meta (8,64,1024)"
-    add("--accounting", **numbers, const=[8, 64, 1024], help=only)
+    only = "only what one of so many ranks would hold, by a formula (8,64,1024)"
+    parser.add_argument("--accounting", **numbers, const=[8, 64, 1024], help=only)
     args = parser.parse_args()
     if args.save and args.no_verify:
         parser.error("argument --save: not with --no-verify, which trains no classifier")
     if args.accounting:
-        accounting.show(args, FSDP)
+        measure.print_accounting(args)
         return
     with setup.process_group(args) as device:
         result = report.begin("06_sharded_optimizer/fsdp", args, device)
         wraps = {"FSDP": FSDP} | setup.users_wrapper(args)
         replicas = len(wraps) + 3 * (not args.no_baseline)
         model = result["model"] = report.describe(LanguageModel, args, replicas)
+        with setup.without_gloo_greeting():
+            Agreement([], None)  # its process group
         result["verify"] = None
         for name in [] if args.no_verify else reversed(wraps):  # this lesson's last: it is saved
             if args.mine:
                 setup.say(f"verify: {name}")
             result["verify"] = measure.verify(args, device, wraps[name])
         if not args.no_memory:
-            result["memory_bytes"] = memory.account(args, device, FSDP, choose_units)
-            memory.show(result, args.plot)
+            result["memory_bytes"] = measure.account(args, device, FSDP, choose_units)
+            measure.print_memory(result, args.plot)
         batch_shape = model["batch_size"], model["context_length"]
         result["candidates"] = measure.benchmark(args, device, batch_shape, FSDP, choose_units)
         report.write_json(args.json, result)

@@ -1,4 +1,4 @@
-"""06, FSDP: what fsdp.py verifies and measures.
+"""06, FSDP: what fsdp.py verifies and measures; what ranks hold, measured and by a formula.
 
 fsdp.py uses it; it has no command line of its own.
 """
@@ -12,14 +12,23 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from sharded_optimizer import ADAMW, check_weights, classifier, training
+from sharded_optimizer import (
+    ADAMW,
+    SHARDED_ADAMW,
+    LanguageModel,
+    Training,
+    check_weights,
+    classifier,
+    held_parts,
+    of_all_ranks,
+)
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from common import report, setup, timing
 
 
-def fully_sharded(choose_units, model: nn.Module, process_group=None) -> nn.Module:
+def fully_sharded(choose_units, model: nn.Module) -> nn.Module:
     """torch's fully_shard with the same units."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
@@ -27,7 +36,7 @@ def fully_sharded(choose_units, model: nn.Module, process_group=None) -> nn.Modu
     # Nothing here writes into what a unit returns.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
     device = next(model.parameters()).device.type
-    mesh = DeviceMesh.from_group(process_group or dist.group.WORLD, device)
+    mesh = DeviceMesh.from_group(dist.group.WORLD, device)
     for part in choose_units(model):
         fully_shard(part, mesh=mesh)
     return fully_shard(model, mesh=mesh)
@@ -44,8 +53,8 @@ MIXED_STEPS = 20
 MIXED_TOLERANCE = 1e-6  # of float32 weights: rounded alike and summed alike, they should be equal
 LEGEND = """\
 Percentiles over all steps of all ranks; forward, backward with finish, optimizer: p50;
-beyond no sync: forward and backward together, less its; sent: by rank 0 to its sockets in a
-step; /fully_shard: ratio of the p50s, below 1 is faster."""
+beyond: forward and backward together, less those of no communication; sent: by rank 0 to its
+sockets in a step; /fully_shard: ratio of the p50s, below 1 is faster."""
 
 
 def verify(args, device, wrap) -> dict:
@@ -132,21 +141,16 @@ def sent_bytes(step) -> int | None:
 
 
 def benchmark(args, device, batch_shape, wrap, choose_units) -> list[dict]:
-    """Time steps of a language model: no sync, torch DDP, torch fully_shard, FSDP."""
+    """Time steps of a language model: no communication, torch's DDP and fully_shard, FSDP."""
     torch_fully_shard = partial(fully_sharded, choose_units)
     wraps = {"FSDP": wrap} | setup.users_wrapper(args)
     if not args.no_baseline:
         of_torch = {"torch DDP": DistributedDataParallel, "torch fully_shard": torch_fully_shard}
         no_prefetch = {"FSDP, no prefetch": partial(wrap, prefetch=False)}
-        wraps = {"no sync": None, **of_torch, **no_prefetch, **wraps}
-    if args.backend == "shared" and not args.no_baseline:  # what gloo makes of the same
-        with setup.without_gloo_greeting():
-            gloo = dist.new_group(backend="gloo")
-        wraps["fully_shard over gloo"] = partial(torch_fully_shard, process_group=gloo)
-        wraps["FSDP over gloo"] = partial(wrap, process_group=gloo)
+        wraps = {"no communication": None, **of_torch, **no_prefetch, **wraps}
     steps = {}
     for name, how in wraps.items():
-        *_, steps[name] = training(args, device, batch_shape, ADAMW, how, finish)
+        steps[name] = Training(args, device, batch_shape, ADAMW, how, finish).step
     samples = timing.measure(steps, args.steps, args.warmup)
     for name, step in steps.items():
         samples[name]["sent_bytes"] = sent_bytes(step)
@@ -170,13 +174,133 @@ def print_steps(samples: dict[str, dict]) -> None:
         row = [name, *report.milliseconds(times["step_seconds"])]
         row += [f"{part:.1f}" for part in parts]
         beyond = "-"
-        if "no sync" in samples:
-            beyond = f"{sum(parts[:2]) - sum(p50s('no sync')[:2]):.1f}"
+        if "no communication" in samples:
+            beyond = f"{sum(parts[:2]) - sum(p50s('no communication')[:2]):.1f}"
         sent = times["sent_bytes"]
         row += [beyond, "-" if sent is None else f"{sent / 2**20:.1f}"]
         row += [str(times["collectives_per_step"])]
         baseline = samples.get("torch fully_shard", {})
         rows.append([*row, report.ratio(times["step_seconds"], baseline.get("step_seconds"))])
     header = ["step, ms", "p50", "p75", "p90", "p95", "forward", "backward", "optimizer"]
-    report.print_table([*header, "beyond no sync", "sent MB", "collectives", "/fully_shard"], rows)
+    report.print_table([*header, "beyond", "sent MB", "collectives", "/fully_shard"], rows)
     setup.say(LEGEND)
+
+
+PARTS = {  # and their colours
+    "parameters": "#56B4E9",
+    "gradients": "#E69F00",
+    "optimizer state": "#009E73",
+    "in flight": "#D55E00",
+}
+MEMORY_LEGEND = """\
+MB: 2^20 bytes, of the rank that has most; batch: one sequence of 8 tokens;
+in flight: the most that there is beside the others at any time of forward and backward.
+"""
+
+
+def account(args, device, wrap, choose_units) -> dict:
+    """{candidate: [rank][bytes of each of PARTS]}, for AdamW."""
+    candidates = {}
+    if not args.no_baseline:
+        ddp = partial(DistributedDataParallel, gradient_as_bucket_view=True)
+        candidates["unsharded"] = ADAMW, ddp
+        candidates["ShardedOptimizer"] = SHARDED_ADAMW, ddp
+        candidates["torch fully_shard"] = ADAMW, partial(fully_sharded, choose_units)
+    candidates["FSDP"] = ADAMW, wrap
+    memory = {}
+    for name, how in candidates.items():
+        setup.progress(f"memory: {name}")
+        memory[name] = of_all_ranks(held_bytes(args, device, *how))
+    return memory
+
+
+def held_bytes(args, device, make_optimizer, wrap) -> list[int]:
+    """What a rank keeps, and what it holds at most beside that in forward and backward.
+
+    The batch is one short sequence, so that activations hardly count.
+    """
+    training = Training(args, device, (1, 8), make_optimizer, wrap, finish)
+    for _ in range(2):
+        training.step()
+    peaks = []  # the least is right: the profiler may miss what a thread of gloo gives back
+    for _ in range(3):
+        training.optimizer.zero_grad()
+        peaks.append(report.peak_bytes(training.compute_gradients, device))
+    kept = held_parts(training.model, training.optimizer)
+    in_buckets = isinstance(
+        training.model, DistributedDataParallel
+    )  # gradients that are not made anew
+    return [*kept, min(peaks) - (0 if in_buckets else kept[1])]
+
+
+def print_memory(result, plot):
+    """The table, and the picture if there is a path for it."""
+    most = {name: max(of_ranks, key=sum) for name, of_ranks in result["memory_bytes"].items()}
+    rows = []
+    for name, parts in most.items():
+        rows.append([name, *[f"{part / 2**20:.1f}" for part in [*parts, sum(parts)]]])
+    report.print_table(["MB", *PARTS, "at most"], rows)
+    setup.say(MEMORY_LEGEND)
+    if plot and dist.get_rank() == 0:
+        draw(result, most, plot)
+        setup.say(f"written: {plot}")
+
+
+def draw(result, most, path):
+    """A bar for each candidate, stacked of the parts."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 1.4 + 0.5 * len(most)), layout="constrained")
+    axes = figure.subplots()
+    axes.invert_yaxis()
+    left = [0.0] * len(most)
+    for number, (part, color) in enumerate(PARTS.items()):
+        widths = [parts[number] / 2**20 for parts in most.values()]
+        drawn = axes.barh(list(most), widths, left=left, color=color, label=part, height=0.75)
+        numbers = [f"{width:.0f}" if width > 9 else "" for width in widths]
+        axes.bar_label(drawn, numbers, label_type="center", fontsize=9)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    axes.bar_label(drawn, [f"{total:.0f}" for total in left], padding=5)
+    axes.set_xlabel("MB")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=len(PARTS), frameon=False)
+    model = result["model"]
+    what = f"{model['size']} model, {model['parameters'] / 1e6:.1f} million parameters"
+    ranks = f"{model['dtype']}, AdamW, {result['world_size']} ranks"
+    figure.suptitle(f"What a rank holds at most: {what}, {ranks}", fontsize=11)
+    figure.savefig(path, format="png", dpi=120)
+
+
+def by_formula(size: str, world_size: int) -> dict[str, list[float]]:
+    """{candidate: bytes of each of PARTS}: 4, 4, 8 per parameter, divided by ranks that share them.
+
+    With FSDP three neighbours have memory in backward: one's gradients travel, and are sent and
+    received; one computes, and has weights and gradients; one is gathered, by gloo into a copy.
+    Then the shards of the gradients of the last two are not there yet.
+    """
+    with torch.device("meta"):
+        model = LanguageModel(*setup.SIZES[size][:5])
+    modules = [model.token_embedding, *model.layers, model.head]
+    units = [sum(p.nbytes for p in part.parameters() if p.ndim >= 2) for part in modules]
+    whole = sum(p.nbytes for p in model.parameters())
+    shards = [whole / world_size, whole / world_size, 2 * whole / world_size]
+    moments = []
+    for place in range(1, len(units) - 1):
+        later = sum(units[: place + 2]) / world_size
+        moments.append(2 * sum(units[place - 1 : place + 2]) - later)
+    return {
+        "DDP": [whole, whole, 2 * whole, 0],
+        "ShardedOptimizer": [whole, whole, shards[2], 0],
+        "FSDP": [*shards, max(moments)],
+    }
+
+
+def print_accounting(args) -> None:
+    """A table of what the formula says, for each number of ranks."""
+    rows = []
+    for world_size in args.accounting:
+        for name, parts in by_formula(args.size, world_size).items():
+            megabytes = [f"{part / 2**20:,.0f}" for part in [*parts, sum(parts)]]
+            rows.append([f"{world_size} ranks, {name}", *megabytes])
+    setup.say(f"{args.size} model, float32, AdamW; a rank by the formula, without activations")
+    report.print_table(["MB", *PARTS, "at most"], rows)

@@ -8,6 +8,7 @@ import re
 import socket
 import sys
 from datetime import datetime, timezone
+from functools import partial
 
 import pytest
 
@@ -199,3 +200,18 @@ def test_percentiles_are_of_all_ranks():
     assert report.percentiles(of_ranks) == pytest.approx([0.003, 0.00375, 0.0045, 0.00475])
     assert report.milliseconds(of_ranks)[0] == "3.0"
     assert report.ratio(of_ranks, [[0.006]]) == "0.500" and report.ratio(of_ranks, None) == "-"
+
+
+def test_a_container_has_the_cores_and_the_memory_of_its_cgroup(tmp_path, monkeypatch):
+    limit = partial(setup.cgroup_limit, folder=tmp_path)
+    assert limit("cpu.max") == limit("memory.max") == float("inf")  # no such files
+    for text, expected in (("max 100000", float("inf")), ("150000 100000", 1.5)):
+        (tmp_path / "cpu.max").write_text(text + "\n")
+        assert limit("cpu.max") == expected
+    (tmp_path / "memory.max").write_text("1073741824\n")
+    assert limit("memory.max") == 2**30
+    monkeypatch.setattr(setup, "cgroup_limit", limit)
+    assert setup.threads_per_rank(1) == 1
+    assert setup.available_memory() <= 2**30
+    with pytest.raises(SystemExit):
+        setup.check_memory(2, 1e9)
