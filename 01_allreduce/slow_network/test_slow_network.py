@@ -125,7 +125,8 @@ def shares_its_wire():
         works[0].wait()
         both = tensors.nbytes / wire.rate
         assert max(work.delivered_at for work in works) - start >= both
-        assert works[1].delivered_at - works[0].delivered_at == pytest.approx(both / 2, abs=1e-6)
+        apart = abs(works[1].delivered_at - works[0].delivered_at)
+        assert apart == pytest.approx(both / 2, abs=1e-6)
 
 
 def sleeps_meanwhile():

@@ -61,7 +61,7 @@ def test_memory_is_enough_on_all_or_none(ranks):
 def sweep_in_little_memory(folder):
     options = {"size": "nano", "batch_size": 1, "context_length": 8, "dtype": "float32", "seed": 0}
     options |= {"steps": 1, "warmup": 0, "bucket_sizes_mb": [0.01, 25.0, 25.0], "device": "cpu"}
-    options |= {"trace": folder}
+    options |= {"trace": folder, "backend": "gloo", "network": None}
     with (
         mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2"),
         mock.patch.object(bucket_sweep, "all_fit", return_value=False),

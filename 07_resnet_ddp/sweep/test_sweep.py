@@ -53,7 +53,7 @@ def first_weights(members, use_ddp):
     def first_weight(model):
         return [next(model.parameters()).item()]
 
-    args = argparse.Namespace(timeout=30, backend="gloo", bucket_size_mb=25)
+    args = argparse.Namespace(timeout=30, backend="gloo", network=None, bucket_size_mb=25)
     linear = partial(torch.nn.Linear, 1, 1)
     return sweep.measure_subset(linear, members, use_ddp, first_weight, args)
 

@@ -57,6 +57,7 @@ def read_arguments():
     add("--kind", choices=KINDS, help="by default what its base class and its arguments say")
     add("--nproc", type=setup.whole_number(2, 64), default=2, help="ranks")
     add("--json", type=setup.output_file, metavar="FILE", help="all verdicts, raw")
+    parser.set_defaults(backend="gloo")
     return parser.parse_args()
 
 

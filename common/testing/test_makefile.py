@@ -15,13 +15,13 @@ def test_a_stage_has_short_names(name):
 
 def test_every_lesson_is_run_and_nproc_reaches_it():
     """As torchrun's argument or, where a script starts its ranks itself, as its flag."""
-    by_itself = {"01_allreduce", "08_ddp_rpc"}
+    by_itself = {"01_allreduce", "01_allreduce/shared_memory", "08_ddp_rpc"}
     folders = [path.parent.relative_to(ROOT).as_posix() for path in ROOT.glob("0?_*/**/README.md")]
     plain, with_nproc = would_make(*folders), would_make(*folders, "NPROC=3")
     _, helped = make()
     for folder in folders:
         script = f"{folder}/{folder.split('/')[-1].removeprefix(folder[:3])}.py"
-        if folder.split("/")[0] in by_itself:
+        if folder in by_itself:
             assert f"launch.alone {script} " in plain and f"{script} --" not in plain, script
             assert f"launch.alone {script} --nproc 3" in with_nproc, script
         else:

@@ -99,7 +99,7 @@ atexit.register(say_threads)  # the first that registers is the last to be calle
 sys.path.append(sys.argv[1])
 from common import setup
 import torch
-with setup.process_group(Namespace(device="cpu", backend="gloo", timeout=30)):
+with setup.process_group(Namespace(device="cpu", backend="gloo", network=None, timeout=30)):
     parameter = torch.nn.Parameter(torch.ones(2))
     parameter.grad = torch.ones(2)
     torch.optim.AdamW([parameter]).step()
