@@ -512,6 +512,7 @@ def constructs_the_class_of_the_real_groups():
         ]
 
     twins = Twins(Flagged, groups=groups)
+    assert [group["lr"] for group in twins.sharded.param_groups] == [0.01, 0.1]
     twins.train(range(3))
     twins.check()
     with pytest.raises((ValueError, AssertionError), match="sign"):  # on every rank

@@ -359,17 +359,18 @@ class ShardedGradient(torch.Tensor):
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if function is torch._foreach_norm:  # also of biases
+            return [torch.linalg.vector_norm(each, *args[1:], **kwargs) for each in args[0]]
         with torch._C.DisableTorchFunctionSubclass():
-            if function is torch._foreach_norm:
-                return [norm_of_whole(gradient, *args[1:], **kwargs) for gradient in args[0]]
             if function in (torch.linalg.vector_norm, torch.norm, torch.Tensor.norm):
                 return norm_of_whole(*args, **kwargs)
             return function(*args, **kwargs)
 
 
-def norm_of_whole(gradient: ShardedGradient, order=2.0, **options) -> torch.Tensor:
+def norm_of_whole(gradient: ShardedGradient, p="fro", ord=2.0, **options) -> torch.Tensor:
     """RuntimeError for what is neither the 2-norm nor the largest value."""
-    if order not in (2, torch.inf, "fro", None) or options:
+    order = ord if p == "fro" else p
+    if order not in (2, torch.inf) or any(value for value in options.values()):
         raise RuntimeError(f"of a sharded gradient there is no norm {order}, {options}")
     if order == torch.inf:
         largest = torch.cat([gradient.flatten().abs(), gradient.new_zeros(1)]).max()
@@ -456,7 +457,8 @@ def tensors_in_backward(model: FSDP, part: nn.Module, inputs, outputs) -> list[t
     if frozen and with_gradient(inputs):
         register_multi_grad_hook(with_gradient(inputs), lambda _: reshard_unused(frozen))
     tensors = with_gradient(returned)
-    unknown = [leaf for leaf in returned if hasattr(leaf, "__dict__") and not torch.is_tensor(leaf)]
+    plain = torch.Tensor | int | float | str | None
+    unknown = [leaf for leaf in returned if not isinstance(leaf, plain)]
     if unknown and not tensors:
         kind = type(unknown[0]).__name__
         raise RuntimeError(

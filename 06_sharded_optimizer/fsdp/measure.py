@@ -1,7 +1,4 @@
-"""06, FSDP: what fsdp.py verifies and measures; what ranks hold, measured and by a formula.
-
-fsdp.py uses it; it has no command line of its own.
-"""
+"""06, FSDP: what fsdp.py verifies and measures; what ranks hold, measured and by a formula."""
 
 import inspect
 import sys
@@ -9,19 +6,11 @@ import warnings
 from functools import partial
 from pathlib import Path
 
+import sharded_optimizer as stage
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from sharded_optimizer import (
-    ADAMW,
-    SHARDED_ADAMW,
-    LanguageModel,
-    Training,
-    check_weights,
-    classifier,
-    held_parts,
-    of_all_ranks,
-)
+from sharded_optimizer import ADAMW, Training, check_weights, classifier
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -162,23 +151,18 @@ def benchmark(args, device, batch_shape, wrap, choose_units) -> list[dict]:
 
 def print_steps(samples: dict[str, dict]) -> None:
     """The table: a row per candidate."""
-
-    def p50s(name):
-        """Of the step's parts, in ms."""
-        parts = [samples[name][f"{part}_seconds"] for part in ("forward", "backward", "optimizer")]
-        return [1000 * report.percentiles(seconds)[0] for seconds in parts]
-
     rows = []
+    bare = None  # forward and backward of the first candidate, no communication
     for name, times in samples.items():
-        parts = p50s(name)
+        parts = [times[f"{part}_seconds"] for part in ("forward", "backward", "optimizer")]
+        parts = [1000 * report.percentiles(seconds)[0] for seconds in parts]
+        bare = sum(parts[:2]) if name == "no communication" else bare
         row = [name, *report.milliseconds(times["step_seconds"])]
         row += [f"{part:.1f}" for part in parts]
-        beyond = "-"
-        if "no communication" in samples:
-            beyond = f"{sum(parts[:2]) - sum(p50s('no communication')[:2]):.1f}"
         sent = times["sent_bytes"]
-        row += [beyond, "-" if sent is None else f"{sent / 2**20:.1f}"]
-        row += [str(times["collectives_per_step"])]
+        row.append("-" if bare is None else f"{sum(parts[:2]) - bare:.1f}")
+        row.append("-" if sent is None else f"{sent / 2**20:.1f}")
+        row.append(str(times["collectives_per_step"]))
         baseline = samples.get("torch fully_shard", {})
         rows.append([*row, report.ratio(times["step_seconds"], baseline.get("step_seconds"))])
     header = ["step, ms", "p50", "p75", "p90", "p95", "forward", "backward", "optimizer"]
@@ -186,12 +170,8 @@ def print_steps(samples: dict[str, dict]) -> None:
     setup.say(LEGEND)
 
 
-PARTS = {  # and their colours
-    "parameters": "#56B4E9",
-    "gradients": "#E69F00",
-    "optimizer state": "#009E73",
-    "in flight": "#D55E00",
-}
+PARTS = "parameters", "gradients", "optimizer state", "in flight"
+COLORS = "#56B4E9", "#E69F00", "#009E73", "#D55E00"
 MEMORY_LEGEND = """\
 MB: 2^20 bytes, of the rank that has most; batch: one sequence of 8 tokens;
 in flight: the most that there is beside the others at any time of forward and backward.
@@ -204,13 +184,13 @@ def account(args, device, wrap, choose_units) -> dict:
     if not args.no_baseline:
         ddp = partial(DistributedDataParallel, gradient_as_bucket_view=True)
         candidates["unsharded"] = ADAMW, ddp
-        candidates["ShardedOptimizer"] = SHARDED_ADAMW, ddp
+        candidates["ShardedOptimizer"] = stage.SHARDED_ADAMW, ddp
         candidates["torch fully_shard"] = ADAMW, partial(fully_sharded, choose_units)
     candidates["FSDP"] = ADAMW, wrap
     memory = {}
     for name, how in candidates.items():
         setup.progress(f"memory: {name}")
-        memory[name] = of_all_ranks(held_bytes(args, device, *how))
+        memory[name] = stage.of_all_ranks(held_bytes(args, device, *how))
     return memory
 
 
@@ -226,11 +206,9 @@ def held_bytes(args, device, make_optimizer, wrap) -> list[int]:
     for _ in range(3):
         training.optimizer.zero_grad()
         peaks.append(report.peak_bytes(training.compute_gradients, device))
-    kept = held_parts(training.model, training.optimizer)
-    in_buckets = isinstance(
-        training.model, DistributedDataParallel
-    )  # gradients that are not made anew
-    return [*kept, min(peaks) - (0 if in_buckets else kept[1])]
+    kept = stage.held_parts(training.model, training.optimizer)
+    is_ddp = isinstance(training.model, DistributedDataParallel)  # its gradients stay in buckets
+    return [*kept, min(peaks) - (0 if is_ddp else kept[1])]
 
 
 def print_memory(result, plot):
@@ -254,7 +232,7 @@ def draw(result, most, path):
     axes = figure.subplots()
     axes.invert_yaxis()
     left = [0.0] * len(most)
-    for number, (part, color) in enumerate(PARTS.items()):
+    for number, (part, color) in enumerate(zip(PARTS, COLORS, strict=True)):
         widths = [parts[number] / 2**20 for parts in most.values()]
         drawn = axes.barh(list(most), widths, left=left, color=color, label=part, height=0.75)
         numbers = [f"{width:.0f}" if width > 9 else "" for width in widths]
@@ -264,10 +242,8 @@ def draw(result, most, path):
     axes.set_xlabel("MB")
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside lower center", ncols=len(PARTS), frameon=False)
-    model = result["model"]
-    what = f"{model['size']} model, {model['parameters'] / 1e6:.1f} million parameters"
-    ranks = f"{model['dtype']}, AdamW, {result['world_size']} ranks"
-    figure.suptitle(f"What a rank holds at most: {what}, {ranks}", fontsize=11)
+    what = f"{result['model']['size']} model, AdamW, {result['world_size']} ranks"
+    figure.suptitle(f"What a rank holds at most: {what}", fontsize=11)
     figure.savefig(path, format="png", dpi=120)
 
 
@@ -279,20 +255,17 @@ def by_formula(size: str, world_size: int) -> dict[str, list[float]]:
     Then the shards of the gradients of the last two are not there yet.
     """
     with torch.device("meta"):
-        model = LanguageModel(*setup.SIZES[size][:5])
+        model = stage.LanguageModel(*setup.SIZES[size][:5])
     modules = [model.token_embedding, *model.layers, model.head]
     units = [sum(p.nbytes for p in part.parameters() if p.ndim >= 2) for part in modules]
     whole = sum(p.nbytes for p in model.parameters())
     shards = [whole / world_size, whole / world_size, 2 * whole / world_size]
-    moments = []
-    for place in range(1, len(units) - 1):
-        later = sum(units[: place + 2]) / world_size
-        moments.append(2 * sum(units[place - 1 : place + 2]) - later)
-    return {
-        "DDP": [whole, whole, 2 * whole, 0],
-        "ShardedOptimizer": [whole, whole, shards[2], 0],
-        "FSDP": [*shards, max(moments)],
-    }
+    moments = [
+        2 * sum(units[last - 2 : last + 1]) - sum(units[: last + 1]) / world_size
+        for last in range(2, len(units))
+    ]
+    sharded = {"ShardedOptimizer": [whole, whole, shards[2], 0], "FSDP": [*shards, max(moments)]}
+    return {"DDP": [whole, whole, 2 * whole, 0], **sharded}
 
 
 def print_accounting(args) -> None:

@@ -9,9 +9,12 @@ import pickle
 import sys
 import warnings
 import weakref
+from collections import UserDict
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -25,6 +28,7 @@ from common.check import checks_of_fsdp, checks_of_wrappers
 from common.recordings.record import output_of
 from common.testing import harness
 from common.testing.harness import judged, masked, torchrun
+from common.testing.processes import Ranks
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent))
@@ -650,6 +654,309 @@ def clips_what_there_is():
     norm = clip_grad_norm(model, 1.0)
     torch.testing.assert_close(norm.double(), expected, rtol=1e-3, atol=0)
     assert norm.dtype == torch.float32 and model.module.weight.grad.abs().max() > 0
+
+
+class Chooses(nn.Module):
+    """One of two layers, of equal size or not, and one for all."""
+
+    def __init__(self, sizes):
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.experts = nn.ModuleList(nn.Linear(6, size) for size in sizes)
+
+    def forward(self, x, choice):
+        x = self.first(x)
+        return self.experts[choice](x) if choice is not None else x
+
+
+def raises_and_ends(sizes, choices, expected):
+    """In a process group of its own, which the ranks leave with a collective that never ends."""
+    model = FSDP(Chooses(sizes).double())
+    with pytest.raises(RuntimeError, match=expected):
+        model(ones(), choices[dist.get_rank()]).square().mean().backward()
+        model.finish_gradient_synchronization()
+
+
+@pytest.mark.parametrize(
+    "world_size, sizes, choices, expected",
+    [
+        (2, [6, 6], [0, 1], "rank . gathers experts.., rank . gathers experts.*units="),
+        (2, [6, 9], [0, 1], "rank . gathers experts.., rank . gathers experts.*units="),
+        (3, [6, 6], [0, 0, 1], "rank . gathers experts.., rank . gathers experts.*units="),
+        (2, [6, 6], [1, None], "gathers (experts.1|first), rank . gathers (experts.1|first)"),
+    ],
+)
+def test_ranks_that_use_other_units_get_an_error(world_size, sizes, choices, expected):
+    """All of them, before gloo ends a process whose sizes differ; and nobody waits."""
+    group = Ranks(world_size)  # is not in order afterwards: not one for other tests
+    try:
+        group.run(raises_and_ends, sizes, choices, expected, timeout=30)
+    finally:
+        group.end()
+
+
+@on_two_ranks
+def notices_a_rank_that_gathers_less():
+    """It is at the finish, or gone on with other units, when another one still gathers."""
+    agreement = FSDP(chain()).agreement
+    if dist.get_rank() == 0:
+        agreement.announce(None)
+        with pytest.raises(
+            RuntimeError, match="rank 0 gathers nothing more, rank 1 gathers 0: all"
+        ):
+            agreement.unshard_first()
+    else:
+        flat = next(flat for flat in agreement.numbers if flat)
+        with pytest.raises(
+            RuntimeError, match="rank 1 gathers 0, rank 0 gathers nothing more: all"
+        ):
+            agreement.unshard([flat])
+        flat.reshard()
+
+
+@on_two_ranks
+def calls_hooks_of_weights():
+    """With this rank's part of the averaged gradient; and refuses hooks that nobody would call."""
+    model, twin = twins(chain)
+    seen = []
+    for shard in model.parameters():
+        shard.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+    compute_gradients(model, ones())
+    assert len(seen) == 5
+    for gradient, shard in zip(seen, reversed(list(model.parameters())), strict=True):
+        assert torch.equal(gradient, shard.grad)
+    early = nn.Sequential(nn.Linear(6, 6)).double()
+    early[0].weight.register_post_accumulate_grad_hook(lambda p: seen.append(p))
+    early[0].weight.no_decay = True
+    model = FSDP(early)
+    compute_gradients(model, ones())
+    assert seen[-1] is model.module[0].weight and model.module[0].weight.no_decay
+    for which in ("weight", "bias"):
+        hooked = nn.Sequential(nn.Linear(6, 6)).double()
+        getattr(hooked[0], which).register_hook(print)
+        with pytest.raises(ValueError, match=f"^0.{which}: only weights can have hooks"):
+            FSDP(hooked)
+        model = FSDP(nn.Sequential(nn.Linear(6, 6)).double())
+        getattr(model.module[0], which).register_hook(print)
+        with pytest.raises(RuntimeError, match=f"^0.{which}: only weights can have hooks"):
+            model(ones())
+    model = FSDP(nn.Sequential(nn.Linear(6, 6)).double())
+    model.module[0].bias.register_post_accumulate_grad_hook(print)  # sees one rank's gradient
+    with pytest.raises(RuntimeError, match="^0.bias: only weights can have hooks"):
+        model(ones())
+
+
+@on_two_ranks
+def steps_within_a_hook():
+    """An optimizer for each weight, stepped as soon as its gradient is averaged."""
+    model, twin = twins(chain)
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+
+    def step(shard):
+        torch.optim.SGD([shard], lr=0.1).step()
+        shard.grad = None
+
+    for shard in model.parameters():
+        shard.register_post_accumulate_grad_hook(step)
+    for _ in range(2):
+        compute_gradients(model, ones())
+        compute_gradients(twin, ones())
+        optimizer.step()
+    assert_same_weights(model, twin, 1e-12)
+
+
+@on_two_ranks
+def torch_clips_as_in_one_process():
+    """Its line that every script has, the norm alone, and one weight's, of all ranks' parts."""
+    for order, most in ((2.0, 0.01), (2.0, 100.0), (float("inf"), 1e-3)):
+        model, twin = twins(Net)
+        tokens = batch_of(0)[0]
+        for one in (model, twin):
+            one.zero_grad()
+            loss_of(one, tokens).backward()
+        model.finish_gradient_synchronization()
+        for parameter in twin.parameters():
+            parameter.grad = gradient_or_zeros(parameter)
+        torch.testing.assert_close(
+            model.module.up.weight.grad.norm(), twin.up.weight.grad.norm(), rtol=1e-6, atol=0
+        )
+        layers = model.module.up, twin.up
+        norms = [torch._foreach_norm([up.weight.grad, up.bias.grad], order) for up in layers]
+        torch.testing.assert_close(*norms, rtol=1e-12, atol=0)  # on a GPU it takes this one
+        norms = [nn.utils.clip_grad_norm_(one.parameters(), most, order) for one in (model, twin)]
+        torch.testing.assert_close(*norms, rtol=1e-12, atol=0)
+        gradients_agree(model, twin)
+        for parameter in model.parameters():
+            assert type(parameter.grad.clone()) is torch.Tensor  # states of optimizers are, too
+    with pytest.raises(RuntimeError, match="of a sharded gradient there is no norm 1"):
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0, 1)
+
+
+@on_two_ranks
+def clips_under_another_default_dtype():
+    """The squares are added up in float32 there, too."""
+    torch.manual_seed(0)
+    model = FSDP(nn.Sequential(nn.Linear(64, 64, bias=False)).bfloat16())
+    compute_gradients(model, torch.ones(3, 64).bfloat16())
+    squares = [parameter.grad.double().square().sum() for parameter in model.parameters()]
+    expected = sum(squares).as_subclass(torch.Tensor)
+    dist.all_reduce(expected)
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        norm = clip_grad_norm(model, 1e9)
+    finally:
+        torch.set_default_dtype(before)
+    assert norm.dtype == torch.float32
+    torch.testing.assert_close(norm.double(), expected.sqrt(), rtol=1e-5, atol=0)
+
+
+@dataclass
+class Box:
+    h: torch.Tensor
+
+
+class Record(dict):
+    """As the outputs of some libraries."""
+
+
+BOXES = {
+    "dataclass": Box,
+    "nested": lambda h: [{"a": Box(h)}, 1, None],
+    "namespace": lambda h: SimpleNamespace(h=h),
+    "subclass of dict": lambda h: Record(h=h),
+    "mapping": lambda h: UserDict(h=h),
+}
+
+
+class Boxed(nn.Module):
+    """Layers that hand each other a box."""
+
+    def __init__(self, box):
+        super().__init__()
+        self.layer, self.box = nn.Linear(6, 6), box
+
+    def forward(self, value):
+        return BOXES[self.box](torch.tanh(self.layer(fsdp.with_gradient(value)[0])))
+
+
+class Opaque:
+    __slots__ = ("h",)
+
+    def __init__(self, h):
+        self.h = h
+
+
+@on_two_ranks
+def finds_tensors_in_what_modules_return():
+    for box in BOXES:
+        model, twin = twins(lambda box=box: nn.Sequential(*[Boxed(box) for _ in range(3)]))
+        for one in (model, twin):
+            one.zero_grad()
+            fsdp.with_gradient(one(ones()))[0].square().mean().backward()
+        model.finish_gradient_synchronization()
+        gradients_agree(model, twin)
+    BOXES["opaque"] = Opaque
+    model = FSDP(nn.Sequential(Boxed("opaque")).double())
+    with pytest.raises(RuntimeError, match="^0 returned a Opaque, in which FSDP sees no tensor"):
+        model(ones())
+    BOXES.pop("opaque")
+
+
+class Keeps(nn.Module):
+    """A loss on what a block keeps, beside what it returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.head = nn.Linear(6, 6), nn.Linear(6, 6, bias=False)
+
+    def forward(self, x):
+        y = self.layer(x).tanh()
+        self.kept = self.head(y)
+        return y + self.head(y)
+
+
+@on_two_ranks
+def a_loss_may_use_what_modules_keep():
+    for only in (False, True):
+        model, twin = twins(lambda: nn.Sequential(nn.ModuleList([Keeps()])[0], Keeps()))
+        for one in (model, twin):
+            one.zero_grad()
+            loss = one(ones()).square().mean()
+            kept = sum(part.kept.square().mean() for part in getattr(one, "module", one))
+            (kept if only else kept + loss).backward()
+        model.finish_gradient_synchronization()
+        gradients_agree(model, twin)
+
+
+class Generates(nn.Module):
+    """Reads a weight of its own, and one of a child, beside forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.positions = nn.Embedding(11, 6), nn.Parameter(torch.randn(5, 6))
+        self.head = nn.Linear(6, 6)
+
+    def forward(self, tokens):
+        return self.head(self.embedding(tokens) + self.positions)
+
+    def generate(self, tokens):
+        return Generates.forward(self, tokens) @ self.embedding.weight.T
+
+
+@on_two_ranks
+def has_whole_weights_for_what_is_no_forward():
+    model, twin = twins(Generates)
+    tokens = batch_of(0)[0]
+    with pytest.raises(RuntimeError):
+        model.module.generate(tokens)
+    for _ in range(2):
+        with model.whole():
+            torch.testing.assert_close(model.module.generate(tokens), twin.generate(tokens))
+            assert unsharded(model) == len(model.flats)
+        assert unsharded(model) == 0
+        agree(model, twin, tokens)
+
+
+def reentrant_twice():
+    layer = nn.Linear(6, 6)
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x):
+            for _ in range(2):
+                x = checkpoint(self.layer, x, use_reentrant=True)
+            return x
+
+    return Twice()
+
+
+@on_two_ranks
+def says_why_a_gradient_comes_twice():
+    model = FSDP(reentrant_twice().double())
+    with pytest.raises(RuntimeError, match="(?s)backward.. ran twice.*two re-entrant.*in chunks"):
+        compute_gradients(model, ones())
+
+
+@on_two_ranks
+def trains_conjugated_weights_and_expanded_buffers():
+    class Conjugated(nn.Linear):
+        def forward(self, x):
+            return (x.to(self.weight.dtype) @ self.weight.mH).abs()
+
+    model, twin = twins(lambda: nn.Sequential(Conjugated(6, 6, bias=False)).to(torch.complex64))
+    for one in (model, twin):
+        compute_gradients(one, torch.ones(2, 6))
+    weight = model.gather_full_params()["0.weight"]
+    assert weight.is_complex() and model.module[0].weight.grad is not None
+    net = nn.Linear(6, 6)
+    net.register_buffer("mask", torch.eye(3).add(dist.get_rank()).expand(2, 3, 3))
+    net.register_buffer("gaps", torch.zeros(4, 4).add(dist.get_rank())[:, ::2])
+    model = FSDP(net)
+    assert torch.equal(net.mask, torch.eye(3).expand(2, 3, 3)) and not net.gaps.any()
 
 
 class Notes(nn.Module):

@@ -18,8 +18,8 @@ SHORT = {  # script: lines at most in its lesson
     "03_flat_ddp/flat_ddp.py": 90,
     "04_overlap_ddp/overlap_ddp.py": 118,
     "05_bucketed/bucketed.py": 165,
-    "06_sharded_optimizer/sharded_optimizer.py": 140,
-    "06_sharded_optimizer/fsdp/fsdp.py": 185,
+    "06_sharded_optimizer/sharded_optimizer.py": 130,
+    "06_sharded_optimizer/fsdp/fsdp.py": 175,
 }
 LADDER = list(SHORT)[:4]
 CHANGED_LINES = [40, 80, 90]  # at most, from each rung to the next
