@@ -103,6 +103,9 @@ def gradient_or_zeros(parameter: nn.Parameter) -> torch.Tensor:
         raise RuntimeError("a sparse gradient cannot be averaged: use nn.Embedding(sparse=False)")
     if parameter.grad.requires_grad:
         raise RuntimeError("backward(create_graph=True) is not supported: use torch.autograd.grad")
+    parameter.grad = (
+        parameter.grad.resolve_conj().resolve_neg()
+    )  # flags that only one rank may have
     return parameter.grad
 
 
@@ -133,6 +136,9 @@ def check_module(module: nn.Module, process_group: dist.ProcessGroup | None) -> 
         if pair:
             raise ValueError(f"models differ: rank 0 has {pair[0]}, rank {rank} has {pair[1]}")
     # From here on the ranks have the same module, so that all of them raise or none does.
+    for name, tensor in tensors.items():
+        if 0 in tensor.stride() and tensor.numel() > 1:
+            raise ValueError(f"{name} is expanded, so nothing can be written to it: clone() it")
     if any(hasattr(part, "no_sync") for part in module.modules()):
         raise ValueError("a module can be wrapped only once: wrap the plain one, model.module")
     if not any(tensor.requires_grad for tensor in tensors.values()):
@@ -203,7 +209,10 @@ class Guard:
     def accepts(self, parameter: nn.Parameter) -> bool:
         """Whether a gradient that has just come belongs to a forward of the wrapper."""
         if self.expects_gradients and parameter in self.accepted:
-            raise RuntimeError("backward() ran twice: finish in between, or use no_sync()")
+            raise RuntimeError(
+                "backward() ran twice: finish in between, or use no_sync(). Or a gradient came"
+                " twice in one backward(), as from two re-entrant checkpoints: use_reentrant=False"
+            )
         if self.expects_gradients:
             self.accepted.add(parameter)
             self.versions += parameter._version

@@ -40,17 +40,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def __init__(self, params, optimizer_cls, *, process_group=None, **kwargs):
         self.process_group = process_group
-        self.rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
-        self.optimizer_cls, self.options = optimizer_cls, kwargs
+        self.rank = dist.get_rank(process_group)
+        self.optimizer_cls = optimizer_cls
+        self.options = kwargs
         self.local = None  # the optimizer of those parameters that this rank owns
         self.owners = {}  # parameter -> the rank that keeps its state and updates it
+        world_size = dist.get_world_size(process_group)
         self.loads = [0] * world_size  # bytes of parameters that each rank owns
         self.flats = []  # (owner, one flat buffer with the values of parameters that it owns)
         self.views = {}  # parameter -> its part of a flat buffer
         # The base class wants a group, and would register groups one by one: this one is not added.
         super().__init__([{"params": []}], {})
         self._register(params)
-        self.defaults, self.state = self.local.defaults, self.local.state
+        self.defaults = self.local.defaults
+        self.state = self.local.state
 
     def _register(self, params) -> None:
         """Share new groups out: here they have all parameters, in `local` those of this rank."""
@@ -104,7 +107,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict) -> None:
         """Add a group, also in mid-training; what is there keeps its owner and its state."""
-        if self.local:
+        if self.local is not None:
             self._register([param_group])
 
     def state_dict(self) -> dict:

@@ -294,7 +294,7 @@ def choose_device(args: argparse.Namespace) -> torch.device:
 
 @cache
 def slow_network():
-    """The module 01_allreduce/slow_network, which --network needs and nothing else imports."""
+    """The module of 01_allreduce/slow_network, which is needed with --network only."""
     folder = ROOT / "01_allreduce" / "slow_network"
     sys.path.append(str(folder))
     try:

@@ -76,6 +76,11 @@ class Wire:
                 span = call.name, call.bytes_sent, call.launched_at, call.delivered_at
                 self.spans.append(span)
 
+    def forget(self, call) -> None:
+        """A call that has failed is never delivered."""
+        with self.lock:
+            self.pending = [other for other in self.pending if other is not call]
+
 
 wire = Wire()
 
@@ -107,7 +112,7 @@ class SlowWork(dist.Work):
             for call in self.pending_calls():
                 call.launch_times.wait()
         except BaseException:
-            wire.pending = [call for call in wire.pending if call is not self]
+            wire.forget(self)
             raise
         wire.deliver()
         sleep_until(self.delivered_at)
@@ -161,8 +166,11 @@ class SlowProcessGroup(dist.ProcessGroup):
 
     @torch._disable_dynamo  # torch.compile must not look into a group that torch calls meanwhile
     def launch(self, name: str, *arguments, **options) -> dist.Work:
-        """A collective that takes its time. The bytes that a rank sends are those of gloo's rings:
-        a step sends 1/n of the tensor, and its reduce-scatter is an all-reduce."""
+        """A collective that takes its time.
+
+        A rank sends what it sends in gloo's rings, 1/n of the tensor in each step; gloo's
+        reduce-scatter is an all-reduce.
+        """
         self.collectives += 1
         work = getattr(self.gloo, name)(*arguments, **options)
         if not wire.is_slow:
@@ -218,7 +226,7 @@ for method in set(dir(dist.ProcessGroup)) & set(dir(dist.ProcessGroupGloo)):
 dist.Backend.register_backend("slow_network", SlowProcessGroup, devices=["cpu"])
 
 # ==================================================================================================
-# Below this line: is an all-reduce as slow as was asked for? verify, benchmark, main.
+# Below this line: is an all-reduce as slow as was asked for? The measurement, main.
 
 
 def expected_seconds(size_bytes: float, calls: int, world_size: int) -> float:
@@ -250,7 +258,6 @@ def measure_all(args) -> list[dict]:
                 continue
             progress(f"{calls} × {megabytes:g} MB")
             tensors = [torch.empty(int(megabytes * 2**18)) for _ in range(calls)]
-            wrong = 0
 
             def step(tensors=tensors):
                 for tensor in tensors:
@@ -263,10 +270,10 @@ def measure_all(args) -> list[dict]:
                 return {"seconds": seconds, "wrong": sum(int((t != total).sum()) for t in tensors)}
 
             samples = timing.measure({"calls": step}, args.steps, warmup=1)["calls"]
-            wrong = sum(map(sum, samples["wrong"]))
             row = {"size_mb": megabytes, "calls": calls, "seconds": samples["seconds"]}
-            expected = expected_seconds(megabytes * 2**20, calls, world_size)
-            rows.append(row | {"expected_seconds": expected, "wrong": wrong})
+            row["expected_seconds"] = expected_seconds(megabytes * 2**20, calls, world_size)
+            row["wrong"] = sum(map(sum, samples["wrong"]))
+            rows.append(row)
     return rows
 
 
@@ -297,11 +304,12 @@ def main():
         table = []
         for row in result["rows"]:
             p50 = report.percentiles(row["seconds"])[0]
-            cells = [f"{row['calls']} × {row['size_mb']:g} MB", f"{1000 * p50:.2f}"]
             expected = row["expected_seconds"]
-            table.append([*cells, f"{1000 * expected:.2f}", f"{p50 / expected:.3f}", row["wrong"]])
+            cells = [f"{row['calls']} × {row['size_mb']:g} MB"]
+            cells += [f"{1000 * p50:.2f}", f"{1000 * expected:.2f}", f"{p50 / expected:.3f}"]
+            table.append([*cells, str(row["wrong"])])
         header = ["all-reduces", "p50, ms", "asked for, ms", "ratio", "#wrong"]
-        report.print_table(header, [[str(cell) for cell in row] for row in table])
+        report.print_table(header, table)
         setup.say("Launched together, waited for one after another; #wrong: elements, all calls.")
         report.write_json(args.json, result)
 

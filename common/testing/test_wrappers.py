@@ -224,6 +224,28 @@ def notices_gradients_that_change_on_their_way(wrapper):
     follow(model, copy.deepcopy(net))
 
 
+def averages_conjugated_gradients(wrapper):
+    """Only rank 0's gradient has the flag: what travels is the values, on both."""
+    rank = dist.get_rank()
+    net = nn.Linear(2, 2, bias=False, dtype=torch.complex128)
+    model = wrapper(net)
+    x = torch.eye(2, dtype=torch.complex128)
+    weight = net.weight.mH if rank == 0 else net.weight
+    gradients = torch.full((2, 2), 1 + (rank + 1) * 1j, dtype=torch.complex128)
+    model(x)
+    (weight @ x).backward(gradients)
+    model.finish_gradient_synchronization()
+    expected = (gradients.new_full((2, 2), 1 - 1j) + gradients.new_full((2, 2), 1 + 2j)) / 2
+    assert torch.equal(net.weight.grad, expected), net.weight.grad
+
+
+def names_an_expanded_buffer(wrapper):
+    net = small_net()
+    net.register_buffer("mask", torch.ones(1, 5).expand(3, 5))
+    with pytest.raises(ValueError, match="mask is expanded"):
+        wrapper(net)
+
+
 def refuses_a_second_backward(wrapper):
     model, x = wrapper(nn.Linear(3, 1)), torch.ones(2, 3)
     loss = model(x).sum()
@@ -369,6 +391,8 @@ UNUSUAL_USE = [  # of all four wrappers
     refuses_what_cannot_be_wrapped,
     refuses_sparse_gradients,
     refuses_create_graph,
+    averages_conjugated_gradients,
+    names_an_expanded_buffer,
     averages_before_it_sums,
     communicates_nothing_within_no_sync,
     may_be_wrapped_again,
