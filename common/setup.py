@@ -28,8 +28,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # keeps torch.profiler's own lo
 ROOT = Path(__file__).resolve().parent.parent  # of this repository
 SIZES = {  # d_model, d_ff, layers, heads, vocabulary, sequences per rank and step, tokens in each
     "nano": (64, 256, 2, 2, 1_000, 4, 64),
-    "tiny": (512, 2048, 4, 8, 10_000, 4, 64),
-    "deep": (128, 512, 32, 4, 1_000, 4, 64),
+    "mini": (192, 768, 16, 6, 1_000, 8, 64),
     "small": (768, 3072, 12, 12, 10_000, 4, 128),
     "medium": (1024, 4096, 24, 16, 10_000, 4, 128),
     "large": (1280, 5120, 36, 20, 10_000, 4, 128),
@@ -198,7 +197,7 @@ def add_training_arguments(parser: Parser, steps: int) -> None:
     """The flags of all that train a language model; `steps` is the default of --steps."""
     add = parser.add_argument
     one = whole_number(1)
-    add("--size", choices=SIZES, default="tiny", help="CS336 2025: xl, 2.7b; 2026: xl-2026, 10b")
+    add("--size", choices=SIZES, default="mini", help="CS336 2025: xl, 2.7b; 2026: xl-2026, 10b")
     add("--batch-size", type=one, help="sequences per rank and step (default: the size's)")
     add("--context-length", type=one, help="tokens per sequence (default: the size's)")
     add("--dtype", choices=["float32", "bfloat16"], default="float32")

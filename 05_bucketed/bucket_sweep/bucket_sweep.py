@@ -270,7 +270,7 @@ def main():
     traces = "a Chrome trace per candidate: three more steps of rank 0"
     add("--trace", type=setup.output_folder, metavar="DIR", help=traces)
     setup.add_training_arguments(parser, steps=10)
-    parser.set_defaults(size="deep")
+    parser.set_defaults(size="mini")
     setup.add_plot_arguments(parser, "bucket_sweep.png")
     args = parser.parse_args()
 

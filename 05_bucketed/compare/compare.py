@@ -46,7 +46,7 @@ def read_arguments():
     file = setup.ROOT / "results" / "compare.json"
     if setup.can_be_written(file):
         parser.set_defaults(json=file)
-    parser.set_defaults(size="tiny,deep", warmup=2)  # these two models, one after the other
+    parser.set_defaults(size="mini", warmup=2)  # these two models, one after the other
     parser.set_defaults(no_baseline=False, trace=None)  # what a stage has besides
     return parser.parse_args()
 

@@ -178,7 +178,7 @@ def main() -> None:
     parser = setup.Parser(__doc__)
     setup.add_plot_arguments(parser, "timeline.png")
     size = "the model of stages 02 to 05"
-    parser.add_argument("--size", choices=setup.SIZES, default="tiny", help=size)
+    parser.add_argument("--size", choices=setup.SIZES, default="mini", help=size)
     setup.add_process_group_arguments(parser)
     args = parser.parse_args()
     if args.plot is None:

@@ -222,7 +222,7 @@ def on_network(model, gbit: float, operations_per_second: float) -> dict:
 def main():
     parser = setup.Parser(__doc__)
     setup.add_training_arguments(parser, steps=12)
-    parser.set_defaults(size="tiny,deep", warmup=2)  # these two, one after the other
+    parser.set_defaults(size="mini", warmup=2)  # these two, one after the other
     add = parser.add_argument
     number = setup.checked(float, lambda number: 0 < number < 1e18, "a number above 0, below 1e18")
     instead = "only the second table, for these networks; --size is xl then, if not given"

@@ -1060,11 +1060,11 @@ def test_a_process_group_of_some_ranks(ranks):
 @pytest.mark.parametrize("world_size", [2, *(pytest.param(n, marks=FULL) for n in (3, 4))])
 def test_formula_of_the_memory(forked, tmp_path, world_size):
     """Within 5 % of what real ranks hold; of the size that has most beside activations."""
-    words = "--size tiny --device cpu --no-verify --no-baseline --no-plot --steps 1 --warmup 0"
+    words = "--size mini --device cpu --no-verify --no-baseline --no-plot --steps 1 --warmup 0"
     status, output = forked(world_size, SCRIPT, *words.split(), "--json", tmp_path / "json")
     assert status == 0, output
     [of_ranks] = harness.read_json(tmp_path / "json", FOLDER)["memory_bytes"].values()
-    expected = measure.by_formula("tiny", world_size)["FSDP"]
+    expected = measure.by_formula("mini", world_size)["FSDP"]
     for parts in of_ranks:
         for part, by_formula in zip(parts, expected, strict=True):
             assert 0.95 < part / by_formula < 1.05, (parts, expected)

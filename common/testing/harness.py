@@ -141,7 +141,7 @@ def check_run(run, path: Path, folder: Path, world_size: int, device="cpu", word
     result = read_json(folder / "json", path.parent.name)
     recorded = output_of(path.parent / "reference_output.txt")
     recorded = recorded.replace("gloo on cpu", f"{result['backend']} on {device}")
-    recorded = recorded.replace("tiny model", "nano model")
+    recorded = recorded.replace("mini model", "nano model")
     assert masked(output) == masked(recorded), output
     gpu_per_rank = device == "cuda" and torch.cuda.device_count() >= world_size
     assert (result["backend"] == "nccl") == gpu_per_rank

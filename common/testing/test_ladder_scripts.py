@@ -61,8 +61,8 @@ def test_a_class_of_the_users_own_is_verified_and_has_a_row(forked, tmp_path, na
     assert result["candidates"][2]["collectives_per_step"] == harness.NANO_CALLS["NaiveDDP"]
 
 
-EVERY = [(fault, moment) for fault in harness.FAULTS for moment in ("", "verify: ", "tiny model: ")]
-FAST = ("SIGKILL of a rank", "tiny model: ")
+EVERY = [(fault, moment) for fault in harness.FAULTS for moment in ("", "verify: ", "mini model: ")]
+FAST = ("SIGKILL of a rank", "mini model: ")
 
 
 @harness.needs_proc
@@ -71,7 +71,7 @@ FAST = ("SIGKILL of a rank", "tiny model: ")
     [FAST, *(pytest.param(*one, marks=pytest.mark.full) for one in EVERY if one != FAST)],
 )
 def test_faults(script, fault, moment, tmp_path):
-    words = ["--no-verify", "--no-baseline"] if moment == "tiny model: " else []
+    words = ["--no-verify", "--no-baseline"] if moment == "mini model: " else []
     command = harness.torchrun(2, BUCKETED, *words, *harness.LONG)
     harness.check_fault(script, command, moment, fault, tmp_path)
 
@@ -82,7 +82,7 @@ def test_a_rank_that_stops_answering_is_named(script):
     words = ["--timeout", "3", "--no-verify", *harness.LONG]
     run = script(harness.torchrun(2, BUCKETED, *words))
     victim = harness.rank_1(run)
-    harness.wait_for_line(run, "tiny model: ")
+    harness.wait_for_line(run, "mini model: ")
     os.kill(victim, signal.SIGSTOP)
     status, output = run.wait(timeout=60)
     place = "run > benchmark > .*"

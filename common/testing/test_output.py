@@ -117,7 +117,7 @@ def test_ctrl_c_is_said_once_and_no_log_stays(script, tmp_path, moment):
     folder.mkdir()
     run = ours(script, 2, LADDER, "--no-verify", *harness.LONG, TMPDIR=str(folder))
     if moment == "training":
-        harness.wait_for_line(run, "tiny model: ")
+        harness.wait_for_line(run, "mini model: ")
     else:
         harness.rank_1(run)
         time.sleep(0.5)  # Python itself has started
