@@ -1,7 +1,7 @@
 r"""05: all-reduce the gradients in buckets, while backward is still running.
 
 Communication starts during backward, as in stage 04, but gradients share a message: they are
-packed into buckets of up to 25 MB, last layers first, and a bucket is all-reduced as soon as its
+packed into buckets of limited size, last layers first, and a bucket is all-reduced as soon as its
 last gradient is ready. Few calls, most of them hidden: torch's own DDP works like this.
 
     make 05_bucketed NPROC=2                                          (see also ARGS="--help")
@@ -17,7 +17,7 @@ import sys
 import weakref
 from collections import deque
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 
@@ -27,12 +27,132 @@ import torch.nn.functional as F
 from torch import nn
 
 
-def broadcast_from_rank_0(module: nn.Module, process_group: dist.ProcessGroup | None) -> None:
-    """Give every rank the parameters and buffers of rank 0."""
-    for tensor in [*module.parameters(), *module.buffers()]:
-        contiguous = tensor.detach().contiguous()  # as collectives need it
-        dist.broadcast(contiguous, group=process_group, group_src=0)
-        tensor.detach().copy_(contiguous)
+class Bucket:
+    """Parameters that share an all-reduce, and the flat buffer of their gradients."""
+
+    def __init__(self, parameters: list[nn.Parameter]):
+        self.parameters = parameters
+        self.missing = set(parameters)  # those whose gradient is not in the buffer yet
+        sizes = [parameter.numel() for parameter in parameters]
+        self.flat = parameters[0].new_zeros(sum(sizes), dtype=gradient_dtype(parameters[0]))
+        self.views = {}  # parameter -> the place of its gradient in the buffer
+        for parameter, piece in zip(parameters, self.flat.split(sizes), strict=True):
+            strides = torch.empty_like(
+                parameter, device="meta"
+            ).stride()  # fused optimizers need them
+            self.views[parameter] = piece.as_strided(parameter.shape, strides)
+
+    def put(self, parameter: nn.Parameter, world_size: int):
+        """Copy its gradient into the buffer; .grad becomes the view: nothing is copied back."""
+        view = self.views[parameter]
+        # Copy and divide in one pass; divide before the sum, which could overflow.
+        torch.mul(gradient_or_zeros(parameter), 1 / world_size, out=view)
+        parameter.grad = view
+        self.missing.discard(parameter)
+
+
+class BucketedDDP(nn.Module):
+    """Average gradients with one all-reduce per bucket, during backward.
+
+    model = BucketedDDP(module)                 # on every rank; takes rank 0's weights
+    loss_fn(model(x), y).backward()             # of this rank's share of the batch
+    model.finish_gradient_synchronization()     # waits until all gradients are averaged
+    optimizer.step()                            # the same step on every rank
+    optimizer.zero_grad()
+
+    A bucket holds at most `bucket_size_mb` MB (2^20 bytes; None: no limit) of gradients, or one
+    larger gradient. Gradients become views into the buckets: clone one that you want to keep.
+    `process_group`: the ranks that train together; None: all of them. ValueError if the module
+    cannot be wrapped, RuntimeError if a gradient cannot be averaged.
+    """
+
+    def __init__(self, module: nn.Module, bucket_size_mb: float | None = 25.0, process_group=None):
+        super().__init__()
+        self.module = module
+        self.process_group = process_group
+        self.world_size = dist.get_world_size(process_group)
+        self.synchronizing = True  # False within no_sync()
+        broadcast_from_rank_0(module, process_group)
+
+        # Collectives are matched by their order, so all ranks launch in a fixed one, nearly that of
+        # backward. On arrival, one rank's gradient A might be added to another's B.
+        self.order = trainable_parameters(module)[::-1]
+        self.buckets = [Bucket(members) for members in fill_buckets(self.order, bucket_size_mb)]
+        self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
+        self.waiting = deque(self.buckets)  # what is not launched yet
+        self.in_flight = []  # (work, tensor, its version): launched, and not waited for yet
+        self.in_step = False  # True from a forward to the finish; otherwise hooks do nothing
+        hook = partial(BucketedDDP._gradient_is_ready, weakref.proxy(self))
+        for parameter in self.order:
+            handle = parameter.register_post_accumulate_grad_hook(hook)
+            weakref.finalize(self, handle.remove)  # the hooks end with the wrapper
+
+    def forward(self, *inputs, **kwargs):
+        if torch.is_grad_enabled() and self.synchronizing:
+            if any(len(bucket.missing) < len(bucket.parameters) for bucket in self.buckets):
+                raise RuntimeError("call finish_gradient_synchronization() after every backward()")
+            self.in_step = True
+        return self.module(*inputs, **kwargs)
+
+    def _gradient_is_ready(self, parameter: nn.Parameter):
+        """Called by autograd when parameter.grad is complete."""
+        if not self.synchronizing or not self.in_step:
+            return
+        bucket = self.bucket_of[parameter]
+        if parameter not in bucket.missing:
+            raise RuntimeError(
+                "backward() ran twice: finish in between, or use no_sync(). Or it is one backward()"
+                " with two re-entrant checkpoints of a layer: use_reentrant=False"
+            )
+        bucket.put(parameter, self.world_size)
+        while self.waiting and not self.waiting[0].missing:
+            self._launch_next()
+
+    def _launch_next(self):
+        bucket = self.waiting.popleft()
+        for parameter in list(bucket.missing):  # unused ones count as zero
+            bucket.put(parameter, self.world_size)
+        work = dist.all_reduce(bucket.flat, group=self.process_group, async_op=True)
+        self.in_flight.append((work, bucket.flat, bucket.flat._version))
+
+    def finish_gradient_synchronization(self) -> None:
+        """Launch the rest and wait for all. Call it after backward(), before optimizer.step()."""
+        if not self.synchronizing:
+            return
+        if set(trainable_parameters(self.module)) != set(self.order):
+            raise RuntimeError("parameters were frozen or replaced: wrap the module again")
+        while self.waiting:  # what backward did not reach
+            self._launch_next()
+        changed = False
+        for work, flat, version in self.in_flight:
+            work.wait()
+            changed |= flat.is_cpu and flat._version != version
+        self.waiting.extend(self.buckets)
+        for bucket in self.buckets:
+            bucket.missing.update(bucket.parameters)
+        self.in_flight.clear()
+        self.in_step = False
+        if changed:
+            raise RuntimeError("gradients changed on their way: clip or zero them afterwards")
+
+    def no_sync(self):
+        """A context in which gradients are only accumulated; nothing is communicated."""
+        return accumulating(self)
+
+    def __getstate__(self):
+        raise RuntimeError("a copy would have no hooks: copy or save model.module, and wrap that")
+
+
+def main():
+    run(BucketedDDP, bucket_size_mb=5.0)
+
+
+# --------------------------------------------------------------------------------------------------
+# What stage 05 needs besides.
+
+
+def gradient_dtype(parameter: nn.Parameter) -> torch.dtype:
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype  # newer torch lets one choose
 
 
 def fill_buckets(parameters: list[nn.Parameter], bucket_size_mb: float | None) -> list[list]:
@@ -55,251 +175,58 @@ def fill_buckets(parameters: list[nn.Parameter], bucket_size_mb: float | None) -
     return buckets
 
 
-class Bucket:
-    """Parameters that share an all-reduce, and the flat buffer of their gradients."""
-
-    def __init__(self, parameters: list[nn.Parameter]):
-        self.parameters = parameters
-        self.missing = set(parameters)  # those whose gradient is not in the buffer yet
-        sizes = [parameter.numel() for parameter in parameters]
-        self.flat = parameters[0].new_zeros(sum(sizes), dtype=gradient_dtype(parameters[0]))
-        self.views = {}  # parameter -> the place of its gradient in the buffer
-        for parameter, piece in zip(parameters, self.flat.split(sizes), strict=True):
-            self.views[parameter] = view_in_layout_of(parameter, piece)
-
-    def put(self, parameter: nn.Parameter, world_size: int):
-        """Copy its gradient into the buffer; .grad becomes the view: nothing is copied back."""
-        view = self.views[parameter]
-        # Copy and divide in one pass; divide before the sum, which could overflow.
-        torch.mul(gradient_or_zeros(parameter), 1 / world_size, out=view)
-        parameter.grad = view
-        self.missing.discard(parameter)
-
-
-class BucketedDDP(nn.Module):
-    """Average gradients with one all-reduce per bucket, during backward.
-
-    A bucket holds at most `bucket_size_mb` MB (2^20 bytes; None: no limit) of gradients, or one
-    larger gradient. Gradients become views into the buckets: clone one that you want to keep.
-    `process_group`: the ranks that train together; None: all of them.
-    ValueError if the module cannot be wrapped, RuntimeError if a gradient cannot be averaged.
-    """
-
-    def __init__(self, module: nn.Module, bucket_size_mb: float | None = 25.0, process_group=None):
-        super().__init__()
-        self.module = module
-        self.process_group = process_group
-        self.world_size = dist.get_world_size(process_group)
-        self.synchronizing = True  # False within no_sync()
-        check_module(module, process_group)
-        broadcast_from_rank_0(module, process_group)
-        self.guard = Guard(self)  # raises an error on misuse; no part of the idea
-
-        # Collectives are matched by their order, so all ranks launch in a fixed one, nearly that of
-        # backward. On arrival, one rank's gradient A might be added to another's B.
-        self.order = trainable_parameters(module)[::-1]
-        self.buckets = [Bucket(members) for members in fill_buckets(self.order, bucket_size_mb)]
-        self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
-        self.waiting = deque(self.buckets)  # what is not launched yet
-        self.in_flight = []  # launched, and not waited for yet
-        for parameter in self.order:
-            parameter.register_post_accumulate_grad_hook(self._gradient_is_ready)
-
-    def forward(self, *inputs, **kwargs):
-        self.guard.before_forward(self)
-        return self.module(*inputs, **kwargs)
-
-    def _gradient_is_ready(self, parameter: nn.Parameter):
-        """Called by autograd when parameter.grad is complete."""
-        if self.synchronizing and self.guard.accepts(parameter):
-            self.bucket_of[parameter].put(parameter, self.world_size)
-            while self.waiting and not self.waiting[0].missing:
-                self._launch_next()
-
-    def _launch_next(self):
-        bucket = self.waiting[0]
-        for parameter in list(bucket.missing):  # unused ones count as zero
-            bucket.put(parameter, self.world_size)
-        work = dist.all_reduce(bucket.flat, group=self.process_group, async_op=True)
-        self.in_flight.append(Reduction(work, bucket.flat))
-        self.waiting.popleft()
-
-    def finish_gradient_synchronization(self) -> None:
-        """Launch the rest and wait for all. Call it after backward(), before optimizer.step()."""
-        if not self.synchronizing:
-            return
-        while self.waiting:  # what backward did not reach
-            self._launch_next()
-        for reduction in self.in_flight:
-            reduction.work.wait()
-        finished, self.in_flight = self.in_flight, []
-        self.waiting.extend(self.buckets)
-        for bucket in self.buckets:
-            bucket.missing.update(bucket.parameters)
-        self.guard.after_finish(finished)
-
-    def no_sync(self):
-        """A context in which gradients are only accumulated; nothing is communicated."""
-        return accumulating(self)
-
-
-def main():
-    run(BucketedDDP, bucket_size_mb=25.0)
-
-
 # ==================================================================================================
-# Below this line stages 02 to 05 are the same, to the byte: helpers, Guard, model, benchmark, run.
+# Below this line stages 02 to 05 are the same, to the byte: helpers, model, verify, benchmark, run.
+
+
+def broadcast_from_rank_0(module: nn.Module, process_group: dist.ProcessGroup | None) -> None:
+    """Give all ranks rank 0's parameters and buffers. ValueError, on all, if theirs are others."""
+    if dist.get_rank(process_group) < 0:
+        raise ValueError("this rank is not a member of process_group: wrap on its members only")
+    if any(hasattr(part, "no_sync") for part in module.modules()):
+        raise ValueError("a module can be wrapped only once: wrap the plain one, model.module")
+    tensors = dict(module.named_parameters()) | dict(module.named_buffers())
+    mine = []
+    for name, tensor in tensors.items():
+        layout = f"{tuple(tensor.shape)} {tensor.dtype} strides={tensor.stride()}"
+        mine.append(f"{name} {layout} requires_grad={tensor.requires_grad}")
+    all_ranks = [None] * dist.get_world_size(process_group)
+    dist.all_gather_object(all_ranks, mine, group=process_group)
+    for rank, other in enumerate(all_ranks):
+        for first, second in zip_longest(all_ranks[0], other, fillvalue="nothing"):
+            if first != second:
+                raise ValueError(f"models differ: rank 0 has {first}, rank {rank} has {second}")
+    for tensor in tensors.values():
+        contiguous = tensor.detach().contiguous()  # as collectives need it
+        dist.broadcast(contiguous, group=process_group, group_src=0)
+        tensor.detach().copy_(contiguous)
 
 
 def trainable_parameters(module: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
+def gradient_or_zeros(parameter: nn.Parameter) -> torch.Tensor:
+    """.grad, set to zeros if there is none; RuntimeError if it cannot be averaged."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter, dtype=getattr(parameter, "grad_dtype", None))
+    if parameter.grad.is_sparse:
+        raise RuntimeError("a sparse gradient cannot be averaged: use nn.Embedding(sparse=False)")
+    if parameter.grad.requires_grad:
+        raise RuntimeError("backward(create_graph=True) is not supported: use torch.autograd.grad")
+    parameter.grad = parameter.grad.resolve_conj().resolve_neg()  # what only one rank may have
+    return parameter.grad
+
+
 @contextmanager
 def accumulating(wrapper: nn.Module):
-    """What no_sync() returns: within it finish_gradient_synchronization() and hooks do nothing."""
+    """What no_sync() returns: within it hooks and finish_gradient_synchronization() do nothing."""
     before = wrapper.synchronizing
     wrapper.synchronizing = False
     try:
         yield
     finally:
         wrapper.synchronizing = before
-
-
-def gradient_dtype(parameter: nn.Parameter) -> torch.dtype:
-    return getattr(parameter, "grad_dtype", None) or parameter.dtype  # newer torch lets one choose
-
-
-def gradient_or_zeros(parameter: nn.Parameter) -> torch.Tensor:
-    """.grad, set to zeros if there is none; RuntimeError if it cannot be averaged."""
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
-    if parameter.grad.is_sparse:
-        raise RuntimeError("a sparse gradient cannot be averaged: use nn.Embedding(sparse=False)")
-    if parameter.grad.requires_grad:
-        raise RuntimeError("backward(create_graph=True) is not supported: use torch.autograd.grad")
-    parameter.grad = (
-        parameter.grad.resolve_conj().resolve_neg()
-    )  # flags that only one rank may have
-    return parameter.grad
-
-
-def view_in_layout_of(parameter: nn.Parameter, flat: torch.Tensor) -> torch.Tensor:
-    """Flat memory, seen in a parameter's shape and strides: fused optimizers need the same."""
-    strides = torch.empty_like(parameter, device="meta").stride()  # meta: nothing is allocated
-    return flat.as_strided(parameter.shape, strides)
-
-
-def check_module(module: nn.Module, process_group: dist.ProcessGroup | None) -> None:
-    """ValueError, on all ranks, if their modules differ or cannot be wrapped."""
-    if dist.get_rank(process_group) < 0:
-        raise ValueError("this rank is not a member of process_group: wrap on its members only")
-    tensors = dict(module.named_parameters()) | dict(module.named_buffers())
-    if any(nn.parameter.is_lazy(tensor) for tensor in tensors.values()):
-        raise ValueError("a lazy module has no shapes yet: run one forward before you wrap it")
-    mine = []
-    for name, tensor in tensors.items():
-        layout = f"{tuple(tensor.shape)} {tensor.dtype} strides={tensor.stride()}"
-        mine.append(f"{name} {layout} requires_grad={tensor.requires_grad}")
-    of_rank_0 = [mine]
-    dist.broadcast_object_list(of_rank_0, group=process_group, group_src=0)
-    pairs = zip_longest(of_rank_0[0], mine, fillvalue="nothing")
-    difference = next((pair for pair in pairs if pair[0] != pair[1]), None)
-    of_ranks = [None] * dist.get_world_size(process_group)
-    dist.all_gather_object(of_ranks, difference, group=process_group)
-    for rank, pair in enumerate(of_ranks):
-        if pair:
-            raise ValueError(f"models differ: rank 0 has {pair[0]}, rank {rank} has {pair[1]}")
-    # From here on the ranks have the same module, so that all of them raise or none does.
-    for name, tensor in tensors.items():
-        if 0 in tensor.stride() and tensor.numel() > 1:
-            raise ValueError(f"{name} is expanded, so nothing can be written to it: clone() it")
-    if any(hasattr(part, "no_sync") for part in module.modules()):
-        raise ValueError("a module can be wrapped only once: wrap the plain one, model.module")
-    if not any(tensor.requires_grad for tensor in tensors.values()):
-        raise ValueError("no parameter requires a gradient, so there is nothing to synchronize")
-
-
-class Reduction:
-    """An all-reduce that is under way, and its tensor."""
-
-    def __init__(self, work: dist.Work, tensor: torch.Tensor):
-        self.work = work
-        self.tensor = tensor
-        self.version = tensor._version  # one more whenever the tensor is written to
-
-
-class WeakHook:
-    """Calls a method while its object lives. Python never frees what torch's hooks refer to."""
-
-    def __init__(self, method=None):
-        self.method = weakref.WeakMethod(method) if method else lambda: None
-
-    def __call__(self, parameter: nn.Parameter) -> None:
-        if (method := self.method()) is not None:
-            method(parameter)
-
-    def __reduce__(self):
-        return WeakHook, ()  # a copy of the wrapper has no hooks
-
-
-class Guard:
-    """Notices misuse of 04 and 05, with a RuntimeError: a forgotten finish; a second backward; a
-    gradient that is written to while it travels (on a GPU nobody can tell); parameters that were
-    frozen, unfrozen, replaced, copied, moved or cast after wrapping.
-
-    It accepts gradients only from a forward of the wrapper to the finish, and lets its hooks end
-    with it. So a module that trains without its wrapper, or outlives it, sends nothing.
-    """
-
-    def __init__(self, wrapper: nn.Module):
-        self.module = wrapper.module
-        self.layout = self._layout()
-        self.expects_gradients = False  # from a forward of the wrapper to the finish
-        self.accepted = set()  # parameters whose gradient came meanwhile
-        self.versions = 0  # the sum of theirs, at that moment: an optimizer's step raises them
-        wrapper._gradient_is_ready = WeakHook(wrapper._gradient_is_ready)
-
-    def _layout(self) -> list[tuple]:
-        """Which parameters are trained, and where and how they lie in memory."""
-        parameters = self.module.parameters()  # the only walk over all of them in a step
-        return [(id(p), p.dtype, p.device, p.stride()) for p in parameters if p.requires_grad]
-
-    def before_forward(self, wrapper: nn.Module) -> None:
-        """Expect gradients. What an earlier backward of this step left is averaged first."""
-        layout = self._layout() if torch.is_grad_enabled() else []
-        if not layout:  # or all are frozen for a while, as in a GAN
-            return
-        self.expects_gradients = False
-        if layout != self.layout:
-            changed = "frozen, unfrozen, replaced, copied, moved or cast"
-            raise RuntimeError(f"parameters were {changed}: wrap the module again")
-        if self.accepted:  # as in a GAN, by the generator's backward through the discriminator
-            optimizer_has_stepped = sum(p._version for p in self.accepted) != self.versions
-            if wrapper.waiting or optimizer_has_stepped:
-                raise RuntimeError("call finish_gradient_synchronization() after every backward()")
-            wrapper.finish_gradient_synchronization()
-        self.expects_gradients = wrapper.synchronizing
-
-    def accepts(self, parameter: nn.Parameter) -> bool:
-        """Whether a gradient that has just come belongs to a forward of the wrapper."""
-        if self.expects_gradients and parameter in self.accepted:
-            raise RuntimeError(
-                "backward() ran twice: finish in between, or use no_sync(). Or a gradient came"
-                " twice in one backward(), as from two re-entrant checkpoints: use_reentrant=False"
-            )
-        if self.expects_gradients:
-            self.accepted.add(parameter)
-            self.versions += parameter._version
-        return self.expects_gradients
-
-    def after_finish(self, reductions: list[Reduction]) -> None:
-        """Expect no more gradients; were those that came left alone until now?"""
-        self.expects_gradients = False
-        self.accepted.clear()
-        self.versions = 0
-        if any(r.tensor.is_cpu and r.tensor._version != r.version for r in reductions):
-            raise RuntimeError("gradients changed on their way: clip or zero them afterwards")
 
 
 class LanguageModel(nn.Module):
@@ -320,57 +247,30 @@ class LanguageModel(nn.Module):
         return self.head(self.layers(x, mask, is_causal=True)).float()
 
 
-@cache
-def helpers():
-    """common's modules. Only a run needs them: a copied class can be imported with torch alone."""
-    folder = Path(__file__).resolve().parent
-    sys.path[:0] = [str(folder), str(folder.parent)]
-    try:
-        from common import report, setup, timing
-    except ModuleNotFoundError as error:
-        sys.exit(f"error: {error}: copy the repository's folder common/ beside this script")
-    return report, setup, timing
-
-
 def train_step(model, optimizer, watch, inputs, targets):
-    """The step that is verified, then measured: returns its loss and the seconds of its parts."""
-    watch.mark("start")
-    with torch.profiler.record_function("forward"):
+    """The step that is verified, then measured: returns its loss and the seconds of its phases."""
+    with watch.phase("forward"):
         loss = F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
-    with torch.profiler.record_function("backward"):
+    with watch.phase("backward"):
         loss.backward()
-    if not isinstance(model, nn.parallel.DistributedDataParallel):  # that one has a hook for it
-        watch.mark("last gradient")
-    with torch.profiler.record_function("sync"):
+    with watch.phase("sync"):
         if hasattr(model, "finish_gradient_synchronization"):
             model.finish_gradient_synchronization()
-    watch.mark("synchronized")
-    with torch.profiler.record_function("optimizer"):
+    with watch.phase("optimizer"):
         optimizer.step()
         optimizer.zero_grad()
-    watch.mark("end")
-    return loss, {
-        "step_seconds": watch.seconds("start", "end"),
-        "exposed_comm_seconds": watch.seconds("last gradient", "synchronized"),
-        "optimizer_seconds": watch.seconds("synchronized", "end"),
-    }
+    return loss, watch.times()
 
 
 def verify(wrap, args, device):
     """Train a classifier on shards, and a twin in one process on their union; compare weights."""
-    report, setup, timing = helpers()
-    tolerance = 1e-10  # of float64 weights after hundreds of steps; rounding alone stays far below
+    from common import report, setup, timing
+
     rank, world_size = dist.get_rank(), dist.get_world_size()
     images, labels, *held_out = setup.load_equal_shares(args, device)
-
-    def classifier(seed):
-        torch.manual_seed(seed)
-        hidden = [nn.Linear(images.shape[1], 50), nn.ReLU(), nn.Linear(50, 50), nn.ReLU()]
-        return nn.Sequential(*hidden, nn.Linear(50, 10)).to(device, torch.float64)
-
-    twin = classifier(args.seed)
-    wrapped = classifier(args.seed + rank)
-    model = wrap(wrapped)  # rank 0's weights must win
+    twin = setup.classifier(args.seed, images)
+    module = setup.classifier(args.seed + rank, images)  # rank 0's weights must win
+    model = wrap(module)
     twin_optimizer = torch.optim.Adam(twin.parameters(), lr=1e-3)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     watch = timing.Stopwatch(device)
@@ -383,67 +283,62 @@ def verify(wrap, args, device):
             loss, times = train_step(model, optimizer, watch, images[shard], labels[shard])
             report.log_step(args, epoch, step, loss, times)
         accuracy = report.evaluate(epoch, model, *held_out)
-    mine = nn.utils.parameters_to_vector(model.parameters()).detach()
-    replicas = [torch.empty_like(mine) for _ in range(world_size)]
-    dist.all_gather(replicas, mine)
-    if not all(torch.equal(replica, mine) for replica in replicas):
-        sys.exit("verify: FAILED, the ranks hold different weights")
-    worst = (mine - nn.utils.parameters_to_vector(twin.parameters())).abs().max().item()
-    if not worst <= tolerance:
-        sys.exit(f"verify: FAILED, a weight is {worst:.1e} away from single-process training")
-    away = f"at most {worst:.1e} away from single-process training (allowed: {tolerance:.0e})"
-    setup.say(f"verify: passed, the ranks are bitwise equal and {away}\n")
-    report.save(args.save, wrapped.state_dict())
-    return {"max_abs_diff": worst, "tolerance": tolerance, "passed": True, "accuracy": accuracy}
+    verdict = report.compare_weights(module, twin)
+    report.save(args.save, module.state_dict())
+    return verdict | {"accuracy": accuracy}
 
 
-def benchmark(wraps, args, device, described, steps=None):
-    """Time steps in turn: no sync, wrappers by name, torch DDP, other ways to train by name."""
-    report, setup, timing = helpers()
-    first = next(iter(wraps))  # the one that --trace records
-    if not args.no_baseline:
-        wraps = {"no sync": lambda model: model, **wraps, **timing.TORCH_DDPS}
+def benchmark(wrappers, args, device, described, others=None):
+    """Time a step of each in turn; `others`: functions that run a step and return its times."""
+    from common import report, setup, timing
+
     shape = setup.SIZES[args.size][:5]
     torch.manual_seed(args.seed + dist.get_rank())
     batch_shape = described["batch_size"], described["context_length"]
     tokens, targets = torch.randint(shape[-1], (2, *batch_shape), device=device)
 
     def candidate(wrap):
-        """A model of its own, and the function that trains it for a step and returns its times."""
+        """The function that trains a model of its own for a step, and returns its times."""
         torch.manual_seed(args.seed)
         with device:
             model = wrap(LanguageModel(*shape).to(getattr(torch, args.dtype)))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         watch = timing.Stopwatch(device)
-        if isinstance(model, nn.parallel.DistributedDataParallel):  # it waits within backward
-            timing.mark_last_gradient(watch, model.module.token_embedding.weight)
+        watch.mark_last_gradient(next(model.parameters()))  # torch's DDP waits within backward
         return lambda: train_step(model, optimizer, watch, tokens, targets)[1]
 
-    candidates = {name: candidate(wrap) for name, wrap in wraps.items()} | (steps or {})
+    candidates = {name: candidate(wrap) for name, wrap in wrappers.items()} | (others or {})
+    costs = timing.all_reduce_costs(device)
     samples = timing.measure(candidates, args.steps, args.warmup)
     for name, step in candidates.items():
-        trace = args.trace if name == first else None
-        samples[name]["collectives_per_step"] = timing.count_collectives(step, trace)
-    report.print_steps(samples, tokens.numel() * dist.get_world_size())
-    return [{"name": name, **times} for name, times in samples.items()]
+        samples[name]["collectives_per_step"] = timing.count_collectives(step)
+    timing.profile(candidates, args.trace)
+    report.print_steps(samples, tokens.numel() * dist.get_world_size(), described, costs)
+    return {"all_reduce": costs, "candidates": [{"name": n, **samples[n]} for n in samples]}
 
 
 def run(wrapper, **options):
     """What main() does: verify and measure a wrapper. Its `options` become flags."""
-    report, setup, _ = helpers()
-    args = setup.stage_arguments(__doc__, steps=15, **options)
+    folder = Path(__file__).resolve().parent
+    sys.path[:0] = [str(folder), str(folder.parent)]
+    try:
+        from common import report, setup, timing
+    except ModuleNotFoundError as error:
+        sys.exit(f"error: {error}: copy the repository's folder common/ beside this script")
+    args = setup.stage_arguments(__doc__, steps=10, **options)
     wrap = partial(wrapper, **{name: getattr(args, name) for name in options})
     with setup.process_group(args) as device:
-        result = report.begin(Path(__file__).resolve().parent.name, args, device)
-        wraps = {wrapper.__name__: wrap} | setup.users_wrapper(args)
-        replicas = len(wraps) + 3 * (not args.no_baseline)
-        result["model"] = report.describe(LanguageModel, args, replicas)
-        result["verify"] = None
-        for name in [] if args.no_verify else reversed(wraps):  # this stage's last: it is saved
-            if args.mine:
-                setup.say(f"verify: {name}")
-            result["verify"] = verify(wraps[name], args, device)
-        result["candidates"] = benchmark(wraps, args, device, result["model"])
+        result = report.begin(folder.name, args, device)
+        wrappers = setup.users_wrapper(args) | {wrapper.__name__: wrap}
+        result["model"] = report.describe(LanguageModel, args, replicas=len(wrappers) + 2)
+        result["verify"] = {}
+        if not args.no_verify:
+            for name in wrappers:
+                result["verify"][name] = verify(wrappers[name], args, device)
+        if not args.no_baseline:
+            no_communication = {"no communication": lambda module: module}
+            wrappers = no_communication | wrappers | timing.torch_ddp(args)
+        result |= benchmark(wrappers, args, device, result["model"])
         report.write_json(args.json, result)
 
 

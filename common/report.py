@@ -6,6 +6,7 @@ import platform
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterable
 from datetime import datetime, timezone
@@ -95,6 +96,23 @@ def evaluate(epoch: int, model, images: torch.Tensor, labels: torch.Tensor) -> f
     return accuracy
 
 
+def compare_weights(module: torch.nn.Module, twin: torch.nn.Module) -> dict:
+    """End the run unless all ranks hold the same weights, and those of the twin; float64."""
+    tolerance = 1e-10  # after hundreds of steps; rounding alone stays far below
+    mine = torch.nn.utils.parameters_to_vector(module.parameters()).detach()
+    replicas = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(replicas, mine)
+    if not all(torch.equal(replica, mine) for replica in replicas):
+        sys.exit("verify: FAILED, the ranks hold different weights")
+    expected = torch.nn.utils.parameters_to_vector(twin.parameters())
+    worst = (mine - expected).abs().max().item()
+    if not worst <= tolerance:
+        sys.exit(f"verify: FAILED, a weight is {worst:.1e} away from single-process training")
+    away = f"at most {worst:.1e} away from single-process training (allowed: {tolerance:.0e})"
+    say(f"verify: passed, the ranks are bitwise equal and {away}\n")
+    return {"max_abs_diff": worst, "tolerance": tolerance, "passed": True}
+
+
 def save(path: Path | None, state_dict: dict) -> None:
     """Write a state_dict where --save names a file."""
     if path and dist.get_rank() == 0:
@@ -102,19 +120,28 @@ def save(path: Path | None, state_dict: dict) -> None:
         say(f"written: {path}")
 
 
-def print_steps(samples: dict[str, dict], tokens: int) -> None:
-    """The table of stages 02 to 05: a row per candidate. `tokens`: of all ranks in a step."""
+def print_steps(samples: dict[str, dict], tokens: int, model: dict, costs: dict) -> None:
+    """The table of stages 02 to 05, a row per candidate.
+
+    `tokens`: of all ranks in a step; `model`: "model" of the JSON; `costs`: of an all-reduce.
+    """
+    call, bandwidth = costs["call_seconds"], costs["bytes_per_second"]
+    transfer = model["parameters"] * getattr(torch, model["dtype"]).itemsize / bandwidth
     rows = []
     for name, times in samples.items():
-        seconds = times["step_seconds"]
+        seconds, calls = times["step_seconds"], times["collectives_per_step"]
         step, exposed = percentiles(seconds)[0], percentiles(times["exposed_comm_seconds"])[0]
+        alone = calls * call + transfer if calls else 0.0
         row = [name, *milliseconds(seconds), f"{tokens / step:.0f}", f"{1000 * exposed:.1f}"]
-        row += [f"{100 * exposed / step:.1f} %", str(times["collectives_per_step"])]
+        row += [f"{1000 * alone:.1f}", str(calls)]
         rows.append([*row, ratio(seconds, samples.get("torch DDP", {}).get("step_seconds"))])
     header = ["step, ms", "p50", "p75", "p90", "p95", "tokens/s"]
-    print_table([*header, "exposed", "share", "all-reduces", "/torch DDP"], rows)
-    say("Percentiles over all steps of all ranks; tokens/s of all ranks; exposed: communication")
-    say("not hidden under backward, ms and share of the step; /torch DDP: below 1 is faster (p50).")
+    print_table([*header, "exposed", "alone", "all-reduces", "/torch DDP"], rows)
+    say("Percentiles over all steps of all ranks; tokens/s of all ranks; exposed: ms from the last")
+    say("gradient until all are averaged; alone: ms that the all-reduces take one after another,")
+    o_and_w = f"o = {1000 * call:.2f} ms, w = {bandwidth / 1e9:.3f} GB/s, measured in this run"
+    say(f"all-reduces · o + bytes / w ({o_and_w});")
+    say("/torch DDP: below 1 is faster (p50).")
 
 
 def begin(stage: str, args, device: torch.device) -> dict:

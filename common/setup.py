@@ -156,8 +156,7 @@ def users_wrapper(args: argparse.Namespace) -> dict:
     """{name of its row: a function that wraps a module}, with --mine; {} without it."""
     if not args.mine:
         return {}
-    size = getattr(args, "bucket_size_mb", 25.0)
-    return {users_name(args): with_bucket_size(load(args.mine), size)}
+    return {users_name(args): with_bucket_size(load(args.mine), args.bucket_size_mb)}
 
 
 def with_bucket_size(wrapper, megabytes: float):
@@ -205,6 +204,7 @@ def add_training_arguments(parser: Parser, steps: int) -> None:
     add("--warmup", type=whole_number(0), default=5, help="steps before them")
     add("--seed", type=whole_number(0), default=0)
     add("--json", type=output_file, metavar="FILE", help="everything measured, raw")
+    parser.set_defaults(bucket_size_mb=5.0)  # the flag of 05; torch's DDP has the same everywhere
     add_process_group_arguments(parser)
 
 
@@ -224,7 +224,7 @@ def add_verify_arguments(parser: Parser) -> None:
     add("--save", **file, help="the verified classifier's state_dict")
     every = "verify: loss and times of rank 0 every N steps; 0: none"
     add("--log-every", type=whole_number(0), default=0, metavar="N", help=every)
-    add("--trace", **file, help="Chrome trace of three more steps of rank 0")
+    add("--trace", **file, help="Chrome trace of three more steps of each row, on rank 0")
 
 
 def stage_arguments(description: str, steps: int, **options) -> argparse.Namespace:
@@ -476,6 +476,14 @@ def load_images(data: str | None, download: bool, device="cpu") -> list[torch.Te
     except Exception as error:  # torchvision has many kinds: files missing, cut short, not MNIST
         fail(f"argument --data: {data!r} holds no readable MNIST ({error!r}); use --download")
     return [part.to(device) for part in parts]
+
+
+def classifier(seed: int, images: torch.Tensor) -> torch.nn.Module:
+    """The model that verify trains, for images of this size, dtype and device."""
+    torch.manual_seed(seed)
+    hidden = [torch.nn.Linear(images.shape[1], 50), torch.nn.ReLU()]
+    hidden += [torch.nn.Linear(50, 50), torch.nn.ReLU()]
+    return torch.nn.Sequential(*hidden, torch.nn.Linear(50, 10)).to(images.device, images.dtype)
 
 
 def load_equal_shares(args: argparse.Namespace, device: torch.device) -> list[torch.Tensor]:

@@ -2,8 +2,11 @@
 
 import time
 from collections.abc import Callable
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
+import numpy
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -21,12 +24,10 @@ def tuned_torch_ddp(model: torch.nn.Module) -> DistributedDataParallel:
         return DistributedDataParallel(model, **options)
 
 
-TORCH_DDPS = {"torch DDP": DistributedDataParallel, "torch DDP, tuned": tuned_torch_ddp}
-
-
-def mark_last_gradient(watch: "Stopwatch", parameter: torch.nn.Parameter) -> None:
-    """Mark when a parameter's gradient is there: with the first layer's all are."""
-    parameter.register_post_accumulate_grad_hook(lambda _: watch.mark("last gradient"))
+def torch_ddp(args) -> dict[str, Callable]:
+    """torch's own, by name, with buckets of the same size as ours."""
+    size = min(args.bucket_size_mb, 1e6)  # torch cannot have infinite ones
+    return {"torch DDP": partial(DistributedDataParallel, bucket_cap_mb=size)}
 
 
 class Stopwatch:
@@ -42,6 +43,30 @@ class Stopwatch:
         if self.on_cuda:
             self.marks[name] = torch.cuda.Event(enable_timing=True)
             self.marks[name].record()
+
+    @contextmanager
+    def phase(self, name: str):
+        """Mark its start and its end; torch's profiler shows it under this name."""
+        self.mark(f"{name} starts")
+        with torch.profiler.record_function(name):
+            yield
+        self.mark(f"{name} ends")
+
+    def mark_last_gradient(self, parameter: torch.nn.Parameter) -> None:
+        """Mark when this one's gradient is there: with the first layer's all are."""
+        parameter.register_post_accumulate_grad_hook(lambda _: self.mark("last gradient"))
+
+    def times(self) -> dict[str, float]:
+        """Of a step with the phases forward, backward, sync and optimizer, as the JSON has them.
+
+        Exposed communication: from the last gradient until all are averaged.
+        """
+        last = "last gradient" if "last gradient" in self.marks else "backward ends"
+        return {
+            "step_seconds": self.seconds("forward starts", "optimizer ends"),
+            "exposed_comm_seconds": self.seconds(last, "sync ends"),
+            "optimizer_seconds": self.seconds("optimizer starts", "optimizer ends"),
+        }
 
     def seconds(self, start: str, end: str) -> float:
         """Seconds from one mark to another. On CUDA waits until the second has been reached."""
@@ -79,6 +104,27 @@ def measure(candidates: dict[str, Callable[[], dict]], steps: int, warmup: int) 
     return samples
 
 
+def all_reduce_costs(device: torch.device) -> dict[str, float]:
+    """What all-reduces cost alone, one after another: each `call_seconds` + bytes / w.
+
+    "bytes_per_second": w. Both from small (4 kB) and large (8 MB) ones in turn.
+    """
+    watch = Stopwatch(device)
+
+    def all_reduces(count: int, tensor: torch.Tensor) -> dict[str, float]:
+        watch.mark("start")
+        for _ in range(count):
+            dist.all_reduce(tensor)
+        watch.mark("end")
+        return {"seconds": watch.seconds("start", "end") / count}
+
+    small, large = torch.zeros(2**10, device=device), torch.zeros(2**21, device=device)
+    candidates = {"small": partial(all_reduces, 10, small), "large": partial(all_reduces, 1, large)}
+    samples = measure(candidates, steps=7, warmup=2)
+    call, transfer = (numpy.median(samples[name]["seconds"]) for name in candidates)
+    return {"call_seconds": call, "bytes_per_second": large.nbytes / max(transfer - call, 1e-9)}
+
+
 class CollectiveCounter(TorchDispatchMode):
     """Counts the collectives that start within it: it sees every operator that torch runs.
 
@@ -100,15 +146,20 @@ class CollectiveCounter(TorchDispatchMode):
         return operator(*args, **(kwargs or {}))
 
 
-def profile(step: Callable[[], object], trace: Path) -> None:
-    """Write a Chrome trace of rank 0 of three more steps."""
+def profile(candidates: dict[str, Callable[[], object]], trace: Path | None) -> None:
+    """Write a Chrome trace of rank 0, if there is a path: three more steps of each, by its name."""
+    if trace is None:
+        return
     # acc_events: torch 2.12 warns that a profiler without it forgets earlier cycles.
     with torch.profiler.profile(acc_events=True) as profiler:
-        for _ in range(3):
-            dist.barrier()
-            step()
+        for name, step in candidates.items():
+            for _ in range(3):
+                dist.barrier()
+                with torch.profiler.record_function(name):
+                    step()
     if dist.get_rank() == 0:
         profiler.export_chrome_trace(str(trace))
+        say(f"written: {trace}")
 
 
 def count_collectives(step: Callable[[], object], trace: Path | None = None) -> int:
@@ -116,7 +167,5 @@ def count_collectives(step: Callable[[], object], trace: Path | None = None) -> 
     step()  # in its second step torch DDP arranges its buckets anew, with two broadcasts
     with CollectiveCounter() as counter:
         step()
-    if trace:
-        profile(step, trace)
-        say(f"written: {trace}")
+    profile({"step": step}, trace)
     return counter.count
