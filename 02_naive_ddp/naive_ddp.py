@@ -69,7 +69,7 @@ def main():
 
 
 # ==================================================================================================
-# Below this line stages 02 to 05 are the same, to the byte: helpers, model, verify, benchmark, run.
+# Below this line stages 02 to 05 are the same, to the byte: helpers, model, verify, benchmark.
 
 
 def broadcast_from_rank_0(module: nn.Module, process_group: dist.ProcessGroup | None) -> None:
@@ -227,6 +227,7 @@ def run(wrapper, **options):
         result["verify"] = {}
         if not args.no_verify:
             for name in wrappers:
+                setup.say(f"verify: {name}")
                 result["verify"][name] = verify(wrappers[name], args, device)
         if not args.no_baseline:
             no_communication = {"no communication": lambda module: module}

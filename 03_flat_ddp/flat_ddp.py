@@ -89,7 +89,7 @@ def flatten_by_kind(parameters: list[nn.Parameter], flats: dict):
 
 
 # ==================================================================================================
-# Below this line stages 02 to 05 are the same, to the byte: helpers, model, verify, benchmark, run.
+# Below this line stages 02 to 05 are the same, to the byte: helpers, model, verify, benchmark.
 
 
 def broadcast_from_rank_0(module: nn.Module, process_group: dist.ProcessGroup | None) -> None:
@@ -247,6 +247,7 @@ def run(wrapper, **options):
         result["verify"] = {}
         if not args.no_verify:
             for name in wrappers:
+                setup.say(f"verify: {name}")
                 result["verify"][name] = verify(wrappers[name], args, device)
         if not args.no_baseline:
             no_communication = {"no communication": lambda module: module}

@@ -47,9 +47,8 @@ class OverlapDDP(nn.Module):
         self.world_size = dist.get_world_size(process_group)
         self.synchronizing = True  # False within no_sync()
         broadcast_from_rank_0(module, process_group)
-
-        # Collectives are matched by their order, so all ranks launch in a fixed one, nearly that of
-        # backward. On arrival, one rank's gradient A might be added to another's B.
+        # Collectives are matched by their order. In order of arrival A might be added to B, so all
+        # ranks launch in a fixed one, nearly that of backward.
         self.order = trainable_parameters(module)[::-1]
         self.waiting = deque(self.order)  # what is not launched yet
         self.ready = set()  # parameters whose gradient is complete
@@ -61,10 +60,9 @@ class OverlapDDP(nn.Module):
             weakref.finalize(self, handle.remove)  # the hooks end with the wrapper
 
     def forward(self, *inputs, **kwargs):
-        if torch.is_grad_enabled() and self.synchronizing:
-            if self.ready:
-                raise RuntimeError("call finish_gradient_synchronization() after every backward()")
-            self.in_step = True
+        if self.ready and self.synchronizing and torch.is_grad_enabled():
+            raise RuntimeError("call finish_gradient_synchronization() after every backward()")
+        self.in_step |= torch.is_grad_enabled()
         return self.module(*inputs, **kwargs)
 
     def _gradient_is_ready(self, parameter: nn.Parameter):
@@ -72,10 +70,7 @@ class OverlapDDP(nn.Module):
         if not self.synchronizing or not self.in_step:
             return
         if parameter in self.ready:
-            raise RuntimeError(
-                "backward() ran twice: finish in between, or use no_sync(). Or it is one backward()"
-                " with two re-entrant checkpoints of a layer: use_reentrant=False"
-            )
+            raise RuntimeError("backward() or a re-entrant checkpoint ran twice: use no_sync()")
         self.ready.add(parameter)
         while self.waiting and self.waiting[0] in self.ready:
             self._launch_next()
@@ -118,7 +113,7 @@ def main():
 
 
 # ==================================================================================================
-# Below this line stages 02 to 05 are the same, to the byte: helpers, model, verify, benchmark, run.
+# Below this line stages 02 to 05 are the same, to the byte: helpers, model, verify, benchmark.
 
 
 def broadcast_from_rank_0(module: nn.Module, process_group: dist.ProcessGroup | None) -> None:
@@ -276,6 +271,7 @@ def run(wrapper, **options):
         result["verify"] = {}
         if not args.no_verify:
             for name in wrappers:
+                setup.say(f"verify: {name}")
                 result["verify"][name] = verify(wrappers[name], args, device)
         if not args.no_baseline:
             no_communication = {"no communication": lambda module: module}

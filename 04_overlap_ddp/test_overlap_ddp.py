@@ -33,7 +33,7 @@ def lengths_in_order_of_launching():
     launched = len(model.in_flight)
     while model.waiting:
         model._launch_next()
-    order = [reduction.tensor.numel() for reduction in model.in_flight]
+    order = [gradient.numel() for _, gradient, _ in model.in_flight]
     model.finish_gradient_synchronization()
     return launched, order
 

@@ -32,7 +32,6 @@ class Bucket:
 
     def __init__(self, parameters: list[nn.Parameter]):
         self.parameters = parameters
-        self.missing = set(parameters)  # those whose gradient is not in the buffer yet
         sizes = [parameter.numel() for parameter in parameters]
         self.flat = parameters[0].new_zeros(sum(sizes), dtype=gradient_dtype(parameters[0]))
         self.views = {}  # parameter -> the place of its gradient in the buffer
@@ -48,7 +47,6 @@ class Bucket:
         # Copy and divide in one pass; divide before the sum, which could overflow.
         torch.mul(gradient_or_zeros(parameter), 1 / world_size, out=view)
         parameter.grad = view
-        self.missing.discard(parameter)
 
 
 class BucketedDDP(nn.Module):
@@ -73,13 +71,13 @@ class BucketedDDP(nn.Module):
         self.world_size = dist.get_world_size(process_group)
         self.synchronizing = True  # False within no_sync()
         broadcast_from_rank_0(module, process_group)
-
-        # Collectives are matched by their order, so all ranks launch in a fixed one, nearly that of
-        # backward. On arrival, one rank's gradient A might be added to another's B.
+        # Collectives are matched by their order. In order of arrival A might be added to B, so all
+        # ranks launch in a fixed one, nearly that of backward.
         self.order = trainable_parameters(module)[::-1]
         self.buckets = [Bucket(members) for members in fill_buckets(self.order, bucket_size_mb)]
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
         self.waiting = deque(self.buckets)  # what is not launched yet
+        self.ready = set()  # parameters whose gradient is complete
         self.in_flight = []  # (work, tensor, its version): launched, and not waited for yet
         self.in_step = False  # True from a forward to the finish; otherwise hooks do nothing
         hook = partial(BucketedDDP._gradient_is_ready, weakref.proxy(self))
@@ -88,30 +86,27 @@ class BucketedDDP(nn.Module):
             weakref.finalize(self, handle.remove)  # the hooks end with the wrapper
 
     def forward(self, *inputs, **kwargs):
-        if torch.is_grad_enabled() and self.synchronizing:
-            if any(len(bucket.missing) < len(bucket.parameters) for bucket in self.buckets):
-                raise RuntimeError("call finish_gradient_synchronization() after every backward()")
-            self.in_step = True
+        if self.ready and self.synchronizing and torch.is_grad_enabled():
+            raise RuntimeError("call finish_gradient_synchronization() after every backward()")
+        self.in_step |= torch.is_grad_enabled()
         return self.module(*inputs, **kwargs)
 
     def _gradient_is_ready(self, parameter: nn.Parameter):
         """Called by autograd when parameter.grad is complete."""
         if not self.synchronizing or not self.in_step:
             return
-        bucket = self.bucket_of[parameter]
-        if parameter not in bucket.missing:
-            raise RuntimeError(
-                "backward() ran twice: finish in between, or use no_sync(). Or it is one backward()"
-                " with two re-entrant checkpoints of a layer: use_reentrant=False"
-            )
-        bucket.put(parameter, self.world_size)
-        while self.waiting and not self.waiting[0].missing:
+        if parameter in self.ready:
+            raise RuntimeError("backward() or a re-entrant checkpoint ran twice: use no_sync()")
+        self.ready.add(parameter)
+        self.bucket_of[parameter].put(parameter, self.world_size)
+        while self.waiting and self.ready.issuperset(self.waiting[0].parameters):
             self._launch_next()
 
     def _launch_next(self):
         bucket = self.waiting.popleft()
-        for parameter in list(bucket.missing):  # unused ones count as zero
-            bucket.put(parameter, self.world_size)
+        for parameter in bucket.parameters:
+            if parameter not in self.ready:  # an unused one counts as zero
+                bucket.put(parameter, self.world_size)
         work = dist.all_reduce(bucket.flat, group=self.process_group, async_op=True)
         self.in_flight.append((work, bucket.flat, bucket.flat._version))
 
@@ -128,8 +123,7 @@ class BucketedDDP(nn.Module):
             work.wait()
             changed |= flat.is_cpu and flat._version != version
         self.waiting.extend(self.buckets)
-        for bucket in self.buckets:
-            bucket.missing.update(bucket.parameters)
+        self.ready.clear()
         self.in_flight.clear()
         self.in_step = False
         if changed:
@@ -176,7 +170,7 @@ def fill_buckets(parameters: list[nn.Parameter], bucket_size_mb: float | None) -
 
 
 # ==================================================================================================
-# Below this line stages 02 to 05 are the same, to the byte: helpers, model, verify, benchmark, run.
+# Below this line stages 02 to 05 are the same, to the byte: helpers, model, verify, benchmark.
 
 
 def broadcast_from_rank_0(module: nn.Module, process_group: dist.ProcessGroup | None) -> None:
@@ -334,6 +328,7 @@ def run(wrapper, **options):
         result["verify"] = {}
         if not args.no_verify:
             for name in wrappers:
+                setup.say(f"verify: {name}")
                 result["verify"][name] = verify(wrappers[name], args, device)
         if not args.no_baseline:
             no_communication = {"no communication": lambda module: module}

@@ -138,9 +138,11 @@ def print_steps(samples: dict[str, dict], tokens: int, model: dict, costs: dict)
     header = ["step, ms", "p50", "p75", "p90", "p95", "tokens/s"]
     print_table([*header, "exposed", "alone", "all-reduces", "/torch DDP"], rows)
     say("Percentiles over all steps of all ranks; tokens/s of all ranks; exposed: ms from the last")
-    say("gradient until all are averaged; alone: ms that the all-reduces take one after another,")
-    o_and_w = f"o = {1000 * call:.2f} ms, w = {bandwidth / 1e9:.3f} GB/s, measured in this run"
-    say(f"all-reduces · o + bytes / w ({o_and_w});")
+    say(
+        "gradient until all are averaged; alone: ms that the all-reduces take one after another and"
+    )
+    o_and_w = f"o = {1000 * call:.2f} ms a call, w = {bandwidth / 1e9:.3f} GB/s"
+    say(f"beside nothing, all-reduces · o + bytes / w, measured here: {o_and_w};")
     say("/torch DDP: below 1 is faster (p50).")
 
 
