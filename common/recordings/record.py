@@ -60,7 +60,7 @@ def three_runs(target: str) -> list[str]:
 def networks() -> list[str]:
     """make compare on loopback, on an emulated network and on a real one like it, in turn."""
     loopback = runs(5, "loopback", "compare")
-    emulated = runs(3, "emulated", "compare", NETWORK="1gbit,1ms")
+    emulated = runs(3, "emulated", "compare", NETWORK=EMULATED)
     hosts = runs(3, "slow", "hosts", **SLOW)
     commands = []
     for turn in zip_longest(loopback, emulated, hosts):
@@ -74,6 +74,7 @@ def networks() -> list[str]:
 
 MEDIANS = "python 05_bucketed/compare/medians.py"
 LADDER = ["02_naive_ddp", "03_flat_ddp", "04_overlap_ddp", "05_bucketed"]
+EMULATED = "1gbit,1ms"
 SLOW = {"RATE": "1gbit", "DELAY": "1ms"}
 SHARED = "01_allreduce/shared_memory"
 NETWORK = "01_allreduce/slow_network"
@@ -123,6 +124,7 @@ RECORDINGS = {  # the commands whose output is recorded
     f"{SHARED}/reference_output.txt": [make(SHARED)],
     f"{NETWORK}/reference_output.txt": [make(NETWORK)],
     **{f"{stage}/reference_output.txt": [make(stage)] for stage in LADDER},
+    **{f"{stage}/reference_output_1gbit.txt": [make(stage, NETWORK=EMULATED)] for stage in LADDER},
     f"{SWEEP}/reference_output.txt": [make(SWEEP)],
     f"{SWEEP}/reference_output_1gbit.txt": [
         make("hosts", "--steps 6", SCRIPT=f"{SWEEP}/bucket_sweep.py", **SLOW)
