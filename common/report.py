@@ -64,16 +64,10 @@ def describe(model_class, args, replicas: int, copies: int = 5) -> dict:
     steps = f"{args.steps} steps are measured, after {args.warmup} to warm up"
     say(f"{args.size} model: {millions}, {args.dtype}, {tokens}; {steps}")
     if args.device == "cpu":  # a GPU says itself when it is full
-        itemsize = getattr(torch, args.dtype).itemsize
-        each = copies * itemsize
-        d_model, d_ff, layers, _, vocabulary = shape
-        # What one backward needs of its forward, for each token and layer: the inputs of two norms,
-        # of four matrices and of attention, and both sides of GELU. At the end three times logits.
-        of_token = itemsize * layers * (8 * d_model + 2 * d_ff) + 3 * 4 * vocabulary
-        activations = batch["batch_size"] * batch["context_length"] * of_token
-        what = f"{replicas} × {millions} × {each} B + {activations / 1e9:.1f} GB of activations"
-        needed = replicas * parameters * each + activations
-        check_memory(int(os.environ["LOCAL_WORLD_SIZE"]), needed, what)
+        each = copies * getattr(torch, args.dtype).itemsize
+        what = f"{replicas} × {millions} × {each} B"
+        ranks = int(os.environ["LOCAL_WORLD_SIZE"])
+        check_memory(ranks, replicas * parameters * each, what)
     return {"size": args.size, "parameters": parameters, "dtype": args.dtype, **batch}
 
 
