@@ -29,7 +29,10 @@ from common import report, setup  # noqa: E402
 HEAD = ("torch", "backend", "device", "device_name", "world_size", "threads_per_rank")
 FILES = ("json", "plot", "trace", "save")
 BARS = {"NaiveDDP": "02\nnaive", "FlatDDP": "03\nflat", "OverlapDDP": "04\noverlap"}
-BARS |= {"BucketedDDP": "05\nbuckets"}  # in the picture; other names as they are
+BARS |= {
+    "BucketedDDP": "05\nbuckets",
+    "no communication": "no com-\nmunication",
+}  # in the picture; other names as they are
 
 Run = dict[str, dict[str, float]]  # {candidate: {quantity: p50 in seconds}}
 
@@ -169,7 +172,9 @@ def draw_panel(axis, runs: list[Run]) -> None:
     waits = [median(ratios(runs, name, floor, "exposed_comm_seconds") or [0.0]) for name in names]
     if "one process" in runs[0]:
         height = median(ratios(runs, "one process", floor))
-        axis.axhline(height, color="#CC79A7", linestyle="--", label="one process, all of the batch")
+        axis.axhline(
+            height, color="#CC79A7", linestyle="--", label="one process with the whole batch"
+        )
     computes = [step - wait for step, wait in zip(steps, waits, strict=True)]
     places = range(len(names))
     axis.bar(places, computes, color="#56B4E9", label="compute")
@@ -181,6 +186,7 @@ def draw_panel(axis, runs: list[Run]) -> None:
         text.set_bbox(behind)
     axis.set_xticks(places, [BARS.get(name, name.replace(" ", "\n")) for name in names], fontsize=8)
     axis.margins(y=0.12)
+    axis.locator_params(axis="y", nbins=5)
     axis.spines[["top", "right"]].set_visible(False)
 
 
