@@ -25,9 +25,9 @@ sys.path.insert(0, str(ROOT))
 
 from common import report, setup  # noqa: E402
 
-# What a reader must know if it differs; and of the options all but those that name files.
+# What a reader must know if it differs; and of the options all but these.
 HEAD = ("torch", "backend", "device", "device_name", "world_size", "threads_per_rank")
-FILES = ("json", "plot", "trace", "save")
+NAMES = ("json", "plot", "trace", "save", "label")
 BARS = {"NaiveDDP": "02\nnaive", "FlatDDP": "03\nflat", "OverlapDDP": "04\noverlap"}
 BARS |= {
     "BucketedDDP": "05\nbuckets",
@@ -74,7 +74,7 @@ def print_differences(results: list[tuple[str, dict]]) -> None:
     for label, result in results:
         values = {key: result.get(key) for key in HEAD}
         for option, value in result["options"].items():
-            if option not in FILES:
+            if option not in NAMES:
                 values["--" + option.replace("_", "-")] = value
         for key, value in values.items():
             found.setdefault(key, {}).setdefault(label, set()).add(str(value))

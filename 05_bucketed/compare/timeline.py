@@ -6,15 +6,14 @@
 
 `no communication` and stages 02 to 05 train in turn in one process group, because the machine's
 speed changes from second to second; three steps of each are profiled in each of three rounds. The
-most typical one is drawn: what computes above, what is sent below, in two rows, because gloo sends
-two messages at a time. Beside the picture lie one of each stage alone, on the same axis, and the
-traces, with the emulated network's calls, for chrome://tracing and ui.perfetto.dev.
+one of median length is drawn: what computes above, what is sent below, in two rows, because gloo
+sends two messages at a time. Beside the picture lie one of each stage alone, on the same axis, and
+the traces, with the emulated network's calls, for chrome://tracing and ui.perfetto.dev.
 """
 
 import json
 import math
 import re
-import statistics
 import sys
 import textwrap
 import time
@@ -41,7 +40,6 @@ STAGES = {
     "05_bucketed": lambda module: BucketedDDP(module, bucket_size_mb=5.0),
 }
 ROUNDS = 3
-WARMUP = 2  # steps before those that are profiled
 PHASES = ["forward", "backward", "sync", "optimizer"]
 WAITING = "waiting for what is in flight"
 PACKING = "pack, unpack"
@@ -49,7 +47,7 @@ COLORS = {"forward": "#56B4E9", "backward": "#0072B2", PACKING: "#009E73"}
 COLORS |= {WAITING: "#F0E442", "optimizer": "#999999", "all-reduce": "#D55E00"}
 CALL = "dist.all_reduce"  # names of events in a trace: the call, which may wait or not
 CLOCK = "time.monotonic() = "
-NETWORK = "network"  # the category of what the emulated one carries
+GLOO = "gloo:all_reduce"
 NOTE = "one profiled step: its times differ from the tables', which are medians of unprofiled steps"
 
 
@@ -70,7 +68,6 @@ class Step(NamedTuple):
 def training(wrapper, size: str, device: torch.device):
     """A model of its own, and the function that trains it for a step."""
     *shape, batch_size, context_length = setup.SIZES[size]
-    torch.manual_seed(0)
     with device:
         model = wrapper(naive_ddp.LanguageModel(*shape))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -95,8 +92,7 @@ def record(args, device: torch.device) -> tuple[list[dict], list[str]]:
         for number in range(1, ROUNDS + 1):
             setup.progress(f"round {number} of {ROUNDS}")
             for step in steps.values():
-                for _ in range(WARMUP):
-                    step()
+                step()
             file = args.plot.with_name(f"timeline_{number}.json")
             timing.profile({"clock": show_clock, **steps}, file)
             if dist.get_rank() == 0:
@@ -106,8 +102,7 @@ def record(args, device: torch.device) -> tuple[list[dict], list[str]]:
                     file.write_text(json.dumps(traces[-1]))
     wrapper = trained["05_bucketed"][0]
     names = {parameter: name for name, parameter in wrapper.module.named_parameters()}
-    buckets = [[names[p] for p in bucket.parameters] for bucket in wrapper.buckets]
-    return traces, [contents(bucket) for bucket in buckets]
+    return traces, [contents([names[p] for p in bucket.parameters]) for bucket in wrapper.buckets]
 
 
 def show_clock() -> None:
@@ -117,16 +112,17 @@ def show_clock() -> None:
 
 
 def add_network(trace: dict, spans) -> None:
-    """Add to a trace when the emulated network carried each call: profilers cannot see it."""
-    events = trace["traceEvents"]
-    clock = next(event for event in events if event.get("name", "").startswith(CLOCK))
+    """Put into a trace when the emulated network carried each call, in place of when gloo did."""
+    events = [event for event in trace["traceEvents"] if event["name"] != GLOO]
+    clock = next(event for event in events if event["name"].startswith(CLOCK))
     offset = clock["ts"] - 1e6 * float(clock["name"].removeprefix(CLOCK))
     free_at = [-math.inf, -math.inf]  # of two rows
-    for name, _, _, begin, end in spans:
+    for _, _, _, begin, end in spans:
         row = 0 if begin >= free_at[0] else 1
         free_at[row] = end
-        event = {"ph": "X", "cat": NETWORK, "name": f"network: {name}", "pid": NETWORK, "tid": row}
-        events.append(event | {"ts": 1e6 * begin + offset, "dur": 1e6 * (end - begin)})
+        times = {"ts": 1e6 * begin + offset, "dur": 1e6 * (end - begin)}
+        events.append({"ph": "X", "name": GLOO, "pid": "network", "tid": row, **times})
+    trace["traceEvents"] = events
 
 
 def contents(names: list[str]) -> str:
@@ -147,7 +143,6 @@ def steps_of(trace: dict, stage: str) -> list[Step]:
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     on_gpu = any(event.get("cat") == "gpu_user_annotation" for event in events)
     kind = "gpu_user_annotation" if on_gpu else "user_annotation"
-    on_network = any(event.get("cat") == NETWORK for event in events)
     steps = []
     for whole in sorted(events, key=lambda event: event["ts"]):
         if whole["name"] != stage or whole.get("cat") != kind:
@@ -158,11 +153,9 @@ def steps_of(trace: dict, stage: str) -> list[Step]:
         start = next(event["ts"] for event in labels if event["name"] == "forward")
         spans = {event["name"]: span(event, start) for event in labels if event["name"] in PHASES}
         calls = [span(event, start) for event in labels if event["name"] == CALL]
-        all_reduces = []
-        for event in inside:
-            if is_all_reduce(event, on_gpu, on_network):
-                all_reduces.append((*span(event, start), event["tid"]))
-        steps.append(Step(phases_of(spans, calls), sorted(all_reduces)))
+        sent = [event for event in inside if is_all_reduce(event, on_gpu)]
+        all_reduces = sorted((*span(event, start), event["tid"]) for event in sent)
+        steps.append(Step(phases_of(spans, calls), all_reduces))
     return steps
 
 
@@ -171,37 +164,23 @@ def span(event: dict, start: float) -> tuple[float, float]:
     return (event["ts"] - start) / 1000, (event["ts"] + event["dur"] - start) / 1000
 
 
-def is_all_reduce(event: dict, on_gpu: bool, on_network: bool) -> bool:
-    if on_network:
-        return event.get("cat") == NETWORK and "allreduce" in event["name"]
+def is_all_reduce(event: dict, on_gpu: bool) -> bool:
     if on_gpu:
         return event.get("cat") == "kernel" and event["name"].startswith("nccl")
-    return event["name"] == "gloo:all_reduce"
+    return event["name"] == GLOO
 
 
 def phases_of(spans: dict, calls: list[tuple[float, float]]) -> list[tuple[str, float, float]]:
-    """The phases as they are drawn: what surrounds the calls in `sync` is packing and unpacking."""
-    phases = []
-    for name, (start, end) in spans.items():
-        if name != "sync":
-            phases.append((name, start, end))
-            continue
+    """The phases as they are drawn: what surrounds a single call in `sync` packs and unpacks."""
+    phases = [(name, *times) for name, times in spans.items() if name != "sync"]
+    if "sync" in spans:
+        start, end = first, last = spans["sync"]
         within = [call for call in calls if start <= call[0] < end]
-        first = within[0][0] if within else start
-        last = within[-1][1] if within else end
-        phases += [(PACKING, start, first), (WAITING, first, last), (PACKING, last, end)]
-    return sorted(phases, key=lambda phase: phase[1])
-
-
-def typical(steps: list[Step]) -> Step:
-    """The one whose phases end nearest to their medians."""
-    ends = [[end for _, _, end in step.phases] for step in steps]
-    medians = [statistics.median(of_phase) for of_phase in zip(*ends, strict=True)]
-
-    def distance(step: Step) -> float:
-        return sum(abs(phase[2] - median) for phase, median in zip(step.phases, medians))
-
-    return min(steps, key=distance)
+        if len(within) == 1:
+            first, last = within[0]
+            phases += [(PACKING, start, first), (PACKING, last, end)]
+        phases.append((WAITING, first, last))
+    return sorted(phases, key=lambda phase: phase[1:])
 
 
 def draw(steps: dict[str, Step], path: Path, end: float, buckets: list[str]) -> None:
@@ -209,7 +188,7 @@ def draw(steps: dict[str, Step], path: Path, end: float, buckets: list[str]) -> 
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    height = 1.4 + sum(1.0 if step.all_reduces else 0.5 for step in steps.values())
+    height = 1.6 + sum(1.0 if step.all_reduces else 0.5 for step in steps.values())
     figure = Figure(figsize=(8, height), dpi=200, layout="constrained")
     axes = figure.subplots()
     ticks = {}  # height: text
@@ -223,15 +202,20 @@ def draw(steps: dict[str, Step], path: Path, end: float, buckets: list[str]) -> 
             top -= 1.05
         if label == "05_bucketed" and len(step.all_reduces) == len(buckets):
             numbered = [f"{number}: {words}" for number, words in enumerate(buckets, 1)]
-            axes.text(0, top - 0.65, textwrap.fill("    ".join(numbered), 90), va="top", fontsize=8)
-            top -= 0.8
+            unbroken = [words.replace(" ", "\xa0") for words in numbered]
+            text = textwrap.fill("    ".join(unbroken), 80)
+            axes.text(0, top - 0.6, text, va="top", fontsize=8)
+            top -= 0.9
         top -= 1.6
     axes.set_yticks(list(ticks), list(ticks.values()), fontsize=9)
     axes.set_xlabel(f"time of one training step on rank 0, ms\n{NOTE}", fontsize=8)
     axes.set_xlim(0, end)
+    axes.set_ylim(top + 0.9, 0.8)
+    axes.tick_params(axis="x", labelsize=8)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    handles = [Patch(color=color, label=name) for name, color in COLORS.items()]
+    used = {"all-reduce", *(name for step in steps.values() for name, _, _ in step.phases)}
+    handles = [Patch(color=COLORS[name], label=name) for name in COLORS if name in used]
     figure.legend(handles=handles, loc="outside upper center", ncols=3, fontsize=9, frameon=False)
     figure.savefig(path, format="png")
     setup.say(f"written: {path}")
@@ -245,7 +229,7 @@ def draw_phases(axes, step: Step, middle: float, end: float) -> None:
         center = {"x": (start + stop) / 2, "ha": "center", "fontsize": 8}
         if name == PACKING and stop - start > 0.004 * end:
             axes.text(y=middle + 0.5, s=next(packing), va="bottom", **center)
-        if name == WAITING and stop - start > 0.08 * end:
+        if name == WAITING and stop - start > 0.06 * end:
             axes.text(y=middle, s=f"{stop - start:.0f} ms", va="center", **center)
     axes.text(step.duration(), middle, f"  {step.duration():.0f} ms", va="center", fontsize=9)
 
@@ -285,7 +269,8 @@ def main() -> None:
             return
         steps = {}
         for name in STAGES:
-            steps[name] = typical([step for trace in traces for step in steps_of(trace, name)])
+            found = [step for trace in traces for step in steps_of(trace, name)]
+            steps[name] = sorted(found, key=Step.duration)[len(found) // 2]
             setup.say(f"{name}: {steps[name].in_words()} in {steps[name].duration():.0f} ms")
         end = 1.08 * max(step.duration() for step in steps.values())
         draw(steps, args.plot, end, buckets)
