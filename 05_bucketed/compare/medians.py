@@ -84,11 +84,6 @@ def print_differences(results: list[tuple[str, dict]]) -> None:
             setup.say(f"{key} differs: {'; '.join(texts)}")
 
 
-def names_of(columns: dict[str, list[Run]]) -> list[str]:
-    """Every candidate of any column, in order."""
-    return list(dict.fromkeys(name for runs in columns.values() for name in runs[0]))
-
-
 def ratios(runs: list[Run], name: str, baseline: str, quantity="step_seconds") -> list[float]:
     """In each run: how many times as long as the baseline's step it takes; [] without either."""
     found = []
@@ -110,10 +105,10 @@ def cell(values: list[float], digits: int) -> str:
 
 def print_ratios(columns: dict[str, list[Run]], baseline: str) -> None:
     """The table of all steps ÷ the baseline's, with a column per label."""
+    names = dict.fromkeys(name for runs in columns.values() for name in runs[0])
     rows = []
-    for name in names_of(columns):
-        cells = [cell(ratios(runs, name, baseline), 2) for runs in columns.values()]
-        rows.append([name, *cells])
+    for name in names:
+        rows.append([name, *[cell(ratios(runs, name, baseline), 2) for runs in columns.values()]])
     report.print_table([f"step ÷ {baseline}", *columns], rows)
 
 
@@ -210,7 +205,7 @@ def main() -> None:
             setup.fail(f"{path}: has other candidates than the first file of {label}")
         runs.append(run)
     print_differences(results)
-    names = names_of(columns)
+    names = list(next(iter(columns.values()))[0])
     of_torch = [name for name in names[1:] if name.startswith("torch ") and "," not in name]
     for baseline in [names[0], *of_torch]:
         setup.say()

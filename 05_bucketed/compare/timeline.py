@@ -48,6 +48,7 @@ COLORS |= {WAITING: "#F0E442", "optimizer": "#999999", "all-reduce": "#D55E00"}
 CALL = "dist.all_reduce"  # names of events in a trace: the call, which may wait or not
 CLOCK = "time.monotonic() = "
 GLOO = "gloo:all_reduce"
+ALL_REDUCES = (GLOO, "ncclDevKernel", "ncclKernel")  # what their names begin with
 NOTE = "one profiled step: its times differ from the tables', which are medians of unprofiled steps"
 
 
@@ -115,12 +116,12 @@ def add_network(trace: dict, spans) -> None:
     """Put into a trace when the emulated network carried each call, in place of when gloo did."""
     events = [event for event in trace["traceEvents"] if event["name"] != GLOO]
     clock = next(event for event in events if event["name"].startswith(CLOCK))
-    offset = clock["ts"] - 1e6 * float(clock["name"].removeprefix(CLOCK))
+    began = float(clock["name"].removeprefix(CLOCK))
     free_at = [-math.inf, -math.inf]  # of two rows
-    for _, _, _, begin, end in spans:
+    for begin, end in [span[-2:] for span in spans if span[-2] > began]:
         row = 0 if begin >= free_at[0] else 1
         free_at[row] = end
-        times = {"ts": 1e6 * begin + offset, "dur": 1e6 * (end - begin)}
+        times = {"ts": clock["ts"] + 1e6 * (begin - began), "dur": 1e6 * (end - begin)}
         events.append({"ph": "X", "name": GLOO, "pid": "network", "tid": row, **times})
     trace["traceEvents"] = events
 
@@ -128,11 +129,11 @@ def add_network(trace: dict, spans) -> None:
 def contents(names: list[str]) -> str:
     """What a bucket holds, by the names of its parameters: norm, layers 15 to 13."""
     layers = re.findall(r"\.(\d+)\.", " ".join(names))
-    parts = {}
+    parts = []
     for name in names:
         in_layer = re.search(r"\.\d+\.", name)
-        parts[f"layers {layers[0]} to {layers[-1]}" if in_layer else name.split(".")[-2]] = True
-    return ", ".join(parts)
+        parts.append(f"layers {layers[0]} to {layers[-1]}" if in_layer else name.split(".")[-2])
+    return ", ".join(dict.fromkeys(parts))
 
 
 def steps_of(trace: dict, stage: str) -> list[Step]:
@@ -151,23 +152,16 @@ def steps_of(trace: dict, stage: str) -> list[Step]:
         inside = [event for event in events if whole["ts"] <= event["ts"] <= last]
         labels = [event for event in inside if event.get("cat") == kind]
         start = next(event["ts"] for event in labels if event["name"] == "forward")
-        spans = {event["name"]: span(event, start) for event in labels if event["name"] in PHASES}
-        calls = [span(event, start) for event in labels if event["name"] == CALL]
-        sent = [event for event in inside if is_all_reduce(event, on_gpu)]
-        all_reduces = sorted((*span(event, start), event["tid"]) for event in sent)
-        steps.append(Step(phases_of(spans, calls), all_reduces))
+
+        def span(event, start=start):
+            return (event["ts"] - start) / 1000, (event["ts"] + event["dur"] - start) / 1000
+
+        phases = {event["name"]: span(event) for event in labels if event["name"] in PHASES}
+        calls = [span(event) for event in labels if event["name"] == CALL]
+        sent = [event for event in inside if event["name"].startswith(ALL_REDUCES)]
+        all_reduces = sorted((*span(event), event["tid"]) for event in sent)
+        steps.append(Step(phases_of(phases, calls), all_reduces))
     return steps
-
-
-def span(event: dict, start: float) -> tuple[float, float]:
-    """Its start and end in ms from the start of the step, which is in µs as in the trace."""
-    return (event["ts"] - start) / 1000, (event["ts"] + event["dur"] - start) / 1000
-
-
-def is_all_reduce(event: dict, on_gpu: bool) -> bool:
-    if on_gpu:
-        return event.get("cat") == "kernel" and event["name"].startswith("nccl")
-    return event["name"] == GLOO
 
 
 def phases_of(spans: dict, calls: list[tuple[float, float]]) -> list[tuple[str, float, float]]:
@@ -212,8 +206,8 @@ def draw(steps: dict[str, Step], path: Path, end: float, buckets: list[str]) -> 
     axes.set_xlim(0, end)
     axes.set_ylim(top + 0.9, 0.8)
     axes.tick_params(axis="x", labelsize=8)
-    axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
     used = {"all-reduce", *(name for step in steps.values() for name, _, _ in step.phases)}
     handles = [Patch(color=COLORS[name], label=name) for name in COLORS if name in used]
     figure.legend(handles=handles, loc="outside upper center", ncols=3, fontsize=9, frameon=False)
@@ -240,15 +234,8 @@ def draw_all_reduces(axes, step: Step, middle: float) -> None:
     height = 0.9 / len(threads)
     for number, (start, stop, thread) in enumerate(step.all_reduces, 1):
         place = middle + 0.45 - (threads.index(thread) + 0.5) * height
-        axes.barh(
-            place,
-            stop - start,
-            height,
-            start,
-            color=COLORS["all-reduce"],
-            edgecolor="white",
-            linewidth=0.3,
-        )
+        color = COLORS["all-reduce"]
+        axes.barh(place, stop - start, height, start, color=color, edgecolor="white", linewidth=0.3)
         if 1 < len(step.all_reduces) <= 12:
             center = {"ha": "center", "va": "center", "color": "white", "fontsize": 8}
             axes.text((start + stop) / 2, place, str(number), **center)
