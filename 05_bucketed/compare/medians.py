@@ -28,11 +28,14 @@ from common import report, setup  # noqa: E402
 # What a reader must know if it differs; and of the options all but these.
 HEAD = ("torch", "backend", "device", "device_name", "world_size", "threads_per_rank")
 NAMES = ("json", "plot", "trace", "save", "label")
-BARS = {"NaiveDDP": "02\nnaive", "FlatDDP": "03\nflat", "OverlapDDP": "04\noverlap"}
-BARS |= {
-    "BucketedDDP": "05\nbuckets",
+OF_TORCH = ("torch DDP", "torch ZeRO", "torch ZeRO view", "torch fully_shard")
+BARS = {  # what stands below them; other names as they are
     "no communication": "no com-\nmunication",
-}  # in the picture; other names as they are
+    "NaiveDDP": "02\nnaive",
+    "FlatDDP": "03\nflat",
+    "OverlapDDP": "04\noverlap",
+    "BucketedDDP": "05\nbuckets",
+}
 
 Run = dict[str, dict[str, float]]  # {candidate: {quantity: p50 in seconds}}
 
@@ -112,19 +115,20 @@ def print_ratios(columns: dict[str, list[Run]], baseline: str) -> None:
     report.print_table([f"step ÷ {baseline}", *columns], rows)
 
 
+def in_words(quantity: str) -> str:
+    return quantity.removesuffix("_seconds").replace("_", " ")
+
+
 def print_milliseconds(label: str, runs: list[Run]) -> None:
     """The table of one label, with a column per quantity."""
-    quantities = list(dict.fromkeys(key for times in runs[0].values() for key in times))
+    quantities = dict.fromkeys(key for times in runs[0].values() for key in times)
     rows = []
     for name in runs[0]:
         row = [name]
-        for quantity in quantities:
-            row.append(
-                cell([1000 * run[name][quantity] for run in runs if quantity in run[name]], 1)
-            )
+        for key in quantities:
+            row.append(cell([1000 * run[name][key] for run in runs if key in run[name]], digits=1))
         rows.append(row)
-    words = [quantity.removesuffix("_seconds").replace("_", " ") for quantity in quantities]
-    report.print_table([f"ms, {label}", *words], rows)
+    report.print_table([f"ms, {label}", *map(in_words, quantities)], rows)
 
 
 def print_per_rank(label: str, candidates: list[dict]) -> None:
@@ -132,12 +136,11 @@ def print_per_rank(label: str, candidates: list[dict]) -> None:
     rows = []
     for candidate in candidates:
         for quantity, by_rank in samples_of(candidate).items():
-            word = quantity.removesuffix("_seconds").replace("_", " ")
             for rank, seconds in enumerate(by_rank):
-                if seconds:
-                    values = fmean(seconds), min(seconds), max(seconds)
-                    row = [candidate["name"], word, str(rank)]
-                    rows.append([*row, *[f"{1000 * value:.1f}" for value in values]])
+                row = [candidate["name"], in_words(quantity), str(rank)]
+                for function in (fmean, min, max):
+                    row.append(f"{1000 * function(seconds):.1f}" if seconds else "-")
+                rows.append(row)
     report.print_table([f"ms, {label}", "quantity", "rank", "mean", "min", "max"], rows)
     setup.say("Over the steps of a rank. In an all-reduce the ranks wait for the slowest:")
     setup.say("their steps are as long as its, and it is the one that exposes least.")
@@ -165,20 +168,16 @@ def draw_panel(axis, runs: list[Run]) -> None:
     names = [name for name in runs[0] if name not in ("one process", "torch DDP, tuned")]
     steps = [median(ratios(runs, name, floor) or [0.0]) for name in names]
     waits = [median(ratios(runs, name, floor, "exposed_comm_seconds") or [0.0]) for name in names]
-    if "one process" in runs[0]:
-        height = median(ratios(runs, "one process", floor))
-        axis.axhline(
-            height, color="#CC79A7", linestyle="--", label="one process with the whole batch"
-        )
     computes = [step - wait for step, wait in zip(steps, waits, strict=True)]
+    if "one process" in runs[0]:
+        line = {"color": "#CC79A7", "linestyle": "--", "label": "one process with the whole batch"}
+        axis.axhline(median(ratios(runs, "one process", floor)), **line)
     places = range(len(names))
     axis.bar(places, computes, color="#56B4E9", label="compute")
-    bars = axis.bar(
-        places, waits, bottom=computes, color="#D55E00", label="waiting for the network"
-    )
-    behind = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # no line crosses it
+    orange = {"color": "#D55E00", "label": "exposed communication"}
+    bars = axis.bar(places, waits, bottom=computes, **orange)
     for text in axis.bar_label(bars, [f"{step:.2f}" for step in steps], padding=3, fontsize=9):
-        text.set_bbox(behind)
+        text.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.5})  # no line crosses it
     axis.set_xticks(places, [BARS.get(name, name.replace(" ", "\n")) for name in names], fontsize=8)
     axis.margins(y=0.12)
     axis.locator_params(axis="y", nbins=5)
@@ -206,8 +205,7 @@ def main() -> None:
         runs.append(run)
     print_differences(results)
     names = list(next(iter(columns.values()))[0])
-    of_torch = [name for name in names[1:] if name.startswith("torch ") and "," not in name]
-    for baseline in [names[0], *of_torch]:
+    for baseline in [names[0], *[name for name in names if name in OF_TORCH]]:
         setup.say()
         print_ratios(columns, baseline)
     for label, runs in columns.items():
