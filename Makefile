@@ -84,10 +84,11 @@ ifeq ($(filter -h --help,$(ARGS)),)
 endif
 
 ##
-##   make compare                            02 to 05 in turn, two models: results/compare.png
+##   make compare                            02 to 05 in turn: results/compare.png
 ##   make timeline                           a step of 02 to 05 on one axis: results/timeline.png
 COMPARE := 05_bucketed/compare
 compare: $(COMPARE)
+timeline: NETWORK ?= 1gbit,1ms
 timeline: $(RUNTIME)
 	@$(TORCHRUN) $(COMPARE)/timeline.py $(FLAGS)
 

@@ -1,5 +1,6 @@
 """A stopwatch for CPU and CUDA, and the loop that measures candidates side by side."""
 
+import inspect
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -15,19 +16,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from common.setup import on_the_network, progress, say, time_left
 
 
-def tuned_torch_ddp(model: torch.nn.Module) -> DistributedDataParallel:
-    """torch DDP with its options that save copies and calls, where every step is like the first."""
-    options = {"gradient_as_bucket_view": True, "static_graph": True}
-    try:
-        return DistributedDataParallel(model, batched_grad_copy=True, **options)
-    except TypeError:  # an older torch, which lacks this one
-        return DistributedDataParallel(model, **options)
-
-
 def torch_ddp(args) -> dict[str, Callable]:
     """torch's own, by name, with buckets of the same size as ours."""
     size = min(args.bucket_size_mb, 1e6)  # torch cannot have infinite ones
     return {"torch DDP": partial(DistributedDataParallel, bucket_cap_mb=size)}
+
+
+def tuned_torch_ddp(args) -> dict[str, Callable]:
+    """The same with options that save copies and calls, where every step is like the first."""
+    options = {"gradient_as_bucket_view": True, "static_graph": True}
+    if "batched_grad_copy" in inspect.signature(DistributedDataParallel).parameters:
+        options["batched_grad_copy"] = True  # older torch lacks it
+    return {"torch DDP, tuned": partial(torch_ddp(args)["torch DDP"], **options)}
 
 
 class Stopwatch:

@@ -54,7 +54,7 @@ class Wire:
         self.rate = self.delay = 0.0  # bytes per second, and seconds for one way
         self.free_at = 0.0  # when the last byte of all calls so far has left; time.monotonic()
         self.pending = []  # calls that have no delivery time yet
-        self.spans = deque(maxlen=100_000)  # (name, bytes, launched, delivered) of calls that have
+        self.spans = deque(maxlen=100_000)  # (name, bytes, launched, on the wire from, delivered)
         self.lock = threading.Lock()
 
     def connect(self, text: str) -> None:
@@ -70,10 +70,11 @@ class Wire:
                 self.pending.remove(call)
                 places = call.group.places
                 begin = max(call.last_launch.item(), places.popleft())
-                self.free_at = max(self.free_at, begin) + call.bytes_sent / self.rate
+                begin = max(begin, self.free_at)
+                self.free_at = begin + call.bytes_sent / self.rate
                 call.delivered_at = self.free_at + call.delays * self.delay
                 places.append(call.delivered_at)
-                span = call.name, call.bytes_sent, call.launched_at, call.delivered_at
+                span = call.name, call.bytes_sent, call.launched_at, begin, call.delivered_at
                 self.spans.append(span)
 
     def forget(self, call) -> None:

@@ -1,9 +1,8 @@
 """05: stages 02 to 05 beside each other, in one process group, step by step in turn.
 
 Stages that run one after the other meet the machine in different moods, minutes apart. Here each
-has a replica of its own, and all take turns (no sync, 02, 03, 04, 05, torch DDP, one process with
-the batch of all, and again), so that their steps can be compared with each other. Two models show
-what each idea is good for: `tiny` has 27 large tensors, `deep` 195 small ones.
+has a replica of its own, and all take turns (no communication, 02, 03, 04, 05, torch DDP as it is
+and tuned, one process with the batch of all, and again), so that they can be compared.
 
     make compare                                                        (see also ARGS="--help")
     make compare NETWORK=1gbit,1ms                  (on an emulated network, as slow as you like)
@@ -13,7 +12,9 @@ what each idea is good for: `tiny` has 27 large tensors, `deep` 195 small ones.
 medians.py puts the results of several runs beside each other.
 """
 
+import os
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -30,24 +31,20 @@ from bucketed import BucketedDDP  # noqa: E402
 from flat_ddp import FlatDDP  # noqa: E402
 from overlap_ddp import OverlapDDP  # noqa: E402
 
-from common import report, setup  # noqa: E402
-from common.timing import Stopwatch  # noqa: E402
-
-WRAPPERS = dict(zip(STAGES, [naive_ddp.NaiveDDP, FlatDDP, OverlapDDP, BucketedDDP], strict=True))
+from common import report, setup, timing  # noqa: E402
 
 
 def read_arguments():
     parser = setup.Parser(__doc__)
     setup.add_training_arguments(parser, steps=6)
     setup.add_mine(parser)
-    between = "what is between the ranks; for the picture (default: the network or backend)"
+    between = "what is between the ranks; for the table and the picture (default: the network)"
     parser.add_argument("--label", metavar="TEXT", help=between)
     setup.add_plot_arguments(parser, "compare.png")
     file = setup.ROOT / "results" / "compare.json"
     if setup.can_be_written(file):
         parser.set_defaults(json=file)
-    parser.set_defaults(size="mini", warmup=2)  # these two models, one after the other
-    parser.set_defaults(no_baseline=False, trace=None)  # what a stage has besides
+    parser.set_defaults(warmup=2, trace=None)  # no flag here: what a stage has besides
     return parser.parse_args()
 
 
@@ -64,31 +61,32 @@ def one_process(args, device, model: dict):
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-4, fused=True)
     batch_shape = model["batch_size"] * dist.get_world_size(), model["context_length"]
     batch = torch.randint(shape[-1], (2, *batch_shape), device=device)
-    watch = Stopwatch(device)
+    watch = timing.Stopwatch(device)
     return lambda: naive_ddp.train_step(network, optimizer, watch, *batch)[1]
 
 
 def main():
     args = read_arguments()
-    wrappers = {wrapper.__name__: wrapper for wrapper in WRAPPERS.values()}
+    bucketed = partial(BucketedDDP, bucket_size_mb=args.bucket_size_mb)
     with setup.process_group(args) as device:
-        wrappers |= setup.users_wrapper(args)
+        wrappers = {"no communication": lambda module: module}
+        wrappers |= {"NaiveDDP": naive_ddp.NaiveDDP, "FlatDDP": FlatDDP, "OverlapDDP": OverlapDDP}
+        wrappers |= {"BucketedDDP": bucketed, **setup.users_wrapper(args)}
+        wrappers |= timing.torch_ddp(args) | timing.tuned_torch_ddp(args)
         result = report.begin("05_bucketed/compare", args, device)
-        result["models"] = {}
-        for size in args.size.split(","):
-            setup.say()
-            args.size = size
-            replicas = len(wrappers) + 4  # no sync, torch DDP as it is and tuned, one process
-            model = report.describe(naive_ddp.LanguageModel, args, replicas)
-            alone = {"one process": one_process(args, device, model)}
-            candidates = naive_ddp.benchmark(wrappers, args, device, model, alone)
-            result["models"][size] = {"model": model, "candidates": candidates}
-        runs = {size: [medians.p50s(of_size)] for size, of_size in result["models"].items()}
-        medians.print_ratios("", runs, "no sync")
+        model = result["model"] = report.describe(naive_ddp.LanguageModel, args, len(wrappers) + 1)
+        others = {"one process": one_process(args, device, model)}
+        result |= naive_ddp.benchmark(wrappers, args, device, model, others)
+        is_one_host = os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]
+        label = "loopback" if is_one_host and args.backend == "gloo" else args.backend
+        if args.network:
+            label = report.in_words(args.network).replace(" and ", ", ")
+        columns = {args.label or label: [medians.p50s(result)]}
+        setup.say()
+        medians.print_ratios(columns, "no communication")
         report.write_json(args.json, result)
         if args.plot and dist.get_rank() == 0:
-            label = args.label or args.network or args.backend
-            medians.draw({size: {label: run} for size, run in runs.items()}, args.plot)
+            medians.draw(columns, args.plot)
 
 
 if __name__ == "__main__":

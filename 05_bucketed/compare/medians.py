@@ -3,11 +3,12 @@
     python 05_bucketed/compare/medians.py results/before.json results/after.json
     python 05_bucketed/compare/medians.py results/compare.json --per-rank   (is a rank slower?)
 
-Every file, of a stage or of `make compare`, gets a column. Files with the same label are runs of
-the same thing and share a column, with the median of the runs, the lowest and the highest:
+It reads what 02 to 06, fsdp, compare and bucket_sweep write. Every file gets a column. Files with
+the same label are runs of the same thing and share a column, with the median of the runs, the
+lowest and the highest:
 
     python 05_bucketed/compare/medians.py loopback=results/loopback_{1..5}.json \\
-        "1 Gbit/s"=results/slow_{1..3}.json --plot results/networks.png
+        "1 Gbit/s, 1 ms"=results/slow_{1..3}.json --plot results/networks.png
 
 The time of a run is the p50 over all steps of all its ranks, and a ratio is one of two candidates
 of the same run.
@@ -16,7 +17,6 @@ of the same run.
 import json
 import os
 import sys
-from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 
@@ -25,48 +25,50 @@ sys.path.insert(0, str(ROOT))
 
 from common import report, setup  # noqa: E402
 
-# What a reader must know if it differs; and of the options all but those that name files.
+# What a reader must know if it differs; and of the options all but these.
 HEAD = ("torch", "backend", "device", "device_name", "world_size", "threads_per_rank")
-FILES = ("json", "plot", "trace", "save")
-# In the picture; other names as they are.
-STAGES = {"NaiveDDP": "02 naive", "FlatDDP": "03 flat", "OverlapDDP": "04 overlap"}
-STAGES |= {"BucketedDDP": "05 buckets", "torch DDP, tuned": "DDP tuned"}
+NAMES = ("json", "plot", "trace", "save", "label")
+OF_TORCH = ("torch DDP", "torch ZeRO", "torch ZeRO view", "torch fully_shard")
+BARS = {  # what stands below them; other names as they are
+    "no communication": "no com-\nmunication",
+    "NaiveDDP": "02\nnaive",
+    "FlatDDP": "03\nflat",
+    "OverlapDDP": "04\noverlap",
+    "BucketedDDP": "05\nbuckets",
+}
 
-Run = dict[str, dict[str, float]]  # of one model: {candidate: {quantity: seconds}}
-
-
-def models_of(result: dict) -> dict[str, dict]:
-    """What was measured, by the size of the model: a stage measures one, `make compare` several."""
-    return result.get("models") or {result["model"]["size"]: result}
-
-
-def quantities_of(candidate: dict) -> list[str]:
-    """The keys of its samples, step_seconds first."""
-    others = [key for key in candidate if key.endswith("_seconds") and key != "step_seconds"]
-    return ["step_seconds", *others]
+Run = dict[str, dict[str, float]]  # {candidate: {quantity: p50 in seconds}}
 
 
-def in_words(quantity: str) -> str:
-    return quantity.removesuffix("_seconds").replace("_", " ")
+def samples_of(candidate: dict) -> dict[str, list[list[float]]]:
+    """{quantity: [rank][step]}, what was measured of a candidate: the step first, and no nulls."""
+    samples = {"step_seconds": []}
+    for key, by_rank in candidate.items():
+        if key.endswith("_seconds") and isinstance(by_rank, list):
+            samples[key] = [[x for x in steps if x is not None] for steps in by_rank]
+    return {key: by_rank for key, by_rank in samples.items() if any(by_rank)}
 
 
-def p50s(measured: dict) -> Run:
+def p50s(result: dict) -> Run:
     """Of each candidate the p50 of every quantity, over all steps of all ranks."""
     run = {}
-    for candidate in measured["candidates"]:
-        p50 = {key: report.percentiles(candidate[key])[0] for key in quantities_of(candidate)}
-        run[candidate["name"]] = p50
+    for candidate in result["candidates"]:
+        run[candidate["name"]] = {}
+        for quantity, by_rank in samples_of(candidate).items():
+            run[candidate["name"]][quantity] = report.percentiles(sum(by_rank, []))[0]
     return run
 
 
-def read(path: str) -> tuple[dict, dict[str, Run]]:
-    """A result and its runs by model. Ends with one line if the file is no result."""
+def read(path: str) -> tuple[dict, Run]:
+    """A result and its run. Ends with one line if the file is no result."""
     try:
         result = json.loads(Path(path).read_text())
         result["options"].items()
-        return result, {size: p50s(of_size) for size, of_size in models_of(result).items()}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        setup.fail(f"{path}: is not a result of --json ({error!r})")
+        run = p50s(result)
+        next(iter(run.values()))["step_seconds"]  # what all others are compared with
+        return result, run
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, StopIteration) as error:
+        setup.fail(f"{path}: is not a result of --json with candidates ({error!r})")
 
 
 def print_differences(results: list[tuple[str, dict]]) -> None:
@@ -75,7 +77,7 @@ def print_differences(results: list[tuple[str, dict]]) -> None:
     for label, result in results:
         values = {key: result.get(key) for key in HEAD}
         for option, value in result["options"].items():
-            if option not in FILES:
+            if option not in NAMES:
                 values["--" + option.replace("_", "-")] = value
         for key, value in values.items():
             found.setdefault(key, {}).setdefault(label, set()).add(str(value))
@@ -85,160 +87,136 @@ def print_differences(results: list[tuple[str, dict]]) -> None:
             setup.say(f"{key} differs: {'; '.join(texts)}")
 
 
-def ratio(run: Run, name: str, baseline: str) -> float:
-    """How many times as long as the baseline's a candidate's step is."""
-    return run[name]["step_seconds"] / run[baseline]["step_seconds"]
+def ratios(runs: list[Run], name: str, baseline: str, quantity="step_seconds") -> list[float]:
+    """In each run: how many times as long as the baseline's step it takes; [] without either."""
+    found = []
+    for run in runs:
+        if quantity in run.get(name, {}) and "step_seconds" in run.get(baseline, {}):
+            found.append(run[name][quantity] / run[baseline]["step_seconds"])
+    return found
 
 
-def milliseconds(run: Run, name: str, quantity: str) -> float:
-    return 1000 * run[name][quantity]
+def cell(values: list[float], digits: int) -> str:
+    """Their median, and of several the lowest and the highest."""
+    if not values:
+        return "-"
+    text = f"{median(values):.{digits}f}"
+    if len(values) > 1:
+        text += f" ({min(values):.{digits}f} to {max(values):.{digits}f})"
+    return text
 
 
-def names_of(columns: dict[str, list[Run]]) -> list[str]:
-    """Every candidate of any column, in order."""
-    names = {}
-    for runs in columns.values():
-        names |= runs[0]
-    return list(names)
-
-
-def print_table(title: str, columns: dict[str, list[Run]], value, digits: int) -> None:
-    """A row per candidate; its cells are value(run, name): the median, the lowest, the highest."""
+def print_ratios(columns: dict[str, list[Run]], baseline: str) -> None:
+    """The table of all steps ÷ the baseline's, with a column per label."""
+    names = dict.fromkeys(name for runs in columns.values() for name in runs[0])
     rows = []
-    for name in names_of(columns):
-        row = [name]
-        for runs in columns.values():
-            values = [value(run, name) for run in runs if name in run]
-            row.append(f"{median(values):.{digits}f}" if values else "-")
-            if len(values) > 1:
-                row[-1] += f" ({min(values):.{digits}f} to {max(values):.{digits}f})"
-        rows.append(row)
-    setup.say()
-    report.print_table([title, *columns], rows)
-
-
-def print_ratios(title: str, columns: dict[str, list[Run]], baseline: str) -> None:
-    print_table(f"{title}step ÷ {baseline}", columns, partial(ratio, baseline=baseline), digits=2)
-
-
-def print_model(size: str, columns: dict[str, list[Run]]) -> None:
-    """All tables of one model: ratios to the first candidate and to torch's, and milliseconds."""
-    names = names_of(columns)
     for name in names:
-        in_all = all(name in runs[0] for runs in columns.values())
-        if in_all and (name == names[0] or name.startswith("torch ")):
-            print_ratios(f"{size}, ", columns, name)
-    first = next(iter(columns.values()))[0]
-    for quantity in next(iter(first.values())):
-        value = partial(milliseconds, quantity=quantity)
-        print_table(f"{size}, {in_words(quantity)}, ms", columns, value, digits=1)
+        rows.append([name, *[cell(ratios(runs, name, baseline), 2) for runs in columns.values()]])
+    report.print_table([f"step ÷ {baseline}", *columns], rows)
 
 
-def print_per_rank(title: str, candidates: list[dict]) -> None:
-    """A row for every candidate and rank: mean, least and most of its steps, in ms."""
-    quantities = quantities_of(candidates[0])
-    header = [title, "rank"]
-    for quantity in quantities:
-        header += [f"{in_words(quantity)}, ms", "min", "max"]
+def in_words(quantity: str) -> str:
+    return quantity.removesuffix("_seconds").replace("_", " ")
+
+
+def print_milliseconds(label: str, runs: list[Run]) -> None:
+    """The table of one label, with a column per quantity."""
+    quantities = dict.fromkeys(key for times in runs[0].values() for key in times)
+    rows = []
+    for name in runs[0]:
+        row = [name]
+        for key in quantities:
+            row.append(cell([1000 * run[name][key] for run in runs if key in run[name]], digits=1))
+        rows.append(row)
+    report.print_table([f"ms, {label}", *map(in_words, quantities)], rows)
+
+
+def print_per_rank(label: str, candidates: list[dict]) -> None:
+    """A row for every candidate, quantity and rank: mean, least and most of its steps, in ms."""
     rows = []
     for candidate in candidates:
-        for rank in range(len(candidate["step_seconds"])):
-            row = [candidate["name"], str(rank)]
-            for quantity in quantities:
-                seconds = candidate[quantity][rank]
-                for value in (fmean(seconds), min(seconds), max(seconds)):
-                    row.append(f"{1000 * value:.1f}")
-            rows.append(row)
-    setup.say()
-    report.print_table(header, rows)
-    setup.say("Means over the steps of a rank. In an all-reduce the ranks wait for the slowest:")
+        for quantity, by_rank in samples_of(candidate).items():
+            for rank, seconds in enumerate(by_rank):
+                row = [candidate["name"], in_words(quantity), str(rank)]
+                for function in (fmean, min, max):
+                    row.append(f"{1000 * function(seconds):.1f}" if seconds else "-")
+                rows.append(row)
+    report.print_table([f"ms, {label}", "quantity", "rank", "mean", "min", "max"], rows)
+    setup.say("Over the steps of a rank. In an all-reduce the ranks wait for the slowest:")
     setup.say("their steps are as long as its, and it is the one that exposes least.")
 
 
-def draw(models: dict[str, dict[str, list[Run]]], path: Path) -> None:
-    """A row for each model, a panel for each column: median steps, lines from lowest to highest."""
+def draw(columns: dict[str, list[Run]], path: Path) -> None:
+    """A panel per label: median steps ÷ the first one's; a dashed line: one process."""
     from matplotlib.figure import Figure
 
-    labels = list(next(iter(models.values())))
-    width = min(7.0, 13 / len(labels))  # what is wider than a page becomes illegible
-    size = width * len(labels), 3.8 * len(models)
-    figure = Figure(figsize=size, dpi=120, layout="constrained")
-    axes = figure.subplots(len(models), len(labels), sharey=True, squeeze=False)
-    for row, (model, columns) in zip(axes, models.items(), strict=True):
-        row[0].set_ylabel(f"step ÷ {next(iter(columns[labels[0]][0]))}")
-        for axis, label in zip(row, labels, strict=True):
-            draw_panel(axis, columns[label])
-            axis.set_title(f"{model}, {label}", fontsize=11)
-    figure.suptitle("One training step; lines: lowest to highest run", fontsize=11)
-    handles = axes[0][0].get_legend_handles_labels()
-    figure.legend(*handles, loc="outside lower center", ncols=3, fontsize=10, frameon=False)
+    figure = Figure(figsize=(4.2 * max(len(columns), 1.4), 3.6), dpi=200, layout="constrained")
+    panels = figure.subplots(1, len(columns), squeeze=False)[0]
+    for axis, (label, runs) in zip(panels, columns.items(), strict=True):
+        draw_panel(axis, runs)
+        axis.set_title(label, fontsize=11)
+    panels[0].set_ylabel(f"step ÷ {next(iter(runs[0]))}")
+    handles = panels[0].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside lower center", ncols=3, fontsize=9, frameon=False)
     figure.savefig(path, format="png")
     setup.say(f"written: {path}")
 
 
 def draw_panel(axis, runs: list[Run]) -> None:
-    """A bar per candidate, in steps of the first one; `one process` is a line across."""
-    names = list(runs[0])
-    floor = names[0]
-    if "one process" in names:
-        names.remove("one process")
-        height = median(ratio(run, "one process", floor) for run in runs)
-        axis.axhline(height, color="#CC79A7", linestyle="--", label="one process")
-    computes = []
-    waits = []
-    size = min(10, 90 / len(names))  # of letters, so that neighbours do not meet
-    for place, name in enumerate(names):
-        steps = [ratio(run, name, floor) for run in runs]
-        exposed = [run[name].get("exposed_comm_seconds", 0) for run in runs]
-        floors = [run[floor]["step_seconds"] for run in runs]
-        waits.append(median(wait / step for wait, step in zip(exposed, floors, strict=True)))
-        computes.append(median(steps) - waits[-1])
-        axis.vlines(place, min(steps), max(steps), color="black")
-        text = f"{median(steps):.2f}"
-        look = {"ha": "center", "va": "bottom", "fontsize": size}
-        behind = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # no line crosses it
-        axis.text(place, max(steps) + 0.05, text, bbox=behind, **look)
-    labels = [STAGES.get(name, name).replace(" ", "\n") for name in names]
+    """A bar per candidate, with its number; orange is communication that nothing hides."""
+    floor = next(iter(runs[0]))
+    names = [name for name in runs[0] if name not in ("one process", "torch DDP, tuned")]
+    steps = [median(ratios(runs, name, floor) or [0.0]) for name in names]
+    waits = [median(ratios(runs, name, floor, "exposed_comm_seconds") or [0.0]) for name in names]
+    computes = [step - wait for step, wait in zip(steps, waits, strict=True)]
+    if "one process" in runs[0]:
+        line = {"color": "#CC79A7", "linestyle": "--", "label": "one process with the whole batch"}
+        axis.axhline(median(ratios(runs, "one process", floor)), **line)
     places = range(len(names))
-    axis.bar(places, computes, color="#56B4E9", label="compute, optimizer")
-    axis.bar(places, waits, bottom=computes, color="#D55E00", label="exposed communication")
-    axis.set_xticks(places, labels, fontsize=size - 1)
-    axis.axhline(1, color="black", linestyle=":")
-    axis.margins(y=0.1)
+    axis.bar(places, computes, color="#56B4E9", label="compute")
+    orange = {"color": "#D55E00", "label": "exposed communication"}
+    bars = axis.bar(places, waits, bottom=computes, **orange)
+    for text in axis.bar_label(bars, [f"{step:.2f}" for step in steps], padding=3, fontsize=9):
+        text.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.5})  # no line crosses it
+    axis.set_xticks(places, [BARS.get(name, name.replace(" ", "\n")) for name in names], fontsize=8)
+    axis.margins(y=0.12)
+    axis.locator_params(axis="y", nbins=5)
+    axis.spines[["top", "right"]].set_visible(False)
 
 
 def main() -> None:
     os.environ["RANK"] = "0"  # whatever the shell's is: this is the only process
     parser = setup.Parser(__doc__)
     add = parser.add_argument
-    written = "written by --json, of one stage or of one `make compare` each"
-    add("files", nargs="+", metavar="[LABEL=]FILE.json", help=written)
+    add("files", nargs="+", metavar="[LABEL=]FILE.json", help="written by --json")
     add("--plot", type=setup.output_file, metavar="FILE", help="the picture, PNG")
     add("--per-rank", action="store_true", help="also mean, min and max of every rank")
     args = parser.parse_args()
     results = []
-    models = {}
+    columns = {}
     for argument in args.files:
         label, _, path = argument.rpartition("=")
         label = label or path
-        result, runs = read(path)
+        result, run = read(path)
         results.append((label, result))
-        if models and list(runs) != list(models):
-            setup.fail(f"{path}: measures {', '.join(runs)}, the first file {', '.join(models)}")
-        for size, run in runs.items():
-            others = models.setdefault(size, {}).setdefault(label, [])
-            if others and list(others[0]) != list(run):
-                setup.fail(f"{path}: has other candidates than the first file of {label}")
-            others.append(run)
+        runs = columns.setdefault(label, [])
+        if runs and list(runs[0]) != list(run):
+            setup.fail(f"{path}: has other candidates than the first file of {label}")
+        runs.append(run)
     print_differences(results)
-    for size, columns in models.items():
-        print_model(size, columns)
+    names = list(next(iter(columns.values()))[0])
+    for baseline in [names[0], *[name for name in names if name in OF_TORCH]]:
+        setup.say()
+        print_ratios(columns, baseline)
+    for label, runs in columns.items():
+        setup.say()
+        print_milliseconds(label, runs)
     if args.per_rank:
         for label, result in results:
-            for size, measured in models_of(result).items():
-                print_per_rank(f"{size}, {label}", measured["candidates"])
+            setup.say()
+            print_per_rank(label, result["candidates"])
     if args.plot:
-        draw(models, args.plot)
+        draw(columns, args.plot)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from common.testing.harness import NANO_CALLS, QUICK, check_wrong_input, read_json
+from common.testing.harness import QUICK, SHORT, check_wrong_input, read_json
 
 FOLDER = Path(__file__).resolve().parent
 sys.path.insert(0, str(FOLDER))
@@ -14,6 +14,17 @@ sys.path.insert(0, str(FOLDER))
 import compare  # noqa: E402
 import medians  # noqa: E402
 import timeline  # noqa: E402
+
+CALLS = {  # all-reduces of a step of nano: our first bucket is small
+    "no communication": 0,
+    "NaiveDDP": 15,
+    "FlatDDP": 1,
+    "OverlapDDP": 15,
+    "BucketedDDP": 2,
+    "torch DDP": 1,
+    "torch DDP, tuned": 1,
+    "one process": 0,
+}
 
 
 def candidate(name, step, exposed=0.0, **changes):
@@ -24,16 +35,13 @@ def candidate(name, step, exposed=0.0, **changes):
 
 def result(own=0.8, torch_ddp=1.0, name="BucketedDDP", **changes):
     """What --json of a stage writes, in part."""
-    candidates = [candidate("no sync", 0.5), candidate(name, own, 0.2)]
+    candidates = [candidate("no communication", 0.5), candidate(name, own, 0.2)]
     candidates.append(candidate("torch DDP", torch_ddp, 0.3))
-    measured = {"model": {"size": "tiny"}, "candidates": candidates}
-    return {"world_size": 2, "options": {"steps": 2, "json": own}} | measured | changes
-
-
-def of_two_models(**changes):
-    """What compare.py writes."""
-    models = {size: {"candidates": result()["candidates"]} for size in ("tiny", "deep")}
-    return {"options": {}, "models": models} | changes
+    return {
+        "world_size": 2,
+        "options": {"steps": 2, "json": own},
+        "candidates": candidates,
+    } | changes
 
 
 @pytest.fixture
@@ -73,12 +81,13 @@ def test_several_runs_are_a_median_with_its_range_and_networks_are_columns(main,
     status, output, errors = main([*loopback, ("slow=", result(1.5))], "--plot", tmp_path / "x.png")
     assert not status, errors
     found = tables(output)
-    titles = ["step ÷ no sync", "step ÷ torch DDP", "step, ms", "exposed comm, ms"]
-    assert list(found) == [f"tiny, {title}" for title in titles]
-    assert found["tiny, step ÷ no sync"][1] == ["BucketedDDP", "1.60 (1.20 to 1.80)", "3.00"]
-    assert found["tiny, step ÷ torch DDP"][1] == ["BucketedDDP", "0.90 (0.80 to 1.20)", "1.50"]
-    assert found["tiny, step, ms"][2] == ["torch DDP", "1000.0 (500.0 to 1000.0)", "1000.0"]
-    assert found["tiny, exposed comm, ms"][1] == ["BucketedDDP", "200.0 (200.0 to 200.0)", "200.0"]
+    titles = ["step ÷ no communication", "step ÷ torch DDP", "ms, loopback", "ms, slow"]
+    assert list(found) == titles
+    assert found[titles[0]][1] == ["BucketedDDP", "1.60 (1.20 to 1.80)", "3.00"]
+    assert found[titles[1]][1] == ["BucketedDDP", "0.90 (0.80 to 1.20)", "1.50"]
+    cells = ["torch DDP", "1000.0 (500.0 to 1000.0)", "300.0 (300.0 to 300.0)"]
+    assert found["ms, loopback"][2] == cells
+    assert found["ms, slow"][1] == ["BucketedDDP", "1500.0", "200.0"]
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -88,16 +97,30 @@ def test_two_stages_and_candidates_that_only_one_file_has(main, tmp_path):
     status, output, errors = main([("a=", result()), ("b=", after)], "--plot", tmp_path / "x.png")
     assert not status, errors
     found = tables(output)
-    assert "tiny, step ÷ torch DDP" not in found  # which b lacks
-    names = [row[0] for row in found["tiny, step ÷ no sync"]]
-    assert names == ["no sync", "BucketedDDP", "torch DDP", "NaiveDDP"]
-    assert found["tiny, step ÷ no sync"][1] == ["BucketedDDP", "1.60", "-"]
-    assert found["tiny, step ÷ no sync"][3] == ["NaiveDDP", "-", "1.20"]
+    rows = found["step ÷ no communication"]
+    assert [row[0] for row in rows] == ["no communication", "BucketedDDP", "torch DDP", "NaiveDDP"]
+    assert rows[1] == ["BucketedDDP", "1.60", "-"] and rows[3] == ["NaiveDDP", "-", "1.20"]
+    assert found["step ÷ torch DDP"][0] == ["no communication", "0.50", "-"]
 
 
-def test_models_have_tables_of_their_own(main):
-    _, output, _ = main([("", of_two_models())])
-    assert list(tables(output))[::4] == ["tiny, step ÷ no sync", "deep, step ÷ no sync"]
+def test_what_was_not_measured_is_left_out(main, tmp_path):
+    """As bucket_sweep writes it: nulls among the samples, figures that are no samples."""
+    exposed = {"exposed_comm_seconds": [[None, 0.1], [None, 0.3]], "formula_seconds": 0.5}
+    never = {"exposed_comm_seconds": [[None, None]] * 2, "simulated_seconds": None}
+    candidates = [candidate("no communication", 0.5, **never), candidate("5 MB", 0.8, **exposed)]
+    candidates.append({"name": "25 MB", "optimizer_seconds": [[0.1]], "collectives_per_step": 2})
+    words = ["--per-rank", "--plot", tmp_path / "x.png"]
+    status, output, errors = main([("a=", result(candidates=candidates))], *words)
+    assert not status, errors
+    found = tables(output)
+    assert found["step ÷ no communication"] == [
+        ["no communication", "1.00"],
+        ["5 MB", "1.60"],
+        ["25 MB", "-"],
+    ]
+    per_rank = [row for row in found["ms, a"] if len(row) == 6]
+    assert per_rank[-2] == ["5 MB", "exposed comm", "1", "300.0", "300.0", "300.0"]
+    assert per_rank[-1] == ["25 MB", "optimizer", "0", "100.0", "100.0", "100.0"]
 
 
 def test_what_else_differs_is_said_first(main):
@@ -112,12 +135,13 @@ def test_what_else_differs_is_said_first(main):
 
 def test_per_rank(main):
     by_rank = {"step_seconds": [[0.1, 0.3], [0.2, 0.6]], "exposed_comm_seconds": [[0, 0.2], [0, 0]]}
-    content = result(candidates=[candidate("no sync", 0.5, **by_rank)])
+    content = result(candidates=[candidate("no communication", 0.5, **by_rank)])
     status, output, _ = main([("a=", content)], "--per-rank")
-    rows = tables(output)["tiny, a"]
     assert not status
-    assert rows[0][1:] == "0 200.0 100.0 300.0 100.0 0.0 200.0".split()
-    assert rows[1][1:] == "1 400.0 200.0 600.0 0.0 0.0 0.0".split()
+    rows = [row[1:] for row in tables(output)["ms, a"]][:4]
+    assert rows[0] == ["step", "0", "200.0", "100.0", "300.0"]
+    assert rows[1] == ["step", "1", "400.0", "200.0", "600.0"]
+    assert rows[2] == ["exposed comm", "0", "100.0", "0.0", "200.0"]
 
 
 @pytest.mark.parametrize(
@@ -127,7 +151,7 @@ def test_per_rank(main):
         ("", "is not a result of --json"),
         (result(candidates=[candidate("x", 1, step_seconds=[])]), "is not a result of --json"),
         (result(options=None), "is not a result of --json"),
-        (of_two_models(), "measures tiny, deep, the first file tiny"),
+        (result(candidates=[]), "is not a result of --json"),
         (result(name="NaiveDDP"), "has other candidates than the first file of a"),
     ],
 )
@@ -141,14 +165,29 @@ def test_a_small_run_of_all_stages(forked, tmp_path):
     words = [*QUICK, "--device", "cpu", "--json", raw, "--plot", picture]
     status, output = forked(2, FOLDER / "compare.py", *words, cwd=tmp_path)
     assert status == 0, output
-    candidates = read_json(raw, "05_bucketed/compare")["models"]["nano"]["candidates"]
+    candidates = read_json(raw, "05_bucketed/compare")["candidates"]
     counts = {one["name"]: one["collectives_per_step"] for one in candidates}
-    assert list(counts.items()) == [*NANO_CALLS.items(), ("one process", 0)]
+    assert counts == CALLS and list(counts) == list(CALLS)
     ranks = {one["name"]: len(one["step_seconds"]) for one in candidates}
     assert ranks.pop("one process") == 1 and set(ranks.values()) == {2}
-    summary = output[output.index("step ÷ no sync") :].splitlines()
-    assert summary[0].split()[-1] == "nano" and summary[1].split() == ["no", "sync", "1.00"]
+    summary = output[output.index("step ÷ no communication") :].splitlines()
+    assert summary[0].split()[-1] == "loopback" and summary[1].split()[-1] == "1.00"
     assert len(summary) == 1 + len(counts) + 2 and picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_flags_reach_the_rows_and_the_picture(forked, tmp_path):
+    """Buckets of 5 MB for all that have some; a class of the user's own; the network's words."""
+    mine = tmp_path / "mine.py"
+    mine.write_text("class Mine(__import__('bucketed').BucketedDDP): pass\n")
+    words = ["--size", "mini", *SHORT, "--device", "cpu", "--network", "100mbit,0", "--no-plot"]
+    words += ["--json", tmp_path / "x.json", "--mine", f"{mine}:Mine"]
+    status, output = forked(2, FOLDER / "compare.py", *words, cwd=tmp_path)
+    assert status == 0, output
+    candidates = read_json(tmp_path / "x.json", "05_bucketed/compare")["candidates"]
+    counts = {one["name"]: one["collectives_per_step"] for one in candidates}
+    assert counts["BucketedDDP"] == counts["Mine (mine)"] == 7
+    assert counts["torch DDP"] == counts["torch DDP, tuned"] == 6
+    assert "step ÷ no communication  100 Mbit/s, 0" in output
 
 
 def span(name, ts, dur, tid=1, cat="user_annotation"):
@@ -158,8 +197,10 @@ def span(name, ts, dur, tid=1, cat="user_annotation"):
 def trace_of_two_steps():
     """Two steps of 100 and 90 µs: each has two all-reduces on thread 7 and one on thread 8."""
     events = [{"ph": "M", "name": "process_name"}, span("gloo:all_reduce", -50, 10, 7)]
+    events.append(span(f"{timeline.CLOCK}2.0", -60, 1))
     for start, optimizer in ((1000, 0), (0, 10)):  # a trace is in no order
         events += [
+            span("03", start - 2, 102),
             span("optimizer", start + 90, optimizer),
             span("forward", start, 30),
             span("backward", start + 30, 40),
@@ -173,43 +214,83 @@ def trace_of_two_steps():
     return {"traceEvents": events}
 
 
+WAITS = (timeline.WAITING, 0.07, 0.09)
+
+
 def test_timeline_reads_the_steps_of_a_trace():
-    first, second = timeline.steps_of(trace_of_two_steps())
-    phases = {"forward": (0, 0.03), "backward": (0.03, 0.07), "sync": (0.07, 0.09)}
-    assert first.phases == phases | {"optimizer": (0.09, 0.1)}
-    assert sorted(first.all_reduces) == [(0.04, 0.06, 7), (0.05, 0.08, 8), (0.065, 0.085, 7)]
-    assert second.phases["optimizer"] == (0.09, 0.09) and len(second.all_reduces) == 3
+    first, second = timeline.steps_of(trace_of_two_steps(), "03")
+    phases = [("forward", 0, 0.03), ("backward", 0.03, 0.07), WAITS, ("optimizer", 0.09, 0.1)]
+    assert first.phases == phases
+    assert first.all_reduces == [(0.04, 0.06, 7), (0.05, 0.08, 8), (0.065, 0.085, 7)]
+    assert second.phases[-1] == ("optimizer", 0.09, 0.09) and len(second.all_reduces) == 3
+    assert timeline.steps_of(trace_of_two_steps(), "04") == []
+
+
+@pytest.mark.parametrize("calls, packs", [([75], True), ([75, 77], False), ([35], False)])
+def test_timeline_packs_around_a_single_call_in_sync(calls, packs):
+    trace = trace_of_two_steps()
+    trace["traceEvents"] += [span(timeline.CALL, start, 10) for start in calls]
+    first, _ = timeline.steps_of(trace, "03")
+    packing = [(timeline.PACKING, 0.07, 0.075), (timeline.WAITING, 0.075, 0.085)]
+    packing.append((timeline.PACKING, 0.085, 0.09))
+    assert first.phases[2:-1] == (packing if packs else [WAITS])
+
+
+def test_timeline_draws_when_the_network_carried_a_call():
+    """The clock says 2.0 s where the trace says -60 µs. Two calls overlap, the third is later."""
+    trace = trace_of_two_steps()
+    microseconds = [(70, 95), (90, 120), (120, 150)]
+    spans = [("allreduce", 4, 0, 2 + a * 1e-6, 2 + b * 1e-6) for a, b in microseconds]
+    timeline.add_network(trace, spans)
+    first, second = timeline.steps_of(trace, "03")
+    expected = [(0.01, 0.035, 0), (0.03, 0.06, 1), (0.06, 0.09, 0)]
+    assert [pytest.approx(call, abs=1e-6) for call in expected] == first.all_reduces
+    assert second.all_reduces == []
 
 
 def test_timeline_takes_the_gpu_s_own_spans():
     trace = trace_of_two_steps()
-    trace["traceEvents"] += [
+    of_cpu = [event for event in trace["traceEvents"] if event["name"] != "gloo:all_reduce"]
+    trace["traceEvents"] = of_cpu + [
+        span("03", 1010, 150, 20, "gpu_user_annotation"),
         span("forward", 1010, 50, 20, "gpu_user_annotation"),
         span("backward", 1060, 80, 20, "gpu_user_annotation"),
         span("optimizer", 1150, 10, 20, "gpu_user_annotation"),
         span("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 1080, 30, 21, "kernel"),
     ]
-    (step,) = timeline.steps_of(trace)
-    assert step.phases["forward"] == (0, 0.05) and step.duration() == 0.15
+    (step,) = timeline.steps_of(trace, "03")
+    assert step.phases[0] == ("forward", 0, 0.05) and step.duration() == 0.15
     assert step.all_reduces == [(0.07, 0.1, 21)]
 
 
-def test_timeline_of_every_stage_in_one_run(forked, tmp_path):
-    words = ["--size", "nano", "--device", "cpu", "--plot", tmp_path / "timeline.png"]
+def test_what_a_bucket_holds():
+    layers = [f"layers.layers.{number}.norm1.weight" for number in (15, 14, 13)]
+    assert timeline.contents(["head.weight"]) == "head"
+    assert timeline.contents(["layers.norm.weight", *layers]) == "norm, layers 15 to 13"
+
+
+@pytest.mark.parametrize("network", [[], ["--network", "1gbit,1ms"]])
+def test_timeline_of_every_stage_in_one_run(forked, tmp_path, network):
+    words = ["--size", "nano", "--device", "cpu", "--plot", tmp_path / "timeline.png", *network]
     status, output = forked(2, FOLDER / "timeline.py", *words, cwd=tmp_path)
     assert status == 0, output
     found = [line.partition(" in ")[0] for line in output.splitlines() if " in " in line]
     assert found == [
-        "no sync: 0 all-reduces",
+        "no communication: 0 all-reduces",
         "02_naive_ddp: 15 all-reduces",
         "03_flat_ddp: 1 all-reduce",
         "04_overlap_ddp: 15 all-reduces",
-        "05_bucketed: 1 all-reduce",
+        "05_bucketed: 2 all-reduces",
     ]
     pictures = sorted(tmp_path.glob("*.png"))
     assert len(pictures) == 5
     assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
-    assert len(list(tmp_path.glob("timeline_*.json"))) == 15
+    assert len(list(tmp_path.glob("timeline_*.json"))) == 3
+    if network:  # an all-reduce takes four delays, and step and call are by one clock
+        trace = json.loads((tmp_path / "timeline_1.json").read_text())
+        for step in timeline.steps_of(trace, "03_flat_ddp"):
+            (start, end, _), (_, first, last) = step.all_reduces[0], step.phases[3]
+            assert first - 1 < start < start + 4 < end < last + 1
 
 
 @pytest.mark.parametrize("script", [compare, timeline])

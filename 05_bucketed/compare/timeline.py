@@ -1,177 +1,244 @@
 """05: one training step of each stage on one time axis, as torch.profiler recorded it.
 
-    make timeline                                                       (see also ARGS="--help")
-    torchrun --standalone --nproc-per-node 2 05_bucketed/compare/timeline.py
+    make timeline                       (on an emulated network of 1 Gbit/s and 1 ms, to be seen)
+    make timeline NETWORK=              (between the ranks of this machine, or GPUs, as they are)
+    torchrun --standalone --nproc-per-node 2 05_bucketed/compare/timeline.py --network 1gbit,1ms
 
-`no sync` and stages 02 to 05 train in turn in one process group, because the machine's speed
-changes from second to second; three steps of each are profiled in each of three rounds. The most
-typical one is drawn: what computes above, what is sent below, with a row per thread of gloo's or
-CUDA stream of NCCL's. Beside the picture lie one of each stage alone, on the same axis, and the
-traces, which chrome://tracing and ui.perfetto.dev show, too.
+`no communication` and stages 02 to 05 train in turn in one process group, because the machine's
+speed changes from second to second; three steps of each are profiled in each of three rounds. The
+one of median length is drawn: what computes above, what is sent below, in two rows, because gloo
+sends two messages at a time. Beside the picture lie one of each stage alone, on the same axis, and
+the traces, with the emulated network's calls, for chrome://tracing and ui.perfetto.dev.
 """
 
 import json
 import math
-import statistics
+import re
 import sys
+import textwrap
+import time
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.profiler import record_function
 
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parent.parent
 sys.path[:0] = [str(ROOT), str(FOLDER)]
 
-from compare import WRAPPERS, naive_ddp  # noqa: E402
+from compare import BucketedDDP, FlatDDP, OverlapDDP, naive_ddp  # noqa: E402
 
 from common import setup, timing  # noqa: E402
 
+STAGES = {
+    "no communication": lambda module: module,
+    "02_naive_ddp": naive_ddp.NaiveDDP,
+    "03_flat_ddp": FlatDDP,
+    "04_overlap_ddp": OverlapDDP,
+    "05_bucketed": lambda module: BucketedDDP(module, bucket_size_mb=5.0),
+}
 ROUNDS = 3
-WARMUP = 2  # steps before those that are profiled
-COLORS = {"forward": "#56B4E9", "backward": "#0072B2", "sync": "#F0E442", "optimizer": "#999999"}
-COLORS["all-reduce"] = "#D55E00"
+PHASES = ["forward", "backward", "sync", "optimizer"]
+WAITING = "waiting for what is in flight"
+PACKING = "pack, unpack"
+COLORS = {"forward": "#56B4E9", "backward": "#0072B2", PACKING: "#009E73"}
+COLORS |= {WAITING: "#F0E442", "optimizer": "#999999", "all-reduce": "#D55E00"}
+CALL = "dist.all_reduce"  # names of events in a trace: the call, which may wait or not
+CLOCK = "time.monotonic() = "
+GLOO = "gloo:all_reduce"
+ALL_REDUCES = (GLOO, "ncclDevKernel", "ncclKernel")  # what their names begin with
 NOTE = "one profiled step: its times differ from the tables', which are medians of unprofiled steps"
 
 
 class Step(NamedTuple):
     """One training step: all times in ms from its start."""
 
-    phases: dict[str, tuple[float, float]]  # start and end of each
+    phases: list[tuple[str, float, float]]  # key of COLORS, start and end of each, in order
     all_reduces: list[tuple[float, float, int]]  # start, end, thread or CUDA stream
 
     def duration(self) -> float:
-        return self.phases["optimizer"][1]
+        return self.phases[-1][2]
 
     def in_words(self) -> str:
         count = len(self.all_reduces)
         return f"{count} all-reduce" + "s" * (count != 1)
 
 
-def record(args, device: torch.device) -> dict[str, list[Path]]:
-    """Profile each stage, in turn; returns the traces of each, which rank 0 writes."""
-    wrappers = {"no sync": lambda module: module, **WRAPPERS}
-    steps = {name: training(wrapper, args.size, device) for name, wrapper in wrappers.items()}
-    traces = {name: [] for name in wrappers}
-    for number in range(1, ROUNDS + 1):
-        for name, step in steps.items():
-            setup.progress(f"round {number} of {ROUNDS}: {name}")
-            for _ in range(WARMUP):
-                step()
-            file = f"timeline_{name.replace(' ', '_')}_{number}.json"
-            traces[name].append(args.plot.with_name(file))
-            timing.profile(step, traces[name][-1])
-    return traces
-
-
 def training(wrapper, size: str, device: torch.device):
     """A model of its own, and the function that trains it for a step."""
     *shape, batch_size, context_length = setup.SIZES[size]
-    torch.manual_seed(0)
     with device:
         model = wrapper(naive_ddp.LanguageModel(*shape))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     watch = timing.Stopwatch(device)
     tokens, targets = torch.randint(shape[-1], (2, batch_size, context_length), device=device)
-    return lambda: naive_ddp.train_step(model, optimizer, watch, tokens, targets)
+    return model, lambda: naive_ddp.train_step(model, optimizer, watch, tokens, targets)
 
 
-def steps_of(trace: dict) -> list[Step]:
-    """The training steps of a Chrome trace.
+def record(args, device: torch.device) -> tuple[list[dict], list[str]]:
+    """Profile all stages in turn, rank 0's steps: the traces, and what 05's buckets hold."""
+    trained = {name: training(wrapper, args.size, device) for name, wrapper in STAGES.items()}
+    steps = {name: step for name, (_, step) in trained.items()}
+    all_reduce = dist.all_reduce
+
+    def all_reduce_with_a_label(*arguments, **options):
+        with record_function(CALL):
+            return all_reduce(*arguments, **options)
+
+    dist.all_reduce = all_reduce_with_a_label
+    traces = []
+    with setup.on_the_network():
+        for number in range(1, ROUNDS + 1):
+            setup.progress(f"round {number} of {ROUNDS}")
+            for step in steps.values():
+                step()
+            file = args.plot.with_name(f"timeline_{number}.json")
+            timing.profile({"clock": show_clock, **steps}, file)
+            if dist.get_rank() == 0:
+                traces.append(json.loads(file.read_text()))
+                if args.network:
+                    add_network(traces[-1], setup.slow_network().wire.spans)
+                    file.write_text(json.dumps(traces[-1]))
+    wrapper = trained["05_bucketed"][0]
+    names = {parameter: name for name, parameter in wrapper.module.named_parameters()}
+    return traces, [contents([names[p] for p in bucket.parameters]) for bucket in wrapper.buckets]
+
+
+def show_clock() -> None:
+    """Leave the time in the trace: the emulated network's times are by this clock."""
+    with record_function(f"{CLOCK}{time.monotonic()}"):
+        pass
+
+
+def add_network(trace: dict, spans) -> None:
+    """Put into a trace when the emulated network carried each call, in place of when gloo did."""
+    events = [event for event in trace["traceEvents"] if event["name"] != GLOO]
+    clock = next(event for event in events if event["name"].startswith(CLOCK))
+    began = float(clock["name"].removeprefix(CLOCK))
+    free_at = [-math.inf, -math.inf]  # of two rows
+    for begin, end in [span[-2:] for span in spans if span[-2] > began]:
+        row = 0 if begin >= free_at[0] else 1
+        free_at[row] = end
+        times = {"ts": clock["ts"] + 1e6 * (begin - began), "dur": 1e6 * (end - begin)}
+        events.append({"ph": "X", "name": GLOO, "pid": "network", "tid": row, **times})
+    trace["traceEvents"] = events
+
+
+def contents(names: list[str]) -> str:
+    """What a bucket holds, by the names of its parameters: norm, layers 15 to 13."""
+    layers = re.findall(r"\.(\d+)\.", " ".join(names))
+    parts = []
+    for name in names:
+        in_layer = re.search(r"\.\d+\.", name)
+        parts.append(f"layers {layers[0]} to {layers[-1]}" if in_layer else name.split(".")[-2])
+    return ", ".join(dict.fromkeys(parts))
+
+
+def steps_of(trace: dict, stage: str) -> list[Step]:
+    """A stage's training steps in a Chrome trace.
 
     Where it has the phases as the GPU ran them, these are taken, not their launches by the CPU.
     """
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     on_gpu = any(event.get("cat") == "gpu_user_annotation" for event in events)
     kind = "gpu_user_annotation" if on_gpu else "user_annotation"
-    phases = [event for event in events if event["name"] in COLORS and event.get("cat") == kind]
-    starts = sorted(event["ts"] for event in phases if event["name"] == "forward")
     steps = []
-    for start, next_start in zip(starts, [*starts[1:], math.inf], strict=True):
-        mine = [event for event in phases if start <= event["ts"] < next_start]
-        steps.append(Step({event["name"]: span(event, start) for event in mine}, []))
-        for event in events:
-            begin, end = span(event, start)
-            if 0 <= begin < steps[-1].duration() and is_all_reduce(event, on_gpu):
-                steps[-1].all_reduces.append((begin, end, event["tid"]))
+    for whole in sorted(events, key=lambda event: event["ts"]):
+        if whole["name"] != stage or whole.get("cat") != kind:
+            continue
+        last = whole["ts"] + whole["dur"]
+        inside = [event for event in events if whole["ts"] <= event["ts"] <= last]
+        labels = [event for event in inside if event.get("cat") == kind]
+        start = next(event["ts"] for event in labels if event["name"] == "forward")
+
+        def span(event, start=start):
+            return (event["ts"] - start) / 1000, (event["ts"] + event["dur"] - start) / 1000
+
+        phases = {event["name"]: span(event) for event in labels if event["name"] in PHASES}
+        calls = [span(event) for event in labels if event["name"] == CALL]
+        sent = [event for event in inside if event["name"].startswith(ALL_REDUCES)]
+        all_reduces = sorted((*span(event), event["tid"]) for event in sent)
+        steps.append(Step(phases_of(phases, calls), all_reduces))
     return steps
 
 
-def span(event: dict, start: float) -> tuple[float, float]:
-    """Its start and end in ms from the start of the step, which is in µs as in the trace."""
-    return (event["ts"] - start) / 1000, (event["ts"] + event["dur"] - start) / 1000
+def phases_of(spans: dict, calls: list[tuple[float, float]]) -> list[tuple[str, float, float]]:
+    """The phases as they are drawn: what surrounds a single call in `sync` packs and unpacks."""
+    phases = [(name, *times) for name, times in spans.items() if name != "sync"]
+    if "sync" in spans:
+        start, end = first, last = spans["sync"]
+        within = [call for call in calls if start <= call[0] < end]
+        if len(within) == 1:
+            first, last = within[0]
+            phases += [(PACKING, start, first), (PACKING, last, end)]
+        phases.append((WAITING, first, last))
+    return sorted(phases, key=lambda phase: phase[1:])
 
 
-def is_all_reduce(event: dict, on_gpu: bool) -> bool:
-    if on_gpu:
-        return event.get("cat") == "kernel" and event["name"].startswith("nccl")
-    return event["name"] == "gloo:all_reduce"
-
-
-def typical_step(traces: list[Path]) -> Step:
-    """Of all steps the one whose phases end nearest to their medians."""
-    steps = []
-    for trace in traces:
-        steps += steps_of(json.loads(trace.read_text()))
-    medians = {}
-    for name in steps[0].phases:
-        medians[name] = statistics.median(step.phases[name][1] for step in steps)
-
-    def distance(step: Step) -> float:
-        return sum(abs(step.phases[name][1] - median) for name, median in medians.items())
-
-    return min(steps, key=distance)
-
-
-def draw(steps: dict[str, Step], path: Path, end: float) -> None:
+def draw(steps: dict[str, Step], path: Path, end: float, buckets: list[str]) -> None:
     """The steps above each other, on one axis until `end`."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    height = 1.3 + sum(1.5 if step.all_reduces else 0.85 for step in steps.values())
-    figure = Figure(figsize=(10, height), dpi=120, layout="constrained")
+    height = 1.6 + sum(1.0 if step.all_reduces else 0.5 for step in steps.values())
+    figure = Figure(figsize=(8, height), dpi=200, layout="constrained")
     axes = figure.subplots()
     ticks = {}  # height: text
     top = 0.0
     for label, step in steps.items():
-        for name, (start, stop) in step.phases.items():
-            axes.barh(top, stop - start, 0.9, start, color=COLORS[name], edgecolor="white")
-        ticks[top] = f"{label}  compute"
-        axes.text(step.duration(), top, f"  {step.duration():.0f} ms", va="center", fontsize=10)
+        ticks[top] = label
+        draw_phases(axes, step, top, end)
         if step.all_reduces:
-            ticks[top - 1] = step.in_words()
-            draw_all_reduces(axes, step, top - 1)
-            top -= 1.3
-        top -= 1.7
-    axes.set_yticks(list(ticks), list(ticks.values()), fontsize=10)
-    axes.set_xlabel(f"time of one training step on rank 0, ms\n{NOTE}")
+            ticks[top - 1.05] = step.in_words()
+            draw_all_reduces(axes, step, top - 1.05)
+            top -= 1.05
+        if label == "05_bucketed" and len(step.all_reduces) == len(buckets):
+            numbered = [f"{number}: {words}" for number, words in enumerate(buckets, 1)]
+            unbroken = [words.replace(" ", "\xa0") for words in numbered]
+            text = textwrap.fill("    ".join(unbroken), 80)
+            axes.text(0, top - 0.6, text, va="top", fontsize=8)
+            top -= 0.9
+        top -= 1.6
+    axes.set_yticks(list(ticks), list(ticks.values()), fontsize=9)
+    axes.set_xlabel(f"time of one training step on rank 0, ms\n{NOTE}", fontsize=8)
     axes.set_xlim(0, end)
-    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.set_ylim(top + 0.9, 0.8)
+    axes.tick_params(axis="x", labelsize=8)
     axes.tick_params(axis="y", length=0)
-    handles = []
-    for name, color in COLORS.items():
-        handles.append(Patch(color=color, label="synchronizing" if name == "sync" else name))
-    figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    used = {"all-reduce", *(name for step in steps.values() for name, _, _ in step.phases)}
+    handles = [Patch(color=COLORS[name], label=name) for name in COLORS if name in used]
+    figure.legend(handles=handles, loc="outside upper center", ncols=3, fontsize=9, frameon=False)
     figure.savefig(path, format="png")
     setup.say(f"written: {path}")
 
 
+def draw_phases(axes, step: Step, middle: float, end: float) -> None:
+    """What rank 0 does, and in words how long it waits and the whole step takes."""
+    packing = iter(["pack", "unpack"])
+    for name, start, stop in step.phases:
+        axes.barh(middle, stop - start, 0.9, start, color=COLORS[name])
+        center = {"x": (start + stop) / 2, "ha": "center", "fontsize": 8}
+        if name == PACKING and stop - start > 0.004 * end:
+            axes.text(y=middle + 0.5, s=next(packing), va="bottom", **center)
+        if name == WAITING and stop - start > 0.06 * end:
+            axes.text(y=middle, s=f"{stop - start:.0f} ms", va="center", **center)
+    axes.text(step.duration(), middle, f"  {step.duration():.0f} ms", va="center", fontsize=9)
+
+
 def draw_all_reduces(axes, step: Step, middle: float) -> None:
-    """A row per thread; numbers, where there are few; below, how long the step waits."""
+    """A row per thread, or two of a network; numbers, where there are few."""
     threads = sorted({thread for _, _, thread in step.all_reduces})
     height = 0.9 / len(threads)
-    for number, (start, stop, thread) in enumerate(sorted(step.all_reduces), 1):
+    for number, (start, stop, thread) in enumerate(step.all_reduces, 1):
         place = middle + 0.45 - (threads.index(thread) + 0.5) * height
-        axes.barh(place, stop - start, height, start, color=COLORS["all-reduce"], edgecolor="white")
-        if len(step.all_reduces) <= 8:
-            center = {"ha": "center", "va": "center", "color": "white"}
+        color = COLORS["all-reduce"]
+        axes.barh(place, stop - start, height, start, color=color, edgecolor="white", linewidth=0.3)
+        if 1 < len(step.all_reduces) <= 12:
+            center = {"ha": "center", "va": "center", "color": "white", "fontsize": 8}
             axes.text((start + stop) / 2, place, str(number), **center)
-    if "sync" in step.phases:
-        start, stop = step.phases["sync"]
-        axes.plot([start, stop], [middle - 0.65] * 2, color="black", marker="|")
-        text = f"exposed: {stop - start:.0f} ms  "
-        axes.text(start, middle - 0.65, text, ha="right", va="center", fontsize=10)
 
 
 def main() -> None:
@@ -184,16 +251,20 @@ def main() -> None:
     if args.plot is None:
         parser.error("argument --plot: a picture is needed, and the traces lie beside it")
     with setup.process_group(args) as device:
-        traces = record(args, device)
-        if dist.get_rank() == 0:
-            steps = {name: typical_step(traces[name]) for name in traces}
-            for name, step in steps.items():
-                setup.say(f"{name}: {step.in_words()} in {step.duration():.0f} ms")
-            end = 1.08 * max(step.duration() for step in steps.values())
-            draw(steps, args.plot, end)
-            for name in WRAPPERS:
-                alone = {"no sync": steps["no sync"], name: steps[name]}
-                draw(alone, args.plot.with_name(f"timeline_{name}.png"), end)
+        traces, buckets = record(args, device)
+        if dist.get_rank() > 0:
+            return
+        steps = {}
+        for name in STAGES:
+            found = [step for trace in traces for step in steps_of(trace, name)]
+            steps[name] = sorted(found, key=Step.duration)[len(found) // 2]
+            setup.say(f"{name}: {steps[name].in_words()} in {steps[name].duration():.0f} ms")
+        end = 1.08 * max(step.duration() for step in steps.values())
+        draw(steps, args.plot, end, buckets)
+        floor = steps.pop("no communication")
+        for name, step in steps.items():
+            file = args.plot.with_name(f"timeline_{name}.png")
+            draw({"no communication": floor, name: step}, file, end, buckets)
 
 
 if __name__ == "__main__":
