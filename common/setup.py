@@ -28,7 +28,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # keeps torch.profiler's own lo
 ROOT = Path(__file__).resolve().parent.parent  # of this repository
 SIZES = {  # d_model, d_ff, layers, heads, vocabulary, sequences per rank and step, tokens in each
     "nano": (64, 256, 2, 2, 1_000, 4, 64),
-    "mini": (192, 768, 16, 6, 1_000, 8, 64),
+    "mini": (192, 768, 16, 6, 1_000, 10, 64),
     "small": (768, 3072, 12, 12, 10_000, 4, 128),
     "medium": (1024, 4096, 24, 16, 10_000, 4, 128),
     "large": (1280, 5120, 36, 20, 10_000, 4, 128),
