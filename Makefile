@@ -43,6 +43,13 @@ NETWORK_GIVEN = $(if $(NETWORK),--network $(call QUOTED,$(NETWORK)) )
 FLAGS = $(if $(BACKEND),--backend $(BACKEND) )$(NETWORK_GIVEN)$(ARGS)
 FLAGS_GIVEN = $(if $(MINE),--mine $(call QUOTED,$(MINE)) )$(FLAGS)
 
+ifneq ($(and $(NETWORK),$(filter check hosts,$(MAKECMDGOALS))),)
+$(error NETWORK='$(NETWORK)': make check and make hosts have networks of their own)
+endif
+ifneq ($(and $(MINE)$(BACKEND),$(filter hosts,$(MAKECMDGOALS))),)
+$(error MINE and BACKEND are no variables of make hosts: ARGS="--mine FILE.py:NAME")
+endif
+
 .NOTPARALLEL:
 .PHONY: help setup test test-full test-torch hosts lint all reference clean check compare \
 	timeline read check-python 07_resnet_ddp $(BY_TORCHRUN) $(BY_ITSELF)
@@ -70,7 +77,7 @@ $(foreach stage,$(STAGES),$(eval $(firstword $(subst _, ,$(stage))) $(stage)/: $
 ##   make 08_ddp_rpc                         DDP for the dense part, RPC servers for the embeddings
 LESSON = $@/$(shell echo $(@F) | sed 's/^[0-9]*_//').py
 $(BY_TORCHRUN): $(RUNTIME)
-	@$(TORCHRUN) $(LESSON) $(FLAGS_GIVEN)
+	$(TORCHRUN) $(LESSON) $(FLAGS_GIVEN)
 $(BY_ITSELF): $(RUNTIME)
 	@$(ALONE) $(LESSON) $(if $(filter file,$(origin NPROC)),,--nproc $(NPROC)) $(FLAGS_GIVEN)
 
@@ -96,7 +103,7 @@ timeline: $(RUNTIME)
 ##                                           right? (KIND=wrapper, optimizer or fsdp)
 CHECKED = $(if $(MINE),$(call QUOTED,$(MINE)) )$(if $(KIND),--kind $(KIND) )--nproc $(NPROC)
 check: $(RUNTIME)
-	@$(ALONE) common/check/check.py $(CHECKED) $(if $(BACKEND),--backend $(BACKEND) )$(ARGS)
+	$(ALONE) common/check/check.py $(CHECKED) $(if $(BACKEND),--backend $(BACKEND) )$(ARGS)
 
 ##   make read                               02 to 05 side by side in a browser; needs Python alone
 read:

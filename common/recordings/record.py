@@ -197,7 +197,7 @@ def head(seconds: float) -> str:
 def printed_by(command: str) -> str:
     """What a shell prints; all that it has started ends with this process."""
     command = re.sub(r"(?<!\S)python(?!\S)", shlex.quote(sys.executable), command)
-    command = re.sub(r"^make ", "make --no-print-directory ", command)
+    command = re.sub(r"^make ", "make --silent --no-print-directory ", command)
     options = {"stdout": subprocess.PIPE, "encoding": "utf-8", "start_new_session": True}
     with subprocess.Popen(command, shell=True, cwd=ROOT, **options) as shell:
         try:
@@ -232,8 +232,7 @@ def write(name: str, outputs: list[tuple[str, float]]) -> None:
 def output_of(path: Path) -> str:
     """What the first command that prints something has printed."""
     _, _, text = path.read_text().partition("\n\n")
-    # Until all are recorded again, some have no command there, and the range of several runs below.
-    outputs = re.split(r"^\$ .*\n|^lowest of \d+ runs\n", text, flags=re.MULTILINE)
+    outputs = re.split(r"^\$ .*\n", text, flags=re.MULTILINE)
     return next(output.rstrip("\n") + "\n" for output in outputs if output.strip())
 
 

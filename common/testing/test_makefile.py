@@ -52,6 +52,15 @@ def test_wrong_numbers_are_one_line(word, said):
     assert status == 2 and said in output and len(output.splitlines()) == 1, output
 
 
+@pytest.mark.parametrize(
+    "target, word",
+    [("check", "NETWORK=1gbit,1ms"), ("hosts", "NETWORK=x"), ("hosts", "MINE=a.py:A")],
+)
+def test_what_a_target_does_not_take_is_one_line(target, word):
+    status, output = make(target, word)
+    assert status == 2 and word.split("=")[0] in output and len(output.splitlines()) == 1, output
+
+
 def test_variables_are_handed_on():
     assert "bucketed.py --mine 'my ddp.py:My'" in would_make("05", "MINE=my ddp.py:My")
     command = would_make("check", "MINE=my ddp.py:My", "KIND=fsdp", "NPROC=3")
