@@ -367,14 +367,12 @@ def norms_of_whole(gradients, p="fro", ord=2, **options) -> list[torch.Tensor]:
         part = gradient.as_subclass(torch.Tensor)
         dtype = torch.promote_types(part.dtype, torch.float32)
         squares.append(torch.linalg.vector_norm(part, dtype=dtype).square())
-    summed = torch.stack(squares)
-    sharded = [gradient for gradient in gradients if isinstance(gradient, ShardedGradient)]
-    if sharded:
-        dist.all_reduce(summed, group=sharded[0].group)
-    for number, gradient in enumerate(gradients):
-        if isinstance(gradient, ShardedGradient):
-            squares[number] = summed[number]
-    return [square.sqrt() for square in squares]
+    mine = torch.stack(squares)
+    sharded = [isinstance(gradient, ShardedGradient) for gradient in gradients]
+    summed = mine.clone()
+    if any(sharded):
+        dist.all_reduce(summed, group=gradients[sharded.index(True)].group)
+    return torch.where(mine.new_tensor(sharded).bool(), summed, mine).sqrt().unbind()
 
 
 def clip_grad_norm(model: FSDP, max_norm: float) -> torch.Tensor:
@@ -702,48 +700,10 @@ def main():
     sys.path[:0] = [str(folder), str(folder.parent), str(folder.parent.parent)]
     try:
         import measure
-        from sharded_optimizer import LanguageModel
-
-        from common import report, setup
     except ModuleNotFoundError as error:
         needed = "copy the repository's folder common/, sharded_optimizer.py and measure.py beside"
         sys.exit(f"error: {error}: {needed} fsdp.py, too")
-
-    parser = setup.Parser(__doc__)
-    setup.add_training_arguments(parser, steps=6)
-    setup.add_verify_arguments(parser)
-    setup.add_mine(parser)
-    setup.add_plot_arguments(parser, "fsdp.png")
-    parser.set_defaults(warmup=3)  # five candidates, and all within a minute
-    parser.add_argument("--no-memory", action="store_true", help="no table and picture of it")
-    numbers = {"type": setup.list_of(setup.whole_number(2)), "nargs": "?", "metavar": "N,N,…"}
-    only = "only what one of so many ranks would hold, by a formula (8,64,1024)"
-    parser.add_argument("--accounting", **numbers, const=[8, 64, 1024], help=only)
-    args = parser.parse_args()
-    if args.save and args.no_verify:
-        parser.error("argument --save: not with --no-verify, which trains no classifier")
-    if args.accounting:
-        measure.print_accounting(args)
-        return
-    with setup.process_group(args) as device:
-        result = report.begin("06_sharded_optimizer/fsdp", args, device)
-        wraps = {"FSDP": FSDP} | setup.users_wrapper(args)
-        replicas = len(wraps) if args.no_baseline else len(wraps) + 3
-        model = result["model"] = report.describe(LanguageModel, args, replicas)
-        with setup.without_gloo_greeting():
-            Agreement(None)  # its process group
-        result["verify"] = None
-        if not args.no_verify:
-            for name in reversed(wraps):  # this lesson's last: it is saved
-                if args.mine:
-                    setup.say(f"verify: {name}")
-                result["verify"] = measure.verify(args, device, wraps[name])
-        if not args.no_memory:
-            result["memory_bytes"] = measure.account(args, device, FSDP, choose_units)
-            measure.print_memory(result, args.plot)
-        batch_shape = model["batch_size"], model["context_length"]
-        result["candidates"] = measure.benchmark(args, device, batch_shape, FSDP, choose_units)
-        report.write_json(args.json, result)
+    measure.main(__doc__, FSDP, choose_units)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """06, FSDP: what fsdp.py verifies and measures; what ranks hold, measured and by a formula."""
 
-import inspect
 import sys
 import warnings
 from functools import partial
@@ -38,8 +37,6 @@ def finish(model: nn.Module) -> None:
 
 
 TOLERANCE = 1e-10  # of float64 weights after hundreds of steps; rounding alone stays far below
-MIXED_STEPS = 20
-MIXED_TOLERANCE = 1e-6  # of float32 weights: rounded alike and summed alike, they should be equal
 LEGEND = """\
 Percentiles over all steps of all ranks; forward, backward with finish, optimizer: p50;
 beyond: forward and backward together, less those of no communication; sent: by rank 0 to its
@@ -47,30 +44,22 @@ sockets in a step; /fully_shard: ratio of the p50s, below 1 is faster."""
 
 
 def verify(args, device, wrap) -> dict:
-    """Train a classifier on shards, and a twin in one process on their union; compare weights.
-
-    Then a few steps with compute_dtype=bfloat16, beside the same rounding done by hand.
-    """
+    """Train a classifier on shards, and a twin in one process on their union; compare weights."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     images, labels, *held_out = setup.load_equal_shares(args, device)
-
-    def shards(generator):
-        """Batches of 64 images for each rank, and what they are together."""
-        for batch in torch.randperm(len(images), generator=generator).split(64 * world_size):
-            yield [batch[start::world_size] for start in range(world_size)], batch
-
     twin = classifier(images, args.seed)
     model = wrap(classifier(images, args.seed + rank))  # rank 0's weights must win
     optimizer = torch.optim.Adam([*twin.parameters(), *model.parameters()], lr=1e-3)
     watch = timing.Stopwatch(device)
     shuffle = torch.Generator().manual_seed(args.seed)
     for epoch in (1, 2):
-        for step, (of_ranks, batch) in enumerate(shards(shuffle), 1):
+        order = torch.randperm(len(images), generator=shuffle)
+        for step, union in enumerate(order.split(64 * world_size), 1):
+            shard = union[rank::world_size]
             optimizer.zero_grad()
-            F.cross_entropy(twin(images[batch]), labels[batch]).backward()
-            mine = of_ranks[rank]
+            F.cross_entropy(twin(images[union]), labels[union]).backward()
             watch.mark("start")
-            loss = F.cross_entropy(model(images[mine]), labels[mine])
+            loss = F.cross_entropy(model(images[shard]), labels[shard])
             loss.backward()
             model.finish_gradient_synchronization()
             watch.mark("synchronized")
@@ -82,39 +71,10 @@ def verify(args, device, wrap) -> dict:
         sys.exit("error: argument --mine: verify needs its gather_full_params(), or --no-verify")
     full = model.gather_full_params()
     ours = "passed, the shards of all ranks are together"
-    alone = "single-process training"
-    worst = check_weights(full, twin.state_dict(), TOLERANCE, ours, alone)
-    report.save(args.save, full)
-    result = {"max_abs_diff": worst, "tolerance": TOLERANCE, "passed": True, "accuracy": accuracy}
-    if "compute_dtype" not in inspect.signature(wrap).parameters:  # of a class of the user's own
-        return result
-
-    images = images.float()
-    twin = classifier(images, args.seed, bias=False)
-    model = wrap(classifier(images, args.seed, bias=False), compute_dtype=torch.bfloat16)
-    optimizer = torch.optim.SGD([*twin.parameters(), *model.parameters()], lr=0.1, momentum=0.9)
-    for _, (of_ranks, _) in zip(range(MIXED_STEPS), shards(shuffle), strict=False):
-        optimizer.zero_grad()
-        mine = of_ranks[rank]
-        F.cross_entropy(model(images[mine]).float(), labels[mine]).backward()
-        model.finish_gradient_synchronization()
-        for shard in of_ranks:
-            F.cross_entropy(rounded(twin, images[shard]), labels[shard]).backward()
-        for weight in twin.parameters():
-            weight.grad /= world_size
-        optimizer.step()
-    full = model.gather_full_params()
-    ours = f"bfloat16 passed, after {MIXED_STEPS} steps"
-    by_hand = "the same rounding by hand"
-    mixed = check_weights(full, twin.state_dict(), MIXED_TOLERANCE, ours, by_hand)
+    worst = check_weights(full, twin.state_dict(), TOLERANCE, ours, "single-process training")
     setup.say()
-    return result | {"bfloat16_max_abs_diff": mixed, "bfloat16_tolerance": MIXED_TOLERANCE}
-
-
-def rounded(twin: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """What it gives with weights and inputs in bfloat16; gradients add up in the weights' dtype."""
-    weights = {name: weight.bfloat16() for name, weight in twin.named_parameters()}
-    return torch.func.functional_call(twin, weights, x.bfloat16()).float()
+    report.save(args.save, full)
+    return {"max_abs_diff": worst, "tolerance": TOLERANCE, "passed": True, "accuracy": accuracy}
 
 
 def sent_bytes(step) -> int | None:
@@ -277,3 +237,40 @@ def print_accounting(args) -> None:
             rows.append([f"{world_size} ranks, {name}", *megabytes])
     setup.say(f"{args.size} model, float32, AdamW; a rank by the formula, without activations")
     report.print_table(["MB", *PARTS, "at most"], rows)
+
+
+def main(description: str, wrap, choose_units) -> None:
+    """The script: verify, what ranks hold, the benchmark; or the formula's table alone."""
+    parser = setup.Parser(description)
+    setup.add_training_arguments(parser, steps=6)
+    setup.add_verify_arguments(parser)
+    setup.add_mine(parser)
+    setup.add_plot_arguments(parser, "fsdp.png")
+    parser.set_defaults(warmup=3)  # five candidates, and all within a minute
+    numbers = {"type": setup.list_of(setup.whole_number(2)), "nargs": "?", "metavar": "N,N,…"}
+    only = "only what one of so many ranks would hold, by a formula (8,64,1024)"
+    parser.add_argument("--accounting", **numbers, const=[8, 64, 1024], help=only)
+    args = parser.parse_args()
+    if args.save and args.no_verify:
+        parser.error("argument --save: not with --no-verify, which trains no classifier")
+    if args.accounting:
+        print_accounting(args)
+        return
+    with setup.process_group(args) as device:
+        result = report.begin("06_sharded_optimizer/fsdp", args, device)
+        wraps = {"FSDP": wrap} | setup.users_wrapper(args)
+        replicas = len(wraps) if args.no_baseline else len(wraps) + 3
+        model = result["model"] = report.describe(stage.LanguageModel, args, replicas)
+        with setup.without_gloo_greeting():
+            wrap(nn.Linear(1, 1, device=device))  # makes its second process group
+        result["verify"] = None
+        if not args.no_verify:
+            for name in reversed(wraps):  # this lesson's last: it is saved
+                if args.mine:
+                    setup.say(f"verify: {name}")
+                result["verify"] = verify(args, device, wraps[name])
+        result["memory_bytes"] = account(args, device, wrap, choose_units)
+        print_memory(result, args.plot)
+        batch_shape = model["batch_size"], model["context_length"]
+        result["candidates"] = benchmark(args, device, batch_shape, wrap, choose_units)
+        report.write_json(args.json, result)
