@@ -226,12 +226,15 @@ class Agreement:
             group = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
             self.second_groups[first] = group
         self.group = self.second_groups[first]
-        self.announced = {}  # FlatParameter, or None for the finish -> (names of all ranks, work)
+        self.announced = {}  # FlatParameter, or None at the end -> (name, all ranks' names, work)
 
     def announce(self, flat: FlatParameter | None) -> None:
-        mine = torch.tensor(list(name_of(flat)), dtype=torch.uint8, device="cpu")
+        name = flat.name if flat else "nothing more"
+        letters = name[-80:].ljust(80).encode("ascii", "replace")
+        mine = torch.tensor(list(letters), dtype=torch.uint8, device="cpu")
         names = mine.new_empty(dist.get_world_size(self.group) * len(mine))
-        self.announced[flat] = names, all_gather_single(names, mine, self.group, async_op=True)
+        work = all_gather_single(names, mine, self.group, async_op=True)
+        self.announced[flat] = name, names.view(-1, len(mine)), work
 
     def unshard(self, now: list, prefetched=(), later=()) -> None:
         """Wait for some, begin to gather others, announce what probably comes then."""
@@ -246,20 +249,15 @@ class Agreement:
     def unshard_first(self) -> None:
         """What was announced first, and now all have announced."""
         flat = next(iter(self.announced))
-        names, work = self.announced.pop(flat)
+        name, names, work = self.announced.pop(flat)
         remedy = "all ranks must use the same units in the same order, or units=[that module]"
-        mine = name_of(flat)
-        gathers = f"gathers {mine.decode().strip()}"
         try:
             work.wait()
         except RuntimeError as error:
-            raise RuntimeError(f"only this rank {gathers}: {remedy} ({error})") from error
-        for rank, name in enumerate(names.view(-1, len(mine)).tolist()):
-            if bytes(name) != mine:
-                theirs = f"rank {rank} gathers {bytes(name).decode().strip()}"
-                raise RuntimeError(
-                    f"rank {dist.get_rank(self.group)} {gathers}, {theirs}: {remedy}"
-                )
+            raise RuntimeError(f"not all ranks gather {name}: {remedy} ({error})") from error
+        if (names != names[0]).any():
+            found = [bytes(letters).decode().strip() for letters in names.tolist()]
+            raise RuntimeError(f"rank by rank {found} are gathered: {remedy}")
         if flat:
             flat.unshard()
 
@@ -271,12 +269,6 @@ class Agreement:
 
     def __getstate__(self):
         raise RuntimeError("FSDP cannot be copied or pickled: gather_full_params() can be saved")
-
-
-def name_of(flat: FlatParameter | None) -> bytes:
-    """As many bytes of every one, to be sent."""
-    name = flat.name if flat else "nothing more"
-    return name[-80:].ljust(80).encode("ascii", "replace")
 
 
 def gradient_or_zeros(parameter: torch.Tensor) -> torch.Tensor:
@@ -314,9 +306,8 @@ def end_reduction(model: FSDP) -> None:
     work.wait()
     received = received.view(-1, len(flat.local_shard))  # from each rank
     mean = received.mean(0, dtype=flat.local_shard.dtype)
-    for shard, gradient in zip(
-        flat.sharded_params, split_like(flat.sharded_params, mean), strict=True
-    ):
+    gradients = split_like(flat.sharded_params, mean)
+    for shard, gradient in zip(flat.sharded_params, gradients, strict=True):
         gradient = gradient if shard.grad is None else shard.grad + gradient
         shard.grad = gradient.as_subclass(ShardedGradient)
         shard.grad.group = flat.group
@@ -386,9 +377,6 @@ def clip_grad_norm(model: FSDP, max_norm: float) -> torch.Tensor:
     norm = torch.stack(norms_of_whole(gradients)).norm()
     nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
     return norm
-
-
-# A module reads its weights as attributes. In a forward they stand where otherwise the shards are.
 
 
 def use_unsharded_params(flats: list[FlatParameter]) -> None:
@@ -469,9 +457,6 @@ def with_gradient(value) -> list[torch.Tensor]:
     return [leaf for leaf in leaves_of(value) if torch.is_tensor(leaf) and leaf.requires_grad]
 
 
-# Which module needs which weights.
-
-
 def choose_units(module: nn.Module) -> list[nn.Module]:
     """The elements of a ModuleList or Sequential; elsewhere the modules that own parameters."""
     chosen = []
@@ -503,7 +488,7 @@ def shard_weights(module, units, compute_dtype, process_group) -> dict:
         weights_of[unit] = [weight for weight in unit.parameters() if weight in owners]
     in_units = set().union(*weights_of.values()) - set(module.parameters(recurse=False))
     weights_of = {module: [weight for weight in owners if weight not in in_units]} | weights_of
-    flat_of = {}
+    flat_of, needed = {}, {}
     for unit, weights in weights_of.items():
         alike = {}
         for weight in weights:
@@ -514,12 +499,10 @@ def shard_weights(module, units, compute_dtype, process_group) -> dict:
             flat = FlatParameter(names[unit], members, dtype, process_group)
             flat_of |= dict.fromkeys(members, flat)
             put_shards_in(flat, members, owners)
-    if compute_dtype:
-        compute_in(compute_dtype, module, set(flat_of.values()))
-    needed = {}
-    for unit, weights in weights_of.items():
         if weights:
             needed[unit] = list(dict.fromkeys(flat_of[weight] for weight in weights))
+    if compute_dtype:
+        compute_in(compute_dtype, module, set(flat_of.values()))
     return needed
 
 
@@ -545,9 +528,8 @@ def compute_in(dtype: torch.dtype, module: nn.Module, flats: set[FlatParameter])
     """Modules with weights compute in this dtype, those without, such as norms, in their own."""
     flat_of = {owner: flat for flat in flats for owner, _, _ in flat.owners}
     for owner in module.modules():
-        small = [
-            (owner, name, p) for name, p in owner.named_parameters(recurse=False) if p.ndim < 2
-        ]
+        own = owner.named_parameters(recurse=False)
+        small = [(owner, name, p) for name, p in own if p.ndim < 2]
         if owner in flat_of:
             flat_of[owner].owners += small
             cast_inputs = partial(cast, dtype)
@@ -566,9 +548,6 @@ def cast(dtype: torch.dtype, module: nn.Module, inputs: tuple, kwargs: dict) -> 
         return value.to(dtype) if is_float else value
 
     return tuple(map(in_dtype, inputs)), {name: in_dtype(kwargs[name]) for name in kwargs}
-
-
-# Saving, loading, and what is refused.
 
 
 @torch.no_grad()
@@ -596,8 +575,8 @@ def load_full_state(model: FSDP, state: dict[str, torch.Tensor]) -> None:
             raise ValueError(f"{name} has shape {tuple(found)}, not {tuple(expected)}")
         values[tensor] = state[name]
     for flat in model.flats:
-        shards = flatten([values.pop(shard) for shard in flat.sharded_params], len(flat.unsharded))
-        flat.local_shard.copy_(shards.view(-1, len(flat.local_shard))[dist.get_rank(flat.group)])
+        slices = flatten([values.pop(shard) for shard in flat.sharded_params], len(flat.unsharded))
+        flat.local_shard.copy_(slices.view(-1, len(flat.local_shard))[dist.get_rank(flat.group)])
     for buffer, value in values.items():
         buffer.copy_(value)
 
@@ -637,9 +616,8 @@ def refuse_hooks(module: nn.Module) -> None:
     for name, parameter in module.named_parameters():
         of_gradient, after_it = hooks_of(parameter)
         if of_gradient or (after_it and parameter.ndim < 2):
-            raise RuntimeError(
-                f"{name}: only weights can have hooks, by register_post_accumulate_grad_hook"
-            )
+            can = "only weights can have hooks, by register_post_accumulate_grad_hook"
+            raise RuntimeError(f"{name}: {can}")
 
 
 def layout_of(module: nn.Module) -> list[tuple]:
@@ -650,9 +628,8 @@ def check_before_forward(model: FSDP) -> None:
     if model.in_backward:
         raise RuntimeError("call finish_gradient_synchronization() after every backward()")
     if layout_of(model.module) != model.layout:
-        raise RuntimeError(
-            "parameters were frozen, unfrozen, replaced, moved or cast: wrap the module again"
-        )
+        changed = "frozen, unfrozen, replaced, moved or cast"
+        raise RuntimeError(f"parameters were {changed}: wrap the module again")
     refuse_hooks(model.module)
 
 
@@ -701,8 +678,7 @@ def main():
     try:
         import measure
     except ModuleNotFoundError as error:
-        needed = "copy the repository's folder common/, sharded_optimizer.py and measure.py beside"
-        sys.exit(f"error: {error}: {needed} fsdp.py, too")
+        sys.exit(f"error: {error}: copy the repository's folder common/ and its 06_*, too")
     measure.main(__doc__, FSDP, choose_units)
 
 
