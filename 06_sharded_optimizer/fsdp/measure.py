@@ -150,7 +150,7 @@ def account(args, device, wrap, choose_units) -> dict:
     memory = {}
     for name, how in candidates.items():
         setup.progress(f"memory: {name}")
-        memory[name] = stage.of_all_ranks(held_bytes(args, device, *how))
+        memory[name] = stage.gather_objects(held_bytes(args, device, *how))
     return memory
 
 
@@ -166,7 +166,7 @@ def held_bytes(args, device, make_optimizer, wrap) -> list[int]:
     for _ in range(3):
         training.optimizer.zero_grad()
         peaks.append(report.peak_bytes(training.compute_gradients, device))
-    kept = stage.held_parts(training.model, training.optimizer)
+    kept = training.held_parts()
     is_ddp = isinstance(training.model, DistributedDataParallel)  # its gradients stay in buckets
     return [*kept, min(peaks) - (0 if is_ddp else kept[1])]
 
@@ -216,7 +216,7 @@ def by_formula(size: str, world_size: int) -> dict[str, list[float]]:
     """
     with torch.device("meta"):
         model = stage.LanguageModel(*setup.SIZES[size][:5])
-    modules = [model.token_embedding, *model.layers, model.head]
+    modules = [model.token_embedding, *model.layers.layers, model.head]
     units = [sum(p.nbytes for p in part.parameters() if p.ndim >= 2) for part in modules]
     whole = sum(p.nbytes for p in model.parameters())
     shards = [whole / world_size, whole / world_size, 2 * whole / world_size]
