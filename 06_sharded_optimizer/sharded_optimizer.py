@@ -291,6 +291,9 @@ def copy_to_cpu(value):
 ADAMW = torch.optim.AdamW
 SHARDED_ADAMW = partial(ShardedOptimizer, optimizer_cls=ADAMW)
 TOLERANCE = 1e-12  # of the weights in verify: the same updates by the same gradients give 0
+MEMORY_LEGEND = """\
+MB: 2^20 bytes, held by a rank: whole parameters and gradients, its own optimizer state.
+"""
 LEGEND = """\
 Percentiles over all steps of all ranks; optimizer: optimizer.step() alone; step: all of a
 training step; ZeRO: torch's ZeroRedundancyOptimizer, view: with its option
@@ -408,9 +411,8 @@ def check_weights(weights: dict, expected: dict, tolerance: float, ours: str, th
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     if not worst <= tolerance:
         sys.exit(f"verify: FAILED, a weight is {worst:.1e} away from {theirs}")
-    helpers()[1].say(
-        f"verify: {ours} at most {worst:.1e} away from {theirs} (allowed: {tolerance:.0e})"
-    )
+    _, setup, _ = helpers()
+    setup.say(f"verify: {ours} at most {worst:.1e} away from {theirs} (allowed: {tolerance:.0e})")
     return worst.item()
 
 
@@ -500,14 +502,12 @@ def print_memory(memory):
             rows.append([f"{name}, {moment}", *[f"{part / 2**20:.1f}" for part in held]])
     ranks = [f"state, rank {rank}" for rank in range(dist.get_world_size())]
     report.print_table(["MB", "parameters", "gradients", *ranks], rows)
-    legend = "MB: 2^20 bytes, held by a rank: whole parameters and gradients, its optimizer state."
-    setup.say(legend + "\n")
+    setup.say(MEMORY_LEGEND)
 
 
-def benchmark(args, device, batch_shape) -> tuple[dict, list]:
+def benchmark(optimizers, args, device, batch_shape) -> tuple[dict, list]:
     """AdamW unsharded, this stage's, torch's ZeRO: what ranks hold, and times of their steps."""
     _, _, timing = helpers()
-    optimizers = sharded_optimizers(args)
     if not args.no_baseline:
         zero = partial(ZeroRedundancyOptimizer, optimizer_class=ADAMW)
         view = partial(zero, parameters_as_bucket_view=True)
@@ -551,17 +551,18 @@ def main():
     args = setup.stage_arguments(__doc__, steps=10)
     with setup.process_group(args) as device:
         result = report.begin("06_sharded_optimizer", args, device)
-        makers = sharded_optimizers(args)
-        replicas = len(makers) if args.no_baseline else len(makers) + 3
+        optimizers = sharded_optimizers(args)
+        replicas = len(optimizers) if args.no_baseline else len(optimizers) + 3
         model = result["model"] = report.describe(LanguageModel, args, replicas)
         result["verify"] = None
         if not args.no_verify:
-            for name in reversed(makers):  # this stage's last: it is saved
+            for name in reversed(optimizers):  # this stage's last: it is saved
                 if args.mine:
                     setup.say(f"verify: {name}")
-                result["verify"] = verify(makers[name], args, device)
+                result["verify"] = verify(optimizers[name], args, device)
         batch_shape = model["batch_size"], model["context_length"]
-        result["memory_bytes"], result["candidates"] = benchmark(args, device, batch_shape)
+        memory, candidates = benchmark(optimizers, args, device, batch_shape)
+        result |= {"memory_bytes": memory, "candidates": candidates}
         report.write_json(args.json, result)
 
 
