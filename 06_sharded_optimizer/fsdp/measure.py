@@ -9,7 +9,7 @@ import sharded_optimizer as stage
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from sharded_optimizer import ADAMW, Training, check_weights, classifier
+from sharded_optimizer import ADAMW, Training, classifier
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,8 +23,7 @@ def fully_sharded(choose_units, model: nn.Module) -> nn.Module:
 
     # Nothing here writes into what a unit returns.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
-    device = next(model.parameters()).device.type
-    mesh = DeviceMesh.from_group(dist.group.WORLD, device)
+    mesh = DeviceMesh.from_group(dist.group.WORLD, next(model.parameters()).device.type)
     for part in choose_units(model):
         fully_shard(part, mesh=mesh)
     return fully_shard(model, mesh=mesh)
@@ -70,8 +69,8 @@ def verify(args, device, wrap) -> dict:
     if not hasattr(model, "gather_full_params"):
         sys.exit("error: argument --mine: verify needs its gather_full_params(), or --no-verify")
     full = model.gather_full_params()
-    ours = "passed, the shards of all ranks are together"
-    worst = check_weights(full, twin.state_dict(), TOLERANCE, ours, "single-process training")
+    ours, theirs = "passed, the shards of all ranks are together", "single-process training"
+    worst = stage.check_weights(full, twin.state_dict(), TOLERANCE, ours, theirs)
     setup.say()
     report.save(args.save, full)
     return {"max_abs_diff": worst, "tolerance": TOLERANCE, "passed": True, "accuracy": accuracy}
@@ -89,14 +88,15 @@ def sent_bytes(step) -> int | None:
     return written[1] - written[0]
 
 
-def benchmark(args, device, batch_shape, wrap, choose_units) -> list[dict]:
+def benchmark(args, device, model, wrap, choose_units) -> list[dict]:
     """Time steps of a language model: no communication, torch's DDP and fully_shard, FSDP."""
-    torch_fully_shard = partial(fully_sharded, choose_units)
     wraps = {"FSDP": wrap} | setup.users_wrapper(args)
     if not args.no_baseline:
-        of_torch = {"torch DDP": DistributedDataParallel, "torch fully_shard": torch_fully_shard}
-        no_prefetch = {"FSDP, no prefetch": partial(wrap, prefetch=False)}
-        wraps = {"no communication": None, **of_torch, **no_prefetch, **wraps}
+        baselines = {"no communication": None, "torch DDP": DistributedDataParallel}
+        baselines["torch fully_shard"] = partial(fully_sharded, choose_units)
+        baselines["FSDP, no prefetch"] = partial(wrap, prefetch=False)
+        wraps = baselines | wraps
+    batch_shape = model["batch_size"], model["context_length"]
     steps = {}
     for name, how in wraps.items():
         steps[name] = Training(args, device, batch_shape, ADAMW, how, finish).step
@@ -117,9 +117,9 @@ def print_steps(samples: dict[str, dict]) -> None:
         parts = [times[f"{part}_seconds"] for part in ("forward", "backward", "optimizer")]
         parts = [1000 * report.percentiles(seconds)[0] for seconds in parts]
         bare = sum(parts[:2]) if name == "no communication" else bare
+        sent = times["sent_bytes"]
         row = [name, *report.milliseconds(times["step_seconds"])]
         row += [f"{part:.1f}" for part in parts]
-        sent = times["sent_bytes"]
         row.append("-" if bare is None else f"{sum(parts[:2]) - bare:.1f}")
         row.append("-" if sent is None else f"{sent / 2**20:.1f}")
         row.append(str(times["collectives_per_step"]))
@@ -131,7 +131,6 @@ def print_steps(samples: dict[str, dict]) -> None:
 
 
 PARTS = "parameters", "gradients", "optimizer state", "in flight"
-COLORS = "#56B4E9", "#E69F00", "#009E73", "#D55E00"
 MEMORY_LEGEND = """\
 MB: 2^20 bytes, of the rank that has most; batch: one sequence of 8 tokens;
 in flight: the most that there is beside the others at any time of forward and backward.
@@ -149,7 +148,6 @@ def account(args, device, wrap, choose_units) -> dict:
     candidates["FSDP"] = ADAMW, wrap
     memory = {}
     for name, how in candidates.items():
-        setup.progress(f"memory: {name}")
         memory[name] = stage.gather_objects(held_bytes(args, device, *how))
     return memory
 
@@ -162,18 +160,18 @@ def held_bytes(args, device, make_optimizer, wrap) -> list[int]:
     training = Training(args, device, (1, 8), make_optimizer, wrap, finish)
     for _ in range(2):
         training.step()
-    peaks = []  # the least is right: the profiler may miss what a thread of gloo gives back
-    for _ in range(3):
+    peaks = []  # the profiler may miss what gloo gives back, or gloo be quicker: the median
+    for _ in range(5):
         training.optimizer.zero_grad()
         peaks.append(report.peak_bytes(training.compute_gradients, device))
     kept = training.held_parts()
     is_ddp = isinstance(training.model, DistributedDataParallel)  # its gradients stay in buckets
-    return [*kept, min(peaks) - (0 if is_ddp else kept[1])]
+    return [*kept, sorted(peaks)[2] - (0 if is_ddp else kept[1])]
 
 
 def print_memory(result, plot):
     """The table, and the picture if there is a path for it."""
-    most = {name: max(of_ranks, key=sum) for name, of_ranks in result["memory_bytes"].items()}
+    most = {name: max(all_ranks, key=sum) for name, all_ranks in result["memory_bytes"].items()}
     rows = []
     for name, parts in most.items():
         rows.append([name, *[f"{part / 2**20:.1f}" for part in [*parts, sum(parts)]]])
@@ -192,7 +190,8 @@ def draw(result, most, path):
     axes = figure.subplots()
     axes.invert_yaxis()
     left = [0.0] * len(most)
-    for number, (part, color) in enumerate(zip(PARTS, COLORS, strict=True)):
+    colors = "#56B4E9", "#E69F00", "#009E73", "#D55E00"
+    for number, (part, color) in enumerate(zip(PARTS, colors, strict=True)):
         widths = [parts[number] / 2**20 for parts in most.values()]
         drawn = axes.barh(list(most), widths, left=left, color=color, label=part, height=0.75)
         numbers = [f"{width:.0f}" if width > 9 else "" for width in widths]
@@ -220,10 +219,9 @@ def by_formula(size: str, world_size: int) -> dict[str, list[float]]:
     units = [sum(p.nbytes for p in part.parameters() if p.ndim >= 2) for part in modules]
     whole = sum(p.nbytes for p in model.parameters())
     shards = [whole / world_size, whole / world_size, 2 * whole / world_size]
-    moments = [
-        2 * sum(units[last - 2 : last + 1]) - sum(units[: last + 1]) / world_size
-        for last in range(2, len(units))
-    ]
+    moments = []
+    for last in range(2, len(units)):
+        moments.append(2 * sum(units[last - 2 : last + 1]) - sum(units[: last + 1]) / world_size)
     sharded = {"ShardedOptimizer": [whole, whole, shards[2], 0], "FSDP": [*shards, max(moments)]}
     return {"DDP": [whole, whole, 2 * whole, 0], **sharded}
 
@@ -271,6 +269,5 @@ def main(description: str, wrap, choose_units) -> None:
                 result["verify"] = verify(args, device, wraps[name])
         result["memory_bytes"] = account(args, device, wrap, choose_units)
         print_memory(result, args.plot)
-        batch_shape = model["batch_size"], model["context_length"]
-        result["candidates"] = benchmark(args, device, batch_shape, wrap, choose_units)
+        result["candidates"] = benchmark(args, device, model, wrap, choose_units)
         report.write_json(args.json, result)

