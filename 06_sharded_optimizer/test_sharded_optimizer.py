@@ -521,6 +521,8 @@ def constructs_the_class_of_the_real_groups():
     with pytest.raises((ValueError, AssertionError)):
         twins.sharded.add_param_group({"params": parameters((3,), (3,))})
     assert len(twins.sharded.param_groups) == len(twins.sharded.local.param_groups) == 2
+    assert len(twins.sharded.owners) == len(twins.mine)
+    assert sum(twins.sharded.loads) == sum(parameter.nbytes for parameter in twins.mine)
     twins.train(range(3, 5))
     twins.check()
 
