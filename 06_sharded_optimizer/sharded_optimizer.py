@@ -16,7 +16,7 @@ SC 2020, section 5.1 (P_os); Stanford CS336, assignment 2, "Optimizer state shar
 
 import sys
 from copy import deepcopy
-from functools import partial
+from functools import cache, partial
 from itertools import zip_longest
 from pathlib import Path
 
@@ -94,9 +94,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Update this rank's shard, and exchange. All ranks call a closure; returns its loss."""
         with torch.enable_grad():  # a closure runs backward
             loss = closure() if closure is not None else None
-        take_over_changes(self)  # such as a learning rate that a scheduler has changed
+        sync_groups_to_local(self)  # such as a learning rate that a scheduler has changed
         self.local.step(**kwargs)
-        show_changes(self)  # such as a step counter that some classes keep in their groups
+        sync_groups_from_local(self)  # such as a step counter that a class keeps in its groups
         works = []
         for owner, flat in self.flats:  # in the same order on all ranks
             group = {"group": self.process_group, "group_src": owner}
@@ -115,14 +115,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         It is a copy, fetched parameter by parameter. On other ranks "state" is empty.
         """
-        return collect_state(self, super().state_dict())
+        return gather_state(self, super().state_dict())
 
     def load_state_dict(self, state_dict: dict | None) -> None:
         """Load a whole state, saved at any world size or by `optimizer_cls` itself.
 
         The first rank that has one hands it out; others may pass None, or what they got.
         """
-        super().load_state_dict(hand_out_state(self, state_dict))
+        super().load_state_dict(scatter_state(self, state_dict))
 
     def __getstate__(self):
         raise RuntimeError("cannot be copied or pickled: save state_dict(), load it into another")
@@ -144,19 +144,36 @@ def agree_on_groups(sharded: ShardedOptimizer, params) -> list[dict]:
         for group in torch.optim.Optimizer(params, {}).param_groups:  # whatever form they have
             torch.optim.Optimizer.add_param_group(sharded, group)
         for number, group in enumerate(sharded.param_groups):
-            for parameter in group["params"]:
-                kind = f"requires_grad={parameter.requires_grad}, group {number}"
-                lines.append(f"as number {len(lines)} {layout(parameter)}, {kind}")
+            for p in group["params"]:
+                layout = f"{tuple(p.shape)} {p.dtype} strides={p.stride()} {p.device.type}"
+                kind = f"requires_grad={p.requires_grad}, group {number}"
+                lines.append(f"as number {len(lines)} {layout}, {kind}")
     except Exception as error:  # the other ranks must hear of it, or they would wait for us
         failure = error
         lines = [f"{type(error).__name__}: {error}"]
-    difference = first_difference(of_all_ranks(lines, sharded.process_group))
+    difference = first_difference(gather_objects(lines, sharded.process_group))
     if difference:
         failure = ValueError(f"the ranks' parameters differ: {difference}")
     if failure:
         del sharded.param_groups[before:]
         raise failure
     return sharded.param_groups[before:]
+
+
+def first_difference(all_lines: list[list[str]]) -> str | None:
+    """The first line in which a rank differs from rank 0, said in words."""
+    for rank, lines in enumerate(all_lines):
+        for expected, found in zip_longest(all_lines[0], lines, fillvalue="nothing"):
+            if expected != found:
+                return f"rank 0 has {expected}, rank {rank} has {found}"
+    return None
+
+
+def gather_objects(mine, process_group=None) -> list:
+    """What all ranks have, by rank."""
+    gathered = [None] * dist.get_world_size(process_group)
+    dist.all_gather_object(gathered, mine, group=process_group)
+    return gathered
 
 
 def add_to_local(sharded: ShardedOptimizer, groups: list[dict]) -> None:
@@ -166,23 +183,25 @@ def add_to_local(sharded: ShardedOptimizer, groups: list[dict]) -> None:
     """
     failure = None
     try:
-        own = [own_part(sharded, group) for group in groups]
-        made = sharded.optimizer_cls(own, **sharded.options)
+        own_groups = [own_part(sharded, group) for group in groups]
+        made = sharded.optimizer_cls(own_groups, **sharded.options)
         if isinstance(made, torch.optim.LBFGS):
             raise ValueError("LBFGS looks at all parameters at once: use it without sharding")
     except Exception as error:
         failure = error
-    for rank, text in enumerate(of_all_ranks(failure and str(failure), sharded.process_group)):
+    for rank, text in enumerate(gather_objects(failure and str(failure), sharded.process_group)):
         if text is not None:
-            forget_groups(sharded, groups)
+            del sharded.param_groups[-len(groups) :]
+            for parameter in [parameter for group in groups for parameter in group["params"]]:
+                sharded.loads[sharded.owners.pop(parameter)] -= parameter.nbytes
             raise failure or ValueError(f"rank {rank}, of its part of the parameters: {text}")
-    for group, part in zip(groups, made.param_groups, strict=True):
-        group.update({**part, "params": group["params"]})  # the options that it did not say
+    for group, local_group in zip(groups, made.param_groups, strict=True):
+        group.update({**local_group, "params": group["params"]})  # the options it did not say
     if sharded.local is None:
         sharded.local = made
     else:
-        for part in made.param_groups:
-            sharded.local.add_param_group(part)
+        for local_group in made.param_groups:
+            sharded.local.add_param_group(local_group)
         sharded.local.state.update(made.state)  # some classes (Adagrad) have it from the beginning
 
 
@@ -193,43 +212,13 @@ def own_part(sharded: ShardedOptimizer, group: dict) -> dict:
     return {**group, "params": own}
 
 
-def forget_groups(sharded: ShardedOptimizer, groups: list[dict]) -> None:
-    """The last ones, which no rank could use."""
-    for group in groups:
-        sharded.param_groups.remove(group)
-        for parameter in group["params"]:
-            sharded.loads[sharded.owners.pop(parameter)] -= parameter.nbytes
-
-
-def of_all_ranks(mine, process_group=None) -> list:
-    """What all ranks have, by rank."""
-    of_ranks = [None] * dist.get_world_size(process_group)
-    dist.all_gather_object(of_ranks, mine, group=process_group)
-    return of_ranks
-
-
-def first_difference(of_ranks: list[list[str]]) -> str | None:
-    """The first line in which a rank differs from rank 0, said in words."""
-    for rank, theirs in enumerate(of_ranks):
-        for expected, found in zip_longest(of_ranks[0], theirs, fillvalue="nothing"):
-            if expected != found:
-                return f"rank 0 has {expected}, rank {rank} has {found}"
-    return None
-
-
-def layout(tensor: torch.Tensor) -> str:
-    """What two tensors must share to hold the same values in the same places."""
-    shape = tuple(tensor.shape)
-    return f"{shape} {tensor.dtype} strides={tensor.stride()} {tensor.device.type}"
-
-
 def view_in_layout_of(parameter: nn.Parameter, flat: torch.Tensor) -> torch.Tensor:
     """Flat memory, seen in a parameter's shape and strides (channels_last, transposed)."""
     strides = torch.empty_like(parameter, device="meta").stride()  # meta: nothing is allocated
     return flat.as_strided(parameter.shape, strides)
 
 
-def take_over_changes(sharded: ShardedOptimizer) -> None:
+def sync_groups_to_local(sharded: ShardedOptimizer) -> None:
     """Take over what was changed since the last step: hyper-parameters, a state that was reset."""
     for parameter, view in sharded.views.items():
         if parameter.data_ptr() != view.data_ptr():
@@ -242,13 +231,13 @@ def take_over_changes(sharded: ShardedOptimizer) -> None:
     sharded.local.state = sharded.state
 
 
-def show_changes(sharded: ShardedOptimizer) -> None:
+def sync_groups_from_local(sharded: ShardedOptimizer) -> None:
     """Show in param_groups what the local optimizer wrote into its own."""
     for group, local in zip(sharded.param_groups, sharded.local.param_groups, strict=True):
         group.update({**local, "params": group["params"]})
 
 
-def collect_state(sharded: ShardedOptimizer, state_dict: dict) -> dict:
+def gather_state(sharded: ShardedOptimizer, state_dict: dict) -> dict:
     """Of this rank's state_dict the whole one, on rank 0."""
     mine = state_dict["state"]
     state_dict["state"] = {}
@@ -263,19 +252,19 @@ def collect_state(sharded: ShardedOptimizer, state_dict: dict) -> dict:
     return state_dict
 
 
-def hand_out_state(sharded: ShardedOptimizer, state_dict: dict | None) -> dict:
+def scatter_state(sharded: ShardedOptimizer, state_dict: dict | None) -> dict:
     """This rank's part of the whole state_dict that some rank was given."""
     if state_dict is None or "state_is_on_rank" in state_dict:
         state_dict = {"state": {}, "param_groups": None}
-    of_ranks = of_all_ranks(state_dict["param_groups"], sharded.process_group)
-    givers = [rank for rank, groups in enumerate(of_ranks) if groups]
-    if not givers:
+    all_groups = gather_objects(state_dict["param_groups"], sharded.process_group)
+    sources = [rank for rank, groups in enumerate(all_groups) if groups]
+    if not sources:
         raise ValueError("no whole state was given: pass what state_dict() returns on rank 0")
-    giver = givers[0]
-    packed_groups = of_ranks[giver]
+    source = sources[0]
+    packed_groups = all_groups[source]
     state = {}
     for _, index, parameter in numbered(sharded, packed_groups):
-        piece = from_rank(giver, sharded, state_dict["state"].get(index, {}))
+        piece = from_rank(source, sharded, state_dict["state"].get(index, {}))
         if piece and sharded.rank == sharded.owners[parameter]:
             state[index] = piece
     return {"state": state, "param_groups": packed_groups}
@@ -302,6 +291,9 @@ def copy_to_cpu(value):
 ADAMW = torch.optim.AdamW
 SHARDED_ADAMW = partial(ShardedOptimizer, optimizer_cls=ADAMW)
 TOLERANCE = 1e-12  # of the weights in verify: the same updates by the same gradients give 0
+MEMORY_LEGEND = """\
+MB: 2^20 bytes, held by a rank: whole parameters and gradients, its own optimizer state.
+"""
 LEGEND = """\
 Percentiles over all steps of all ranks; optimizer: optimizer.step() alone; step: all of a
 training step; ZeRO: torch's ZeroRedundancyOptimizer, view: with its option
@@ -310,32 +302,38 @@ of the rank that has most."""
 
 
 class LanguageModel(nn.Module):
-    """A causal transformer: tokens int64 [batch, context] -> logits [batch, context, vocabulary].
-
-    Pre-norm and without biases, as the course's; no position embedding: the tokens are random.
-    """
+    """Causal transformer: tokens int64 [batch, context] -> logits [batch, context, vocabulary]."""
 
     def __init__(self, d_model, d_ff, layers, heads, vocabulary):
         super().__init__()
-        self.token_embedding = nn.Embedding(vocabulary, d_model)
-        layer = partial(nn.TransformerEncoderLayer, batch_first=True, norm_first=True, bias=False)
-        blocks = [layer(d_model, heads, d_ff, 0.0, F.gelu) for _ in range(layers)]
-        self.layers = nn.ModuleList(blocks)
-        self.norm = nn.LayerNorm(d_model, bias=False)
+        options = {"batch_first": True, "norm_first": True, "bias": False}
+        layer = nn.TransformerEncoderLayer(d_model, heads, d_ff, 0.0, F.gelu, **options)
+        norm = nn.LayerNorm(d_model, bias=False)
+        self.token_embedding = nn.Embedding(vocabulary, d_model)  # no positions: random tokens
+        self.layers = nn.TransformerEncoder(layer, layers, norm, enable_nested_tensor=False)
         self.head = nn.Linear(d_model, vocabulary, bias=False)
 
     def forward(self, tokens):
         x = self.token_embedding(tokens)
         mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], x.device, x.dtype)
-        for layer in self.layers:
-            x = layer(x, mask, is_causal=True)
-        return self.head(self.norm(x))
+        return self.head(self.layers(x, mask, is_causal=True))
+
+
+@cache
+def helpers():
+    """common's modules. Only a run needs them: a copied class can be imported with torch alone."""
+    folder = Path(__file__).resolve().parent
+    sys.path[:0] = [str(folder), str(folder.parent)]
+    try:
+        from common import report, setup, timing
+    except ModuleNotFoundError as error:
+        sys.exit(f"error: {error}: copy the repository's folder common/ beside this script")
+    return report, setup, timing
 
 
 def sharded_optimizers(args) -> dict:
     """This stage's, and with --mine the user's: functions of parameters and AdamW's options."""
-    from common import setup
-
+    _, setup, _ = helpers()
     optimizers = {"ShardedOptimizer": SHARDED_ADAMW}
     if args.mine:
         mine = setup.load(args.mine)
@@ -357,12 +355,9 @@ def verify(make_sharded, args, device):
     The first layer is frozen in epoch 1 and added as a group for epoch 2; a scheduler lowers the
     learning rates.
     """
-    from common import report
-    from common.setup import load_equal_shares, say
-    from common.timing import Stopwatch
-
+    report, setup, timing = helpers()
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    images, labels, *held_out = load_equal_shares(args, device)
+    images, labels, *held_out = setup.load_equal_shares(args, device)
 
     def build(make_optimizer):
         model = classifier(images, args.seed)
@@ -371,7 +366,7 @@ def verify(make_sharded, args, device):
         return model, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
 
     twins = {"sharded": build(make_sharded), "unsharded": build(ADAMW)}
-    watch = Stopwatch(device)
+    watch = timing.Stopwatch(device)
     shuffle = torch.Generator().manual_seed(args.seed)
     for epoch in (1, 2):
         if epoch == 2:
@@ -397,52 +392,35 @@ def verify(make_sharded, args, device):
     weights, expected = [model.state_dict() for model, *_ in twins.values()]
     ours = "passed, all ranks are"
     worst = check_weights(weights, expected, TOLERANCE, ours, "unsharded AdamW")
-    say()
+    setup.say()
     report.save(args.save, weights)
     return {"max_abs_diff": worst, "tolerance": TOLERANCE, "passed": True, "accuracy": accuracy}
 
 
-def classifier(images: torch.Tensor, seed: int, bias: bool = True) -> nn.Sequential:
+def classifier(images: torch.Tensor, seed: int) -> nn.Sequential:
     """Of images [n, pixels] into ten classes, in their dtype and on their device."""
     torch.manual_seed(seed)
-    hidden = [nn.Linear(images.shape[1], 50, bias), nn.ReLU(), nn.Linear(50, 50, bias), nn.ReLU()]
-    return nn.Sequential(*hidden, nn.Linear(50, 10, bias)).to(images)
+    hidden = [nn.Linear(images.shape[1], 50), nn.ReLU(), nn.Linear(50, 50), nn.ReLU()]
+    return nn.Sequential(*hidden, nn.Linear(50, 10)).to(images)
 
 
 def check_weights(weights: dict, expected: dict, tolerance: float, ours: str, theirs: str) -> float:
     """Say how far apart any weights are, on any rank; above the tolerance end the run."""
-    from common.setup import say
-
-    of_weights = [(weights[name] - weight).abs().max() for name, weight in expected.items()]
-    worst = torch.stack(of_weights).max()
+    distances = [(weights[name] - weight).abs().max() for name, weight in expected.items()]
+    worst = torch.stack(distances).max()
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     if not worst <= tolerance:
         sys.exit(f"verify: FAILED, a weight is {worst:.1e} away from {theirs}")
-    say(f"verify: {ours} at most {worst:.1e} away from {theirs} (allowed: {tolerance:.0e})")
+    _, setup, _ = helpers()
+    setup.say(f"verify: {ours} at most {worst:.1e} away from {theirs} (allowed: {tolerance:.0e})")
     return worst.item()
-
-
-def held_parts(model, optimizer) -> list[int]:
-    """Bytes that this rank holds: of parameters, gradients, optimizer state.
-
-    The state of a shard is in an optimizer within the optimizer.
-    """
-    from common.report import held_bytes
-
-    parameters = list(model.parameters())
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    within = [each for each in vars(optimizer).values() if isinstance(each, torch.optim.Optimizer)]
-    states = [state for each in within or [optimizer] for state in each.state.values()]
-    values = [value for state in states for value in state.values() if torch.is_tensor(value)]
-    return [held_bytes(tensors) for tensors in (parameters, gradients, values)]
 
 
 class Training:
     """A language model and its optimizer, with averaged gradients; and what a step of it takes."""
 
     def __init__(self, args, device, batch_shape, make_optimizer, wrap=None, finish=None):
-        from common import setup, timing
-
+        _, setup, timing = helpers()
         shape = setup.SIZES[args.size][:5]
         torch.manual_seed(args.seed + dist.get_rank())
         self.tokens, self.targets = torch.randint(shape[-1], (2, *batch_shape), device=device)
@@ -483,52 +461,57 @@ class Training:
             "optimizer_seconds": self.watch.seconds("averaged", "end"),
         }
 
+    def held_parts(self) -> list[int]:
+        """Bytes that this rank holds: of parameters, gradients, optimizer state."""
+        report, _, _ = helpers()
+        parameters = list(self.model.parameters())
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        held = [report.held_bytes(parameters), report.held_bytes(gradients)]
+        return [*held, report.held_bytes(tensors_of_state(self.optimizer))]
+
+
+def tensors_of_state(optimizer) -> list[torch.Tensor]:
+    """Those on this rank. The state of a shard is in an optimizer within the optimizer."""
+    within = [each for each in vars(optimizer).values() if isinstance(each, torch.optim.Optimizer)]
+    states = [state for each in within or [optimizer] for state in each.state.values()]
+    return [value for state in states for value in state.values() if torch.is_tensor(value)]
+
 
 def account(training: Training) -> dict:
     """What each rank holds around the second optimizer step (the first one makes the state).
 
     Returns {moment: [rank][bytes of parameters, gradients, optimizer state]}.
     """
-
-    def held():
-        return of_all_ranks(held_parts(training.model, training.optimizer))
-
-    moments = {"model built": held()}
+    built = gather_objects(training.held_parts())
     training.step()
     training.compute_gradients()
-    moments["before the step"] = held()
+    before = gather_objects(training.held_parts())
     training.optimizer.step()
-    moments["after the step"] = held()
-    return moments
+    after = gather_objects(training.held_parts())
+    return {"model built": built, "before the step": before, "after the step": after}
 
 
 def print_memory(memory):
     """The table: a row for each optimizer and moment, with the state of every rank."""
-    from common import report
-    from common.setup import say
-
+    report, setup, _ = helpers()
     rows = []
     for name, moments in memory.items():
-        for moment, of_ranks in moments.items():
-            parameters, gradients, _ = of_ranks[0]  # all ranks have the same
-            held = [parameters, gradients, *[state for _, _, state in of_ranks]]
+        for moment, all_ranks in moments.items():
+            parameters, gradients, _ = all_ranks[0]  # all ranks have the same
+            held = [parameters, gradients, *[state for _, _, state in all_ranks]]
             rows.append([f"{name}, {moment}", *[f"{part / 2**20:.1f}" for part in held]])
     ranks = [f"state, rank {rank}" for rank in range(dist.get_world_size())]
     report.print_table(["MB", "parameters", "gradients", *ranks], rows)
-    say("MB: 2^20 bytes, held by a rank: whole parameters and gradients, its own optimizer state.")
-    say()
+    setup.say(MEMORY_LEGEND)
 
 
-def benchmark(args, device, batch_shape) -> tuple[dict, list]:
+def benchmark(optimizers, args, device, batch_shape) -> tuple[dict, list]:
     """AdamW unsharded, this stage's, torch's ZeRO: what ranks hold, and times of their steps."""
-    from common import timing
-
-    optimizers = sharded_optimizers(args)
+    _, _, timing = helpers()
     if not args.no_baseline:
         zero = partial(ZeroRedundancyOptimizer, optimizer_class=ADAMW)
         view = partial(zero, parameters_as_bucket_view=True)
-        of_torch = {"torch ZeRO": zero, "torch ZeRO view": view}
-        optimizers = {"AdamW": ADAMW, **optimizers, **of_torch}
+        optimizers = {"AdamW": ADAMW, **optimizers, "torch ZeRO": zero, "torch ZeRO view": view}
     candidates = {}
     for name, make_optimizer in optimizers.items():
         candidates[name] = Training(args, device, batch_shape, make_optimizer)
@@ -538,7 +521,7 @@ def benchmark(args, device, batch_shape) -> tuple[dict, list]:
     steps = {name: training.step for name, training in candidates.items()}
     samples = timing.measure(steps, args.steps, args.warmup)
     for name, training in candidates.items():
-        held = of_all_ranks(held_parts(training.model, training.optimizer))
+        held = gather_objects(training.held_parts())
         samples[name]["optimizer_state_bytes"] = [state for _, _, state in held]
         trace = args.trace if name == "ShardedOptimizer" else None
         samples[name]["collectives_per_step"] = timing.count_collectives(training.step, trace)
@@ -548,9 +531,7 @@ def benchmark(args, device, batch_shape) -> tuple[dict, list]:
 
 def print_times(samples: dict[str, dict]) -> None:
     """The table: two rows per candidate, the optimizer's step alone and a whole one."""
-    from common import report
-    from common.setup import say
-
+    report, setup, _ = helpers()
     rows = []
     for quantity in ("optimizer_seconds", "step_seconds"):
         for name, times in samples.items():
@@ -562,30 +543,26 @@ def print_times(samples: dict[str, dict]) -> None:
             rows.append(row)
     header = ["ms", "p50", "p75", "p90", "p95", "/ZeRO", "/ZeRO view", "state MB"]
     report.print_table(header, rows)
-    say(LEGEND)
+    setup.say(LEGEND)
 
 
 def main():
-    folder = Path(__file__).resolve().parent
-    sys.path[:0] = [str(folder), str(folder.parent)]
-    try:
-        from common import report, setup
-    except ModuleNotFoundError as error:
-        sys.exit(f"error: {error}: copy the repository's folder common/ beside {folder} or into it")
-
-    args = setup.stage_arguments(__doc__, steps=12)
+    report, setup, _ = helpers()
+    args = setup.stage_arguments(__doc__, steps=10)
     with setup.process_group(args) as device:
-        result = report.begin(folder.name, args, device)
-        replicas = (1 if args.no_baseline else 4) + bool(args.mine)
+        result = report.begin("06_sharded_optimizer", args, device)
+        optimizers = sharded_optimizers(args)
+        replicas = len(optimizers) if args.no_baseline else len(optimizers) + 3
         model = result["model"] = report.describe(LanguageModel, args, replicas)
-        makers = sharded_optimizers(args)
         result["verify"] = None
-        for name in [] if args.no_verify else reversed(makers):  # this stage's last: it is saved
-            if args.mine:
-                setup.say(f"verify: {name}")
-            result["verify"] = verify(makers[name], args, device)
+        if not args.no_verify:
+            for name in reversed(optimizers):  # this stage's last: it is saved
+                if args.mine:
+                    setup.say(f"verify: {name}")
+                result["verify"] = verify(optimizers[name], args, device)
         batch_shape = model["batch_size"], model["context_length"]
-        result["memory_bytes"], result["candidates"] = benchmark(args, device, batch_shape)
+        memory, candidates = benchmark(optimizers, args, device, batch_shape)
+        result |= {"memory_bytes": memory, "candidates": candidates}
         report.write_json(args.json, result)
 
 

@@ -23,7 +23,7 @@ from common.testing import harness
 from common.testing.harness import failed, judged, masked
 
 sys.path.insert(0, str(Path(__file__).parent))
-from sharded_optimizer import LanguageModel, ShardedOptimizer, held_parts
+from sharded_optimizer import LanguageModel, ShardedOptimizer, tensors_of_state
 
 SCRIPT = Path(__file__).with_name("sharded_optimizer.py")
 ADAM = torch.optim.Adam
@@ -266,7 +266,8 @@ def shares_the_state_out_evenly():
         assert sum(flat.nbytes for _, flat in optimizer.flats) == sum(sizes)
         train(optimizer, list(model.parameters()), [0])
         own = optimizer.loads[optimizer.rank]
-        assert 2 * own <= held_parts(model, optimizer)[2] <= 2 * own + 4 * len(sizes)
+        held = sum(tensor.nbytes for tensor in tensors_of_state(optimizer))
+        assert 2 * own <= held <= 2 * own + 4 * len(sizes)
     half_frozen = parameters(*[(50,)] * 8)
     for parameter in half_frozen[::2]:
         parameter.requires_grad_(False)
@@ -520,6 +521,8 @@ def constructs_the_class_of_the_real_groups():
     with pytest.raises((ValueError, AssertionError)):
         twins.sharded.add_param_group({"params": parameters((3,), (3,))})
     assert len(twins.sharded.param_groups) == len(twins.sharded.local.param_groups) == 2
+    assert len(twins.sharded.owners) == len(twins.mine)
+    assert sum(twins.sharded.loads) == sum(parameter.nbytes for parameter in twins.mine)
     twins.train(range(3, 5))
     twins.check()
 

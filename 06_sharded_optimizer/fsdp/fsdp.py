@@ -15,7 +15,6 @@ Source: Rajbhandari et al., "ZeRO", SC 2020; Zhao et al., "PyTorch FSDP", VLDB 2
 
 import sys
 import weakref
-from collections import deque
 from collections.abc import Mapping
 from contextlib import contextmanager
 from functools import cache, partial
@@ -39,8 +38,9 @@ class FlatParameter:
 
     def __init__(self, name: str, weights: list[nn.Parameter], dtype: torch.dtype, process_group):
         self.name, self.group = name, process_group
+        self.requires_grad = weights[0].requires_grad  # that of all
         world_size, rank = dist.get_world_size(process_group), dist.get_rank(process_group)
-        flat = pad_to_multiple(world_size, torch.cat([w.detach().flatten() for w in weights]))
+        flat = flatten(weights, world_size)
         self.local_shard = flat.view(world_size, -1)[rank].clone()
         self.unsharded = torch.empty_like(flat, dtype=dtype)  # weights travel in this dtype
         self.sharded_params = []  # of each weight this rank's part: for the optimizer
@@ -51,13 +51,12 @@ class FlatParameter:
             start += weight.numel()
             last = max(first, min(start, low + len(self.local_shard)))
             mine = self.local_shard[first - low : last - low].view(*[1] * (weight.ndim - 1), -1)
-            self.sharded_params.append(nn.Parameter(mine, weight.requires_grad))
-            self.unsharded_params.append(whole.detach().requires_grad_(weight.requires_grad))
-        self.trained = {weight for weight in self.unsharded_params if weight.requires_grad}
-        self.missing = set(self.trained)  # those whose gradient is not there yet
-        self.places, self.biases = [], []  # where modules read them: (module, name, weight)
+            self.sharded_params.append(nn.Parameter(mine, self.requires_grad))
+            self.unsharded_params.append(whole.detach().requires_grad_(self.requires_grad))
+        self.owners = []  # where modules read them: (module, name, weight)
+        self.missing = set(self.unsharded_params)  # those whose gradient is not there yet
         self.users = 0  # forwards that compute with it now
-        self.gathering = self.reduction = None  # what is in flight
+        self.gathering = None  # while it is put together
         self.reshard()
 
     def unshard(self) -> None:
@@ -91,51 +90,52 @@ class FSDP(nn.Module):
         check_and_broadcast(module, process_group)
         self.module, self.process_group = module, process_group
         self.flats_of = shard_weights(module, units, compute_dtype, process_group)
-        parts = list(self.flats_of) if prefetch else []
-        self.after, self.before = dict(pairwise(parts)), dict(pairwise(reversed(parts)))
         self.flats = list(dict.fromkeys(flat for flats in self.flats_of.values() for flat in flats))
-        self.agreement = Agreement(self.flats, process_group)  # on what is gathered next
-        self.order = [flat for flat in reversed(self.flats) if flat.trained]  # they are reduced so
-        self.waiting = deque(self.order)  # those that are still to be reduced
-        self.in_flight = []  # at most one that is reduced
+        modules = list(self.flats_of) if prefetch else []
+        self.next_in_forward = dict(pairwise(modules))
+        self.next_in_backward = dict(pairwise(reversed(modules)))
+        self.agreement = Agreement(process_group)  # on what is gathered next
+        self.order = [flat for flat in reversed(self.flats) if flat.requires_grad]
+        self.waiting = self.order.copy()  # they are reduced in this order
+        self.reduction = None  # the one that is reduced now
         self.in_backward = False  # until the finish
-        self.flat_of = {weight: flat for flat in self.flats for weight in flat.trained}
+        self.flat_of = {weight: flat for flat in self.order for weight in flat.unsharded_params}
         hook = partial(FSDP._gradient_is_there, weakref.proxy(self))  # or it is never freed
         for weight in self.flat_of:
             weight.register_post_accumulate_grad_hook(hook)
-        for part in self.flats_of:
-            part.register_forward_pre_hook(self._before_forward, prepend=True)
-            part.register_forward_hook(self._after_forward, always_call=True)
-        self.layout = layout_of(module)
+        for module in self.flats_of:
+            module.register_forward_pre_hook(self._before_forward, prepend=True)
+            module.register_forward_hook(self._after_forward, always_call=True)
+        self.layout = layout_of(self.module)
 
     def forward(self, *inputs, **kwargs):
         check_before_forward(self)
         reshard_unused(self.flats)  # what an earlier forward has gathered in vain
         return self.module(*inputs, **kwargs)
 
-    def _unshard(self, part: nn.Module, order: dict) -> None:
+    def _unshard(self, module: nn.Module, order: dict) -> None:
         """Gather its weights, begin to gather the next module's, announce those of one more."""
-        following = order.get(part)
-        parts = part, following, order.get(following)
-        self.agreement.unshard(*[self.flats_of.get(each, []) for each in parts])
+        following = order.get(module)
+        modules = module, following, order.get(following)
+        self.agreement.unshard(*[self.flats_of.get(each, []) for each in modules])
 
-    def _before_forward(self, part: nn.Module, *_) -> None:
+    def _before_forward(self, module: nn.Module, *_) -> None:
         """Hook 1, before a module's forward. In backward a checkpoint calls it again."""
-        self._unshard(part, self.before if self.in_backward else self.after)
-        use_unsharded_params(self.flats_of[part])  # from here on part.weight is the whole weight
+        self._unshard(module, self.next_in_backward if self.in_backward else self.next_in_forward)
+        use_unsharded_params(self.flats_of[module])  # now module.weight is the whole weight
 
-    def _after_forward(self, part: nn.Module, inputs, outputs) -> None:
+    def _after_forward(self, module: nn.Module, inputs, outputs) -> None:
         """Hook 2, after a module's forward."""
-        use_sharded_params(self.flats_of[part])  # part.weight is this rank's shard again
-        for tensor in tensors_in_backward(self, part, inputs, outputs):
-            tensor.register_hook(partial(self._before_backward, part))
+        use_sharded_params(self.flats_of[module])  # module.weight is this rank's shard again
+        for tensor in tensors_in_backward(module, self.flats_of[module], inputs, outputs):
+            tensor.register_hook(partial(self._before_backward, module))
         if not self.in_backward:  # there a checkpoint's own backward comes next
-            reshard_unused(self.flats_of[part])
+            reshard_unused(self.flats_of[module])
 
-    def _before_backward(self, part: nn.Module, _) -> None:
+    def _before_backward(self, module: nn.Module, _) -> None:
         """Hook 3, when backward comes to what a module returned."""
         self.in_backward = True
-        self._unshard(part, self.before)
+        self._unshard(module, self.next_in_backward)
 
     def _gradient_is_there(self, weight: torch.Tensor) -> None:
         """Hook 4, when a weight's gradient is complete. All ranks reduce in one order."""
@@ -148,17 +148,17 @@ class FSDP(nn.Module):
         if not flat.missing:
             reshard_unused([flat])
         while self.waiting and not self.waiting[0].missing:
-            begin_reduction(self.waiting.popleft(), self.in_flight)
+            begin_reduction(self, self.waiting.pop(0))
 
     def finish_gradient_synchronization(self) -> None:
         """Complete all gradients. Call it after backward(), before optimizer.step()."""
         self.agreement.finish()  # no rank gathers anything more
         while self.waiting:
-            begin_reduction(self.waiting.popleft(), self.in_flight)  # with zeros for the missing
-        end_reduction(self.in_flight)
+            begin_reduction(self, self.waiting.pop(0))  # with zeros for the missing
+        end_reduction(self)
         average_replicated(self)  # biases, norms
         reshard_unused(self.flats)  # frozen ones, and what was gathered in vain
-        self.waiting.extend(self.order)
+        self.waiting = self.order.copy()
         self.in_backward = False
 
     def gather_full_params(self) -> dict[str, torch.Tensor]:
@@ -175,22 +175,24 @@ class FSDP(nn.Module):
 
 
 # ==================================================================================================
-# Below this line: what ranks agree on, which module needs which weights, clipping and saving, what
-# is refused. verify, the benchmark and the memory are in measure.py.
+# Below this line: what ranks agree on, the reduction, clipping, which module needs which weights,
+# saving, and what is refused. verify, the benchmark and the memory are in measure.py.
 
 
 # torch has renamed them (2.13, 2.14), and warns of the old names.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-NO_HOOKS = "only weights can have hooks, by register_post_accumulate_grad_hook"
 CAME_TWICE = """\
 a weight's gradient came twice before the finish. Either backward() ran twice: finish in between.
 Or one backward did it, with two re-entrant checkpoints of a layer, or a head in chunks that each
 run a backward: use checkpoint(..., use_reentrant=False), which needs no second backward."""
 
 
-def pad_to_multiple(number: int, flat: torch.Tensor) -> torch.Tensor:
-    return torch.cat([flat, flat.new_zeros(-len(flat) % number)])
+def flatten(tensors, multiple: int) -> torch.Tensor:
+    """Their values, one after another, and zeros up to a multiple of a number."""
+    pieces = [tensor.detach().flatten() for tensor in tensors]
+    padding = -sum(map(len, pieces)) % multiple
+    return torch.cat([*pieces, pieces[0].new_zeros(padding)])
 
 
 def split_like(tensors, flat: torch.Tensor) -> list[torch.Tensor]:
@@ -210,31 +212,29 @@ def reshard_unused(flats: list[FlatParameter]) -> None:
 class Agreement:
     """All ranks must gather the same in the same order: where sizes differ, gloo ends the process.
 
-    So each rank announces ahead, as a number in a second group, what it gathers next. When all have
+    So each rank announces ahead, by its name in a second group, what it gathers next. When all have
     announced the same it is gathered, in the order of announcement; if not, all ranks raise.
     """
 
-    second_groups = weakref.WeakKeyDictionary()  # process group -> (the other, what numbers mean)
+    second_groups = weakref.WeakKeyDictionary()  # of the same ranks, by the first group
 
-    def __init__(self, flats: list[FlatParameter], process_group):
+    def __init__(self, process_group):
         first = process_group or dist.group.WORLD
         if first not in self.second_groups:
             ranks, backend = dist.get_process_group_ranks(first), dist.get_backend(first)
-            backend = "gloo" if "nccl" in backend else backend  # numbers are on the CPU
+            backend = "gloo" if "nccl" in backend else backend  # names are on the CPU
             group = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
-            self.second_groups[first] = group, []
-        self.group, self.names = self.second_groups[first]
-        self.numbers = {}
-        for flat in [*flats, None]:
-            self.numbers[flat] = len(self.names)
-            self.names.append(flat.name if flat else "nothing more")
-        self.announced = {}  # FlatParameter, or None for the finish -> (numbers of all ranks, work)
+            self.second_groups[first] = group
+        self.group = self.second_groups[first]
+        self.announced = {}  # FlatParameter, or None at the end -> (name, all ranks' names, work)
 
     def announce(self, flat: FlatParameter | None) -> None:
-        mine = torch.tensor([self.numbers[flat]], device="cpu")
-        numbers = mine.new_empty(dist.get_world_size(self.group))
-        work = all_gather_single(numbers, mine, self.group, async_op=True)
-        self.announced[flat] = numbers, work
+        name = flat.name if flat else "nothing more"
+        letters = name[-80:].ljust(80).encode("ascii", "replace")
+        mine = torch.tensor(list(letters), dtype=torch.uint8, device="cpu")
+        names = mine.new_empty(dist.get_world_size(self.group) * len(mine))
+        work = all_gather_single(names, mine, self.group, async_op=True)
+        self.announced[flat] = name, names.view(-1, len(mine)), work
 
     def unshard(self, now: list, prefetched=(), later=()) -> None:
         """Wait for some, begin to gather others, announce what probably comes then."""
@@ -249,19 +249,15 @@ class Agreement:
     def unshard_first(self) -> None:
         """What was announced first, and now all have announced."""
         flat = next(iter(self.announced))
-        numbers, work = self.announced.pop(flat)
-        mine = self.names[self.numbers[flat]]
+        name, names, work = self.announced.pop(flat)
         remedy = "all ranks must use the same units in the same order, or units=[that module]"
         try:
             work.wait()
         except RuntimeError as error:
-            missing = f"this rank gathers {mine}, and another one does not"
-            raise RuntimeError(f"{missing}: {remedy} ({error})") from error
-        ranks = dist.get_process_group_ranks(self.group)
-        for rank, number in zip(ranks, numbers.tolist(), strict=True):
-            if number != self.numbers[flat]:
-                others = f"rank {rank} gathers {self.names[number]}"
-                raise RuntimeError(f"rank {dist.get_rank()} gathers {mine}, {others}: {remedy}")
+            raise RuntimeError(f"not all ranks gather {name}: {remedy} ({error})") from error
+        if (names != names[0]).any():
+            found = [bytes(letters).decode().strip() for letters in names.tolist()]
+            raise RuntimeError(f"rank by rank {found} are gathered: {remedy}")
         if flat:
             flat.unshard()
 
@@ -279,40 +275,17 @@ def gradient_or_zeros(parameter: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
-def take_gradients(flat: FlatParameter) -> torch.Tensor:
-    """All of its gradients, flat, with zeros for what has none; and expect the next ones."""
-    gradients = []
-    for weight in flat.unsharded_params:
-        gradients.append(gradient_or_zeros(weight).flatten())
-        weight.grad = None
-    flat.missing = set(flat.trained)
-    padding = len(flat.unsharded) - sum(map(len, gradients))
-    return torch.cat([*gradients, flat.unsharded.new_zeros(padding)])
-
-
-def begin_reduction(flat: FlatParameter, in_flight: list[FlatParameter]) -> None:
-    """After the one before it: each needs as much memory as the weights, twice."""
-    end_reduction(in_flight)
-    flat.reduction = begin_reduce_scatter(take_gradients(flat), flat)
-    in_flight.append(flat)
-
-
-def end_reduction(in_flight: list[FlatParameter]) -> None:
-    """Add the mean over all ranks to `grad` of this rank's shards."""
-    while in_flight:
-        flat = in_flight.pop()
-        _, received, work = flat.reduction
-        work.wait()
-        add_gradients(flat, received.mean(0, dtype=flat.local_shard.dtype))  # of a row per rank
-        flat.reduction = None
-
-
-def begin_reduce_scatter(sent: torch.Tensor, flat: FlatParameter) -> tuple:
-    """What each rank shall have: (what is sent, tensors whose mean is this rank's part, work).
+def begin_reduction(model: FSDP, flat: FlatParameter) -> None:
+    """After the one before it, because each needs as much memory as the weights, twice.
 
     gloo's reduce-scatter is an all-reduce, of twice the bytes. So there every rank gets all ranks'
     gradients of its part. They are averaged in the shard's dtype either way.
     """
+    end_reduction(model)
+    sent = flatten(map(gradient_or_zeros, flat.unsharded_params), dist.get_world_size(flat.group))
+    for weight in flat.unsharded_params:
+        weight.grad = None
+    flat.missing = set(flat.unsharded_params)  # the next ones
     if dist.get_backend(flat.group) in ("gloo", "slow_network"):
         received = torch.empty_like(sent)
         work = dist.all_to_all_single(received, sent, group=flat.group, async_op=True)
@@ -321,7 +294,25 @@ def begin_reduce_scatter(sent: torch.Tensor, flat: FlatParameter) -> tuple:
         received = torch.empty_like(flat.local_shard)
         mean = dist.ReduceOp.AVG
         work = reduce_scatter_single(received, sent, mean, group=flat.group, async_op=True)
-    return sent, received.view(-1, len(flat.local_shard)), work
+    model.reduction = flat, sent, received, work
+
+
+def end_reduction(model: FSDP) -> None:
+    """Add the mean to `grad` of the shards, and call their hooks, as autograd does with weights."""
+    if model.reduction is None:
+        return
+    flat, _, received, work = model.reduction
+    model.reduction = None
+    work.wait()
+    received = received.view(-1, len(flat.local_shard))  # from each rank
+    mean = received.mean(0, dtype=flat.local_shard.dtype)
+    gradients = split_like(flat.sharded_params, mean)
+    for shard, gradient in zip(flat.sharded_params, gradients, strict=True):
+        gradient = gradient if shard.grad is None else shard.grad + gradient
+        shard.grad = gradient.as_subclass(ShardedGradient)
+        shard.grad.group = flat.group
+        for hook in hooks_of(shard)[1].values():
+            hook(shard)
 
 
 def average_replicated(model: FSDP) -> None:
@@ -338,83 +329,62 @@ def average_replicated(model: FSDP) -> None:
         nn.utils.vector_to_parameters(flat, gradients)
 
 
-def add_gradients(flat: FlatParameter, mean: torch.Tensor) -> None:
-    """Add them to `grad` of the shards, and call their hooks, as autograd does it with weights."""
-    gradients = split_like(flat.sharded_params, mean)
-    for shard, gradient in zip(flat.sharded_params, gradients, strict=True):
-        if shard.requires_grad:
-            gradient = gradient if shard.grad is None else shard.grad + gradient
-            shard.grad = gradient.as_subclass(ShardedGradient)
-            shard.grad.group = flat.group
-            for hook in hooks_of(shard)[1].values():
-                hook(shard)
-
-
 class ShardedGradient(torch.Tensor):
     """This rank's part of a gradient; its norm is that of the whole, and a call of all ranks.
 
-    So torch's clip_grad_norm_ is right here. It communicates for each weight, ours once for all.
+    So torch's clip_grad_norm_ is right here.
     """
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if function is torch._foreach_norm:  # also of biases
-            return [torch.linalg.vector_norm(each, *args[1:], **kwargs) for each in args[0]]
+        if function is torch._foreach_norm:
+            return norms_of_whole(*args, **kwargs)
+        if function in (torch.linalg.vector_norm, torch.norm, torch.Tensor.norm):
+            return norms_of_whole([args[0]], *args[1:], **kwargs)[0]
         with torch._C.DisableTorchFunctionSubclass():
-            if function in (torch.linalg.vector_norm, torch.norm, torch.Tensor.norm):
-                return norm_of_whole(*args, **kwargs)
             return function(*args, **kwargs)
 
 
-def norm_of_whole(gradient: ShardedGradient, p="fro", ord=2.0, **options) -> torch.Tensor:
-    """RuntimeError for what is neither the 2-norm nor the largest value."""
-    order = ord if p == "fro" else p
-    if order not in (2, torch.inf) or any(value for value in options.values()):
-        raise RuntimeError(f"of a sharded gradient there is no norm {order}, {options}")
-    if order == torch.inf:
-        largest = torch.cat([gradient.flatten().abs(), gradient.new_zeros(1)]).max()
-        dist.all_reduce(largest, dist.ReduceOp.MAX, gradient.group)
-        return largest
-    square = square_of(gradient)
-    dist.all_reduce(square, group=gradient.group)
-    return square.sqrt().to(gradient.dtype)
+def norms_of_whole(gradients, p="fro", ord=2, **options) -> list[torch.Tensor]:
+    """In float32 at least, whatever the default dtype is; RuntimeError for another than the 2-norm.
 
-
-def square_of(gradient: torch.Tensor) -> torch.Tensor:
-    """The sum of squares, in float32 at least, whatever the default dtype is."""
-    part = gradient.as_subclass(torch.Tensor)
-    dtype = torch.promote_types(part.dtype, torch.float32)
-    return torch.linalg.vector_norm(part, dtype=dtype).square()
+    With one all-reduce. Of gradients that are not sharded every rank has the whole.
+    """
+    if p not in ("fro", 2) or ord != 2 or any(options.values()):
+        raise RuntimeError(f"of a sharded gradient there is only the 2-norm, not {p, ord, options}")
+    squares = []
+    for gradient in gradients:
+        part = gradient.as_subclass(torch.Tensor)
+        dtype = torch.promote_types(part.dtype, torch.float32)
+        squares.append(torch.linalg.vector_norm(part, dtype=dtype).square())
+    mine = torch.stack(squares)
+    sharded = [isinstance(gradient, ShardedGradient) for gradient in gradients]
+    summed = mine.clone()
+    if any(sharded):
+        dist.all_reduce(summed, group=gradients[sharded.index(True)].group)
+    return torch.where(mine.new_tensor(sharded).bool(), summed, mine).sqrt().unbind()
 
 
 def clip_grad_norm(model: FSDP, max_norm: float) -> torch.Tensor:
-    """After the finish: scale all gradients to a norm of at most max_norm; returns what it was."""
+    """After the finish: scale all gradients to a norm of at most max_norm; returns what it was.
+
+    As torch's clip_grad_norm_, which has an all-reduce for each weight on a CPU, and here is one.
+    """
     if model.in_backward:
         raise RuntimeError("call finish_gradient_synchronization() before clip_grad_norm()")
-    parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
-    square = torch.zeros((), dtype=torch.float32, device=next(model.parameters()).device)
-    for parameter in parameters:
-        part = square_of(parameter.grad)  # of what is not sharded all ranks have it
-        shares = 1 if is_shard(parameter) else dist.get_world_size(model.process_group)
-        square = square + part / shares
-    dist.all_reduce(square, group=model.process_group)
-    norm = square.sqrt()
-    nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    norm = torch.stack(norms_of_whole(gradients)).norm()
+    nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
     return norm
-
-
-# A module reads its weights as attributes. In a forward they stand where otherwise the shards are.
 
 
 def use_unsharded_params(flats: list[FlatParameter]) -> None:
     """Hide the shards behind the whole weights: Python finds attributes before parameters."""
     for flat in flats:
         flat.users += 1
-        for module, name, weight in flat.places:
-            module.__dict__[name] = weight
-        for module, name, bias in flat.biases:
-            module.__dict__[name] = bias.to(flat.unsharded.dtype)
+        for module, name, weight in flat.owners:
+            module.__dict__[name] = weight.to(flat.unsharded.dtype)  # a bias, too
 
 
 def use_sharded_params(flats: list[FlatParameter]) -> None:
@@ -422,7 +392,7 @@ def use_sharded_params(flats: list[FlatParameter]) -> None:
     for flat in flats:
         flat.users -= 1
         if flat.users == 0:
-            for module, name, _ in [*flat.places, *flat.biases]:
+            for module, name, _ in flat.owners:
                 del module.__dict__[name]
 
 
@@ -439,33 +409,30 @@ def all_unsharded(model: FSDP):
             reshard_unused(model.flats)
 
 
-def tensors_in_backward(model: FSDP, part: nn.Module, inputs, outputs) -> list[torch.Tensor]:
+def tensors_in_backward(module: nn.Module, flats, inputs, outputs) -> list[torch.Tensor]:
     """Those of a module that backward comes to before its weights: it returned them or keeps them.
 
     RuntimeError for a weight among them: it has no memory soon. No gradient says when backward is
     done with frozen weights: those of the module's inputs do.
     """
-    flats = model.flats_of[part]
     memory = {memory_of(flat.unsharded) for flat in flats}
     returned = leaves_of(outputs)
-    for tensor in filter(torch.is_tensor, returned):
-        if memory_of(tensor) in memory:
-            raise RuntimeError("a module returned its weight, or a view of it: return a clone()")
+    if any(torch.is_tensor(leaf) and memory_of(leaf) in memory for leaf in returned):
+        raise RuntimeError("a module returned its weight, or a view of it: return a clone()")
     if not torch.is_grad_enabled():
         return []
-    frozen = [flat for flat in flats if not flat.trained]
+    frozen = [flat for flat in flats if not flat.requires_grad]
     if frozen and with_gradient(inputs):
         register_multi_grad_hook(with_gradient(inputs), lambda _: reshard_unused(frozen))
     tensors = with_gradient(returned)
     plain = torch.Tensor | int | float | str | None
-    unknown = [leaf for leaf in returned if not isinstance(leaf, plain)]
+    unknown = {type(leaf).__name__ for leaf in returned if not isinstance(leaf, plain)}
     if unknown and not tensors:
-        kind = type(unknown[0]).__name__
         raise RuntimeError(
-            f"{flats[0].name} returned a {kind}, in which FSDP sees no tensor with a gradient:"
+            f"{flats[0].name} returned {unknown}, in which FSDP sees no tensor with a gradient:"
             " return tensors, or lists, tuples, dicts, namespaces or dataclasses of them"
         )
-    for each in part.modules():
+    for each in module.modules():
         kept = [value for value in vars(each).values() if torch.is_tensor(value) and value.grad_fn]
         tensors += [tensor for tensor in kept if all(tensor is not other for other in inputs)]
     # A view that is changed in place loses its hooks: so its base has them, too.
@@ -474,12 +441,12 @@ def tensors_in_backward(model: FSDP, part: nn.Module, inputs, outputs) -> list[t
 
 def leaves_of(value) -> list:
     """What is in lists, tuples, mappings, dataclasses and namespaces; else the value itself."""
+    if isinstance(value, SimpleNamespace):
+        value = vars(value)
     if isinstance(value, Mapping):
         value = list(value.values())
     elif hasattr(value, "__dataclass_fields__"):
         value = [getattr(value, name) for name in value.__dataclass_fields__]
-    elif isinstance(value, SimpleNamespace):
-        value = list(vars(value).values())
     if not isinstance(value, list | tuple):
         return [value]
     return [leaf for element in value for leaf in leaves_of(element)]
@@ -490,76 +457,66 @@ def with_gradient(value) -> list[torch.Tensor]:
     return [leaf for leaf in leaves_of(value) if torch.is_tensor(leaf) and leaf.requires_grad]
 
 
-# Which module needs which weights.
-
-
 def choose_units(module: nn.Module) -> list[nn.Module]:
     """The elements of a ModuleList or Sequential; elsewhere the modules that own parameters."""
     chosen = []
     for child in module.children():
         listed = isinstance(module, nn.ModuleList | nn.Sequential)
-        if is_called(child) and (listed or any(True for _ in child.parameters(recurse=False))):
+        is_called = type(child).forward is not nn.Module.forward  # lists and dicts are not
+        if is_called and (listed or next(child.parameters(recurse=False), None) is not None):
             chosen.append(child)
         else:
             chosen += choose_units(child)
     return chosen
 
 
-def is_called(module: nn.Module) -> bool:
-    """Lists and dicts of modules and of parameters are not."""
-    return type(module).forward is not nn.Module.forward
-
-
-def shard_weights(module, chosen, compute_dtype, process_group) -> dict:
-    """Put shards in place of the weights of each chosen module, and of what is in none of them.
+def shard_weights(module, units, compute_dtype, process_group) -> dict:
+    """Put shards in place of the weights of each unit, and of what is in none of them.
 
     Weights that differ in dtype, or in whether they are trained, are not in one FlatParameter.
     Returns which ones a module's forward needs; with a tied weight several need the same one.
     """
-    chosen = chosen or choose_units(module)
-    if not all(map(is_called, chosen)):
-        raise ValueError("units: must be modules that have a forward")
-    places = {}  # weight -> [(module, name), …]
-    for part in module.modules():
-        for name, parameter in part._parameters.items():
+    names = {}
+    owners = {}  # weight -> [(module, name), …]
+    for name, owner in module.named_modules():
+        names[owner] = name or "the module"
+        for own_name, parameter in owner._parameters.items():
             if parameter is not None and parameter.ndim >= 2 and parameter.numel():
-                places.setdefault(parameter, []).append((part, name))
-    of_parts = {part: [p for p in part.parameters() if p in places] for part in chosen}
-    elsewhere = {weight for weights in of_parts.values() for weight in weights}
-    own = set(module.parameters(recurse=False))
-    rest = [weight for weight in places if weight in own or weight not in elsewhere]
-    names = {part: name or "the module" for name, part in module.named_modules()}
-    flat_of = {}
-    needs = {}
-    for part, weights in [(module, rest), *of_parts.items()]:
+                owners.setdefault(parameter, []).append((owner, own_name))
+    weights_of = {}
+    for unit in units or choose_units(module):
+        weights_of[unit] = [weight for weight in unit.parameters() if weight in owners]
+    in_units = set().union(*weights_of.values()) - set(module.parameters(recurse=False))
+    weights_of = {module: [weight for weight in owners if weight not in in_units]} | weights_of
+    flat_of, needed = {}, {}
+    for unit, weights in weights_of.items():
         alike = {}
         for weight in weights:
             if weight not in flat_of:
                 alike.setdefault((weight.dtype, weight.requires_grad), []).append(weight)
         for (dtype, _), members in alike.items():
-            if compute_dtype and dtype.is_floating_point:
-                dtype = compute_dtype
-            flat = FlatParameter(names[part], members, dtype, process_group)
+            dtype = compute_dtype if compute_dtype and dtype.is_floating_point else dtype
+            flat = FlatParameter(names[unit], members, dtype, process_group)
             flat_of |= dict.fromkeys(members, flat)
-            put_shards_in(flat, members, places)
+            put_shards_in(flat, members, owners)
         if weights:
-            needs[part] = list(dict.fromkeys(flat_of[weight] for weight in weights))
+            needed[unit] = list(dict.fromkeys(flat_of[weight] for weight in weights))
     if compute_dtype:
         compute_in(compute_dtype, module, set(flat_of.values()))
-    return needs
+    return needed
 
 
-def put_shards_in(flat: FlatParameter, weights: list[nn.Parameter], places: dict) -> None:
+def put_shards_in(flat: FlatParameter, weights: list[nn.Parameter], owners: dict) -> None:
     """With the attributes that a weight was given, and its hooks that autograd would call last."""
     shards = zip(flat.sharded_params, flat.unsharded_params, weights, strict=True)
     for shard, whole, weight in shards:
         vars(shard).update(vars(weight), is_shard=True)
         for hook in hooks_of(weight)[1].values():
             shard.register_post_accumulate_grad_hook(hook)
-        for module, name in places[weight]:
+        for module, name in owners[weight]:
             module._parameters[name] = shard
             module.register_state_dict_pre_hook(refuse_to_save)
-            flat.places.append((module, name, whole))
+            flat.owners.append((module, name, whole))
 
 
 def is_shard(parameter: nn.Parameter) -> bool:
@@ -569,20 +526,21 @@ def is_shard(parameter: nn.Parameter) -> bool:
 
 def compute_in(dtype: torch.dtype, module: nn.Module, flats: set[FlatParameter]) -> None:
     """Modules with weights compute in this dtype, those without, such as norms, in their own."""
-    sharded = {part: flat for flat in flats for part, _, _ in flat.places}
-    for part in module.modules():
-        small = [(part, name, p) for name, p in part.named_parameters(recurse=False) if p.ndim < 2]
-        its_dtype = dtype
-        if part in sharded:
-            sharded[part].biases += small
+    flat_of = {owner: flat for flat in flats for owner, _, _ in flat.owners}
+    for owner in module.modules():
+        own = owner.named_parameters(recurse=False)
+        small = [(owner, name, p) for name, p in own if p.ndim < 2]
+        if owner in flat_of:
+            flat_of[owner].owners += small
+            cast_inputs = partial(cast, dtype)
         elif small:
-            its_dtype = small[0][2].dtype
+            cast_inputs = partial(cast, small[0][2].dtype)
         else:
             continue
-        part.register_forward_pre_hook(partial(cast, its_dtype), with_kwargs=True, prepend=True)
+        owner.register_forward_pre_hook(cast_inputs, with_kwargs=True, prepend=True)
 
 
-def cast(dtype: torch.dtype, part: nn.Module, inputs: tuple, kwargs: dict) -> tuple:
+def cast(dtype: torch.dtype, module: nn.Module, inputs: tuple, kwargs: dict) -> tuple:
     """A hook. Only tensors: lists and dicts stay what they are, as a module may write into them."""
 
     def in_dtype(value):
@@ -590,9 +548,6 @@ def cast(dtype: torch.dtype, part: nn.Module, inputs: tuple, kwargs: dict) -> tu
         return value.to(dtype) if is_float else value
 
     return tuple(map(in_dtype, inputs)), {name: in_dtype(kwargs[name]) for name in kwargs}
-
-
-# Saving, loading, and what is refused.
 
 
 @torch.no_grad()
@@ -610,34 +565,33 @@ def full_state(model: FSDP) -> dict[str, torch.Tensor]:
 @torch.no_grad()
 def load_full_state(model: FSDP, state: dict[str, torch.Tensor]) -> None:
     reshard_unused(model.flats)
-    shapes = {}
+    whole = {}
     for flat in model.flats:
-        shapes |= zip(flat.sharded_params, [p.shape for p in flat.unsharded_params], strict=True)
+        whole |= zip(flat.sharded_params, flat.unsharded_params, strict=True)
     values = {}
     for name, tensor in model.module.state_dict(keep_vars=True).items():
-        found, expected = state[name].shape, shapes.get(tensor, tensor.shape)
+        found, expected = state[name].shape, whole.get(tensor, tensor).shape
         if found != expected:
             raise ValueError(f"{name} has shape {tuple(found)}, not {tuple(expected)}")
         values[tensor] = state[name]
     for flat in model.flats:
-        parts = [values.pop(shard).flatten().to(flat.local_shard) for shard in flat.sharded_params]
-        whole = pad_to_multiple(len(flat.unsharded), torch.cat(parts))
-        flat.local_shard.copy_(whole.view(-1, len(flat.local_shard))[dist.get_rank(flat.group)])
+        slices = flatten([values.pop(shard) for shard in flat.sharded_params], len(flat.unsharded))
+        flat.local_shard.copy_(slices.view(-1, len(flat.local_shard))[dist.get_rank(flat.group)])
     for buffer, value in values.items():
         buffer.copy_(value)
 
 
 def check_and_broadcast(module: nn.Module, process_group) -> None:
     """Give every rank the parameters and buffers of rank 0. ValueError, on all, if they differ."""
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     mine = []
-    tensors = [*module.named_parameters(), *module.named_buffers()]
-    for name, p in tensors:
+    for name, p in tensors.items():
         mine.append(f"{name} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}")
-    of_ranks = [None] * dist.get_world_size(process_group)
-    dist.all_gather_object(of_ranks, mine, group=process_group)
-    for rank, theirs in enumerate(of_ranks):
-        if theirs != of_ranks[0]:
-            differing = sorted(set(theirs) ^ set(of_ranks[0]))[:2] or "their order"
+    all_ranks = [None] * dist.get_world_size(process_group)
+    dist.all_gather_object(all_ranks, mine, group=process_group)
+    for rank, theirs in enumerate(all_ranks):
+        if theirs != all_ranks[0]:
+            differing = sorted(set(theirs) ^ set(all_ranks[0]))[:2] or "their order"
             raise ValueError(f"models differ on ranks 0 and {rank}: {differing}")
     for name, part in module.named_modules():
         if hasattr(part, "finish_gradient_synchronization"):
@@ -646,23 +600,24 @@ def check_and_broadcast(module: nn.Module, process_group) -> None:
             raise ValueError(f"{name}: max_norm would be forgotten, as it changes gathered weights")
         if isinstance(part, nn.RNNBase) and next(part.parameters()).is_cuda:
             raise ValueError(f"{name}: cuDNN would move the weights of an RNN elsewhere")
-    for name, parameter in module.named_parameters():
-        if has_hook(parameter):
-            raise ValueError(f"{name}: {NO_HOOKS}")
-    for _, tensor in tensors:
+    refuse_hooks(module)
+    refuse_optimizers()
+    for tensor in tensors.values():
         for dimension, stride in enumerate(tensor.stride()):
             if stride == 0:  # expanded
                 tensor = tensor.narrow(dimension, 0, 1)
         dense = tensor.detach().resolve_conj().contiguous()
         dist.broadcast(dense, group=process_group, group_src=0)
         tensor.detach().copy_(dense)
-    refuse_optimizers()
 
 
-def has_hook(parameter: nn.Parameter) -> bool:
-    """One that nobody would call, or with the gradient of one rank alone."""
-    of_gradient, after_it = hooks_of(parameter)
-    return bool(of_gradient or (after_it and parameter.ndim < 2))
+def refuse_hooks(module: nn.Module) -> None:
+    """Those that nobody would call, or with the gradient of one rank alone."""
+    for name, parameter in module.named_parameters():
+        of_gradient, after_it = hooks_of(parameter)
+        if of_gradient or (after_it and parameter.ndim < 2):
+            can = "only weights can have hooks, by register_post_accumulate_grad_hook"
+            raise RuntimeError(f"{name}: {can}")
 
 
 def layout_of(module: nn.Module) -> list[tuple]:
@@ -675,12 +630,10 @@ def check_before_forward(model: FSDP) -> None:
     if layout_of(model.module) != model.layout:
         changed = "frozen, unfrozen, replaced, moved or cast"
         raise RuntimeError(f"parameters were {changed}: wrap the module again")
-    for name, parameter in model.module.named_parameters():
-        if has_hook(parameter):
-            raise RuntimeError(f"{name}: {NO_HOOKS}")
+    refuse_hooks(model.module)
 
 
-def refuse_to_save(part: nn.Module, prefix: str, keep_vars: bool) -> None:
+def refuse_to_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     if not keep_vars:  # as full_state() and load_full_state() have it
         raise RuntimeError("state_dict() would have shards: gather_full_params() has all")
 
@@ -690,11 +643,10 @@ def refuse_optimizers() -> None:
     """From the first FSDP on: some look at a whole weight, and here it is a shard."""
 
     def before_step(optimizer: torch.optim.Optimizer, *_) -> None:
-        names = {kind.__name__ for kind in type(optimizer).__mro__}
-        for name in names & {"Adafactor", "LBFGS", "Muon"}:
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            if any(map(is_shard, parameters)):
-                raise RuntimeError(f"{name} needs whole weights, and FSDP's are sharded")
+        name = type(optimizer).__name__
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if name in ("Adafactor", "LBFGS", "Muon") and any(map(is_shard, parameters)):
+            raise RuntimeError(f"{name} needs whole weights, and FSDP's are sharded")
 
     register_optimizer_step_pre_hook(before_step)
 
@@ -725,47 +677,9 @@ def main():
     sys.path[:0] = [str(folder), str(folder.parent), str(folder.parent.parent)]
     try:
         import measure
-        from sharded_optimizer import LanguageModel
-
-        from common import report, setup
     except ModuleNotFoundError as error:
-        needed = "copy the repository's folder common/, sharded_optimizer.py and measure.py beside"
-        sys.exit(f"error: {error}: {needed} fsdp.py, too")
-
-    parser = setup.Parser(__doc__)
-    setup.add_training_arguments(parser, steps=6)
-    setup.add_verify_arguments(parser)
-    setup.add_mine(parser)
-    setup.add_plot_arguments(parser, "fsdp.png")
-    parser.set_defaults(warmup=3)  # five candidates, and all within a minute
-    parser.add_argument("--no-memory", action="store_true", help="no table and picture of it")
-    numbers = {"type": setup.list_of(setup.whole_number(2)), "nargs": "?", "metavar": "N,N,…"}
-    only = "only what one of so many ranks would hold, by a formula (8,64,1024)"
-    parser.add_argument("--accounting", **numbers, const=[8, 64, 1024], help=only)
-    args = parser.parse_args()
-    if args.save and args.no_verify:
-        parser.error("argument --save: not with --no-verify, which trains no classifier")
-    if args.accounting:
-        measure.print_accounting(args)
-        return
-    with setup.process_group(args) as device:
-        result = report.begin("06_sharded_optimizer/fsdp", args, device)
-        wraps = {"FSDP": FSDP} | setup.users_wrapper(args)
-        replicas = len(wraps) + 3 * (not args.no_baseline)
-        model = result["model"] = report.describe(LanguageModel, args, replicas)
-        with setup.without_gloo_greeting():
-            Agreement([], None)  # its process group
-        result["verify"] = None
-        for name in [] if args.no_verify else reversed(wraps):  # this lesson's last: it is saved
-            if args.mine:
-                setup.say(f"verify: {name}")
-            result["verify"] = measure.verify(args, device, wraps[name])
-        if not args.no_memory:
-            result["memory_bytes"] = measure.account(args, device, FSDP, choose_units)
-            measure.print_memory(result, args.plot)
-        batch_shape = model["batch_size"], model["context_length"]
-        result["candidates"] = measure.benchmark(args, device, batch_shape, FSDP, choose_units)
-        report.write_json(args.json, result)
+        sys.exit(f"error: {error}: copy the repository's folder common/ and its 06_*, too")
+    measure.main(__doc__, FSDP, choose_units)
 
 
 if __name__ == "__main__":

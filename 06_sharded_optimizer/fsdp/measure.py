@@ -1,6 +1,5 @@
 """06, FSDP: what fsdp.py verifies and measures; what ranks hold, measured and by a formula."""
 
-import inspect
 import sys
 import warnings
 from functools import partial
@@ -10,7 +9,7 @@ import sharded_optimizer as stage
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from sharded_optimizer import ADAMW, Training, check_weights, classifier
+from sharded_optimizer import ADAMW, Training, classifier
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -24,8 +23,7 @@ def fully_sharded(choose_units, model: nn.Module) -> nn.Module:
 
     # Nothing here writes into what a unit returns.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
-    device = next(model.parameters()).device.type
-    mesh = DeviceMesh.from_group(dist.group.WORLD, device)
+    mesh = DeviceMesh.from_group(dist.group.WORLD, next(model.parameters()).device.type)
     for part in choose_units(model):
         fully_shard(part, mesh=mesh)
     return fully_shard(model, mesh=mesh)
@@ -38,8 +36,6 @@ def finish(model: nn.Module) -> None:
 
 
 TOLERANCE = 1e-10  # of float64 weights after hundreds of steps; rounding alone stays far below
-MIXED_STEPS = 20
-MIXED_TOLERANCE = 1e-6  # of float32 weights: rounded alike and summed alike, they should be equal
 LEGEND = """\
 Percentiles over all steps of all ranks; forward, backward with finish, optimizer: p50;
 beyond: forward and backward together, less those of no communication; sent: by rank 0 to its
@@ -47,30 +43,22 @@ sockets in a step; /fully_shard: ratio of the p50s, below 1 is faster."""
 
 
 def verify(args, device, wrap) -> dict:
-    """Train a classifier on shards, and a twin in one process on their union; compare weights.
-
-    Then a few steps with compute_dtype=bfloat16, beside the same rounding done by hand.
-    """
+    """Train a classifier on shards, and a twin in one process on their union; compare weights."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     images, labels, *held_out = setup.load_equal_shares(args, device)
-
-    def shards(generator):
-        """Batches of 64 images for each rank, and what they are together."""
-        for batch in torch.randperm(len(images), generator=generator).split(64 * world_size):
-            yield [batch[start::world_size] for start in range(world_size)], batch
-
     twin = classifier(images, args.seed)
     model = wrap(classifier(images, args.seed + rank))  # rank 0's weights must win
     optimizer = torch.optim.Adam([*twin.parameters(), *model.parameters()], lr=1e-3)
     watch = timing.Stopwatch(device)
     shuffle = torch.Generator().manual_seed(args.seed)
     for epoch in (1, 2):
-        for step, (of_ranks, batch) in enumerate(shards(shuffle), 1):
+        order = torch.randperm(len(images), generator=shuffle)
+        for step, union in enumerate(order.split(64 * world_size), 1):
+            shard = union[rank::world_size]
             optimizer.zero_grad()
-            F.cross_entropy(twin(images[batch]), labels[batch]).backward()
-            mine = of_ranks[rank]
+            F.cross_entropy(twin(images[union]), labels[union]).backward()
             watch.mark("start")
-            loss = F.cross_entropy(model(images[mine]), labels[mine])
+            loss = F.cross_entropy(model(images[shard]), labels[shard])
             loss.backward()
             model.finish_gradient_synchronization()
             watch.mark("synchronized")
@@ -81,40 +69,11 @@ def verify(args, device, wrap) -> dict:
     if not hasattr(model, "gather_full_params"):
         sys.exit("error: argument --mine: verify needs its gather_full_params(), or --no-verify")
     full = model.gather_full_params()
-    ours = "passed, the shards of all ranks are together"
-    alone = "single-process training"
-    worst = check_weights(full, twin.state_dict(), TOLERANCE, ours, alone)
-    report.save(args.save, full)
-    result = {"max_abs_diff": worst, "tolerance": TOLERANCE, "passed": True, "accuracy": accuracy}
-    if "compute_dtype" not in inspect.signature(wrap).parameters:  # of a class of the user's own
-        return result
-
-    images = images.float()
-    twin = classifier(images, args.seed, bias=False)
-    model = wrap(classifier(images, args.seed, bias=False), compute_dtype=torch.bfloat16)
-    optimizer = torch.optim.SGD([*twin.parameters(), *model.parameters()], lr=0.1, momentum=0.9)
-    for _, (of_ranks, _) in zip(range(MIXED_STEPS), shards(shuffle), strict=False):
-        optimizer.zero_grad()
-        mine = of_ranks[rank]
-        F.cross_entropy(model(images[mine]).float(), labels[mine]).backward()
-        model.finish_gradient_synchronization()
-        for shard in of_ranks:
-            F.cross_entropy(rounded(twin, images[shard]), labels[shard]).backward()
-        for weight in twin.parameters():
-            weight.grad /= world_size
-        optimizer.step()
-    full = model.gather_full_params()
-    ours = f"bfloat16 passed, after {MIXED_STEPS} steps"
-    by_hand = "the same rounding by hand"
-    mixed = check_weights(full, twin.state_dict(), MIXED_TOLERANCE, ours, by_hand)
+    ours, theirs = "passed, the shards of all ranks are together", "single-process training"
+    worst = stage.check_weights(full, twin.state_dict(), TOLERANCE, ours, theirs)
     setup.say()
-    return result | {"bfloat16_max_abs_diff": mixed, "bfloat16_tolerance": MIXED_TOLERANCE}
-
-
-def rounded(twin: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """What it gives with weights and inputs in bfloat16; gradients add up in the weights' dtype."""
-    weights = {name: weight.bfloat16() for name, weight in twin.named_parameters()}
-    return torch.func.functional_call(twin, weights, x.bfloat16()).float()
+    report.save(args.save, full)
+    return {"max_abs_diff": worst, "tolerance": TOLERANCE, "passed": True, "accuracy": accuracy}
 
 
 def sent_bytes(step) -> int | None:
@@ -129,14 +88,15 @@ def sent_bytes(step) -> int | None:
     return written[1] - written[0]
 
 
-def benchmark(args, device, batch_shape, wrap, choose_units) -> list[dict]:
+def benchmark(args, device, model, wrap, choose_units) -> list[dict]:
     """Time steps of a language model: no communication, torch's DDP and fully_shard, FSDP."""
-    torch_fully_shard = partial(fully_sharded, choose_units)
     wraps = {"FSDP": wrap} | setup.users_wrapper(args)
     if not args.no_baseline:
-        of_torch = {"torch DDP": DistributedDataParallel, "torch fully_shard": torch_fully_shard}
-        no_prefetch = {"FSDP, no prefetch": partial(wrap, prefetch=False)}
-        wraps = {"no communication": None, **of_torch, **no_prefetch, **wraps}
+        baselines = {"no communication": None, "torch DDP": DistributedDataParallel}
+        baselines["torch fully_shard"] = partial(fully_sharded, choose_units)
+        baselines["FSDP, no prefetch"] = partial(wrap, prefetch=False)
+        wraps = baselines | wraps
+    batch_shape = model["batch_size"], model["context_length"]
     steps = {}
     for name, how in wraps.items():
         steps[name] = Training(args, device, batch_shape, ADAMW, how, finish).step
@@ -157,9 +117,9 @@ def print_steps(samples: dict[str, dict]) -> None:
         parts = [times[f"{part}_seconds"] for part in ("forward", "backward", "optimizer")]
         parts = [1000 * report.percentiles(seconds)[0] for seconds in parts]
         bare = sum(parts[:2]) if name == "no communication" else bare
+        sent = times["sent_bytes"]
         row = [name, *report.milliseconds(times["step_seconds"])]
         row += [f"{part:.1f}" for part in parts]
-        sent = times["sent_bytes"]
         row.append("-" if bare is None else f"{sum(parts[:2]) - bare:.1f}")
         row.append("-" if sent is None else f"{sent / 2**20:.1f}")
         row.append(str(times["collectives_per_step"]))
@@ -171,7 +131,6 @@ def print_steps(samples: dict[str, dict]) -> None:
 
 
 PARTS = "parameters", "gradients", "optimizer state", "in flight"
-COLORS = "#56B4E9", "#E69F00", "#009E73", "#D55E00"
 MEMORY_LEGEND = """\
 MB: 2^20 bytes, of the rank that has most; batch: one sequence of 8 tokens;
 in flight: the most that there is beside the others at any time of forward and backward.
@@ -189,8 +148,7 @@ def account(args, device, wrap, choose_units) -> dict:
     candidates["FSDP"] = ADAMW, wrap
     memory = {}
     for name, how in candidates.items():
-        setup.progress(f"memory: {name}")
-        memory[name] = stage.of_all_ranks(held_bytes(args, device, *how))
+        memory[name] = stage.gather_objects(held_bytes(args, device, *how))
     return memory
 
 
@@ -202,18 +160,18 @@ def held_bytes(args, device, make_optimizer, wrap) -> list[int]:
     training = Training(args, device, (1, 8), make_optimizer, wrap, finish)
     for _ in range(2):
         training.step()
-    peaks = []  # the least is right: the profiler may miss what a thread of gloo gives back
+    peaks = []  # the profiler may miss what gloo gives back, or gloo be quicker: the median
     for _ in range(3):
         training.optimizer.zero_grad()
         peaks.append(report.peak_bytes(training.compute_gradients, device))
-    kept = stage.held_parts(training.model, training.optimizer)
+    kept = training.held_parts()
     is_ddp = isinstance(training.model, DistributedDataParallel)  # its gradients stay in buckets
-    return [*kept, min(peaks) - (0 if is_ddp else kept[1])]
+    return [*kept, sorted(peaks)[1] - (0 if is_ddp else kept[1])]
 
 
 def print_memory(result, plot):
     """The table, and the picture if there is a path for it."""
-    most = {name: max(of_ranks, key=sum) for name, of_ranks in result["memory_bytes"].items()}
+    most = {name: max(all_ranks, key=sum) for name, all_ranks in result["memory_bytes"].items()}
     rows = []
     for name, parts in most.items():
         rows.append([name, *[f"{part / 2**20:.1f}" for part in [*parts, sum(parts)]]])
@@ -232,7 +190,8 @@ def draw(result, most, path):
     axes = figure.subplots()
     axes.invert_yaxis()
     left = [0.0] * len(most)
-    for number, (part, color) in enumerate(zip(PARTS, COLORS, strict=True)):
+    colors = "#56B4E9", "#E69F00", "#009E73", "#D55E00"
+    for number, (part, color) in enumerate(zip(PARTS, colors, strict=True)):
         widths = [parts[number] / 2**20 for parts in most.values()]
         drawn = axes.barh(list(most), widths, left=left, color=color, label=part, height=0.75)
         numbers = [f"{width:.0f}" if width > 9 else "" for width in widths]
@@ -256,14 +215,13 @@ def by_formula(size: str, world_size: int) -> dict[str, list[float]]:
     """
     with torch.device("meta"):
         model = stage.LanguageModel(*setup.SIZES[size][:5])
-    modules = [model.token_embedding, *model.layers, model.head]
+    modules = [model.token_embedding, *model.layers.layers, model.head]
     units = [sum(p.nbytes for p in part.parameters() if p.ndim >= 2) for part in modules]
     whole = sum(p.nbytes for p in model.parameters())
     shards = [whole / world_size, whole / world_size, 2 * whole / world_size]
-    moments = [
-        2 * sum(units[last - 2 : last + 1]) - sum(units[: last + 1]) / world_size
-        for last in range(2, len(units))
-    ]
+    moments = []
+    for last in range(2, len(units)):
+        moments.append(2 * sum(units[last - 2 : last + 1]) - sum(units[: last + 1]) / world_size)
     sharded = {"ShardedOptimizer": [whole, whole, shards[2], 0], "FSDP": [*shards, max(moments)]}
     return {"DDP": [whole, whole, 2 * whole, 0], **sharded}
 
@@ -277,3 +235,39 @@ def print_accounting(args) -> None:
             rows.append([f"{world_size} ranks, {name}", *megabytes])
     setup.say(f"{args.size} model, float32, AdamW; a rank by the formula, without activations")
     report.print_table(["MB", *PARTS, "at most"], rows)
+
+
+def main(description: str, wrap, choose_units) -> None:
+    """The script: verify, what ranks hold, the benchmark; or the formula's table alone."""
+    parser = setup.Parser(description)
+    setup.add_training_arguments(parser, steps=5)
+    setup.add_verify_arguments(parser)
+    setup.add_mine(parser)
+    setup.add_plot_arguments(parser, "fsdp.png")
+    parser.set_defaults(warmup=2)  # five candidates, and all within a minute
+    numbers = {"type": setup.list_of(setup.whole_number(2)), "nargs": "?", "metavar": "N,N,…"}
+    only = "only what one of so many ranks would hold, by a formula (8,64,1024)"
+    parser.add_argument("--accounting", **numbers, const=[8, 64, 1024], help=only)
+    args = parser.parse_args()
+    if args.save and args.no_verify:
+        parser.error("argument --save: not with --no-verify, which trains no classifier")
+    if args.accounting:
+        print_accounting(args)
+        return
+    with setup.process_group(args) as device:
+        result = report.begin("06_sharded_optimizer/fsdp", args, device)
+        wraps = {"FSDP": wrap} | setup.users_wrapper(args)
+        replicas = len(wraps) if args.no_baseline else len(wraps) + 3
+        model = result["model"] = report.describe(stage.LanguageModel, args, replicas)
+        with setup.without_gloo_greeting():
+            wrap(nn.Linear(1, 1, device=device))  # makes its second process group
+        result["verify"] = None
+        if not args.no_verify:
+            for name in reversed(wraps):  # this lesson's last: it is saved
+                if args.mine:
+                    setup.say(f"verify: {name}")
+                result["verify"] = verify(args, device, wraps[name])
+        result["memory_bytes"] = account(args, device, wrap, choose_units)
+        print_memory(result, args.plot)
+        result["candidates"] = benchmark(args, device, model, wrap, choose_units)
+        report.write_json(args.json, result)

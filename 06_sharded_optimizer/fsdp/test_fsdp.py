@@ -178,10 +178,10 @@ def watched(model):
         whole.append(unsharded(model))
         launched.append(f"gather {model.flats.index(flat)}")
 
-    def noting_reduction(flat, in_flight):
+    def noting_reduction(model, flat):
         launched.append(f"reduce {model.flats.index(flat)}")
-        begin_reduction(flat, in_flight)
-        assert len(in_flight) == 1
+        begin_reduction(model, flat)
+        assert model.reduction[0] is flat
 
     with (
         patch.object(fsdp.FlatParameter, "unshard", noting_unshard),
@@ -314,35 +314,41 @@ def small():
     return nn.Sequential(nn.Embedding(11, 8), *layers)
 
 
-def rounded_by_hand(net, tokens):
-    """What small() gives in float16: weights, biases and inputs are rounded, the norm's are not."""
+def rounded_by_hand(net, dtype, tokens):
+    """What small() gives in this dtype: weights, biases, inputs are rounded, the norm's are not."""
     embedding, first, norm, silu, second = net
-    x = embedding.weight.half()[tokens]
-    x = silu(norm(F.linear(x, first.weight.half(), first.bias.half()).float()))
-    return F.linear(x.half(), second.weight.half(), second.bias.half())
+    x = embedding.weight.to(dtype)[tokens]
+    x = silu(norm(F.linear(x, first.weight.to(dtype), first.bias.to(dtype)).float()))
+    return F.linear(x.to(dtype), second.weight.to(dtype), second.bias.to(dtype))
+
+
+def keep_output(outputs, module, inputs, output):
+    outputs.append(output)
 
 
 @on_two_ranks
-def computes_in_float16():
-    """For bfloat16 the script's verify does it, without biases and norms."""
-    torch.manual_seed(0)
-    twin = small()
-    model = FSDP(copy.deepcopy(twin), torch.float16)
-    dtypes = set()
-    model.module[2].register_forward_hook(lambda norm, inputs, output: dtypes.add(output.dtype))
-    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, twin)]
-    for step in range(3):
-        tokens, mine = batch_of(step)
-        loss_of(model, mine).backward()
-        model.finish_gradient_synchronization()
-        loss_of(partial(rounded_by_hand, twin), tokens).backward()
-        for parameter in model.parameters():
-            assert parameter.dtype == parameter.grad.dtype == torch.float32
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    assert model(mine).dtype == torch.float16 and dtypes == {torch.float32}
-    assert_same_weights(model, twin, 1e-4)
+def computes_in_another_dtype():
+    """The twin rounds by hand, and adds up the gradients of all ranks in float32."""
+    for dtype in (torch.float16, torch.bfloat16):
+        torch.manual_seed(0)
+        twin = small()
+        model = FSDP(copy.deepcopy(twin), dtype)
+        outputs = []  # of the norm
+        model.module[2].register_forward_hook(partial(keep_output, outputs))
+        optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, twin)]
+        for step in range(3):
+            tokens, mine = batch_of(step)
+            loss_of(model, mine).backward()
+            model.finish_gradient_synchronization()
+            for shard in tokens.split(2):
+                (loss_of(partial(rounded_by_hand, twin, dtype), shard) / 2).backward()
+            for parameter in model.parameters():
+                assert parameter.dtype == parameter.grad.dtype == torch.float32
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        assert model(mine).dtype == dtype and {y.dtype for y in outputs} == {torch.float32}
+        assert_same_weights(model, twin, 1e-6)
 
 
 @on_two_ranks
@@ -562,8 +568,6 @@ def refuses_wrong_use():
     model.finish_gradient_synchronization()
     with pytest.raises(ValueError, match="wrapped only once"):
         FSDP(nn.Sequential(model))
-    with pytest.raises(ValueError, match="units: must be modules that have a forward"):
-        FSDP(chain(), units=[nn.ModuleList()])
     with pytest.raises(ValueError, match="^0: max_norm"):
         FSDP(nn.Sequential(nn.Embedding(3, 4, max_norm=1.0)))
     rank = dist.get_rank()
@@ -680,10 +684,10 @@ def raises_and_ends(sizes, choices, expected):
 @pytest.mark.parametrize(
     "world_size, sizes, choices, expected",
     [
-        (2, [6, 6], [0, 1], "rank . gathers experts.., rank . gathers experts.*units="),
-        (2, [6, 9], [0, 1], "rank . gathers experts.., rank . gathers experts.*units="),
-        (3, [6, 6], [0, 0, 1], "rank . gathers experts.., rank . gathers experts.*units="),
-        (2, [6, 6], [1, None], "gathers (experts.1|first), rank . gathers (experts.1|first)"),
+        (2, [6, 6], [0, 1], "'experts.[01]'. are gathered.*units="),
+        (2, [6, 9], [0, 1], "'experts.[01]'. are gathered.*units="),
+        (3, [6, 6], [0, 0, 1], "'experts.[01]'. are gathered.*units="),
+        (2, [6, 6], [1, None], "('experts.1', 'first'|'first', 'experts.1'). are gathered"),
     ],
 )
 def test_ranks_that_use_other_units_get_an_error(world_size, sizes, choices, expected):
@@ -698,18 +702,15 @@ def test_ranks_that_use_other_units_get_an_error(world_size, sizes, choices, exp
 @on_two_ranks
 def notices_a_rank_that_gathers_less():
     """It is at the finish, or gone on with other units, when another one still gathers."""
-    agreement = FSDP(chain()).agreement
+    model = FSDP(chain())
+    agreement = model.agreement
     if dist.get_rank() == 0:
         agreement.announce(None)
-        with pytest.raises(
-            RuntimeError, match="rank 0 gathers nothing more, rank 1 gathers 0: all"
-        ):
+        with pytest.raises(RuntimeError, match="'nothing more', '0'. are gathered"):
             agreement.unshard_first()
     else:
-        flat = next(flat for flat in agreement.numbers if flat)
-        with pytest.raises(
-            RuntimeError, match="rank 1 gathers 0, rank 0 gathers nothing more: all"
-        ):
+        flat = model.flats[0]
+        with pytest.raises(RuntimeError, match="'nothing more', '0'. are gathered"):
             agreement.unshard([flat])
         flat.reshard()
 
@@ -734,7 +735,7 @@ def calls_hooks_of_weights():
     for which in ("weight", "bias"):
         hooked = nn.Sequential(nn.Linear(6, 6)).double()
         getattr(hooked[0], which).register_hook(print)
-        with pytest.raises(ValueError, match=f"^0.{which}: only weights can have hooks"):
+        with pytest.raises(RuntimeError, match=f"^0.{which}: only weights can have hooks"):
             FSDP(hooked)
         model = FSDP(nn.Sequential(nn.Linear(6, 6)).double())
         getattr(model.module[0], which).register_hook(print)
@@ -768,7 +769,7 @@ def steps_within_a_hook():
 @on_two_ranks
 def torch_clips_as_in_one_process():
     """Its line that every script has, the norm alone, and one weight's, of all ranks' parts."""
-    for order, most in ((2.0, 0.01), (2.0, 100.0), (float("inf"), 1e-3)):
+    for most in (0.01, 100.0):
         model, twin = twins(Net)
         tokens = batch_of(0)[0]
         for one in (model, twin):
@@ -781,15 +782,16 @@ def torch_clips_as_in_one_process():
             model.module.up.weight.grad.norm(), twin.up.weight.grad.norm(), rtol=1e-6, atol=0
         )
         layers = model.module.up, twin.up
-        norms = [torch._foreach_norm([up.weight.grad, up.bias.grad], order) for up in layers]
+        norms = [torch._foreach_norm([up.weight.grad, up.bias.grad], 2.0) for up in layers]
         torch.testing.assert_close(*norms, rtol=1e-12, atol=0)  # on a GPU it takes this one
-        norms = [nn.utils.clip_grad_norm_(one.parameters(), most, order) for one in (model, twin)]
+        norms = [nn.utils.clip_grad_norm_(one.parameters(), most) for one in (model, twin)]
         torch.testing.assert_close(*norms, rtol=1e-12, atol=0)
         gradients_agree(model, twin)
         for parameter in model.parameters():
             assert type(parameter.grad.clone()) is torch.Tensor  # states of optimizers are, too
-    with pytest.raises(RuntimeError, match="of a sharded gradient there is no norm 1"):
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0, 1)
+    for order in (1, torch.inf):
+        with pytest.raises(RuntimeError, match="of a sharded gradient there is only the 2-norm"):
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0, order)
 
 
 @on_two_ranks
@@ -858,7 +860,7 @@ def finds_tensors_in_what_modules_return():
         gradients_agree(model, twin)
     BOXES["opaque"] = Opaque
     model = FSDP(nn.Sequential(Boxed("opaque")).double())
-    with pytest.raises(RuntimeError, match="^0 returned a Opaque, in which FSDP sees no tensor"):
+    with pytest.raises(RuntimeError, match="^0 returned {'Opaque'}, in which FSDP sees no tensor"):
         model(ones())
     BOXES.pop("opaque")
 
@@ -1059,15 +1061,19 @@ def test_a_process_group_of_some_ranks(ranks):
 
 @pytest.mark.parametrize("world_size", [2, *(pytest.param(n, marks=FULL) for n in (3, 4))])
 def test_formula_of_the_memory(forked, tmp_path, world_size):
-    """Within 5 % of what real ranks hold; of the size that has most beside activations."""
+    """Within 5 % of what real ranks keep, part by part, and of what they hold at most.
+
+    What is in flight alone is not: gloo is sometimes done with its copy before the gradients come.
+    """
     words = "--size mini --device cpu --no-verify --no-baseline --no-plot --steps 1 --warmup 0"
     status, output = forked(world_size, SCRIPT, *words.split(), "--json", tmp_path / "json")
     assert status == 0, output
-    [of_ranks] = harness.read_json(tmp_path / "json", FOLDER)["memory_bytes"].values()
+    [all_ranks] = harness.read_json(tmp_path / "json", FOLDER)["memory_bytes"].values()
     expected = measure.by_formula("mini", world_size)["FSDP"]
-    for parts in of_ranks:
-        for part, by_formula in zip(parts, expected, strict=True):
-            assert 0.95 < part / by_formula < 1.05, (parts, expected)
+    for parts in all_ranks:
+        pairs = [*zip(parts[:3], expected[:3], strict=True), (sum(parts), sum(expected))]
+        for held, by_formula in pairs:
+            assert 0.95 < held / by_formula < 1.05, (parts, expected)
 
 
 def test_accounting_needs_no_ranks(monkeypatch, capsys):
@@ -1090,7 +1096,7 @@ def test_script_alone(forked, tmp_path):
     result = harness.read_json(tmp_path / "x.json", "06_sharded_optimizer/fsdp")
     assert result["verify"]["passed"] and result["verify"]["max_abs_diff"] <= 1e-10
     recorded = masked(output_of(SCRIPT.with_name("reference_output.txt")))
-    starts = "#_sharded", "verify", "MB", "in flight", "Percentiles"
+    starts = "#_sharded", "verify: epoch", "verify: passed", "MB", "in flight", "Percentiles"
     missing = [line for line in recorded if line.startswith(starts) and line not in masked(output)]
     assert not missing, missing
 
@@ -1101,7 +1107,6 @@ def test_script(script, tmp_path):
     status, output = script(torchrun(2, SCRIPT, *words)).wait()
     assert status == 0, output
     result = harness.read_json(tmp_path / "json", "06_sharded_optimizer/fsdp")
-    assert result["verify"]["bfloat16_max_abs_diff"] <= 1e-6
     whole = 4 * result["model"]["parameters"]
     for parts in result["memory_bytes"]["FSDP"]:
         for part, expected in zip(parts, (whole / 2, whole / 2, whole), strict=False):
@@ -1119,7 +1124,7 @@ def test_script(script, tmp_path):
 @pytest.mark.full
 def test_a_class_of_the_users_own_has_a_row(script):
     """Verified like ours, also without compute_dtype."""
-    words = f"--mine {SCRIPT}:FSDP --no-baseline --no-memory --no-plot".split()
+    words = f"--mine {SCRIPT}:FSDP --no-baseline --no-plot".split()
     status, output = script(torchrun(2, SCRIPT, *QUICK, *words)).wait()
     assert status == 0 and output.count("verify: passed") == 2 and "FSDP (mine)" in output, output
 
@@ -1141,4 +1146,4 @@ def test_on_a_gpu(script, world_size):
     command = torchrun(world_size, SCRIPT, "--device", "cuda", "--steps", 1)
     status, output = script(command).wait(300)
     assert status == 0, output
-    assert "verify: passed" in output and "verify: bfloat16 passed" in output
+    assert "verify: passed" in output
