@@ -643,10 +643,11 @@ def refuse_optimizers() -> None:
     """From the first FSDP on: some look at a whole weight, and here it is a shard."""
 
     def before_step(optimizer: torch.optim.Optimizer, *_) -> None:
-        name = type(optimizer).__name__
+        names = {kind.__name__ for kind in type(optimizer).__mro__}  # a torch may lack one
+        found = names & {"Adafactor", "LBFGS", "Muon"}
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if name in ("Adafactor", "LBFGS", "Muon") and any(map(is_shard, parameters)):
-            raise RuntimeError(f"{name} needs whole weights, and FSDP's are sharded")
+        if found and any(map(is_shard, parameters)):
+            raise RuntimeError(f"{found.pop()} needs whole weights, and FSDP's are sharded")
 
     register_optimizer_step_pre_hook(before_step)
 
