@@ -73,7 +73,7 @@ def main():
 
 
 def broadcast_from_rank_0(module: nn.Module, process_group: dist.ProcessGroup | None) -> None:
-    """Give all ranks rank 0's parameters and buffers. ValueError, on all, if theirs are others."""
+    """Give all ranks rank 0's parameters and buffers. ValueError, on all, if theirs differ."""
     if dist.get_rank(process_group) < 0:
         raise ValueError("this rank is not a member of process_group: wrap on its members only")
     if any(hasattr(part, "no_sync") for part in module.modules()):
@@ -107,7 +107,7 @@ def gradient_or_zeros(parameter: nn.Parameter) -> torch.Tensor:
         raise RuntimeError("a sparse gradient cannot be averaged: use nn.Embedding(sparse=False)")
     if parameter.grad.requires_grad:
         raise RuntimeError("backward(create_graph=True) is not supported: use torch.autograd.grad")
-    parameter.grad = parameter.grad.resolve_conj().resolve_neg()  # what only one rank may have
+    parameter.grad = parameter.grad.resolve_conj().resolve_neg()  # lazy flags of one rank
     return parameter.grad
 
 

@@ -47,8 +47,8 @@ class OverlapDDP(nn.Module):
         self.world_size = dist.get_world_size(process_group)
         self.synchronizing = True  # False within no_sync()
         broadcast_from_rank_0(module, process_group)
-        # Collectives are matched by their order. In order of arrival A might be added to B, so all
-        # ranks launch in a fixed one, nearly that of backward.
+        # All-reduces are matched by their order alone. On arrival two ranks could add up gradients
+        # of different parameters, so all ranks launch in one fixed order, nearly that of backward.
         self.order = trainable_parameters(module)[::-1]
         self.waiting = deque(self.order)  # what is not launched yet
         self.ready = set()  # parameters whose gradient is complete
@@ -117,7 +117,7 @@ def main():
 
 
 def broadcast_from_rank_0(module: nn.Module, process_group: dist.ProcessGroup | None) -> None:
-    """Give all ranks rank 0's parameters and buffers. ValueError, on all, if theirs are others."""
+    """Give all ranks rank 0's parameters and buffers. ValueError, on all, if theirs differ."""
     if dist.get_rank(process_group) < 0:
         raise ValueError("this rank is not a member of process_group: wrap on its members only")
     if any(hasattr(part, "no_sync") for part in module.modules()):
@@ -151,7 +151,7 @@ def gradient_or_zeros(parameter: nn.Parameter) -> torch.Tensor:
         raise RuntimeError("a sparse gradient cannot be averaged: use nn.Embedding(sparse=False)")
     if parameter.grad.requires_grad:
         raise RuntimeError("backward(create_graph=True) is not supported: use torch.autograd.grad")
-    parameter.grad = parameter.grad.resolve_conj().resolve_neg()  # what only one rank may have
+    parameter.grad = parameter.grad.resolve_conj().resolve_neg()  # lazy flags of one rank
     return parameter.grad
 
 

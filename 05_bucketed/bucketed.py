@@ -1,8 +1,9 @@
 r"""05: all-reduce the gradients in buckets, while backward is still running.
 
 Communication starts during backward, as in stage 04, but gradients share a message: they are
-packed into buckets of limited size, last layers first, and a bucket is all-reduced as soon as its
-last gradient is ready. Few calls, most of them hidden: torch's own DDP works like this.
+packed into buckets of limited size, last layers first. A bucket is all-reduced as soon as its last
+gradient is ready and the buckets before it have started. Few calls, most of them hidden: torch's
+own DDP works like this.
 
     make 05_bucketed NPROC=2                                          (see also ARGS="--help")
     torchrun --standalone --nproc-per-node 2 05_bucketed/bucketed.py  (one host)
@@ -28,7 +29,7 @@ from torch import nn
 
 
 class Bucket:
-    """Parameters that share an all-reduce, and the flat buffer of their gradients."""
+    """Parameters that share an all-reduce, and the flat tensor of their gradients."""
 
     def __init__(self, parameters: list[nn.Parameter]):
         self.parameters = parameters
@@ -36,13 +37,12 @@ class Bucket:
         self.flat = parameters[0].new_zeros(sum(sizes), dtype=gradient_dtype(parameters[0]))
         self.views = {}  # parameter -> the place of its gradient in the buffer
         for parameter, piece in zip(parameters, self.flat.split(sizes), strict=True):
-            strides = torch.empty_like(
-                parameter, device="meta"
-            ).stride()  # fused optimizers need them
+            # The parameter's own strides, because fused optimizers need them.
+            strides = torch.empty_like(parameter, device="meta").stride()
             self.views[parameter] = piece.as_strided(parameter.shape, strides)
 
     def put(self, parameter: nn.Parameter, world_size: int):
-        """Copy its gradient into the buffer; .grad becomes the view: nothing is copied back."""
+        """Copy its gradient into the tensor; .grad becomes the view: nothing is copied back."""
         view = self.views[parameter]
         # Copy and divide in one pass; divide before the sum, which could overflow.
         torch.mul(gradient_or_zeros(parameter), 1 / world_size, out=view)
@@ -71,8 +71,8 @@ class BucketedDDP(nn.Module):
         self.world_size = dist.get_world_size(process_group)
         self.synchronizing = True  # False within no_sync()
         broadcast_from_rank_0(module, process_group)
-        # Collectives are matched by their order. In order of arrival A might be added to B, so all
-        # ranks launch in a fixed one, nearly that of backward.
+        # All-reduces are matched by their order alone. On arrival two ranks could add up gradients
+        # of different parameters, so all ranks launch in one fixed order, nearly that of backward.
         self.order = trainable_parameters(module)[::-1]
         self.buckets = [Bucket(members) for members in fill_buckets(self.order, bucket_size_mb)]
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
@@ -174,7 +174,7 @@ def fill_buckets(parameters: list[nn.Parameter], bucket_size_mb: float | None) -
 
 
 def broadcast_from_rank_0(module: nn.Module, process_group: dist.ProcessGroup | None) -> None:
-    """Give all ranks rank 0's parameters and buffers. ValueError, on all, if theirs are others."""
+    """Give all ranks rank 0's parameters and buffers. ValueError, on all, if theirs differ."""
     if dist.get_rank(process_group) < 0:
         raise ValueError("this rank is not a member of process_group: wrap on its members only")
     if any(hasattr(part, "no_sync") for part in module.modules()):
@@ -208,7 +208,7 @@ def gradient_or_zeros(parameter: nn.Parameter) -> torch.Tensor:
         raise RuntimeError("a sparse gradient cannot be averaged: use nn.Embedding(sparse=False)")
     if parameter.grad.requires_grad:
         raise RuntimeError("backward(create_graph=True) is not supported: use torch.autograd.grad")
-    parameter.grad = parameter.grad.resolve_conj().resolve_neg()  # what only one rank may have
+    parameter.grad = parameter.grad.resolve_conj().resolve_neg()  # lazy flags of one rank
     return parameter.grad
 
 
