@@ -8,11 +8,10 @@ after call. No step that communicates goes in; those that the table compares are
     make 05_bucketed/predict NETWORK=1gbit,1ms
     torchrun --standalone --nproc-per-node 2 05_bucketed/predict/predict.py
 
-When does data parallelism stop scaling? The same loop says it for up to 65,536 ranks that share a
-global batch, and measures nothing:
+When does data parallelism stop scaling? The same loop with up to 65,536 ranks, which measures
+nothing:
 
     make 05_bucketed/predict ARGS="--extrapolate 10,100,400"
-    make 05_bucketed/predict ARGS="--extrapolate 400 --size 10b --tflops 350"
 
 Source: Li et al., "PyTorch Distributed", VLDB 2020; for --extrapolate Stanford CS336, assignment 2
 (2026), "data parallel calculations".
@@ -21,7 +20,6 @@ Source: Li et al., "PyTorch Distributed", VLDB 2020; for --extrapolate Stanford 
 import math
 import sys
 from bisect import bisect_left
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -43,30 +41,24 @@ from common import report, setup, timing  # noqa: E402
 from common.setup import say  # noqa: E402
 
 
-@dataclass
-class Network:
-    """An all-reduce of S bytes takes o + S/w seconds when no other is on its way."""
-
-    call_seconds: float  # o
-    bytes_per_second: float  # w
-    calls_at_once: int = 2  # gloo has two threads
-
-
-def simulate(calls: list, backward_ends: float, network: Network, overlap: bool) -> float:
+def simulate(
+    calls: list, backward_ends: float, overlap: bool, call_seconds, bytes_per_second, at_once=2
+) -> float:
     """When all gradients are averaged, in seconds from the begin of a step.
 
     `calls`: (bytes, when the gradients are there) of each all-reduce, in launch order. With
     `overlap` it is launched then, and after the one before it; otherwise after backward, when the
-    one before it has arrived. Calls send their bytes one after another, and o passes beside others.
+    one before it has arrived. `at_once` of them are under way (gloo has two threads). They send
+    their bytes one after another; `call_seconds`, o, pass beside those of others.
     """
-    places = [0.0] * network.calls_at_once  # when each is free for another call
+    places = [0.0] * at_once  # when each is free for another call
     launched = wire_is_free = 0.0
     arrived = backward_ends
     for size, ready in calls:
         launched = max(launched, ready) if overlap else arrived
         begins = max(launched, places.pop(0))
-        wire_is_free = max(wire_is_free, begins) + size / network.bytes_per_second
-        arrived = wire_is_free + network.call_seconds
+        wire_is_free = max(wire_is_free, begins) + size / bytes_per_second
+        arrived = wire_is_free + call_seconds
         places.append(arrived)
     return max(arrived, backward_ends)
 
@@ -83,7 +75,7 @@ def calls_of(gradients: list[nn.Parameter], ready: list[float], bucket_size_mb: 
 
 ONE_EACH = 1e-9  # MB: too small for two gradients
 WRAPPERS = {"02": NaiveDDP, "03": FlatDDP, "04": OverlapDDP}
-WAYS = {"02": (ONE_EACH, False), "03": (None, False), "04": (ONE_EACH, True)}  # see `predict`
+WAYS = {"02": (ONE_EACH, False), "03": (None, False), "04": (ONE_EACH, True)}  # for `predict`
 for size in (1, 5, 10, 25):
     WRAPPERS[f"05, {size} MB"] = partial(BucketedDDP, bucket_size_mb=size)
     WAYS[f"05, {size} MB"] = (size, True)
@@ -132,20 +124,23 @@ def measure(args, device: torch.device, wrappers: dict) -> tuple[list[nn.Paramet
 
 
 def predict(gradients: list[nn.Parameter], result: dict, ways: dict) -> dict[str, float]:
-    """Seconds of a step of each of the `ways`, name: (bucket size, does it overlap?)."""
+    """Seconds of a step of each of `ways`, name: (bucket size in MB, does it overlap?).
+
+    `result`: of `measure`. Only `no communication` and what an all-reduce costs go in.
+    """
     alone = result["candidates"][0]
     # A call waits for the last rank. All begin a step together, so their times compare.
     ready = numpy.median(numpy.max(alone["ready"], axis=0), axis=0).tolist()
     backward_ends = float(numpy.median(numpy.max(alone["backward_ends"], axis=0)))
     optimizer = report.percentiles(alone["optimizer_seconds"])[0]
-    network = Network(**result["all_reduce"])
+    costs = result["all_reduce"]
     predicted = {}
     for name, (bucket_size_mb, overlap) in ways.items():
         calls = calls_of(gradients, ready, bucket_size_mb)
-        predicted[name] = simulate(calls, backward_ends, network, overlap) + optimizer
-    times = [f"{1000 * seconds:.1f}" for seconds in (ready[0], backward_ends, optimizer)]
-    say("alone: the first gradient after {} ms, all after {}; optimizer {} ms".format(*times))
-    o, w = 1000 * network.call_seconds, network.bytes_per_second / 1e9
+        predicted[name] = simulate(calls, backward_ends, overlap, **costs) + optimizer
+    times = [f"{1000 * seconds:.1f} ms" for seconds in (ready[0], backward_ends, optimizer)]
+    say("no communication: first gradient after {}, all after {}, optimizer {}".format(*times))
+    o, w = 1000 * costs["call_seconds"], costs["bytes_per_second"] / 1e9
     say(f"all-reduce: o = {o:.2f} ms, w = {w:.3f} GB/s")
     return predicted
 
@@ -154,41 +149,36 @@ def print_predicted(result: dict) -> None:
     """Each step beside what was measured."""
     rows = []
     errors = {}
-    for candidate in result["candidates"]:
-        name, calls = candidate["name"], str(candidate["collectives_per_step"])
+    for candidate in result["candidates"][1:]:
+        name = candidate["name"]
+        predicted = result["predicted"][name]
         measured = report.percentiles(candidate["step_seconds"])[0]
-        row = [name, calls, "-", f"{1000 * measured:.1f}", "-"]
-        if name in result["predicted"]:
-            errors[name] = 100 * (result["predicted"][name] / measured - 1)
-            row[2], row[4] = f"{1000 * result['predicted'][name]:.1f}", f"{errors[name]:+.1f} %"
-        rows.append(row)
+        errors[name] = 100 * (predicted / measured - 1)
+        cells = [f"{1000 * predicted:.1f}", f"{1000 * measured:.1f}", f"{errors[name]:+.1f} %"]
+        rows.append([name, str(candidate["collectives_per_step"]), *cells])
     report.print_table(["step, ms", "all-reduces", "predicted", "measured", "error"], rows)
     worst = max(errors, key=lambda name: abs(errors[name]))
-    mean = sum(map(abs, errors.values())) / len(errors)
-    say(f"mean error {mean:.1f} %, the largest {errors[worst]:+.1f} % ({worst})")
-    say("Measured: p50 over all steps of all ranks.")
+    say(f"Measured: p50, steps of all ranks; largest error: {errors[worst]:+.1f} % ({worst})")
 
 
 # ==================================================================================================
 # Below this line: many ranks, and main.
 
 RANKS = [2, 8, 64, 512, 1024]
-MOST_RANKS = 2**16  # that are tried
+MORE = range(2, 2**16 + 1)
 GLOBAL_BATCH = 2**19  # tokens of all ranks in a step
 LATENCY = 20e-6  # seconds from rank to rank
 CALL = 10e-6  # seconds of fixed cost of an all-reduce
 UPDATE = 1e-11  # seconds of the optimizer for each parameter
 KEPT = 0.9  # "it scales": the step without communication is at least this part of the step
-SCALED = {name: WAYS[name] for name in ("02", "03", "04", "05, 25 MB")} | {
-    "05, 400 MB": (400, True)
-}
+SCALED = {name: WAYS[name] for name in ("02", "03", "04", "05, 25 MB")}
+SCALED["05, 400 MB"] = (400, True)
 
 
 def backward_times(model: nn.Module, tokens: float, operations_per_second: float) -> list[float]:
-    """When each gradient is there, from the last parameter to the first, if forward begins at 0.
+    """When each gradient is there, from the last parameter to the first.
 
-    A matrix costs 2 operations per token and element in forward and 4 in backward, the embedding
-    none. Forward takes as long as half of backward.
+    A matrix costs 2 operations per token and element in forward, 4 in backward, the embedding none.
     """
     operations = []
     for name, parameter in reversed(list(model.named_parameters())):
@@ -203,9 +193,10 @@ def efficiency(model: nn.Module, way: tuple, gbit: float, tflops: float, ranks: 
     ready = backward_times(model, GLOBAL_BATCH / ranks, 1e12 * tflops)
     gradients = list(model.parameters())[::-1]
     bandwidth = gbit * 1e9 / 8 * ranks / (2 * (ranks - 1))  # a rank sends 2(n-1)/n of the bytes
-    network = Network(CALL + 2 * (ranks - 1) * LATENCY, bandwidth, calls_at_once=1)
+    call = CALL + 2 * (ranks - 1) * LATENCY
     bucket_size_mb, overlap = way
-    averaged = simulate(calls_of(gradients, ready, bucket_size_mb), ready[-1], network, overlap)
+    calls = calls_of(gradients, ready, bucket_size_mb)
+    averaged = simulate(calls, ready[-1], overlap, call, bandwidth, at_once=1)
     update = UPDATE * sum(parameter.numel() for parameter in gradients)
     return (ready[-1] + update) / (averaged + update)
 
@@ -216,7 +207,7 @@ def closed_form(gbit: float, tflops: float) -> float:
 
 
 def extrapolate(args) -> list[dict]:
-    """Print the second table, once for each network: "networks" of the JSON."""
+    """Print a table for each network: "networks" of the JSON."""
     with torch.device("meta"):
         model = LanguageModel(*setup.SIZES[args.size][:5])
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -224,17 +215,16 @@ def extrapolate(args) -> list[dict]:
     say(f"global batch {GLOBAL_BATCH} tokens; a rank: {args.tflops:g} TFLOP/s")
     entries = []
     for gbit in args.extrapolate:
-        entry = {"gbit": gbit, "closed_form": closed_form(gbit, args.tflops), "rows": {}}
+        entry = {"gbit": gbit, "closed_form": closed_form(gbit, args.tflops), "rows": []}
         table = []
         for name, way in SCALED.items():
             setup.progress(f"{gbit:g} Gbit/s: {name}")
             of_ranks = partial(efficiency, model, way, gbit, args.tflops)
             kept = [of_ranks(ranks) for ranks in RANKS]
-            numbers = range(2, MOST_RANKS + 1)
-            most = 1 + bisect_left(numbers, True, key=lambda ranks: of_ranks(ranks) < KEPT)
-            entry["rows"][name] = {"efficiencies": kept, "most_ranks": most}
+            most = 1 + bisect_left(MORE, True, key=lambda ranks: of_ranks(ranks) < KEPT)
+            entry["rows"].append({"name": name, "efficiencies": kept, "most_ranks": most})
             cells = [f"{100 * value:.1f} %" for value in kept]
-            table.append([name, *cells, f"{most}" if most < MOST_RANKS else f"≥ {most}"])
+            table.append([name, *cells, f"{most}" if most < MORE[-1] else f"≥ {most}"])
         say(f"\n{gbit:g} Gbit/s, {1e6 * LATENCY:g} µs from rank to rank")
         header = ["no communication ÷ step", *(f"{ranks} ranks" for ranks in RANKS)]
         report.print_table([*header, f"≥ {100 * KEPT:.0f} % up to"], table)
@@ -250,9 +240,9 @@ def main():
     parser.set_defaults(warmup=2, size=None)
     add = parser.add_argument
     number = setup.checked(float, lambda number: 0 < number < 1e18, "a number above 0, below 1e18")
-    instead = "only the second table, for these networks; --size is xl then, if not given"
+    instead = "simulate many ranks on these networks; --size is xl then, if not given"
     add("--extrapolate", type=setup.list_of(number), metavar="Gbit/s,…", help=instead)
-    add("--tflops", type=number, default=7.0, help="of a rank in the second table")
+    add("--tflops", type=number, default=7.0, help="of a rank with --extrapolate")
     args = parser.parse_args()
     args.size = args.size or ("xl" if args.extrapolate else "mini")
     with setup.process_group(args) as device:
