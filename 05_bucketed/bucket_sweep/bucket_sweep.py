@@ -136,7 +136,7 @@ def main():
     size = setup.checked(float, lambda number: 0 < number <= 1e6, allowed)
     parser = setup.Parser(__doc__)
     add = parser.add_argument
-    add("--bucket-sizes-mb", type=setup.list_of(size), default="0.5,1,2.5,5,10,25", metavar="MB,…")
+    add("--bucket-sizes-mb", type=setup.list_of(size), default="0.5,1,5,10,25", metavar="MB,…")
     setup.add_training_arguments(parser, steps=6)
     parser.set_defaults(warmup=2)
     setup.add_plot_arguments(parser, "bucket_sweep.png")
