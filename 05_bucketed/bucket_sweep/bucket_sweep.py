@@ -52,10 +52,10 @@ def sweep(args, device: torch.device) -> dict:
     """Measure every size, and what both models say of it: what --json has besides its head."""
     wrappers = {"BucketedDDP, no limit": partial(BucketedDDP, bucket_size_mb=None)}
     ways = {"BucketedDDP, no limit": (None, True)}
-    for size in sorted(set(args.bucket_sizes_mb), reverse=True):
-        wrappers[f"BucketedDDP, {size:g} MB"] = partial(BucketedDDP, bucket_size_mb=size)
-        wrappers[f"torch DDP, {size:g} MB"] = partial(DistributedDataParallel, bucket_cap_mb=size)
-        ways[f"BucketedDDP, {size:g} MB"] = (size, True)
+    for mb in sorted(set(args.bucket_sizes_mb), reverse=True):
+        wrappers[f"BucketedDDP, {mb:g} MB"] = partial(BucketedDDP, bucket_size_mb=mb)
+        wrappers[f"torch DDP, {mb:g} MB"] = partial(DistributedDataParallel, bucket_cap_mb=mb)
+        ways[f"BucketedDDP, {mb:g} MB"] = (mb, True)
     gradients, result = measure(args, device, wrappers)
     simulated = predict(gradients, result, ways)
     size = sum(parameter.nbytes for parameter in gradients)
@@ -69,7 +69,7 @@ def sweep(args, device: torch.device) -> dict:
         row = {"name": name, "buckets": buckets}
         row["measured"] = report.percentiles(candidate["step_seconds"])[0] - alone
         row["formula"] = overhead(buckets, size, *network)
-        row["simulated"] = simulated[name] - alone if name in ways else None  # torch cuts otherwise
+        row["simulated"] = simulated[name] - alone if name in ways else None  # torch cuts others
         overheads.append(row)
     return result | {"gradient_bytes": size, "formula_best_mb": best_mb, "overheads": overheads}
 
@@ -85,17 +85,20 @@ def print_rows(result: dict) -> None:
         rows.append(row_of(candidate, cells))
     header = ["step, ms", "buckets", "p50", "p75", "p90", "p95", "exposed", "overhead"]
     report.print_table([*header, "formula", "simulated"], rows)
+    say("Percentiles over all steps of all ranks; exposed: p50, from the last gradient until all")
     say(
-        "Percentiles over all steps of all ranks; exposed: p50 from the last gradient until all are"
+        "are averaged; overhead: p50 less that of no communication; formula: s/(n·w) + n·o with the"
     )
-    say("averaged; overhead: p50 less that of no communication; by the formula s/(n·w) + n·o with")
-    say("the row's n buckets; simulated: by predict.py, with the o and w above.")
+    say("row's n buckets; simulated: by predict.py, with the o and w above.")
 
 
 def row_of(candidate: dict, cells: list[str]) -> list[str]:
     row = [candidate["name"], str(candidate["collectives_per_step"])]
     row += report.milliseconds(candidate["step_seconds"])
     return [*row, report.milliseconds(candidate["exposed_comm_seconds"])[0], *cells]
+
+
+LINES = {"measured": ("#0072B2", "o-"), "simulated": ("#0072B2", "--"), "formula": ("black", ":")}
 
 
 def draw(result: dict, path: Path) -> None:
@@ -126,9 +129,6 @@ def draw(result: dict, path: Path) -> None:
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     figure.savefig(path, format="png")
-
-
-LINES = {"measured": ("#0072B2", "o-"), "simulated": ("#0072B2", "--"), "formula": ("black", ":")}
 
 
 def main():
