@@ -47,15 +47,15 @@ def simulate(
     """When all gradients are averaged, in seconds from the begin of a step.
 
     `calls`: (bytes, when the gradients are there) of each all-reduce, in launch order. With
-    `overlap` it is launched then, and after the one before it; otherwise after backward, when the
-    one before it has arrived. `at_once` of them are under way (gloo has two threads). They send
-    their bytes one after another; `call_seconds`, o, pass beside those of others.
+    `overlap` it is launched then; otherwise after backward, when the one before it has arrived.
+    `at_once` of them are under way (gloo has two threads). They send their bytes in that order, one
+    after another; `call_seconds`, o, pass beside those of others.
     """
     places = [0.0] * at_once  # when each is free for another call
-    launched = wire_is_free = 0.0
+    wire_is_free = 0.0
     arrived = backward_ends
     for size, ready in calls:
-        launched = max(launched, ready) if overlap else arrived
+        launched = ready if overlap else arrived
         begins = max(launched, places.pop(0))
         wire_is_free = max(wire_is_free, begins) + size / bytes_per_second
         arrived = wire_is_free + call_seconds

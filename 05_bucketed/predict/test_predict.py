@@ -119,7 +119,7 @@ def test_run(forked, tmp_path, device):
     alone, *candidates = result["candidates"]
     assert [one["name"] for one in candidates] == list(predict.WAYS)
     calls = [alone["collectives_per_step"], *(one["collectives_per_step"] for one in candidates)]
-    assert calls == [0, 15, 1, 15, 1, 1, 1, 1]
+    assert calls == [0, 15, 1, 15, 2, 2, 2, 1]
     for ready, ends in zip(alone["ready"], alone["backward_ends"], strict=True):
         for of_step, end in zip(ready, ends, strict=True):
             assert len(of_step) == 15 and 0 < min(of_step) and max(of_step) <= end
