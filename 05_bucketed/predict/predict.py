@@ -1,252 +1,258 @@
-r"""05: how well does the model of simulate.py predict what stages 02 to 05 take here?
+r"""05: how long does a step of 02 to 05 take? Predicted from three measurements, and measured.
 
-calibrate.py measures what the model has to know, without any rung: a step that sends nothing,
-all-reduces beside no compute, compute beside all-reduces. These experiments take turns with the
-rungs. Then the model plays a step of each rung, and a table puts it beside what was measured.
+What an all-reduce costs alone (o for the call, 1/w for each byte), when each gradient is there in a
+step that sends nothing, and what the optimizer takes. From these `simulate` plays a step, call
+after call. No step that communicates goes in; those that the table compares are measured beside.
 
     make 05_bucketed/predict NPROC=2                                    (see also ARGS="--help")
+    make 05_bucketed/predict NETWORK=1gbit,1ms
     torchrun --standalone --nproc-per-node 2 05_bucketed/predict/predict.py
 
-A second table says when data parallelism stops scaling, and measures nothing: simulate.py plays a
-step of a large model on up to 1,024 ranks, which share a global batch that stays the same.
+When does data parallelism stop scaling? The same loop with up to 65,536 ranks, which measures
+nothing:
 
     make 05_bucketed/predict ARGS="--extrapolate 10,100,400"
-    make 05_bucketed/predict ARGS="--extrapolate 400 --size 10b --tflops 350"
 
-What it assumes, beyond simulate.py's list, was never checked on hardware: a network of its own
-card, so that neither side slows the other; no Python, no copies; one call at a time, as NCCL does;
-a flat ring (NCCL takes trees for small tensors on many ranks); attention scores cost nothing.
-
-Source: simulate.py names it; for --extrapolate Stanford CS336, assignment 2 (2026), "data parallel
-calculations".
+Source: Li et al., "PyTorch Distributed", VLDB 2020; for --extrapolate Stanford CS336, assignment 2
+(2026), "data parallel calculations".
 """
 
 import math
 import sys
 from bisect import bisect_left
-from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
+import numpy
 import torch
+import torch.distributed as dist
+from torch import nn
 
-FOLDER = Path(__file__).resolve().parent
-sys.path[:0] = [str(FOLDER), str(FOLDER.parent.parent)]
+ROOT = Path(__file__).resolve().parent.parent.parent
+STAGES = ["02_naive_ddp", "03_flat_ddp", "04_overlap_ddp", "05_bucketed"]
+sys.path[:0] = [str(ROOT), *(str(ROOT / stage) for stage in STAGES)]
 
-import calibrate  # noqa: E402
-from bucketed import LanguageModel  # noqa: E402
-from simulate import Network, Step, simulate  # noqa: E402
+from bucketed import BucketedDDP, LanguageModel, fill_buckets, train_step  # noqa: E402
+from flat_ddp import FlatDDP  # noqa: E402
+from naive_ddp import NaiveDDP  # noqa: E402
+from overlap_ddp import OverlapDDP  # noqa: E402
 
 from common import report, setup, timing  # noqa: E402
 from common.setup import say  # noqa: E402
 
-ROWS = [("02", None), ("03", None), ("04", None)]
-ROWS += [("05", size) for size in (1.0, 10.0, 25.0, 100.0, math.inf)]  # MB
+
+def simulate(
+    calls: list, backward_ends: float, overlap: bool, call_seconds, bytes_per_second, at_once=2
+) -> float:
+    """When all gradients are averaged, in seconds from the begin of a step.
+
+    `calls`: (bytes, when the gradients are there) of each all-reduce, in launch order. With
+    `overlap` it is launched then; otherwise after backward, when the one before it has arrived.
+    `at_once` of them are under way (gloo has two threads). They send their bytes in that order, one
+    after another; `call_seconds`, o, pass beside those of others.
+    """
+    places = [0.0] * at_once  # when each is free for another call
+    wire_is_free = 0.0
+    arrived = backward_ends
+    for size, ready in calls:
+        launched = ready if overlap else arrived
+        begins = max(launched, places.pop(0))
+        wire_is_free = max(wire_is_free, begins) + size / bytes_per_second
+        arrived = wire_is_free + call_seconds
+        places.append(arrived)
+    return max(arrived, backward_ends)
 
 
-def label(rung: str, bucket_size_mb: float | None) -> str:
-    return rung if bucket_size_mb is None else f"{rung}, {bucket_size_mb:g} MB"
+def calls_of(gradients: list[nn.Parameter], ready: list[float], bucket_size_mb: float | None):
+    """What `simulate` takes, of gradients from the last to the first and buckets of this size."""
+    moments = dict(zip(gradients, ready, strict=True))
+    calls = []
+    for bucket in fill_buckets(gradients, bucket_size_mb):
+        size = sum(parameter.nbytes for parameter in bucket)
+        calls.append((size, max(moments[parameter] for parameter in bucket)))
+    return calls
 
 
-def measure(args, device: torch.device) -> dict:
-    """The experiments and the rungs in turn: an entry of "models" of the JSON."""
-    described = report.describe(LanguageModel, args, replicas=3)
+ONE_EACH = 1e-9  # MB: too small for two gradients
+WRAPPERS = {"02": NaiveDDP, "03": FlatDDP, "04": OverlapDDP}
+WAYS = {"02": (ONE_EACH, False), "03": (None, False), "04": (ONE_EACH, True)}  # for `predict`
+for size in (1, 5, 10, 25):
+    WRAPPERS[f"05, {size} MB"] = partial(BucketedDDP, bucket_size_mb=size)
+    WAYS[f"05, {size} MB"] = (size, True)
+
+
+def measure(args, device: torch.device, wrappers: dict) -> tuple[list[nn.Parameter], dict]:
+    """Steps of `no communication` and of the wrappers in turn, and what an all-reduce costs alone.
+
+    All train one model: of its wrappers only the one whose forward runs acts. Returns its
+    parameters from the last to the first, and an object for the JSON.
+    """
+    described = report.describe(LanguageModel, args, replicas=1, copies=5 + len(wrappers))
+    shape = setup.SIZES[args.size][:5]
     batch_shape = described["batch_size"], described["context_length"]
-    training = calibrate.Training(args, batch_shape, device)
-    rungs = {}
-    for row in ROWS:
-        rungs[label(*row)] = partial(training.step, calibrate.wrap(training.model, *row))
-    candidates = calibrate.with_experiments(rungs, training)
-    samples = timing.measure(candidates, args.steps, args.warmup)
-    return {
-        "model": described,
-        "gradient_bytes": training.gradient_bytes,
-        "experiments": {name: samples[name] for name in samples if name not in rungs},
-        "rows": [{"name": name, **samples[name]} for name in rungs],
-    }
+    torch.manual_seed(args.seed + dist.get_rank())
+    batch = torch.randint(shape[-1], (2, *batch_shape), device=device)
+    torch.manual_seed(args.seed)
+    with device:
+        model = LanguageModel(*shape).to(getattr(torch, args.dtype))
+    gradients = list(model.parameters())[::-1]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    watch = timing.Stopwatch(device)
+    watch.mark_last_gradient(gradients[-1])  # torch's DDP waits within backward
+
+    def step(wrapped: nn.Module) -> dict:
+        return train_step(wrapped, optimizer, watch, *batch)[1]
+
+    def step_alone() -> dict:
+        """One that sends nothing; also says when backward ends and when each gradient is there."""
+        hooks = [p.register_post_accumulate_grad_hook(watch.mark) for p in gradients]
+        times = step(model)
+        for hook in hooks:
+            hook.remove()
+        times["backward_ends"] = watch.seconds("forward starts", "backward ends")
+        times["ready"] = [watch.seconds("forward starts", p) for p in gradients]
+        return times
+
+    steps = {"no communication": step_alone}
+    steps |= {name: partial(step, wrap(model)) for name, wrap in wrappers.items()}
+    costs = timing.all_reduce_costs(device)
+    samples = timing.measure(steps, args.steps, args.warmup)
+    for name in steps:
+        samples[name]["collectives_per_step"] = timing.count_collectives(steps[name])
+    candidates = [{"name": name, **samples[name]} for name in samples]
+    return gradients, {"model": described, "all_reduce": costs, "candidates": candidates}
 
 
-def predict(entry: dict, ranks: int) -> tuple[Step, Network]:
-    """Add to an entry of "models" what the model says: of the step, of the network, of each row."""
-    step = calibrate.step_of(entry["experiments"], entry["gradient_bytes"])
-    network = calibrate.network_of(entry["experiments"], step, ranks)
-    entry |= {"step": asdict(step), "network": asdict(network)}
-    entry["seconds_alone"] = step.seconds_alone
-    for row, rung_and_size in zip(entry["rows"], ROWS, strict=True):
-        row["measured_seconds"] = calibrate.middle(row["step_seconds"])
-        row["predicted_seconds"] = simulate(step, network, *rung_and_size)
-        row["error"] = row["predicted_seconds"] / row["measured_seconds"] - 1
-    return step, network
+def predict(gradients: list[nn.Parameter], result: dict, ways: dict) -> dict[str, float]:
+    """Seconds of a step of each of `ways`, name: (bucket size in MB, does it overlap?).
+
+    `result`: of `measure`. Only `no communication` and what an all-reduce costs go in.
+    """
+    alone = result["candidates"][0]
+    # A call waits for the last rank. All begin a step together, so their times compare.
+    ready = numpy.median(numpy.max(alone["ready"], axis=0), axis=0).tolist()
+    backward_ends = float(numpy.median(numpy.max(alone["backward_ends"], axis=0)))
+    optimizer = report.percentiles(alone["optimizer_seconds"])[0]
+    costs = result["all_reduce"]
+    predicted = {}
+    for name, (bucket_size_mb, overlap) in ways.items():
+        calls = calls_of(gradients, ready, bucket_size_mb)
+        predicted[name] = simulate(calls, backward_ends, overlap, **costs) + optimizer
+    times = [f"{1000 * seconds:.1f} ms" for seconds in (ready[0], backward_ends, optimizer)]
+    say("no communication: first gradient after {}, all after {}, optimizer {}".format(*times))
+    o, w = 1000 * costs["call_seconds"], costs["bytes_per_second"] / 1e9
+    say(f"all-reduce: o = {o:.2f} ms, w = {w:.3f} GB/s")
+    return predicted
 
 
-def print_parameters(step: Step, network: Network) -> None:
-    """What calibrate.py found; the JSON has all of it."""
-    say(f"no sync: {1000 * step.seconds_alone:.1f} ms")
-    call = f"a call {1e6 * network.call_alone:.0f} µs, one more {1e6 * network.call:.0f} µs"
-    say(f"all-reduce: {network.bandwidth / 1e9:.2f} GB/s, {call}")
-    compute, call = network.call_speeds
-    large = f"compute {network.compute_speed:.2f} and bytes {network.transfer_speed:.2f}"
-    small = f"compute {compute:.2f} and small calls {call:.2f}"
-    say(f"speed beside each other ÷ alone: {large}; {small}")
-
-
-def print_rows(rows: list[dict], seconds_alone: float) -> None:
-    """The table of one model, and which bucket size is best."""
-    table = []
-    for row in rows:
-        both = row["predicted_seconds"], row["measured_seconds"]
-        cells = [row["name"], *(f"{1000 * seconds:.1f}" for seconds in both)]
-        cells += [f"{seconds / seconds_alone:.3f}" for seconds in both]
-        table.append([*cells, f"{100 * row['error']:+.1f} %"])
-    header = ["step", "predicted, ms", "measured, ms", "÷ no sync, predicted", "measured", "error"]
-    report.print_table(header, table)
-    buckets = rows[3:]
-    predicted = min(buckets, key=lambda row: row["predicted_seconds"])
-    measured = min(buckets, key=lambda row: row["measured_seconds"])
-    slower = predicted["measured_seconds"] / measured["measured_seconds"] - 1
-    named = f"predicted {predicted['name'][4:]}, measured {measured['name'][4:]}"
-    say(f"best bucket: {named}; the predicted one is {100 * slower:.1f} % slower")
-
-
-def say_where_it_goes(step: Step, network: Network) -> None:
-    """Why a step of 05 takes longer than no sync: switch the causes off, one after the other."""
-    apart = replace(network, compute_speed=1.0, transfer_speed=1.0, call_speeds=None)
-    without_python = replace(step, hook=0.0, launch=0.0)
-    without_copies = replace(without_python, copy_bandwidth=math.inf)
-    left = simulate(step, network, "05", 25.0)
-    above = 1000 * (left - step.seconds_alone)
-    shares = []
-    for cause, without_it in (
-        ("each slows the other", simulate(step, apart, "05", 25.0)),
-        ("Python", simulate(without_python, apart, "05", 25.0)),
-        ("copies", simulate(without_copies, apart, "05", 25.0)),
-        ("waiting for what cannot hide", step.seconds_alone),
-    ):
-        shares.append(f"{cause} {1000 * (left - without_it):.1f}")
-        left = without_it
-    say(f"05, 25 MB: {above:.1f} ms above no sync: {', '.join(shares)}")
-
-
-def say_errors(result: dict) -> None:
-    """The last lines: the mean error, and the largest."""
+def print_predicted(result: dict) -> None:
+    """Each step beside what was measured."""
+    rows = []
     errors = {}
-    for size, entry in result["models"].items():
-        errors |= {f"{size}: {row['name']}": row["error"] for row in entry["rows"]}
+    for candidate in result["candidates"][1:]:
+        name = candidate["name"]
+        predicted = result["predicted"][name]
+        measured = report.percentiles(candidate["step_seconds"])[0]
+        errors[name] = 100 * (predicted / measured - 1)
+        cells = [f"{1000 * predicted:.1f}", f"{1000 * measured:.1f}", f"{errors[name]:+.1f} %"]
+        rows.append([name, str(candidate["collectives_per_step"]), *cells])
+    report.print_table(["step, ms", "all-reduces", "predicted", "measured", "error"], rows)
     worst = max(errors, key=lambda name: abs(errors[name]))
-    mean = sum(map(abs, errors.values())) / len(errors)
-    largest = f"the largest {100 * errors[worst]:+.1f} % ({worst})"
-    say(f"\nmean error {100 * mean:.1f} % of {len(errors)} rows; {largest}")
-    say("Measured: the mean of the middle half of all steps; no sync: a step that sends nothing.")
+    say(f"Measured: p50, steps of all ranks; largest error: {errors[worst]:+.1f} % ({worst})")
 
 
 # ==================================================================================================
-# Below this line: the second table, and main.
+# Below this line: many ranks, and main.
 
-EXTRAPOLATED = [("02", None), ("03", None), ("04", None), ("05", 25.0), ("05", 400.0)]
 RANKS = [2, 8, 64, 512, 1024]
-MOST_RANKS = 2**16
+MORE = range(2, 2**16 + 1)
 GLOBAL_BATCH = 2**19  # tokens of all ranks in a step
 LATENCY = 20e-6  # seconds from rank to rank
 CALL = 10e-6  # seconds of fixed cost of an all-reduce
 UPDATE = 1e-11  # seconds of the optimizer for each parameter
 KEPT = 0.9  # "it scales": the step without communication is at least this part of the step
+SCALED = {name: WAYS[name] for name in ("02", "03", "04", "05, 25 MB")}
+SCALED["05, 400 MB"] = (400, True)
 
 
-def build_step(model, tokens: float, operations_per_second: float) -> Step:
-    """A step of a transformer whose weights are on the meta device, with `tokens` per rank.
+def backward_times(model: nn.Module, tokens: float, operations_per_second: float) -> list[float]:
+    """When each gradient is there, from the last parameter to the first.
 
-    A weight with rows and columns costs 2 operations per token and element in forward and 4 in
-    backward; the embedding none.
+    A matrix costs 2 operations per token and element in forward, 4 in backward, the embedding none.
     """
-    backward = 0.0
-    parameters = 0
-    gradients = []
+    operations = []
     for name, parameter in reversed(list(model.named_parameters())):
-        parameters += parameter.numel()
-        if parameter.dim() == 2 and name != "token_embedding.weight":
-            backward += 4 * tokens * parameter.numel() / operations_per_second
-        gradients.append((float(parameter.nbytes), backward))
-    return Step(backward / 2, backward, UPDATE * parameters, gradients)
+        is_matrix = parameter.dim() == 2 and name != "token_embedding.weight"
+        operations.append(4 * tokens * parameter.numel() if is_matrix else 0)
+    ends = numpy.cumsum(operations) / operations_per_second
+    return (ends[-1] / 2 + ends).tolist()
 
 
-def closed_form(bandwidth: float, operations_per_second: float) -> float:
+def efficiency(model: nn.Module, way: tuple, gbit: float, tflops: float, ranks: int) -> float:
+    """The step without communication ÷ the step, on a flat ring, one call at a time."""
+    ready = backward_times(model, GLOBAL_BATCH / ranks, 1e12 * tflops)
+    gradients = list(model.parameters())[::-1]
+    bandwidth = gbit * 1e9 / 8 * ranks / (2 * (ranks - 1))  # a rank sends 2(n-1)/n of the bytes
+    call = CALL + 2 * (ranks - 1) * LATENCY
+    bucket_size_mb, overlap = way
+    calls = calls_of(gradients, ready, bucket_size_mb)
+    averaged = simulate(calls, ready[-1], overlap, call, bandwidth, at_once=1)
+    update = UPDATE * sum(parameter.numel() for parameter in gradients)
+    return (ready[-1] + update) / (averaged + update)
+
+
+def closed_form(gbit: float, tflops: float) -> float:
     """The number of ranks up to which backward is as long as the ring's transfer, or longer."""
-    return 1 + GLOBAL_BATCH * bandwidth / (2 * operations_per_second)
+    return 1 + GLOBAL_BATCH * gbit * 1e9 / 8 / (2 * 1e12 * tflops)
 
 
 def extrapolate(args) -> list[dict]:
-    """Print the second table, once for each network: "networks" of the JSON."""
-    size = args.size if args.size in setup.SIZES else "xl"
+    """Print a table for each network: "networks" of the JSON."""
     with torch.device("meta"):
-        model = LanguageModel(*setup.SIZES[size][:5])
+        model = LanguageModel(*setup.SIZES[args.size][:5])
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    say(f"{size} model, {parameters / 1e6:.0f} million parameters")
+    say(f"{args.size} model, {parameters / 1e6:.0f} million parameters")
     say(f"global batch {GLOBAL_BATCH} tokens; a rank: {args.tflops:g} TFLOP/s")
-    entries = [on_network(model, gbit, 1e12 * args.tflops) for gbit in args.extrapolate]
+    entries = []
+    for gbit in args.extrapolate:
+        entry = {"gbit": gbit, "closed_form": closed_form(gbit, args.tflops), "rows": []}
+        table = []
+        for name, way in SCALED.items():
+            setup.progress(f"{gbit:g} Gbit/s: {name}")
+            of_ranks = partial(efficiency, model, way, gbit, args.tflops)
+            kept = [of_ranks(ranks) for ranks in RANKS]
+            most = 1 + bisect_left(MORE, True, key=lambda ranks: of_ranks(ranks) < KEPT)
+            entry["rows"].append({"name": name, "efficiencies": kept, "most_ranks": most})
+            cells = [f"{100 * value:.1f} %" for value in kept]
+            table.append([name, *cells, f"{most}" if most < MORE[-1] else f"≥ {most}"])
+        say(f"\n{gbit:g} Gbit/s, {1e6 * LATENCY:g} µs from rank to rank")
+        header = ["no communication ÷ step", *(f"{ranks} ranks" for ranks in RANKS)]
+        report.print_table([*header, f"≥ {100 * KEPT:.0f} % up to"], table)
+        say(f"closed form: all can hide up to N = {math.floor(entry['closed_form'])}")
+        entries.append(entry)
     say("\nThe global batch is the same for all numbers of ranks. Simulated, never measured.")
     return entries
 
 
-def on_network(model, gbit: float, operations_per_second: float) -> dict:
-    """Print and return the table of one network."""
-    bandwidth = gbit * 1e9 / 8
-
-    def efficiency(row, ranks: int) -> float:
-        """The step without communication ÷ the step of the rung."""
-        step = build_step(model, GLOBAL_BATCH / ranks, operations_per_second)
-        network = Network(ranks, LATENCY, bandwidth, call=CALL, calls_at_once=1)
-        return step.seconds_alone / simulate(step, network, *row)
-
-    def too_small(row, ranks: int) -> bool:
-        return efficiency(row, ranks) < KEPT
-
-    rows = []
-    table = []
-    for row in EXTRAPOLATED:
-        name = label(*row)
-        setup.progress(f"{gbit:g} Gbit/s: {name}")
-        efficiencies = [efficiency(row, ranks) for ranks in RANKS]
-        numbers = range(2, MOST_RANKS + 1)
-        most = 1 + bisect_left(numbers, True, key=partial(too_small, row))
-        rows.append({"name": name, "efficiencies": efficiencies, "most_ranks": most})
-        cells = [f"{100 * value:.1f} %" for value in efficiencies]
-        table.append([name, *cells, f"{most}" if most < MOST_RANKS else f"≥ {most}"])
-    say(f"\n{gbit:g} Gbit/s, {1e6 * LATENCY:g} µs from rank to rank")
-    header = ["no sync ÷ step", *(f"{ranks} ranks" for ranks in RANKS)]
-    report.print_table([*header, f"≥ {100 * KEPT:.0f} % up to"], table)
-    limit = closed_form(bandwidth, operations_per_second)
-    say(f"closed form: all can hide up to N = {math.floor(limit)}")
-    return {"gbit": gbit, "ranks": RANKS, "rows": rows, "closed_form": limit}
-
-
 def main():
     parser = setup.Parser(__doc__)
-    setup.add_training_arguments(parser, steps=12)
-    parser.set_defaults(size="mini", warmup=2)  # these two, one after the other
+    setup.add_training_arguments(parser, steps=6)
+    parser.set_defaults(warmup=2, size=None)
     add = parser.add_argument
     number = setup.checked(float, lambda number: 0 < number < 1e18, "a number above 0, below 1e18")
-    instead = "only the second table, for these networks; --size is xl then, if not given"
+    instead = "simulate many ranks on these networks; --size is xl then, if not given"
     add("--extrapolate", type=setup.list_of(number), metavar="Gbit/s,…", help=instead)
-    add("--tflops", type=number, default=7.0, help="of a rank in the second table")
+    add("--tflops", type=number, default=7.0, help="of a rank with --extrapolate")
     args = parser.parse_args()
-
+    args.size = args.size or ("xl" if args.extrapolate else "mini")
     with setup.process_group(args) as device:
         result = report.begin("05_bucketed/predict", args, device)
         if args.extrapolate:
             result["networks"] = extrapolate(args)
         else:
-            calibrate.refuse_one_rank()
-            result["models"] = {}
-            for size in args.size.split(","):
-                say()
-                args.size = size
-                entry = measure(args, device)
-                result["models"][size] = entry
-                step, network = predict(entry, result["world_size"])
-                print_parameters(step, network)
-                print_rows(entry["rows"], step.seconds_alone)
-                say_where_it_goes(step, network)
-            say_errors(result)
+            gradients, measured = measure(args, device, WRAPPERS)
+            result |= measured | {"predicted": predict(gradients, measured, WAYS)}
+            print_predicted(result)
         report.write_json(args.json, result)
 
 

@@ -90,7 +90,6 @@ RESNET = (
 ON_ONE = f"python {RESNET}"
 ON_TWO = f"python -m common.launch.torchrun --standalone --nproc-per-node 2 {RESNET}"
 JPEGS = "--data synthetic --decode 500 --steps-per-epoch 12 --held-out 64"
-LARGE = "--size 0.5b --batch-size 1 --context-length 128 --steps 2 --warmup 1"
 
 
 def parts(image_size: str) -> list[str]:
@@ -125,17 +124,13 @@ RECORDINGS = {  # the commands whose output is recorded
     **{f"{stage}/reference_output.txt": [make(stage)] for stage in LADDER},
     **{f"{stage}/reference_output_1gbit.txt": [make(stage, NETWORK=EMULATED)] for stage in LADDER},
     f"{SWEEP}/reference_output.txt": [make(SWEEP)],
-    f"{SWEEP}/reference_output_1gbit.txt": [
-        make("hosts", "--steps 6", SCRIPT=f"{SWEEP}/bucket_sweep.py", **SLOW)
-    ],
-    f"{SWEEP}/reference_output_large.txt": [
-        make(SWEEP, f"{LARGE} --bucket-sizes-mb 1,10,100,1000")
-    ],
+    f"{SWEEP}/reference_output_1gbit.txt": [make(SWEEP, NETWORK="1gbit,1ms")],
     f"{PREDICT}/reference_output.txt": [make(PREDICT)],
-    f"{PREDICT}/reference_output_extrapolate.txt": [make(PREDICT, "--extrapolate 10,100,400")],
+    f"{PREDICT}/reference_output_1gbit.txt": [make(PREDICT, NETWORK="1gbit,1ms")],
     f"{PREDICT}/reference_output_hosts.txt": [
-        make("hosts", "--steps 3 --warmup 1", SCRIPT=f"{PREDICT}/predict.py", **SLOW)
+        make("hosts", SCRIPT=f"{PREDICT}/predict.py", **SLOW)
     ],
+    f"{PREDICT}/reference_output_extrapolate.txt": [make(PREDICT, "--extrapolate 10,100,400")],
     f"{FSDP}/reference_output_accounting.txt": [
         make(FSDP, f"--accounting --size {size}") for size in ("xl", "10b")
     ],
