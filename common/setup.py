@@ -26,6 +26,8 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # keeps torch.profiler's own lo
 
 
 ROOT = Path(__file__).resolve().parent.parent  # of this repository
+OF_A_LAUNCHER = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+OF_A_LAUNCHER += ("GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SIZES = {  # d_model, d_ff, layers, heads, vocabulary, sequences per rank and step, tokens in each
     "nano": (64, 256, 2, 2, 1_000, 4, 64),
     "mini": (192, 768, 16, 6, 1_000, 8, 64),
@@ -38,6 +40,13 @@ SIZES = {  # d_model, d_ff, layers, heads, vocabulary, sequences per rank and st
     "10b": (4608, 12_288, 50, 36, 10_000, 4, 512),
     "0.5b": (1024, 4096, 24, 16, 50_000, 2, 512),
 }
+
+
+def forget_launcher() -> None:
+    """For what starts its own ranks: clear what a torchrun or another job left in this shell."""
+    for name in list(os.environ):
+        if name in OF_A_LAUNCHER or name.startswith("TORCHELASTIC_"):
+            del os.environ[name]
 
 
 def say(text: str = "") -> None:
