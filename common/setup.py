@@ -330,6 +330,12 @@ def name_of_backend(args: argparse.Namespace) -> str:
     return "slow_network"
 
 
+def late_network() -> str:
+    """What a process group is made with whose results are there only for who waits for them."""
+    slow_network().wire.is_late = True
+    return "slow_network"
+
+
 @contextmanager
 def on_the_network():
     """Within it collectives take as long as on --network's network; without the flag as ever."""

@@ -151,9 +151,9 @@ def check_failures(verdicts: dict, expected: set, means: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAILS)
-def test_a_wrong_wrapper_fails_what_sees_its_mistake(ranks, name):
+def test_a_wrong_wrapper_fails_what_sees_its_mistake(ranks, late_ranks, name):
     expected, means, then = FAILS[name]
-    check_failures(judged(ranks, getattr(mistakes, name), OF_WRAPPERS), expected, means)
+    check_failures(judged(late_ranks, getattr(mistakes, name), OF_WRAPPERS), expected, means)
     check_row(ranks, name, means, then)
 
 
@@ -183,8 +183,8 @@ def test_facts(ranks):
         (checks_of_fsdp, "SplitsNothing", {"keeps_a_part_of_the_parameters"}, "are not split"),
     ],
 )
-def test_a_wrong_optimizer_or_fsdp_fails_too(ranks, module, name, expected, means):
-    verdicts = judged(ranks, getattr(mistakes, name), module.HAS_TO_HOLD)
+def test_a_wrong_optimizer_or_fsdp_fails_too(late_ranks, module, name, expected, means):
+    verdicts = judged(late_ranks, getattr(mistakes, name), module.HAS_TO_HOLD)
     check_failures(verdicts, expected, means)
 
 
@@ -201,8 +201,8 @@ def test_a_wrong_optimizer_or_fsdp_fails_too(ranks, module, name, expected, mean
         (checks_of_fsdp, fully_sharded, {PARAMETERS}),
     ],
 )
-def test_ours_and_torchs_pass(ranks, module, mine, beyond):
-    assert failed(judged(ranks, mine, [*module.HAS_TO_HOLD, *module.BEYOND])) == beyond
+def test_ours_and_torchs_pass(late_ranks, module, mine, beyond):
+    assert failed(judged(late_ranks, mine, [*module.HAS_TO_HOLD, *module.BEYOND])) == beyond
 
 
 ODD = f"""
