@@ -2,6 +2,7 @@
 
 import argparse
 import atexit
+import importlib
 import importlib.util
 import inspect
 import os
@@ -133,23 +134,45 @@ def list_of(convert):
 
 
 @cache
-def load(text: str):
-    """What FILE.py:NAME names, for a class of the user's own. ValueError if there is none.
+def load_module(file: str):
+    """A file of the user's, imported as part of its package if it is in one.
 
-    The file is run as if it were imported, with its folder first in sys.path.
+    The folders of the file, of its package and of its repository are first in sys.path. What is
+    called common there is found before ours.
     """
-    file, _, name = text.rpartition(":")
     path = Path(file).expanduser().resolve()
+    name, folder = path.stem, path.parent
+    while (folder / "__init__.py").exists():
+        name, folder = f"{folder.name}.{name}", folder.parent
+    marks = "pyproject.toml", ".git"
+    repositories = [up for up in path.parents if any((up / mark).exists() for mark in marks)]
+    folders = [folder, *repositories[:1], path.parent]
+    sys.path[:0] = [str(each) for each in dict.fromkeys(folders)]
+    hidden = {}
+    if any(each != ROOT and list(each.glob("common*")) for each in folders):
+        for ours in [ours for ours in sys.modules if ours.partition(".")[0] == "common"]:
+            hidden[ours] = sys.modules.pop(ours)
+    try:
+        if "." in name:
+            return importlib.import_module(name)
+        spec = importlib.util.spec_from_file_location("of_the_user", path)
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["of_the_user"] = module  # as dataclasses and pickle need it
+        spec.loader.exec_module(module)  # FileNotFoundError names the file
+        return module
+    finally:
+        sys.modules.update(hidden)
+
+
+def load(text: str):
+    """What FILE.py:NAME names, for a class of the user's own. ValueError if there is none."""
+    file, _, name = text.rpartition(":")
     if not file.endswith(".py") or not name.isidentifier():
         raise ValueError(f"{text!r} is not FILE.py:NAME")
-    sys.path.insert(0, str(path.parent))
-    spec = importlib.util.spec_from_file_location("of_the_user", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["of_the_user"] = module  # as dataclasses and pickle need it
-    spec.loader.exec_module(module)  # FileNotFoundError names the file
-    if not callable(getattr(module, name, None)):
+    found = getattr(load_module(file), name, None)
+    if not callable(found):
         raise ValueError(f"{file} has no class or function {name}")
-    return getattr(module, name)
+    return found
 
 
 def loadable(text: str) -> str:

@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
+from common.check import models
 from common.check.findings import Failed, check_equal_ranks, need
 from common.check.models import finish
 from common.report import peak_bytes
@@ -36,7 +37,7 @@ class Trained:
     """A wrapped model of 12 layers, 12 MB in float32, and its training step."""
 
     def __init__(self, wrap):
-        layers = [nn.Linear(512, 512) for _ in range(12)]
+        layers = [models.linear(512, 512) for _ in range(12)]
         layers[0].weight.register_post_accumulate_grad_hook(self.note_last_gradient)
         self.model = with_bucket_size(wrap, 25.0)(nn.Sequential(*layers))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
@@ -62,7 +63,7 @@ class Trained:
 
 
 def communication(mine):
-    """a step of a model with 24 parameters, 12 MB"""
+    """a step of a model of 12 layers, 12 MB"""
     theirs = Trained(DistributedDataParallel).counted_step()
     return f"{Trained(mine).counted_step()}; torch's DDP: {theirs}"
 
