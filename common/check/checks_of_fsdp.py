@@ -124,7 +124,7 @@ def computes_in_another_dtype(mine):
 def agrees_on_any_branch(mine):
     """ranks on different branches: the same gradients, or an error on every rank"""
     try:
-        wrappers.keeps_one_order_on_any_branch(mine)
+        wrappers.follow_one_process(mine, models.BranchesOfVectors)
     except RuntimeError as error:
         return f"an error: {str(error).splitlines()[0][:80]}"
 

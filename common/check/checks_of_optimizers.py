@@ -187,7 +187,7 @@ def collects_its_state(mine):
 
 
 NEEDED = []
-COURSE = [steps_like_adamw, steps_like_sgd, skips_frozen_parameters]
+COURSE = [steps_like_sgd, steps_like_adamw, skips_frozen_parameters]
 MEANING = [
     shares_the_state_out,
     keeps_groups_apart,

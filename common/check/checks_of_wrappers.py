@@ -198,6 +198,7 @@ def leaves_weights_to_the_optimizer(mine):
         before = weights_of(model, twin)
         backward_once(model, step)
         after = weights_of(model, twin)
+        check_arrived(after)
         moved = [name for name in before if not torch.equal(before[name], after[name])]
         if moved:
             evidence = [evidence_of(name, after[name], before[name]) for name in moved]

@@ -82,17 +82,25 @@ class UsedTwice(Plain):
 class Branches(Plain):
     """Even ranks go through its layers in one order, odd ones in the other; a scalar between."""
 
+    shape = ()
+
     def __init__(self):
         super().__init__()
         self.first = linear(width, width, bias=False).to(
             dtype
         )  # so that gloo cannot tell them apart
-        self.scale = nn.Parameter(torch.ones((), dtype=dtype))
+        self.scale = nn.Parameter(torch.ones(self.shape, dtype=dtype))
 
     def between(self, x):
         if self.rank % 2 == 0:
             return self.norm(self.second(self.scale * self.first(x).tanh()))
         return self.norm(self.first(self.scale * self.second(x).tanh()))
+
+
+class BranchesOfVectors(Branches):
+    """Torch's FSDP takes no scalars."""
+
+    shape = (1,)
 
 
 class SeveralDtypes(Plain):
