@@ -9,6 +9,7 @@ FSDP as Mine(module) or Mine(module, compute_dtype=...); a function that returns
 Exit status: 0 if all that has to hold holds, 1 if not, 2 if the class cannot be called so.
 """
 
+import importlib
 import inspect
 import signal
 import sys
@@ -41,7 +42,7 @@ HEADINGS = {
     "beyond": "Beyond: partly more than torch's own classes do",
     "facts": "Facts",
 }
-DECIDES = {"course": ["course"], "data parallelism": ["course", "data parallelism"]}  # by --level
+DECIDES = {"course": ["course"], "meaning": ["course", "data parallelism"]}  # by --level
 WIDTH = 89  # of a line, beside its verdict
 SECONDS = 8.0  # for one check
 SECONDS_ONCE_STUCK = 2.5  # for those after one that hangs
@@ -72,7 +73,7 @@ def read_arguments():
         help="FILE.py:NAME, a class or a function; or a course's adapters.py",
     )
     add("--kind", choices=KINDS, help="by default what its base class and its arguments say")
-    add("--level", choices=DECIDES, default="data parallelism", help="what decides the exit status")
+    add("--level", choices=DECIDES, default="meaning", help="what decides the exit status")
     own = "a module with the Linear and Embedding that your FSDP shards (default: found)"
     add("--layers", default="", metavar="MODULE", help=own)
     add("--nproc", type=setup.whole_number(2, 64), default=2, help="ranks")
@@ -102,7 +103,7 @@ def trial(args, function, load, *arguments):
 def check_one(args, text: str, result: dict) -> bool | None:
     """Whether what has to hold holds; None for what is not written yet."""
     args.mine = text
-    kind, missing = trial(args, partial(describe, given=args.kind), setup.load)
+    kind, missing = trial(args, partial(describe, args.kind, args.layers), setup.load)
     setup.say(f"\n{text}, as {kind}")
     for name in missing:
         setup.say(f"not written yet: {name}")
@@ -120,11 +121,13 @@ def check_one(args, text: str, result: dict) -> bool | None:
     return summarize(args, checks)
 
 
-def describe(mine, given: str | None) -> tuple[str, list[str]]:
+def describe(given: str | None, layers: str, mine) -> tuple[str, list[str]]:
     """Its kind, given or found, and what of it is not written yet.
 
-    ValueError if it cannot be called as the checks call it.
+    ValueError if it cannot be called as the checks call it, or there are no such layers.
     """
+    if layers and not hasattr(importlib.import_module(layers), "Linear"):
+        raise ValueError(f"--layers {layers} has no Linear")
     kind = given or adapters.kind_of(mine)
     names = list(inspect.signature(mine).parameters)
     arguments = ["params", "optimizer_cls"] if kind == "optimizer" else ["module"]

@@ -66,7 +66,7 @@ def filled(folder: str, name: str) -> str:
 
 
 def parts_of(text: str) -> list:
-    return [part for part in ast.parse(text).body if hasattr(part, "body")]
+    return [part for part in ast.parse(text).body if hasattr(part, "name")]
 
 
 def judge_file(text: str, kind: str) -> list[dict]:
