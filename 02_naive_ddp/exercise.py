@@ -20,7 +20,7 @@ class NaiveDDP(nn.Module):
         return self.module(*inputs, **kwargs)
 
     def finish_gradient_synchronization(self) -> None:
-        """Make every gradient the mean of all ranks (dist.all_reduce). One that is None is 0."""
+        """Make every gradient the mean of all ranks. One that is None counts as 0; frozen: none."""
         raise NotImplementedError
 
     @contextmanager

@@ -42,11 +42,6 @@ class Adapted(nn.Module):
         return self.model(*inputs)
 
 
-def load(file: str):
-    """The module of a file."""
-    return setup.load_module(file)
-
-
 def names_in(module) -> list[str]:
     """The functions of a course's that a module has."""
     names = [name for name in OF_COURSES if hasattr(module, name)]

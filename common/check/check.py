@@ -16,6 +16,7 @@ import sys
 import textwrap
 from datetime import datetime, timezone
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -24,22 +25,17 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
 from common import report, setup  # noqa: E402
-from common.check import (  # noqa: E402  # noqa: E402
-    adapters,
-    checks_of_fsdp,
-    checks_of_functions,
-    checks_of_optimizers,
-    checks_of_wrappers,
-    findings,
-    runner,
-)
+from common.check import adapters, findings, runner  # noqa: E402
+from common.check import checks_of_fsdp as fsdp  # noqa: E402
+from common.check import checks_of_functions as functions  # noqa: E402
+from common.check import checks_of_optimizers as optimizers  # noqa: E402
+from common.check import checks_of_wrappers as wrappers  # noqa: E402
 
-KINDS = {"wrapper": checks_of_wrappers, "function": checks_of_functions}
-KINDS |= {"optimizer": checks_of_optimizers, "fsdp": checks_of_fsdp}
+KINDS = {"wrapper": wrappers, "function": functions, "optimizer": optimizers, "fsdp": fsdp}
 HEADINGS = {
     "course": "What a course's tests ask",
     "data parallelism": "What data parallelism means",
-    "beyond": "Beyond: partly more than torch's own classes do",
+    "beyond": "Beyond, partly more than torch's own classes do",
     "facts": "Facts",
 }
 DECIDES = {"course": ["course"], "meaning": ["course", "data parallelism"]}  # by --level
@@ -56,7 +52,8 @@ def main() -> int:
     result = head(args)
     texts = [args.mine]
     if args.mine.endswith(".py"):
-        texts = [f"{args.mine}:{name}" for name in trial(args, adapters.names_in, adapters.load)]
+        names = trial(args.mine, adapters.names_in, setup.load_module)
+        texts = [f"{args.mine}:{name}" for name in names]
     verdicts = [check_one(args, text, result) for text in texts]
     written = [verdict for verdict in verdicts if verdict is not None]
     result["passed"] = bool(written) and all(written)
@@ -67,11 +64,7 @@ def main() -> int:
 def read_arguments():
     parser = setup.Parser(__doc__)
     add = parser.add_argument
-    add(
-        "mine",
-        metavar="MINE",
-        help="FILE.py:NAME, a class or a function; or a course's adapters.py",
-    )
+    add("mine", metavar="MINE", help="FILE.py:NAME, class or function; or a course's adapters.py")
     add("--kind", choices=KINDS, help="by default what its base class and its arguments say")
     add("--level", choices=DECIDES, default="meaning", help="what decides the exit status")
     own = "a module with the Linear and Embedding that your FSDP shards (default: found)"
@@ -89,21 +82,20 @@ def head(args) -> dict:
     return result | {"started": datetime.now(timezone.utc), "not_written": [], "checks": []}
 
 
-def trial(args, function, load, *arguments):
+def trial(text: str, function, load):
     """What a function says of what is loaded, in a process of its own: files may hang or end."""
-    tried = runner.run(function, partial(load, args.mine, *arguments), 1, "gloo", limit=60)
+    tried = runner.run(function, partial(load, text), 1, "gloo", limit=60)
     if tried["verdict"] != "fact":
         for line in tried["lines"]:
             print(line, file=sys.stderr)
         reason = tried["seen"].removeprefix("rank 0: ").removeprefix("ValueError: ")
-        setup.fail(f"argument MINE: {args.mine}: {reason}")
+        setup.fail(f"argument MINE: {text}: {reason}")
     return tried["seen"]
 
 
 def check_one(args, text: str, result: dict) -> bool | None:
     """Whether what has to hold holds; None for what is not written yet."""
-    args.mine = text
-    kind, missing = trial(args, partial(describe, args.kind, args.layers), setup.load)
+    kind, missing = trial(text, partial(describe, args.kind, args.layers), setup.load)
     setup.say(f"\n{text}, as {kind}")
     for name in missing:
         setup.say(f"not written yet: {name}")
@@ -145,25 +137,25 @@ def choose_form(args, text: str, kind: str):
     An FSDP may shard only its own layers, keep float32, or refuse sizes that ranks do not divide.
     """
     layers = args.layers
-    if kind == "fsdp" and not layers:
-        load = partial(adapters.prepare, text, kind)
-        layers = runner.run(checks_of_fsdp.own_layers, load, args.nproc, "late", SECONDS)["seen"]
     forms = [(layers, False, torch.float64)]
     if kind == "fsdp":
-        forms += [(layers, False, torch.float32)] if not layers else []
-        forms += [(layers, True, torch.float64), (layers, True, torch.float32)]
+        if not layers:
+            load = partial(adapters.prepare, text, kind)
+            found = runner.run(fsdp.own_layers, load, args.nproc, "late", SECONDS)
+            layers = found["seen"] if found["verdict"] == "fact" else ""
+        sizes = [True] if layers else [False, True]
+        forms = list(product([layers], sizes, [torch.float64, torch.float32]))
     failures = []
-    for form in forms[bool(kind == "fsdp" and layers) :]:
+    for form in forms:
         load = partial(adapters.prepare, text, kind, *form)
         result = runner.run(KINDS[kind].can_be_used, load, args.nproc, "late", SECONDS)
         if result["verdict"] == "passed":
             say_form(*form, failures)
             return load
-        failures.append(result)
-    seen = failures[0]["seen"].partition(": ")[2]
-    if failures[0]["means"] == findings.UNUSABLE:
-        setup.fail(f"argument MINE: {text}: {seen}")
-    show({"promise": inspect.getdoc(KINDS[kind].can_be_used), "as_in": None, **failures[0]})
+        failures.append({"promise": inspect.getdoc(KINDS[kind].can_be_used), **result})
+    if failures[0]["means"] == findings.UNUSABLE and text == args.mine:
+        setup.fail(f"argument MINE: {text}: {failures[0]['seen'].partition(': ')[2]}")
+    show({"as_in": None, **failures[0]})
     setup.say("nothing else was tried")
     return None
 
@@ -200,6 +192,7 @@ def run_checks(args, load, module) -> list[dict]:
                 limit = SECONDS_ONCE_STUCK * crowd
             if group == "facts":
                 result["verdict"] = result["verdict"].replace("failed", "not tried")
+                result["lines"] = []  # what it prints was shown above
             elif result["verdict"] == "fact":  # it passed, and has something to say
                 result["verdict"] = "passed"
             result = {"check": check.__name__, "promise": promise, "group": group, **result}

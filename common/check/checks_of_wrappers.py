@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from common.check import models
-from common.check.facts import communication, memory, overlap, without_finish
+from common.check.facts import communication, memory, overlap
 from common.check.findings import (
     UNUSABLE,
     Failed,
@@ -344,4 +344,4 @@ BEYOND = [
     averages_what_one_rank_uses,
     keeps_buffers_equal,
 ]
-FACTS = [communication, overlap, memory, without_finish]
+FACTS = [communication, overlap, memory]

@@ -202,7 +202,7 @@ def verdict_of(answers: dict[int, dict]) -> dict:
 def printed_by(rank: int, text: str) -> list[str]:
     """The last lines that a rank has printed, the last one first."""
     lines = [line for line in text.splitlines() if line.strip() and NOISE not in line]
-    return [f"rank {rank} printed: {line}" for line in lines[: -KEPT_LINES - 1 : -1]]
+    return [f"rank {rank} printed: {line[:120]}" for line in lines[: -KEPT_LINES - 1 : -1]]
 
 
 def end(processes: list) -> None:
