@@ -248,6 +248,8 @@ def test_all_that_is_written_is_checked_and_what_is_not_is_listed(forked, tmp_pa
     assert failed.pop("get_ddp_individual_parameters") == missed, output
     assert failed.pop("get_ddp_bucketed") == {"starts_with_the_buffers_of_rank_0"}, output
     assert failed == {"get_sharded_optimizer": set(), "get_fsdp": set()}, output
+    found = {each["check"]: each["verdict"] for each in result["checks"]}
+    assert found["agrees_on_any_branch"] == "failed", output  # it gathers in order of use
     assert "models of the layers of a_course.model, in sizes that the ranks divide" in output
     assert status == 1
 

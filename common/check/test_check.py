@@ -193,6 +193,18 @@ def test_a_wrong_optimizer_or_fsdp_fails_too(late_ranks, module, name, expected,
     check_failures(verdicts, expected, means)
 
 
+class NamesTooMany(mistakes.SplitsNothing):
+    def gather_full_params(self):
+        return self.state_dict() | self.module.state_dict()
+
+
+def test_full_parameters_have_the_names_of_the_module_alone(late_ranks):
+    gathers = checks_of_fsdp.gathers_full_parameters
+    seen = judged(late_ranks, NamesTooMany, [gathers])[gathers.__name__]["seen"]
+    assert "module.embedding.weight is no name in the module" in seen
+    assert not failed(judged(late_ranks, mistakes.SplitsNothing, [gathers]))
+
+
 @pytest.mark.parametrize(
     "module, mine, beyond",
     [
@@ -275,6 +287,7 @@ def test_a_class_that_hangs_fails_prints_or_ends(forked, tmp_path, name, check, 
     "name, status, said",
     [
         ("SendsNothing", 1, "mostly: the owners' new values do not reach all ranks"),
+        ("SplitsNothing", 1, "nothing else was tried"),
         pytest.param("SumForMean", 1, "mostly: summed, not averaged", marks=pytest.mark.full),
         pytest.param("Right", 0, "has to hold: 17 of 17 passed", marks=pytest.mark.full),
     ],
