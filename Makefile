@@ -100,8 +100,11 @@ timeline: $(RUNTIME)
 	@$(TORCHRUN) $(COMPARE)/timeline.py $(FLAGS)
 
 ##   make check MINE=my_ddp.py:MyDDP         your own wrapper, sharded optimizer or FSDP: is it
-##                                           right? (KIND=wrapper, optimizer or fsdp)
-CHECKED = $(if $(MINE),$(call QUOTED,$(MINE)) )$(if $(KIND),--kind $(KIND) )--nproc $(NPROC)
+##                                           right? (KIND=wrapper, function, optimizer or fsdp)
+##   make check MINE=tests/adapters.py       all that a course asks for, in its repository
+##                                           (LEVEL=course, LAYERS=a_course.model: see its page)
+CHOSEN = $(if $(KIND),--kind $(KIND) )$(if $(LEVEL),--level $(LEVEL) )$(if $(LAYERS),--layers $(LAYERS) )
+CHECKED = $(if $(MINE),$(call QUOTED,$(MINE)) )$(CHOSEN)--nproc $(NPROC)
 check: $(RUNTIME)
 	$(ALONE) common/check/check.py $(CHECKED) $(if $(BACKEND),--backend $(BACKEND) )$(ARGS)
 

@@ -23,7 +23,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish(session):
-    if any({"ranks", "forked"} & set(item.fixturenames) for item in session.items):
+    if any({"ranks", "late_ranks", "forked"} & set(item.fixturenames) for item in session.items):
         from common.testing.processes import ready_processes
 
         ready_processes()  # they import while the first tests run
@@ -38,21 +38,31 @@ def same_environment():
     os.environ.update(before)
 
 
-@pytest.fixture(scope="session")
-def ranks():
-    """ranks(n).run(function, *arguments): call a module-level function on n ranks of gloo."""
+def started_ranks(is_late: bool):
     from common.testing.processes import Ranks
 
     started = {}
 
     def get(world_size: int) -> Ranks:
         if world_size not in started or not started[world_size].processes:
-            started[world_size] = Ranks(world_size)
+            started[world_size] = Ranks(world_size, is_late)
         return started[world_size]
 
     yield get
     for group in started.values():
         group.end()
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    """ranks(n).run(function, *arguments): call a module-level function on n ranks of gloo."""
+    yield from started_ranks(False)
+
+
+@pytest.fixture(scope="session")
+def late_ranks():
+    """The same on the network that is late, for the checks of `make check`."""
+    yield from started_ranks(True)
 
 
 @pytest.fixture

@@ -378,11 +378,12 @@ def main():
         import alpha_beta  # noqa: F401
         import spawn  # noqa: F401
 
-        import common.setup  # noqa: F401
+        from common.setup import forget_launcher
     except ModuleNotFoundError as error:
         files = "the repository's folder common/, alpha_beta.py and spawn.py"
         sys.exit(f"error: {error}: copy {files} beside this script")
 
+    forget_launcher()
     run(read_arguments(__doc__, "01_allreduce.png"), folder.name, demonstrate, benchmark)
 
 

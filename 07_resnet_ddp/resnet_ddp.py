@@ -407,7 +407,7 @@ def main():
     parser = setup.Parser(__doc__)
     add_arguments(parser)
     args = parser.parse_args()
-    distributed = "RANK" in os.environ  # torchrun sets it
+    distributed = "LOCAL_RANK" in os.environ  # torchrun sets it
     ranks = complete(args, distributed)
     if not distributed:
         be_the_only_rank()

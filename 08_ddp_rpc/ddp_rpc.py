@@ -490,12 +490,15 @@ def main():
     sys.path[:0] = [str(folder), str(folder.parent)]
     try:
         import launcher
+
+        from common.setup import forget_launcher
     except ModuleNotFoundError as error:
         sys.exit(
             f"error: {error}: copy the repository's folder common/ beside {folder} or into it, "
             "and 08_ddp_rpc/launcher.py beside this file"
         )
 
+    forget_launcher()
     launcher.run(read_arguments(), run_master)
 
 

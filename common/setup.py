@@ -2,6 +2,7 @@
 
 import argparse
 import atexit
+import importlib
 import importlib.util
 import inspect
 import os
@@ -26,6 +27,8 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # keeps torch.profiler's own lo
 
 
 ROOT = Path(__file__).resolve().parent.parent  # of this repository
+OF_A_LAUNCHER = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+OF_A_LAUNCHER += ("GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SIZES = {  # d_model, d_ff, layers, heads, vocabulary, sequences per rank and step, tokens in each
     "nano": (64, 256, 2, 2, 1_000, 4, 64),
     "mini": (192, 768, 16, 6, 1_000, 10, 64),
@@ -38,6 +41,13 @@ SIZES = {  # d_model, d_ff, layers, heads, vocabulary, sequences per rank and st
     "10b": (4608, 12_288, 50, 36, 10_000, 4, 512),
     "0.5b": (1024, 4096, 24, 16, 50_000, 2, 512),
 }
+
+
+def forget_launcher() -> None:
+    """For what starts its own ranks: clear what a torchrun or another job left in this shell."""
+    for name in list(os.environ):
+        if name in OF_A_LAUNCHER or name.startswith("TORCHELASTIC_"):
+            del os.environ[name]
 
 
 def say(text: str = "") -> None:
@@ -124,23 +134,45 @@ def list_of(convert):
 
 
 @cache
-def load(text: str):
-    """What FILE.py:NAME names, for a class of the user's own. ValueError if there is none.
+def load_module(file: str):
+    """A file of the user's, imported as part of its package if it is in one.
 
-    The file is run as if it were imported, with its folder first in sys.path.
+    The folders of the file, of its package and of its repository are first in sys.path. What is
+    called common there is found before ours.
     """
-    file, _, name = text.rpartition(":")
     path = Path(file).expanduser().resolve()
+    name, folder = path.stem, path.parent
+    while (folder / "__init__.py").exists():
+        name, folder = f"{folder.name}.{name}", folder.parent
+    marks = "pyproject.toml", ".git"
+    repositories = [up for up in path.parents if any((up / mark).exists() for mark in marks)]
+    folders = [folder, *repositories[:1], path.parent]
+    sys.path[:0] = [str(each) for each in dict.fromkeys(folders)]
+    hidden = {}
+    if any(each != ROOT and list(each.glob("common*")) for each in folders):
+        for ours in [ours for ours in sys.modules if ours.partition(".")[0] == "common"]:
+            hidden[ours] = sys.modules.pop(ours)
+    try:
+        if "." in name:
+            return importlib.import_module(name)
+        spec = importlib.util.spec_from_file_location("of_the_user", path)
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["of_the_user"] = module  # as dataclasses and pickle need it
+        spec.loader.exec_module(module)  # FileNotFoundError names the file
+        return module
+    finally:
+        sys.modules.update(hidden)
+
+
+def load(text: str):
+    """What FILE.py:NAME names, for a class of the user's own. ValueError if there is none."""
+    file, _, name = text.rpartition(":")
     if not file.endswith(".py") or not name.isidentifier():
         raise ValueError(f"{text!r} is not FILE.py:NAME")
-    sys.path.insert(0, str(path.parent))
-    spec = importlib.util.spec_from_file_location("of_the_user", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["of_the_user"] = module  # as dataclasses and pickle need it
-    spec.loader.exec_module(module)  # FileNotFoundError names the file
-    if not callable(getattr(module, name, None)):
+    found = getattr(load_module(file), name, None)
+    if not callable(found):
         raise ValueError(f"{file} has no class or function {name}")
-    return getattr(module, name)
+    return found
 
 
 def loadable(text: str) -> str:
@@ -318,6 +350,12 @@ def name_of_backend(args: argparse.Namespace) -> str:
         return args.backend
     slow_network().wire.connect(args.network)
     slow_network().wire.is_slow = False  # until on_the_network()
+    return "slow_network"
+
+
+def late_network() -> str:
+    """What a process group is made with whose results are there only for who waits for them."""
+    slow_network().wire.is_late = True
     return "slow_network"
 
 

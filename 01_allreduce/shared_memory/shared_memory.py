@@ -229,11 +229,12 @@ def main():
     try:
         from allreduce import read_arguments, run
 
-        import common.setup  # noqa: F401
+        from common.setup import forget_launcher
     except ModuleNotFoundError as error:
         files = "the repository's folder common/, and the scripts of 01_allreduce"
         sys.exit(f"error: {error}: copy {files} beside this script")
 
+    forget_launcher()
     args = read_arguments(__doc__, "shared_memory.png")
     run(args, f"{stage.name}/{folder.name}", show, measure_shared)
 

@@ -15,6 +15,7 @@ delivered it. Until then the caller computes on, or sleeps in wait(). torch's ow
 Source: torch.distributed, Backend.register_backend; how gloo sends was measured between hosts.
 """
 
+import random
 import re
 import sys
 import threading
@@ -29,6 +30,7 @@ import torch.distributed as dist
 
 UNITS = {"mbit": 1e6 / 8, "gbit": 1e9 / 8, "s": 1.0, "ms": 1e-3, "us": 1e-6, "": 1.0}
 CALLS_AT_A_TIME = 2  # of a group: gloo has two threads
+LONGEST_DELAY = 0.002  # seconds of a LateWork; each rank and call has its own, from 0 on
 DELAYS_PER_STEP = 2  # gloo's receiver says first that it is ready; then the data comes
 
 
@@ -51,6 +53,7 @@ class Wire:
 
     def __init__(self):
         self.is_slow = False  # as fast as gloo until connect()
+        self.is_late = False  # True: every call is a LateWork, as `make check` wants it
         self.rate = self.delay = 0.0  # bytes per second, and seconds for one way
         self.free_at = 0.0  # when the last byte of all calls so far has left; time.monotonic()
         self.pending = []  # calls that have no delivery time yet
@@ -147,6 +150,63 @@ class SlowWork(dist.Work):
         return future
 
 
+class LateWork(SlowWork):
+    """A collective that a program sees only if it waits for it: how a CPU shows what GPUs hide.
+
+    gloo works on private copies. Until wait(), or a future, delivers, the outputs hold NaN
+    (integers: their largest value). RuntimeError for a tensor that was written to meanwhile.
+    """
+
+    def __init__(self, group, name: str, arguments, options):
+        dist.Work.__init__(self)
+        given = [tensors_in(argument) for argument in arguments[:2]]
+        root = getattr(arguments[-1], "rootRank", None)  # of broadcast, reduce, scatter, gather
+        is_root = root == group.rank()
+        if (
+            name == "send"
+            or (name == "broadcast" and is_root)
+            or (name == "reduce" and not is_root)
+        ):
+            given = [[], given[0]]  # it is only read
+        outputs, inputs = given
+        copies = {id(tensor): copy_of(tensor) for tensor in outputs + inputs}
+        of_copies = [with_copies(argument, copies) for argument in arguments]
+        self.gloos_work = getattr(group.gloo, name)(*of_copies, **options)
+        self.tensors = arguments[0] if isinstance(arguments[0], list) else [arguments[0]]
+        self.results = [(tensor, copies[id(tensor)]) for tensor in outputs]
+        filled = {tensor.untyped_storage().data_ptr() for tensor in outputs}
+        for tensor in outputs:
+            if copies[id(tensor)] is not tensor:
+                tensor.data.fill_(unread_value(tensor))  # .data: autograd's version stays
+        others = [each for each in inputs if each.untyped_storage().data_ptr() not in filled]
+        in_flight = [each for each in outputs + others if copies[id(each)] is not each]
+        self.in_flight = [(each, each.detach().clone(), each._version) for each in in_flight]
+        self.launched_at = time.monotonic()
+        self.delivered_at = self.launched_at + LONGEST_DELAY * group.delays.random()
+        self.delivery = threading.Lock()  # a future may deliver while somebody waits
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        self.gloos_work.wait(timeout)
+        sleep_until(self.delivered_at)
+        with self.delivery:
+            in_flight, self.in_flight = self.in_flight, []
+            written = [each for each in in_flight if was_written(*each)]
+            for tensor, result in self.results:
+                tensor.data.copy_(result)
+            self.results = []
+        if written:
+            shape = tuple(written[0][0].shape)
+            raise RuntimeError(
+                f"a tensor {shape} was written to while its collective was under way"
+            )
+        return True
+
+    def is_completed(self) -> bool:
+        """Who asks until it is True need not wait."""
+        is_here = self.gloos_work.is_completed() and time.monotonic() >= self.delivered_at
+        return is_here and self.wait()
+
+
 class SlowProcessGroup(dist.ProcessGroup):
     """gloo's collectives, delivered when the wire of this rank would have; for ranks of one host.
 
@@ -164,6 +224,7 @@ class SlowProcessGroup(dist.ProcessGroup):
         self._register_backend(torch.device("cpu"), kind, self.gloo)
         self.places = deque([0.0] * CALLS_AT_A_TIME)  # when each of them is free
         self.collectives = 0  # so many were launched; torch's tools see none of them
+        self.delays = random.Random(rank)  # of the calls that are late
 
     @torch._disable_dynamo  # torch.compile must not look into a group that torch calls meanwhile
     def launch(self, name: str, *arguments, **options) -> dist.Work:
@@ -173,11 +234,14 @@ class SlowProcessGroup(dist.ProcessGroup):
         reduce-scatter is an all-reduce.
         """
         self.collectives += 1
+        if wire.is_late:
+            return LateWork(self, name, arguments, options)
         work = getattr(self.gloo, name)(*arguments, **options)
         if not wire.is_slow:
             return work
         outputs = arguments[0] if isinstance(arguments[0], list) else [arguments[0]]
-        size = max(bytes_in(argument) for argument in arguments[:2])  # the whole, not a part of it
+        sizes = [sum(t.nbytes for t in tensors_in(argument)) for argument in arguments[:2]]
+        size = max(sizes)  # the whole, not a part of it
         others = self.size() - 1
         steps, sent = others, size * others / self.size()  # all-gather
         if "reduce" in name:
@@ -191,6 +255,8 @@ class SlowProcessGroup(dist.ProcessGroup):
     @torch._disable_dynamo
     def hand_on(self, name: str, *arguments, **options) -> dist.Work:
         """A call that takes as long as gloo takes, after all that were launched before it."""
+        if wire.is_late and "barrier" not in name and name != "recv_anysource":
+            return LateWork(self, name, arguments, options)
         if not name.startswith(("send", "recv")):  # these may come between
             self.collectives += 1
             for call in self.pending_calls()[-1:]:
@@ -207,11 +273,39 @@ def sleep_until(moment: float) -> None:
     time.sleep(max(0.0, moment - time.monotonic()))
 
 
-def bytes_in(argument) -> int:
-    """Of a tensor, or of all in a list or a list of lists; 0 for what else a call is given."""
+def tensors_in(argument) -> list[torch.Tensor]:
+    """A tensor, or all in a list or a list of lists; none in what else a call is given."""
     if isinstance(argument, torch.Tensor):
-        return argument.nbytes
-    return sum(map(bytes_in, argument)) if isinstance(argument, list | tuple) else 0
+        return [argument]
+    return sum(map(tensors_in, argument), []) if isinstance(argument, list | tuple) else []
+
+
+def with_copies(argument, copies: dict):
+    """The same, with the copy of each tensor in its place."""
+    if isinstance(argument, torch.Tensor):
+        return copies[id(argument)]
+    is_list = isinstance(argument, list | tuple)
+    return [with_copies(each, copies) for each in argument] if is_list else argument
+
+
+def copy_of(tensor: torch.Tensor) -> torch.Tensor:
+    """With the same strides; where that cannot be, the tensor itself, as gloo may refuse it."""
+    copy = tensor.detach().clone()
+    return copy if copy.stride() == tensor.stride() else tensor
+
+
+def unread_value(tensor: torch.Tensor) -> float:
+    if tensor.is_floating_point() or tensor.is_complex():
+        return torch.nan
+    return True if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).max
+
+
+def was_written(tensor: torch.Tensor, before: torch.Tensor, version: int) -> bool:
+    """Since then. A NaN that is divided stays one; but for a part of a buffer versions say little,
+    because they count what is written to any part."""
+    is_whole = tensor.nbytes == tensor.untyped_storage().nbytes()
+    same = torch.equal(tensor.flatten().view(torch.uint8), before.flatten().view(torch.uint8))
+    return not same or (is_whole and tensor._version != version)
 
 
 # Every collective of gloo, whatever this version of torch calls it. (The methods of ProcessGroup

@@ -2,9 +2,11 @@
 
 import gc
 import os
+import random
 import sys
 import threading
 import time
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -21,13 +23,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from slow_network import read_network, wire
+from slow_network import LONGEST_DELAY, read_network, wire
 
 from common.recordings.record import output_of
 from common.testing import harness
 from common.testing.harness import masked, read_json
 
 SCRIPT = Path(__file__).with_name("slow_network.py")
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 MAXIMUM = dist.ReduceOp.MAX
 
 
@@ -194,7 +197,98 @@ def leaves_versions_alone():
     assert tensor._version == 0 and tensor.tolist() == [2.0] * 4
 
 
-PROMISES = [waits_for_the_last, shares_its_wire, sleeps_meanwhile, is_gloo_until_it_is_slow]
+@contextmanager
+def late(is_late=True):
+    wire.is_late = is_late
+    try:
+        yield
+    finally:
+        wire.is_late = False
+
+
+def is_unread(tensor):
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+        return tensor.isnan().all()
+    return (tensor == torch.iinfo(tensor.dtype).max).all()
+
+
+def is_unread_until_it_is_waited_for():
+    """NaN, or the largest whole number; what was only given may be read; results are gloo's."""
+    group, rank = slow_group(), dist.get_rank()
+    options = {"group": group, "async_op": True}
+    for dtype in (torch.float64, torch.bfloat16, torch.complex64, torch.int64, torch.uint8):
+        reduced, sent, received, read = torch.full((4, 3), 1 + rank, dtype=dtype).unbind()
+        gathered = torch.zeros(6, dtype=dtype)
+        own = gathered[3 * rank :][:3].fill_(1 + rank)  # its input is a slice of its output
+        parts = [torch.zeros(3, dtype=dtype) for _ in range(2)]
+        with late():
+            works = [dist.all_reduce(reduced, **options), dist.broadcast(sent, 0, **options)]
+            works += [all_gather_single(gathered, own, **options)]
+            works += [dist.all_gather(parts, read, **options)]
+            works += [dist.reduce(received, 1, **options)]
+            filled = [reduced, own, *parts] + ([sent, received] if rank == 1 else [])
+            assert all(is_unread(tensor) for tensor in filled)
+            if rank == 0:
+                assert sent.tolist() == [1] * 3 and received.tolist() == [1] * 3
+            dist.barrier(group)
+            assert is_unread(reduced)
+            for work in works[:2]:
+                work.wait()
+            works[2].get_future().wait()
+            while not (works[3].is_completed() and works[4].is_completed()):
+                pass
+        assert reduced.tolist() == [3] * 3 and sent.tolist() == [1] * 3
+        assert gathered.tolist() == [1] * 3 + [2] * 3
+        assert [part.tolist() for part in parts] == [[1] * 3, [2] * 3]
+        assert received.tolist() == [1 + 2 * rank] * 3
+
+
+def tells_who_writes_into_a_tensor_on_its_way():
+    """Also where NaN stays NaN, but not of another part of the same memory."""
+    group, rank = slow_group(), dist.get_rank()
+    options = {"group": group, "async_op": True}
+    flat = torch.ones(8)
+    with late():
+        for is_wrong, launch, write in [
+            (True, lambda: dist.all_reduce(flat, **options), lambda: flat.div_(2)),
+            (True, lambda: dist.all_reduce(flat, **options), lambda: flat.data.zero_()),
+            (True, lambda: dist.all_reduce(flat[:4], **options), lambda: flat[:1].zero_()),
+            (False, lambda: dist.all_reduce(flat[:4], **options), lambda: flat[4:].zero_()),
+            (rank == 0, lambda: dist.broadcast(flat, 0, **options), lambda: rank or flat.add_(1)),
+        ]:
+            work = launch()
+            write()
+            if is_wrong:
+                with pytest.raises(RuntimeError, match="was written to while its collective"):
+                    work.wait()
+            else:
+                work.wait()
+
+
+def delivers_after_delays_of_its_own():
+    """Others on every rank and in every call, and the same in every run."""
+    group, rank = slow_group(), dist.get_rank()
+    expected = random.Random(rank)
+    with late():
+        for _ in range(9):
+            work = dist.all_reduce(torch.ones(1), group=group, async_op=True)
+            delay = work.delivered_at - work.launched_at
+            assert delay == pytest.approx(LONGEST_DELAY * expected.random(), abs=1e-6)
+            work.wait()
+            assert time.monotonic() >= work.delivered_at
+    of_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, delay)
+    assert len(set(of_ranks)) == 2
+
+
+PROMISES = [is_unread_until_it_is_waited_for, tells_who_writes_into_a_tensor_on_its_way]
+PROMISES += [
+    delivers_after_delays_of_its_own,
+    waits_for_the_last,
+    shares_its_wire,
+    sleeps_meanwhile,
+    is_gloo_until_it_is_slow,
+]
 PROMISES += [comes_after_what_was_launched, names_a_late_rank, leaves_versions_alone]
 if sys.platform == "linux":  # it has /proc
     PROMISES += [leaves_nothing]
@@ -271,15 +365,19 @@ def trained(name, group) -> torch.Tensor:
     return model(torch.randn(8, 20).double()).detach()
 
 
-def distance(name) -> float:
+def distance(name, is_late) -> float:
     """How far apart training ends over the network and over gloo."""
     slow = slow_group("1gbit,200us")
-    return (trained(name, slow) - trained(name, dist.new_group(backend="gloo"))).abs().max().item()
+    with late(is_late):
+        found = trained(name, slow)
+    return (found - trained(name, dist.new_group(backend="gloo"))).abs().max().item()
 
 
+@pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize("name", WRAPS)
-def test_training_ends_where_it_does_over_gloo(ranks, name):
-    assert ranks(2).run(distance, name) == [0.0, 0.0]
+def test_training_ends_where_it_does_over_gloo(ranks, name, is_late):
+    """So the network that is late asks nothing that torch's own classes do not do."""
+    assert ranks(2).run(distance, name, is_late) == [0.0, 0.0]
 
 
 def full_tensor_of_shards():

@@ -4,6 +4,8 @@ Whole weights are read with gather_full_params(), or from torch's DTensors. A cl
 is judged by the outputs of its forward alone.
 """
 
+import sys
+from contextlib import suppress
 from inspect import signature
 
 import torch
@@ -11,15 +13,54 @@ import torch.distributed as dist
 from torch import nn
 
 from common.check import checks_of_wrappers as wrappers
+from common.check import models
 from common.check.checks_of_wrappers import OUTPUT, check_weights, output_of, wrap
 from common.check.facts import communication
 from common.check.findings import Failed, NotTried, need
 from common.check.models import Plain, finish, new
+from common.check.runner import is_of_user
 from common.report import held_bytes
 
 
 def large():
-    return nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(4)])
+    return nn.Sequential(*[models.linear(64, 64, bias=False) for _ in range(4)])
+
+
+def can_be_used(mine):
+    """it returns a module that computes, and a step goes through"""
+    wrappers.can_be_used(mine)
+    dtypes = {weight.dtype for weight in wrap(mine, new(Plain)).parameters()}
+    if dtypes != {models.dtype}:
+        raise Failed(
+            f"of {models.dtype} weights it keeps {dtypes}", "the optimizer has other weights"
+        )
+
+
+def share_of(tensors) -> float:
+    """Which part of the weights of large() this rank keeps."""
+    return held_bytes(tensors) / sum(weight.nbytes for weight in large().parameters())
+
+
+def own_layers(mine) -> str:
+    """If none of torch's layers are split: the module of a Linear that the user's files have."""
+    with suppress(Exception):  # the checks will say
+        if share_of(wrap(mine, new(large)).parameters()) < 1:
+            return ""
+    for module in list(sys.modules.values()):
+        layer = getattr(module, "__dict__", {}).get("Linear")
+        if isinstance(layer, type) and is_of_user(getattr(module, "__file__", None) or ""):
+            if issubclass(layer, nn.Module) and not layer.__module__.startswith("torch."):
+                return layer.__module__
+    return ""
+
+
+def splits_weights(mine):
+    """some weights are split over the ranks"""
+    if share_of(wrap(mine, new(large)).parameters()) >= 1:
+        seen = "a rank keeps all weights of linear layers"
+        raise Failed(
+            seen, "they are not split: none, or only those of layers of your own (LAYERS=)"
+        )
 
 
 def computes_what_the_module_computes(mine):
@@ -36,10 +77,9 @@ def keeps_a_part_of_the_parameters(mine):
         model(torch.ones(2, 64)).sum().backward()
         finish(model)
     parameters = list(model.parameters())
-    whole = sum(parameter.nbytes for parameter in large().parameters())
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     for kind, tensors in (("parameters", parameters), ("gradients", gradients)):
-        share = held_bytes(tensors) / whole
+        share = share_of(tensors)
         if share > 1.1 / dist.get_world_size():
             seen = f"of the {kind} a rank keeps {100 * share:.0f} %"
             raise Failed(seen, f"the {kind} are not split: a rank should own 1/N of them")
@@ -50,9 +90,12 @@ def gathers_full_parameters(mine):
     model = wrap(mine, new(Plain))
     need(model, "gather_full_params")
     found = model.gather_full_params()
+    expected_names = new(Plain).state_dict()
+    for name in [name for name in found if name not in expected_names][:1]:
+        raise Failed(f"{name} is no name in the module", "the names are the wrapper's")
     for name, expected in new(Plain).named_parameters():
         if name not in found:
-            raise Failed(f"{name} is not among {', '.join(found)}", "the names are the wrapper's")
+            raise Failed(f"{name} is not among {', '.join(found)}", "parameters are left out")
         if not torch.equal(found[name], expected):
             raise Failed(f"{name} has other values or another shape", "parts put together wrongly")
 
@@ -78,21 +121,39 @@ def computes_in_another_dtype(mine):
         raise Failed(f"weights and gradients have {dtypes}", "the optimizer loses small updates")
 
 
-HAS_TO_HOLD = [
+def agrees_on_any_branch(mine):
+    """ranks on different branches: the same gradients, or an error on every rank"""
+    try:
+        wrappers.follow_one_process(mine, models.BranchesOfVectors)
+    except RuntimeError as error:
+        return f"an error: {str(error).splitlines()[0][:80]}"
+
+
+NEEDED = [splits_weights]
+COURSE = [
+    splits_weights,
     computes_what_the_module_computes,
-    keeps_a_part_of_the_parameters,
     gathers_full_parameters,
+    wrappers.leaves_weights_to_the_optimizer,
     wrappers.gradients_are_the_mean,
     wrappers.trains_with_sgd,
     wrappers.trains_with_adam,
     wrappers.ranks_stay_equal,
     wrappers.reduces_tied_weights_once,
     wrappers.leaves_frozen_parameters_alone,
+    computes_in_another_dtype,
+]
+MEANING = [
+    keeps_a_part_of_the_parameters,
     wrappers.trains_a_module_that_is_used_twice,
     wrappers.accumulates_without_no_sync,
     wrappers.trains_after_two_forwards,
     wrappers.evaluates_in_between,
-    computes_in_another_dtype,
 ]
-BEYOND = [wrappers.starts_with_the_parameters_of_rank_0, wrappers.skips_what_nobody_uses]
+HAS_TO_HOLD = [*COURSE, *MEANING]
+BEYOND = [
+    wrappers.starts_with_the_parameters_of_rank_0,
+    wrappers.skips_what_nobody_uses,
+    agrees_on_any_branch,
+]
 FACTS = [communication]

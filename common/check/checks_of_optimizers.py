@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from common.check.findings import Failed, is_close
+from common.check.findings import UNUSABLE, Failed, check_arrived, evidence_of, is_close
 from common.check.models import Frozen, Plain, SeveralDtypes, new
 
 NOT_SENT = "the owners' new values do not reach all ranks: broadcast them at the end of step()"
@@ -58,17 +58,30 @@ def follow(mine, optimizer_cls, options, build=Plain, groups=list, change=None):
 
 def compare(owned: list, plain: list, before: list, step: int) -> None:
     """Failed, unless all values are those of the optimizer without shards."""
+    check_arrived({f"parameter {number}": each for number, each in enumerate(owned)})
     for number, (mine, twin, start) in enumerate(zip(owned, plain, before, strict=True)):
         if is_close(mine, twin):
             continue
         moved, expected = mine - start, twin - start
         seen = f"after step {step + 1} parameter {number} is not that of one optimizer: it "
-        factor = ((moved * expected).sum() / expected.square().sum()).item()
+        evidence = [evidence_of(str(number), moved, expected)]
+        factor = evidence[0]["ratio"]
         if not moved.any():
-            raise Failed(seen + "has not changed at all on this rank", NOT_SENT)
+            raise Failed(seen + "has not changed at all on this rank", NOT_SENT, evidence)
         if step == 0 and is_close(moved, factor * expected):
-            raise Failed(seen + f"has moved {factor:.3g} times as far", OPTIONS)
-        raise Failed(seen + "has moved elsewhere", OTHER_STEP)
+            raise Failed(seen + f"has moved {factor:.3g} times as far", OPTIONS, evidence)
+        raise Failed(seen + "has moved elsewhere", OTHER_STEP, evidence)
+
+
+def can_be_used(mine):
+    """it returns an optimizer, and a step goes through"""
+    owned = parameters()
+    optimizer = mine(owned, torch.optim.SGD, lr=0.1)
+    if not (hasattr(optimizer, "step") and hasattr(optimizer, "param_groups")):
+        kind = type(optimizer).__name__
+        raise Failed(f"returns {kind}, which has no step() and no param_groups", UNUSABLE)
+    give_gradients(owned, 0)
+    optimizer.step()
 
 
 def steps_like_sgd(mine):
@@ -173,16 +186,16 @@ def collects_its_state(mine):
         raise Failed(seen, "a checkpoint of rank 0 lacks what other ranks keep")
 
 
-HAS_TO_HOLD = [
-    steps_like_sgd,
-    steps_like_adamw,
+NEEDED = []
+COURSE = [steps_like_sgd, steps_like_adamw, skips_frozen_parameters]
+MEANING = [
     shares_the_state_out,
     keeps_groups_apart,
     takes_a_group_later,
     follows_a_scheduler,
-    skips_frozen_parameters,
     takes_fewer_parameters_than_ranks,
     zeroes_all_gradients,
 ]
+HAS_TO_HOLD = [*COURSE, *MEANING]
 BEYOND = [takes_several_dtypes, collects_its_state]
 FACTS = []

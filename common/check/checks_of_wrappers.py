@@ -4,7 +4,6 @@ FSDP has to do most of it, too. Gradients are read from the steps of SGD, becaus
 them whole, and because a wrapper may keep them anywhere.
 """
 
-import time
 from functools import partial
 
 import torch
@@ -13,18 +12,29 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from common.check import models
-from common.check.facts import communication, memory, overlap, without_finish
-from common.check.findings import Failed, check_equal_ranks, check_gradients, is_close, need
+from common.check.facts import communication, memory, overlap
+from common.check.findings import (
+    UNUSABLE,
+    Failed,
+    check_arrived,
+    check_equal_ranks,
+    check_gradients,
+    evidence_of,
+    is_close,
+    need,
+)
 from common.check.models import Plain, finish, gradients_of_ranks, loss_of, new
 from common.setup import with_bucket_size
 
-LATE = 0.3  # seconds
 LR = 0.1
 sgd = partial(torch.optim.SGD, lr=LR)
 # It reads gradients and parameters front to back, however their elements are ordered.
 fused_sgd = partial(torch.optim.SGD, lr=LR, fused=True)
 adam = partial(torch.optim.Adam, lr=0.01)
 OUTPUT = "the output"
+WEIGHTS = (
+    "it reduces weights, not gradients: a hook is given the parameter, and has to take its .grad"
+)
 
 
 def wrap(mine, module: nn.Module) -> nn.Module:
@@ -99,13 +109,16 @@ def weights_of(model, twin: nn.Module) -> dict[str, torch.Tensor]:
 
 def check_weights(found: dict, twin: nn.Module, means: str) -> None:
     """Failed, unless these are the twin's."""
+    check_arrived(found)
     twin.rank = dist.get_rank()
     expected = {OUTPUT: output_of(twin)} if OUTPUT in found else dict(twin.named_parameters())
     wrong = [name for name in expected if not is_close(found[name], expected[name])]
     if wrong:
         some = f"{len(wrong)} of {len(expected)} weights ({', '.join(wrong[:2])})"
         apart = (found[wrong[0]] - expected[wrong[0]]).norm() / expected[wrong[0]].norm()
-        raise Failed(f"{some} are not those of one process, by {apart:.0e} of it", means)
+        seen = f"{some} are not those of one process, by {apart:.0e} of it"
+        evidence = [evidence_of(name, found[name], expected[name]) for name in wrong]
+        raise Failed(seen, means, evidence)
 
 
 def follow_one_process(mine, build=Plain, **options):
@@ -142,6 +155,15 @@ def follow(
         check_weights(after, twin, "see SGD's check: Adam hides a constant factor almost wholly")
 
 
+def can_be_used(mine):
+    """it returns a module that computes, and a step goes through"""
+    model = wrap(mine, new(Plain))
+    if not isinstance(model, nn.Module):
+        seen = f"returns {type(model).__name__}, and no torch.nn.Module"
+        raise Failed(f"{seen} (a function to be called after backward(): KIND=function)", UNUSABLE)
+    backward_once(model, 0)
+
+
 def starts_with_the_parameters_of_rank_0(mine):
     """all ranks start with the parameters of rank 0"""
     twin = new(Plain)
@@ -155,6 +177,7 @@ def starts_with_the_buffers_of_rank_0(mine):
     for buffer in inner.buffers():
         buffer.fill_(7 + dist.get_rank())
     buffers = list(wrap(mine, inner).buffers())
+    check_arrived({name: buffer for name, buffer in inner.named_buffers()})
     different = sum(bool((buffer != 7).any()) for buffer in buffers)
     if different:
         means = "the constructor does not broadcast the buffers from rank 0"
@@ -166,17 +189,23 @@ def gradients_are_the_mean(mine):
     follow_one_process(mine, steps=1)
 
 
-def waits_for_the_other_ranks(mine):
-    """gradients are read only when they have arrived: a rank waits for the others"""
+def leaves_weights_to_the_optimizer(mine):
+    """weights change in optimizer.step() alone, and not in backward or the finish"""
+    twin = new(Plain)
     model = wrap(mine, new(Plain))
-    began = time.monotonic()
-    dist.barrier()
-    if dist.get_rank() == dist.get_world_size() - 1:  # the others need its gradients
-        time.sleep(LATE)
-    backward_once(model, 0)
-    if time.monotonic() - began < LATE:
-        seen = "this rank ended its step before the last one had begun its backward"
-        raise Failed(seen, "an asynchronous all-reduce is not waited for: work.wait()")
+    optimizer = sgd(model.parameters())
+    for step in range(2):  # ranks that average weights have the same ones in the first
+        before = weights_of(model, twin)
+        backward_once(model, step)
+        after = weights_of(model, twin)
+        check_arrived(after)
+        moved = [name for name in before if not torch.equal(before[name], after[name])]
+        if moved:
+            evidence = [evidence_of(name, after[name], before[name]) for name in moved]
+            seen = f"{len(moved)} of {len(before)} weights ({', '.join(moved[:2])}) have changed"
+            raise Failed(f"{seen} before step()", WEIGHTS, evidence)
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def trains_with_sgd(mine):
@@ -285,16 +314,19 @@ def keeps_buffers_equal(mine):
     check_equal_ranks(list(model.buffers()), "buffers", means)
 
 
-HAS_TO_HOLD = [
+NEEDED = []
+COURSE = [
     starts_with_the_parameters_of_rank_0,
-    starts_with_the_buffers_of_rank_0,
-    waits_for_the_other_ranks,
+    leaves_weights_to_the_optimizer,
     gradients_are_the_mean,
     trains_with_sgd,
-    trains_with_adam,
     ranks_stay_equal,
     reduces_tied_weights_once,
     leaves_frozen_parameters_alone,
+]
+MEANING = [
+    starts_with_the_buffers_of_rank_0,
+    trains_with_adam,
     trains_a_module_that_is_used_twice,
     trains_several_dtypes,
     trains_channels_last,
@@ -305,10 +337,11 @@ HAS_TO_HOLD = [
     evaluates_in_between,
     zeroes_in_place,
 ]
+HAS_TO_HOLD = [*COURSE, *MEANING]
 BEYOND = [
     accumulates_before_one_finish,
     skips_what_nobody_uses,
     averages_what_one_rank_uses,
     keeps_buffers_equal,
 ]
-FACTS = [communication, overlap, memory, without_finish]
+FACTS = [communication, overlap, memory]

@@ -19,16 +19,19 @@ MIXED = "order: ranks call in different orders, and calls are matched by their o
 ROUNDED = "rounded to float32 on its way: a buffer has that dtype"
 OVERWRITTEN = "overwritten: a gradient has to be added to what is there"
 SCALED = "scaled by a constant"
+NOT_WAITED = "read before it arrived: an asynchronous call is not waited for, or not every one"
+UNUSABLE = "it cannot be called as the checks call it"
 UNKNOWN = "what a check above says; else print it beside the mean of all ranks"
 
 
 class Failed(Exception):
-    """What was seen, and what that mostly means."""
+    """What was seen, and what that mostly means; evidence: what evidence_of returns."""
 
-    def __init__(self, seen: str, means: str):
+    def __init__(self, seen: str, means: str, evidence: list[dict] = ()):
         super().__init__(seen)
         self.seen = seen
         self.means = means
+        self.evidence = list(evidence)
 
 
 class NotTried(Exception):
@@ -50,9 +53,29 @@ def is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
     return bool((found - expected).norm() <= tolerance * expected.norm())
 
 
+def evidence_of(name: str, found: torch.Tensor, expected: torch.Tensor) -> dict:
+    """On this rank: the element that is furthest from what is expected, and the ratio of all."""
+    found, expected = found.detach().double().flatten(), expected.detach().double().flatten()
+    furthest = (found - expected).abs().nan_to_num(nan=torch.inf).argmax()
+    seen, expects = found[furthest].item(), expected[furthest].item()
+    ratio = ((found * expected).sum() / expected.square().sum()).item()
+    evidence = {"parameter": name, "rank": dist.get_rank(), "seen": seen, "expected": expects}
+    return evidence | {"ratio": ratio}
+
+
+def check_arrived(tensors: dict[str, torch.Tensor]) -> None:
+    """Failed, if one of them holds NaN, which is what the network that is late leaves."""
+    unread = [name for name, tensor in tensors.items() if tensor.isnan().any()]
+    if unread:
+        raise Failed(
+            f"NaN in {len(unread)} of {len(tensors)} ({', '.join(unread[:2])})", NOT_WAITED
+        )
+
+
 def check_equal_ranks(tensors: list[torch.Tensor], kind: str, means: str) -> None:
     """Failed, on all ranks, unless all hold the same values, to the last bit."""
     mine = torch.cat([tensor.detach().double().flatten() for tensor in tensors])
+    check_arrived({kind: mine})
     of_ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(of_ranks, mine)
     for rank, theirs in enumerate(of_ranks):
@@ -66,9 +89,13 @@ def check_gradients(found: dict, gradients: dict) -> None:
 
     found: {name: gradient}; gradients: what gradients_of_ranks returns.
     """
+    check_arrived(found)
     wrong = {}  # name -> seen, what it means
+    evidence = []
     for name, gradient in found.items():
-        if not is_close(gradient, gradients[name].sum(0).mean(0)):
+        mean = gradients[name].sum(0).mean(0)
+        if not is_close(gradient, mean):
+            evidence.append(evidence_of(name, gradient, mean))
             wrong[name] = explain(name, gradient, gradients)
     if not wrong:
         return
@@ -79,7 +106,7 @@ def check_gradients(found: dict, gradients: dict) -> None:
     seen = f"{len(names)} of {len(found)} gradients ({some}): {wrong[names[0]][0]}"
     if len(names) < len(wrong):
         seen += f"; {len(wrong) - len(names)} more are wrong in another way"
-    raise Failed(seen, means)
+    raise Failed(seen, means, evidence)
 
 
 def explain(name: str, found: torch.Tensor, gradients: dict) -> tuple[str, str]:

@@ -88,6 +88,52 @@ class DoesNotWait(Right):
         dist.all_reduce(gradient, async_op=True)
 
 
+class BarrierForWait(DoesNotWait):
+    """Takes a barrier for the end of all-reduces that it has started."""
+
+    def finish_gradient_synchronization(self):
+        super().finish_gradient_synchronization()
+        dist.barrier()
+
+
+class WaitsForTheLast(Right):
+    """Starts all-reduces, and waits for the last one alone."""
+
+    def average(self, parameter):
+        gradient = self.gradient_of(parameter)
+        gradient /= dist.get_world_size()
+        self.work = dist.all_reduce(gradient, async_op=True)
+
+    def finish_gradient_synchronization(self):
+        super().finish_gradient_synchronization()
+        self.work.wait()
+
+
+class DividesInFlight(Right):
+    """Divides before it waits: what is divided may not have arrived."""
+
+    def average(self, parameter):
+        work = dist.all_reduce(self.gradient_of(parameter), async_op=True)
+        parameter.grad /= dist.get_world_size()
+        work.wait()
+
+
+class AveragesWeights(Right):
+    """Its hook takes the parameter that it is given for the gradient."""
+
+    def __init__(self, module):
+        super().__init__(module)
+        for parameter in self.trained():
+            parameter.register_post_accumulate_grad_hook(self.average)
+
+    def average(self, parameter):
+        dist.all_reduce(parameter.detach())
+        parameter.detach().div_(dist.get_world_size())
+
+    def finish_gradient_synchronization(self):
+        pass
+
+
 class OrderOfArrival(Right):
     """Calls all-reduce in the order in which gradients arrive, which ranks may not share."""
 

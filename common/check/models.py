@@ -1,23 +1,42 @@
 """The small models of the checks, and the gradients that one process computes of them."""
 
+import importlib
+
 import torch
 import torch.distributed as dist
 from torch import nn
 
+layers = nn  # a module with Linear and Embedding
+rows, width = 6, 7  # of an embedding: of odd length, which no two ranks halve
+dtype = torch.float64
+
+
+def choose(of_user: str, is_even: bool, of_weights: torch.dtype) -> None:
+    """Build models of a module's own layers, in sizes that the ranks divide, in a dtype."""
+    global layers, rows, width, dtype
+    layers = importlib.import_module(of_user) if of_user else nn
+    rows, width = [6 * dist.get_world_size()] * 2 if is_even else (6, 7)
+    dtype = of_weights
+
+
+def linear(inputs: int, outputs: int, bias: bool = True) -> nn.Module:
+    """The user's own has none, as most courses' do."""
+    return nn.Linear(inputs, outputs, bias) if layers is nn else layers.Linear(inputs, outputs)
+
 
 class Plain(nn.Module):
-    """Some of its parameters have a shape in common; of odd length, which no two ranks halve."""
+    """Some of its parameters have a shape in common."""
 
     rank = 0  # on which some of the others take another way
 
     def __init__(self):
         super().__init__()
-        self.embedding = nn.Embedding(6, 7)
-        self.first = nn.Linear(7, 7)
-        self.norm = nn.LayerNorm(7)
-        self.second = nn.Linear(7, 7, bias=False)
-        self.last = nn.Linear(7, 6, bias=False)
-        self.double()
+        self.embedding = getattr(layers, "Embedding", nn.Embedding)(rows, width)
+        self.first = linear(width, width)
+        self.norm = nn.LayerNorm(width)
+        self.second = linear(width, width, bias=False)
+        self.last = linear(width, rows, bias=False)
+        self.to(dtype)
 
     def forward(self, x):
         tokens = (3 * x).abs().long().clamp(max=5)
@@ -28,11 +47,14 @@ class Plain(nn.Module):
 
 
 class Tied(Plain):
-    """Its last weight is its first one."""
+    """Its last weight is its first one; of layers of the user's, if there is no Embedding, two."""
 
     def __init__(self):
         super().__init__()
-        self.last.weight = self.embedding.weight
+        if hasattr(layers, "Embedding"):
+            self.last.weight = self.embedding.weight
+        else:
+            self.second.weight = self.first.weight
 
 
 class Frozen(Plain):
@@ -44,7 +66,7 @@ class Frozen(Plain):
 class UsedByNobody(Plain):
     def __init__(self):
         super().__init__()
-        self.never = nn.Linear(7, 7).double()
+        self.never = linear(width, width).to(dtype)
 
 
 class UsedByRank0(UsedByNobody):
@@ -60,15 +82,25 @@ class UsedTwice(Plain):
 class Branches(Plain):
     """Even ranks go through its layers in one order, odd ones in the other; a scalar between."""
 
+    shape = ()
+
     def __init__(self):
         super().__init__()
-        self.first = nn.Linear(7, 7, bias=False).double()  # so that gloo cannot tell them apart
-        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+        self.first = linear(width, width, bias=False).to(
+            dtype
+        )  # so that gloo cannot tell them apart
+        self.scale = nn.Parameter(torch.ones(self.shape, dtype=dtype))
 
     def between(self, x):
         if self.rank % 2 == 0:
             return self.norm(self.second(self.scale * self.first(x).tanh()))
         return self.norm(self.first(self.scale * self.second(x).tanh()))
+
+
+class BranchesOfVectors(Branches):
+    """Torch's FSDP takes no scalars."""
+
+    shape = (1,)
 
 
 class SeveralDtypes(Plain):
@@ -77,7 +109,7 @@ class SeveralDtypes(Plain):
         self.second.float()
 
     def between(self, x):
-        return self.second(self.norm(self.first(x)).float()).tanh().double()
+        return self.second(self.norm(self.first(x)).float()).tanh().to(dtype)
 
 
 class ChannelsLast(Plain):
@@ -85,10 +117,10 @@ class ChannelsLast(Plain):
 
     def __init__(self):
         super().__init__()
-        self.convolution = nn.Conv2d(6, 6, 3).double().to(memory_format=torch.channels_last)
+        self.convolution = nn.Conv2d(6, 6, 3).to(dtype, memory_format=torch.channels_last)
 
     def between(self, x):
-        images = x[..., None, None].flatten(0, 1).expand(-1, 7, 3, 3)[:, :6]
+        images = x[..., None, None].flatten(0, 1).expand(-1, width, 3, 3)[:, :6]
         return super().between(x + self.convolution(images).mean())
 
 
@@ -97,7 +129,7 @@ class Normalized(Plain):
 
     def __init__(self):
         super().__init__()
-        self.norm = nn.BatchNorm1d(6).double()
+        self.norm = nn.BatchNorm1d(6).to(dtype)
 
 
 def new(build, seed: int = 0) -> nn.Module:

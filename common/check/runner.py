@@ -33,11 +33,13 @@ OTHER_SIZE = "Received data size doesn't match expected size"  # what gloo says 
 NOISE = "CPUAllocator.cpp"  # what torch's profiler says of memory from before it
 LIBRARIES = Path(os.__file__).parent, Path(torch.__file__).parent.parent
 COMMON = Path(__file__).resolve().parent.parent
+NETWORK = COMMON.parent / "01_allreduce" / "slow_network"
 
 
-def answer(verdict: str, seen: str = "", means: str = "", lines: list[str] = ()) -> dict:
-    """What comes of a check: a verdict, what was seen, what that means, and lines to show."""
-    return {"verdict": verdict, "seen": seen, "means": means, "lines": list(lines)}
+def answer(verdict: str, seen="", means="", lines: list[str] = (), evidence=()) -> dict:
+    """What comes of a check: a verdict, what was seen, what that means, lines to show, numbers."""
+    texts = {"verdict": verdict, "seen": seen, "means": means, "lines": list(lines)}
+    return texts | {"evidence": list(evidence)}
 
 
 def judge(check, mine) -> dict:
@@ -47,19 +49,23 @@ def judge(check, mine) -> dict:
     except NotTried as reason:
         return answer("not tried", str(reason))
     except Failed as failure:
-        return answer("failed", failure.seen, failure.means)
+        return answer("failed", failure.seen, failure.means, evidence=failure.evidence)
     except BaseException as error:  # sys.exit(), too
         message = " ".join(f"{type(error).__name__}: {error}".split())
         lines = lines_of_user("".join(traceback.format_tb(error.__traceback__)[::-1]))
+        if not lines:
+            return answer("failed", message[:300], "the class cannot be used as the check uses it")
+        if isinstance(error, NotImplementedError) and not str(error):
+            return answer("failed", f"not written yet: {lines[0]}", "not written yet")
         return answer("failed", message[:300], f"see {lines[0]}", lines[1:])
     return answer("fact", fact) if fact else answer("passed")
 
 
 def lines_of_user(stack: str) -> list[str]:
-    """The user's lines in a stack, whose innermost is its first; one of torch if there is none."""
+    """The user's lines in a stack, whose innermost is its first; never one of ours or torch's."""
     frames = re.findall(r'File "(.*)", line (\d+),? in (.*)', stack)
     lines = []
-    for file, line, name in [frame for frame in frames if is_of_user(frame[0])] or frames[:1]:
+    for file, line, name in [frame for frame in frames if is_of_user(frame[0])]:
         code = linecache.getline(file, int(line)).strip()
         lines.append(f"{Path(file).name}:{line} in {name}: {code}")
     return lines
@@ -70,10 +76,10 @@ def is_of_user(file: str) -> bool:
     path = Path(file)
     if path.name == "mistakes.py":
         return True
-    return path.is_file() and not {COMMON, *LIBRARIES}.intersection(path.parents)
+    return path.is_file() and not {COMMON, NETWORK, *LIBRARIES}.intersection(path.parents)
 
 
-def serve(check, mine: str, rank: int, world_size: int, backend: str, folder: str, pipe) -> None:
+def serve(check, load, rank: int, world_size: int, network: str, folder: str, pipe) -> None:
     """A rank: joins the others, calls the check, tells what came of it, and waits for its end.
 
     It does not leave by itself: the others would miss it.
@@ -94,19 +100,22 @@ def serve(check, mine: str, rank: int, world_size: int, backend: str, folder: st
     torch.set_num_threads(1)
     with setup.without_gloo_greeting():
         dist.init_process_group(
-            backend,
+            setup.late_network() if network == "late" else "gloo",
             store=dist.FileStore(f"{folder}/store", world_size),
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=LONGEST_LIFE),
         )
-    pipe.send(judge(lambda text: check(setup.load(text)), mine))
+    pipe.send(judge(lambda load: check(load()), load))
     with suppress(EOFError):
         pipe.recv()
 
 
-def run(check, mine: str, world_size: int, backend: str, limit: float) -> dict:
-    """Run a check on so many ranks, each a process; at most `limit` seconds."""
+def run(check, load, world_size: int, network: str, limit: float) -> dict:
+    """Run a check on so many ranks, each a process; at most `limit` seconds.
+
+    load(), on each of them, returns the user's class. network: gloo, or late.
+    """
     began = time.perf_counter()
     context = multiprocessing.get_context("fork" if FORKS else "spawn")
     processes = []
@@ -121,7 +130,7 @@ def run(check, mine: str, world_size: int, backend: str, limit: float) -> dict:
             signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
             for rank in range(world_size):
                 ours, theirs = context.Pipe()
-                arguments = (check, mine, rank, world_size, backend, folder, theirs)
+                arguments = (check, load, rank, world_size, network, folder, theirs)
                 processes.append(context.Process(target=serve, args=arguments))
                 processes[-1].start()
                 theirs.close()
@@ -173,7 +182,7 @@ def how_it_ended(process) -> dict:
 
 def where_it_stood(stack: str) -> dict:
     """The answer of a rank that has given none, from what faulthandler has written."""
-    place = [*lines_of_user(stack), "its start"][0]
+    place = [*lines_of_user(stack), "a call of the check's own"][0]
     means = f"a rank waits for a collective that another one does not make: see {place}"
     return answer("stuck", f"hangs at {place}", means)
 
@@ -186,13 +195,14 @@ def verdict_of(answers: dict[int, dict]) -> dict:
     if not told:
         return answers[0]
     seen = "; ".join(f"rank {rank}: {answers[rank]['seen']}" for rank in told)
-    return answers[told[0]] | {"verdict": "failed", "seen": seen}
+    evidence = sum([answers[rank]["evidence"] for rank in failed], [])
+    return answers[told[0]] | {"verdict": "failed", "seen": seen, "evidence": evidence}
 
 
 def printed_by(rank: int, text: str) -> list[str]:
     """The last lines that a rank has printed, the last one first."""
     lines = [line for line in text.splitlines() if line.strip() and NOISE not in line]
-    return [f"rank {rank} printed: {line}" for line in lines[: -KEPT_LINES - 1 : -1]]
+    return [f"rank {rank} printed: {line[:120]}" for line in lines[: -KEPT_LINES - 1 : -1]]
 
 
 def end(processes: list) -> None:

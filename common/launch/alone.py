@@ -12,11 +12,12 @@ from pathlib import Path
 
 signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends without a word
 
-import torch  # noqa: E402, F401
+from common import setup  # noqa: E402
 
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    setup.forget_launcher()  # 07 would take itself for a rank
     del sys.argv[0]
     sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))
     try:

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from common import setup
 from common.testing.forked_script import run_script
 
 
@@ -40,9 +41,12 @@ def ready_processes():
 
 
 class Ranks:
-    """Processes joined by gloo that stay alive between tests, so that each imports torch once."""
+    """Processes joined by gloo that stay alive between tests, so that each imports torch once.
 
-    def __init__(self, world_size: int):
+    is_late: on the network that is late, as `make check` runs.
+    """
+
+    def __init__(self, world_size: int, is_late: bool = False):
         context = ready_processes()
         self.folder = tempfile.TemporaryDirectory()
         self.output = Path(self.folder.name, "output")
@@ -51,7 +55,7 @@ class Ranks:
         store = f"{self.folder.name}/store"
         for rank in range(world_size):
             mine, theirs = context.Pipe()
-            arguments = (rank, world_size, store, theirs, self.output)
+            arguments = (rank, world_size, store, theirs, self.output, is_late)
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             self.processes.append(process)
@@ -96,13 +100,13 @@ class Ranks:
         self.folder.cleanup()
 
 
-def _serve(rank: int, world_size: int, store: str, pipe, output: Path) -> None:
+def _serve(rank: int, world_size: int, store: str, pipe, output: Path, is_late: bool) -> None:
     file = os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(file, 1)
     os.dup2(file, 2)
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo",
+        setup.late_network() if is_late else "gloo",
         store=dist.FileStore(store, world_size),
         rank=rank,
         world_size=world_size,

@@ -101,3 +101,23 @@ def test_a_read_only_checkout_runs(words):
     if "unshare" in run.stdout or "mount: " in run.stdout:
         pytest.skip(f"no mount namespaces here: {run.stdout.splitlines()[0]}")
     assert run.returncode == 0, run.stdout
+
+
+SMALL = "--device cpu --image-size 8 --global-batch 8 --steps-per-epoch 1 --epochs 1 --held-out 8"
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["check", "MINE=common/check/mistakes.py:None_"], "has no class or function None_"),
+        (["01_allreduce", "ARGS=--sizes-mb 1 --nproc 2 --steps 2 --no-plot"], "model: t(S)"),
+        pytest.param(["07_resnet_ddp", f"ARGS={SMALL}"], "images/s", marks=pytest.mark.full),
+        pytest.param(["08_ddp_rpc", "ARGS=--steps 10"], "loss: ", marks=pytest.mark.full),
+    ],
+)
+def test_what_a_launcher_has_left_in_the_shell_changes_nothing(monkeypatch, words, said):
+    left = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "3", "MASTER_ADDR": "localhost"}
+    for name, value in {**left, "MASTER_PORT": "29511", "TORCHELASTIC_RUN_ID": "none"}.items():
+        monkeypatch.setenv(name, value)
+    status, output = make(f"PYTHON={sys.executable}", *words)
+    assert said in output and (status == 0) == (words[0] != "check"), output

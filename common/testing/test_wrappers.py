@@ -429,19 +429,21 @@ CASES += itertools.product(UNUSUAL_USE_OF_HOOKS, OF_HOOKS)
 
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.full), 3])
 @pytest.mark.parametrize("wrapper", WRAPPERS, ids=name_of)
-def test_what_has_to_hold_holds_and_what_is_beyond_too_but_for_buffers(ranks, world_size, wrapper):
+def test_what_has_to_hold_holds_and_what_is_beyond_too_but_for_buffers(
+    late_ranks, world_size, wrapper
+):
     """Every check of `make check`. Buffers drift apart, as differences.md says."""
-    verdicts = judged(ranks, wrapper, [*HAS_TO_HOLD, *BEYOND], world_size)
+    verdicts = judged(late_ranks, wrapper, [*HAS_TO_HOLD, *BEYOND], world_size)
     missed = set() if world_size == 1 else {"keeps_buffers_equal"}
     if wrapper in OF_HOOKS:  # they say that a finish or no_sync() is missing
         missed.add("accumulates_before_one_finish")
     assert failed(verdicts) == missed
 
 
-def test_what_has_to_hold_holds_for_torch_ddp(ranks):
+def test_what_has_to_hold_holds_for_torch_ddp(late_ranks):
     """Of a parameter that is not used it fails by default; what one rank uses: test_check.py."""
     beyond = [check for check in BEYOND if check is not averages_what_one_rank_uses]
-    verdicts = judged(ranks, DistributedDataParallel, [*HAS_TO_HOLD, *beyond])
+    verdicts = judged(late_ranks, DistributedDataParallel, [*HAS_TO_HOLD, *beyond])
     assert failed(verdicts) == {"skips_what_nobody_uses"}
 
 

@@ -1,0 +1,31 @@
+"""02, to be written first: make check MINE=02_naive_ddp/exercise.py:NaiveDDP"""
+
+from contextlib import contextmanager
+
+import torch.distributed as dist  # noqa: F401
+from torch import nn
+
+
+class NaiveDDP(nn.Module):
+    """Average gradients with one all-reduce per parameter, after backward."""
+
+    def __init__(self, module: nn.Module):
+        """Give all ranks the parameters and buffers of rank 0 (dist.broadcast)."""
+        super().__init__()
+        self.module = module
+        self.synchronizing = True  # False within no_sync()
+        raise NotImplementedError
+
+    def forward(self, *inputs, **kwargs):
+        return self.module(*inputs, **kwargs)
+
+    def finish_gradient_synchronization(self) -> None:
+        """Make every gradient the mean of all ranks. One that is None counts as 0; frozen: none."""
+        raise NotImplementedError
+
+    @contextmanager
+    def no_sync(self):
+        """Within it gradients are only added up: hooks and the finish do nothing."""
+        self.synchronizing = False
+        yield
+        self.synchronizing = True
