@@ -255,7 +255,9 @@ def refuses_a_second_backward(wrapper):
     model, x = wrapper(nn.Linear(3, 1)), torch.ones(2, 3)
     loss = model(x).sum()
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="backward.. or a re-entrant checkpoint ran twice: use no_sync"):
+    with pytest.raises(
+        RuntimeError, match="backward.. or a re-entrant checkpoint ran twice: use no_sync"
+    ):
         loss.backward()
     with pytest.raises(RuntimeError, match="gradients changed on their way"):  # they grew
         model.finish_gradient_synchronization()
