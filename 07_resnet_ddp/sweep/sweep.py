@@ -21,11 +21,12 @@ Source: PyTorch's benchmarks/distributed/ddp, whose optimizer and JSON layout th
 
 import argparse
 import os
+import shutil
 import socket
+import subprocess
 import sys
 import warnings
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -33,13 +34,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-
-SMALL = {"model": ["resnet18"], "batch_size": 8, "image_size": 64}
-FULL = {
-    "model": ["resnet50", "resnet101", "resnext50_32x4d", "resnext101_32x8d"],
-    "batch_size": 32,
-    "image_size": 224,
-}
 
 
 def plan(ranks: int, local_size: int) -> list[tuple[str, list[int], bool]]:
@@ -59,39 +53,40 @@ def plan(ranks: int, local_size: int) -> list[tuple[str, list[int], bool]]:
     return subsets
 
 
-def train(model: nn.Module, benchmark, steps: int, warmup: int, watch, place: str) -> list[float]:
+def train(model: nn.Module, benchmark, args, device, label: str) -> list[float]:
     """Train on one batch of a sweep_models.Benchmark again and again.
 
-    Returns the seconds of each step after the first `warmup`; on a terminal says in which it is.
+    Returns the seconds of each step after the first --warmup; on a terminal says in which it is.
     """
     from common.setup import progress
+    from common.timing import Stopwatch
 
     inputs = benchmark.generate_inputs()
     target = benchmark.generate_target()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9, weight_decay=1e-4)
+    watch = Stopwatch(device)
     seconds = []
-    for i in range(warmup + steps):
-        progress(f"{place}: step {i + 1} of {warmup + steps}")
+    for i in range(args.warmup + args.steps):
+        progress(f"{label}: step {i + 1} of {args.warmup + args.steps}")
         watch.mark("start")
         logits = model(*inputs)
         # googlenet and inception_v3 have auxiliary classifiers, which must be trained as well,
         # because DDP waits for them.
-        if not isinstance(logits, tuple):
-            logits = (logits,)
-        loss = sum(F.cross_entropy(head, target) for head in logits)
+        heads = logits if isinstance(logits, tuple) else (logits,)
+        loss = sum(F.cross_entropy(head, target) for head in heads)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         watch.mark("end")
         # On CUDA this waits for the GPU, once per step.
         seconds.append(watch.seconds("start", "end"))
-    return seconds[warmup:]
+    return seconds[args.warmup :]
 
 
-def measure_subset(create_model, ranks: list[int], use_ddp: bool, train_model, args) -> list[float]:
+def measure_subset(benchmark, ranks: list[int], use_ddp: bool, args, train_model) -> list[float]:
     """Train on these ranks, in a process group of their own, while all others wait.
 
-    Returns the samples of all these ranks.
+    Returns what `train_model` returns of all these ranks' models, in one list.
     """
     from common.setup import name_of_backend, on_the_network, without_gloo_greeting
 
@@ -102,7 +97,7 @@ def measure_subset(create_model, ranks: list[int], use_ddp: bool, train_model, a
     seconds = []
     if dist.get_rank() in ranks:
         torch.manual_seed(dist.get_rank())
-        model = create_model()
+        model = benchmark.create_model()
         if use_ddp:
             device = next(model.parameters()).device
             model = DistributedDataParallel(
@@ -116,9 +111,9 @@ def measure_subset(create_model, ranks: list[int], use_ddp: bool, train_model, a
             seconds = train_model(model)
         del model  # DDP's reducer uses the group until it is gone
         dist.destroy_process_group(group)
-    of_ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, seconds)  # who does not train waits here
-    return [second for seconds_of_rank in of_ranks for second in seconds_of_rank]
+    all_seconds = [None] * dist.get_world_size()
+    dist.all_gather_object(all_seconds, seconds)  # who does not train waits here
+    return sum(all_seconds, [])
 
 
 # ==================================================================================================
@@ -135,30 +130,27 @@ def sweep(name: str, args, device) -> dict:
 
     from common.report import percentiles, print_row
     from common.setup import say
-    from common.timing import Stopwatch
 
     benchmark = sweep_models.make(name, args, device)
     say(f"\nBenchmark: {name} with batch size {benchmark.batch_size}\n")
     header = ["ranks"]
-    widths = [15]
     for percentile in (50, 75, 90, 95):
         header += [f"p{percentile} sec/iter", "ex/sec"]
-        widths += [14, 8]
+    widths = [15, *4 * [14, 8]]
     print_row(header, widths)
-
-    def train_model(label, model):
-        watch = Stopwatch(device)
-        return train(model, benchmark, args.steps, args.warmup, watch, f"{name}, {label}")
 
     # First each rank for itself, uncounted: libraries are loaded, memory is taken, kernels are
     # chosen.
     torch.manual_seed(dist.get_rank())
-    train_model("first uncounted", benchmark.create_model())
+    train(benchmark.create_model(), benchmark, args, device, f"{name}, uncounted")
     dist.barrier()
     result = []
     for label, ranks, use_ddp in plan(dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])):
-        train_here = partial(train_model, label)
-        measurements = measure_subset(benchmark.create_model, ranks, use_ddp, train_here, args)
+
+        def train_model(model, label=label):
+            return train(model, benchmark, args, device, f"{name}, {label}")
+
+        measurements = measure_subset(benchmark, ranks, use_ddp, args, train_model)
         result.append({"ranks": ranks, "measurements": measurements})
         row = [f"{len(ranks):5}  {label}"]
         for seconds in percentiles(measurements):
@@ -167,21 +159,32 @@ def sweep(name: str, args, device) -> dict:
     return {"model": name, "batch_size": benchmark.batch_size, "result": result}
 
 
+def topology() -> str:
+    """How this host is built: `nvidia-smi topo -m`, and without it the cores and NUMA nodes."""
+    from common.report import processor_name
+
+    if shutil.which("nvidia-smi"):
+        answer = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True)
+        if answer.returncode == 0:
+            return answer.stdout.strip("\n")
+    nodes = []
+    for path in sorted(Path("/sys/devices/system/node").glob("node[0-9]*/cpulist")):
+        nodes.append(f"{path.parent.name}: cores {path.read_text().strip()}")
+    return f"{os.cpu_count()} cores, {processor_name()}; NUMA {', '.join(nodes) or 'unknown'}"
+
+
 def check_hosts() -> str:
     """The topology of the hosts. Ends the run where they differ, because results would mix."""
-    from common import report
     from common.setup import fail, say
 
-    topology = report.topology()
-    here = f"{os.environ['LOCAL_WORLD_SIZE']} ranks; {topology}"
-    host = f"{socket.gethostname()} (machine {os.environ.get('GROUP_RANK', 0)})"
-    of_ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, (host, here))
-    if any(there != here for _, there in of_ranks):
-        for host, there in sorted(set(of_ranks)):
-            say(f"{host}: {there}")
+    mine = f"{os.environ['LOCAL_WORLD_SIZE']} ranks; {topology()}"
+    hosts = [None] * dist.get_world_size()
+    dist.all_gather_object(hosts, (socket.gethostname(), os.environ.get("GROUP_RANK", "0"), mine))
+    if len({host[-1] for host in hosts}) > 1:
+        for name, machine, host in sorted(set(hosts)):
+            say(f"{name} (machine {machine}): {host}")
         fail("the machines differ in ranks or topology (see above), and results would mix")
-    return topology.strip("\n")
+    return topology()
 
 
 def join_as_upstream(args) -> None:
@@ -193,12 +196,10 @@ def join_as_upstream(args) -> None:
     if "LOCAL_RANK" in os.environ or given == [None] * 4:  # started by torchrun, or by nothing
         return
     if None in given:
-        flags = "--rank (or $RANK), --world-size, --master-addr, --master-port"
-        fail(f"argument {flags}: these four belong together")
+        fail("argument --rank, --world-size, --master-addr, --master-port: all four or none")
     if args.rank >= args.world_size:
         fail(f"argument --rank: '{args.rank}' is not below --world-size {args.world_size}")
-    for name, value in zip(names, given, strict=True):
-        os.environ[name] = str(value)
+    os.environ |= {name: str(value) for name, value in zip(names, given, strict=True)}
     # Upstream has eight GPUs on every machine; here as many ranks as GPUs, or all on one machine.
     gpus = torch.cuda.device_count() if args.device != "cpu" else 0
     local_size = min(args.world_size, gpus or args.world_size)
@@ -207,16 +208,15 @@ def join_as_upstream(args) -> None:
     os.environ["GROUP_RANK"] = str(args.rank // local_size)
 
 
-def choose_sizes(args) -> None:
-    """Fill in what the flags don't say of the models, the batches and the images."""
-    args.sizes_given = [name for name in ("batch_size", "image_size") if getattr(args, name)]
-    for name, default in (FULL if args.full else SMALL).items():
-        if getattr(args, name) is None:
-            setattr(args, name, default)
+FULL = ["resnet50", "resnet101", "resnext50_32x4d", "resnext101_32x8d"]
+UPSTREAM = {  # flags that have another name here
+    "--bucket-size": "--bucket-size-mb",
+    "--distributed-backend": "--backend",
+    "--iterations": "--steps",
+}
 
 
 def add_arguments(parser) -> None:
-    """The flags; old_names are those of PyTorch's benchmark."""
     from common.setup import add_process_group_arguments, output_file
     from common.setup import whole_number as whole
 
@@ -225,14 +225,14 @@ def add_arguments(parser) -> None:
     add("--model", action="append", metavar="NAME", help=f"{models} (default: resnet18)")
     add("--batch-size", type=whole(1), help="images per rank (default: 8)")
     add("--image-size", type=whole(1, 10_000), help="pixels a side (default: 64)")
-    upstreams = f"other defaults, upstream's: {', '.join(FULL['model'])}; 32 images; 224 pixels"
+    upstreams = f"other defaults, upstream's: {', '.join(FULL)}; 32 images; 224 pixels"
     add("--full", action="store_true", help=upstreams)
-    add("--bucket-size-mb", type=whole(1), default=25, old_names=["--bucket-size"], help="of DDP")
-    add("--steps", type=whole(1), default=10, old_names=["--iterations"], help="measured")
+    add("--bucket-size-mb", type=whole(1), default=25, help="of DDP")
+    add("--steps", type=whole(1), default=10, help="measured")
     add("--warmup", type=whole(0), default=5, help="steps before them, not measured")
     layout = "everything measured, as PyTorch's benchmark writes it"
     add("--json", type=output_file, metavar="FILE", help=layout)
-    add_process_group_arguments(parser, old_names=["--distributed-backend"])
+    add_process_group_arguments(parser)
     # Upstream's way to start it, a process at a time.
     rank = "this process's; this and the next three: instead of torchrun, which knows them"
     add("--rank", type=whole(0), default=os.environ.get("RANK"), help=rank)
@@ -246,27 +246,27 @@ def main():
     sys.path[:0] = [str(folder), str(folder.parent), str(folder.parent.parent)]
     try:
         import sweep_models
+        from upstream import as_ours
 
         from common import report, setup
     except ModuleNotFoundError as error:
-        needed = "the repository's folder common/ and sweep_models.py"
+        needed = "the repository's folder common/, sweep_models.py and upstream.py"
         sys.exit(f"error: {error}: copy {needed} into {folder}")
 
     parser = setup.Parser(__doc__)
     add_arguments(parser)
-    args = parser.parse_args()
+    args = parser.parse_args(as_ours(sys.argv[1:], UPSTREAM))
+    args.model = args.model or (FULL if args.full else ["resnet18"])
     # The published setting has broadcast_buffers=False; that torch has a newer name for it is not
     # this script's subject.
     warnings.filterwarnings("ignore", ".*broadcast_buffers", FutureWarning)
-    choose_sizes(args)
     join_as_upstream(args)
 
     # The group of all ranks only carries samples and makes ranks wait: gloo, so that a waiting
     # rank's GPU stays free, and for as long as the subsets need. torchrun ends the waiting ranks if
     # a training one fails.
-    waiting = argparse.Namespace(
-        device=args.device, backend="gloo", network=None, timeout=7 * 24 * 3600
-    )
+    week = 7 * 24 * 3600
+    waiting = argparse.Namespace(device=args.device, backend="gloo", network=None, timeout=week)
     with setup.process_group(waiting) as device:
         waiting.timeout = args.timeout  # from now on what runs out of time is the group of a subset
         setup.choose_device(args)  # the backend of the subsets
@@ -280,12 +280,13 @@ def main():
             "bucket_size": args.bucket_size_mb,
             "benchmark_results": [],
         }
-        subsets = f"subsets over {args.backend}, buckets of {args.bucket_size_mb} MB"
-        size = f"{args.image_size} × {args.image_size} pixels"
-        setup.say(f"{subsets}; {size}; {args.steps} steps, after {args.warmup} to warm up")
-        cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
-        setup.say(f"{cuda}, {torch.cuda.device_count()} GPUs on this host")
-        setup.say(f"\n{machine}")
+        pixels = args.image_size or (224 if args.full else 64)
+        setup.say(
+            f"subsets over {args.backend}, buckets of {args.bucket_size_mb} MB; {pixels} × "
+            f"{pixels} pixels; {args.steps} steps, after {args.warmup} to warm up"
+        )
+        gpus = torch.cuda.device_count()
+        setup.say(f"CUDA {torch.version.cuda or 'none'}, {gpus} GPUs on this host\n\n{machine}")
         for name in args.model:
             result["benchmark_results"].append(sweep(name, args, device))
             # After every model: an interrupted sweep keeps what it has.
