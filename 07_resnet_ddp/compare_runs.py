@@ -8,6 +8,10 @@ import json
 from pathlib import Path
 
 import numpy
+from matplotlib.figure import Figure
+
+from common.report import print_table
+from common.setup import say
 
 # Of a batch, from bottom to top: what is measured, its name and its colour (of Okabe and Ito's
 # palette, which the colour-blind can tell apart).
@@ -22,7 +26,7 @@ PANELS = {  # what the picture shows of a run: title, unit, how a bar's number i
     "train_seconds": ("Total time", "s", "%.1f"),
     "batch": ("Mean time of a batch", "ms", "%.0f"),
     "images_per_second": ("Throughput", "images/s over all ranks", "%.0f"),
-    "speedup": ("Speed-up in throughput", "× one device", "%.2f"),
+    "speedup": ("Speed-up in throughput, dashed: ideal", "× one device", "%.2f"),
 }
 # What runs must have in common to be compared; a checkpoint, too, belongs to these.
 SETTINGS = ["device", "threads_per_rank", "data", "scaling", "epochs", "image_size", "global_batch"]
@@ -34,41 +38,27 @@ def settings_of(result: dict) -> dict:
     return {name: known[name] for name in SETTINGS}
 
 
-def read(path: Path) -> dict:
-    """A result with what the table and the picture show of it; times of a batch are in ms."""
-    from common.setup import fail
-
-    try:
-        run = json.loads(path.read_text())
-        run["settings"] = settings_of(run) | {"torch": run["torch"]}
-        run["phases"] = {phase: 1000 * float(numpy.mean(run[phase])) for phase in PHASES}
-        run["batch"] = sum(run["phases"].values())
-        run["accuracy"] = run["evaluations"][-1]["accuracy"]
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        fail(f"{path}: is not a result of resnet_ddp.py ({type(error).__name__}: {error})")
-    return run
-
-
 def find_runs(folder: Path) -> list[dict]:
-    """The run of one device, then by N those of the same settings."""
-    from common.setup import say
+    """The run of one device, then by N those of the same settings; [] without one device.
 
-    runs = [read(path) for path in folder.glob("07_resnet_ddp_*.json")]
+    They are the JSON with what the table and the picture show of it; times of a batch are in ms.
+    """
+    runs = [json.loads(path.read_text()) for path in folder.glob("07_resnet_ddp_*.json")]
     runs.sort(key=lambda run: run["world_size"])
-    single = runs[0]
-    if single["world_size"] != 1:
+    if runs[0]["world_size"] > 1:
         return []
     comparable = []
+    settings = settings_of(runs[0])
     for run in runs:
-        run["speedup"] = run["images_per_second"] / single["images_per_second"]
-        different = []
-        for name, value in run["settings"].items():
-            if value != single["settings"][name]:
-                different.append(f"{name} {value} and not {single['settings'][name]}")
-        if different:
+        run["phases"] = {phase: 1000 * numpy.mean(run[phase]) for phase in PHASES}
+        run["batch"] = sum(run["phases"].values())
+        run["speedup"] = run["images_per_second"] / runs[0]["images_per_second"]
+        others = [
+            f"{name} {value}" for name, value in settings_of(run).items() if value != settings[name]
+        ]
+        if others:
             say(
-                f"{run['name']} is left out of the comparison, because it has "
-                f"{', '.join(different)}: give it the same flags as one device"
+                f"{run['name']} is not compared, because one device has not its {', '.join(others)}"
             )
         else:
             comparable.append(run)
@@ -76,8 +66,6 @@ def find_runs(folder: Path) -> list[dict]:
 
 
 def print_comparison(runs: list[dict]) -> None:
-    from common.report import print_table
-
     header = ["", "total s", "batch ms", "data", "images/s", "speed-up", "in time"]
     header += ["efficiency", "accuracy"]
     rows = []
@@ -91,7 +79,7 @@ def print_comparison(runs: list[dict]) -> None:
             f"{run['speedup']:.2f}",
             f"{runs[0]['train_seconds'] / run['train_seconds']:.2f}",
             f"{run['speedup'] / run['world_size']:.1%}",
-            f"{run['accuracy']:.2%}",
+            f"{run['evaluations'][-1]['accuracy']:.2%}",
         ]
         rows.append(row)
     print_table(header, rows)
@@ -99,14 +87,9 @@ def print_comparison(runs: list[dict]) -> None:
 
 def draw(runs: list[dict], path: Path) -> None:
     """Total time, time of a batch with its phases, throughput and speed-up: a bar for each run."""
-    from matplotlib.figure import Figure
-
     figure = Figure(figsize=(9, 6), dpi=120, layout="constrained")
-    caption = (
-        "ResNet-18, {data}, {image_size} px, --global-batch {global_batch}, {device}, "
-        "threads per rank: {threads_per_rank}, {scaling} scaling"
-    )
-    figure.suptitle(caption.format(**runs[0]["settings"]), fontsize=10)
+    caption = "ResNet-18, {data}, {image_size} px, --global-batch {global_batch}, {scaling} scaling"
+    figure.suptitle(caption.format(**settings_of(runs[0])))
     names = [run["name"] for run in runs]
     panels = dict(zip(PANELS, figure.subplots(2, 2).flat, strict=True))
     for quantity, axes in panels.items():
@@ -121,19 +104,14 @@ def draw(runs: list[dict], path: Path) -> None:
         panels["batch"].bar(names, heights, width=0.6, bottom=below, color=colour, label=name)
         below += heights
     panels["batch"].legend(reverse=True, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
-    speedup = panels["speedup"]
-    for place, run in enumerate(runs):
-        speedup.hlines(run["world_size"], place - 0.4, place + 0.4, "black", "dashed")
-    speedup.set(
-        title="Speed-up in throughput, dashed: ideal", ylim=(0, 1.2 * runs[-1]["world_size"])
-    )
+    ideal = [run["world_size"] for run in runs]
+    panels["speedup"].bar(names, ideal, width=0.6, fill=False, linestyle="dashed")
+    panels["speedup"].set_ylim(0, 1.2 * max(ideal))
     figure.savefig(path)
 
 
 def compare(folder: Path) -> None:
     """Compare and draw the runs in this folder, if there are one device and others."""
-    from common.setup import say
-
     runs = find_runs(folder)
     if len(runs) > 1:
         say()

@@ -16,6 +16,8 @@ from torch.utils.data import Dataset
 from torchvision.datasets import CIFAR10, FakeData
 from torchvision.transforms import v2
 
+from common.setup import ROOT, fail
+
 
 class Images(Dataset):
     """(transform(images[i]), labels[i]): as torchvision's sets, of images that are in memory."""
@@ -49,8 +51,6 @@ def load_images(
     The digits (1,500 and 297), CIFAR-10 from the folder `data` (50,000 and 10,000), or for
     "synthetic" noise of CIFAR-10's shapes; or JPEGs of `decode` pixels a side, as many.
     """
-    from common.setup import fail
-
     if data is None:
         return load_digits(to_input(image_size, 3 * [0.287], 3 * [0.354]))
     if data == "synthetic":
@@ -73,8 +73,6 @@ def load_images(
 
 def load_digits(transform: Callable) -> tuple[Images, Images]:
     """The digits in an order that is always the same; grey becomes three equal channels."""
-    from common.setup import ROOT
-
     digits = numpy.load(ROOT / "common" / "digits.npz")
     order = numpy.random.default_rng(0).permutation(len(digits["labels"]))
     images = 15 * torch.tensor(digits["images"][order])  # from 0 to 240
@@ -98,10 +96,3 @@ def make_jpegs(pixels: int, count: int, transform: Callable) -> Images:
         v2.functional.to_pil_image(image).save(files[-1], "JPEG")
     labels = torch.randint(10, [count], generator=random)
     return Images((files * (count // 64 + 1))[:count], labels, v2.Compose([Image.open, transform]))
-
-
-def name_of(data: str | None, decode: int | None) -> str:
-    """How the output calls the images of --data and --decode."""
-    if decode:
-        return f"synthetic JPEGs of {decode} × {decode} pixels"
-    return {None: "digits", "synthetic": "synthetic CIFAR-10"}.get(data, "CIFAR-10")

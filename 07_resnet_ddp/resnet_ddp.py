@@ -168,7 +168,6 @@ def fit(args, network, model, train_set, test_set, settings: dict, device: torch
 
     from common import setup
 
-    world_size = dist.get_world_size()
     options = {"num_workers": args.workers, "pin_memory": device.type == "cuda"}
     train_batches, test_batches = sharded_loaders(
         train_set, test_set, args.batch_per_rank, args.seed, **options
@@ -176,10 +175,10 @@ def fit(args, network, model, train_set, test_set, settings: dict, device: torch
     steps = min(len(train_batches), args.steps_per_epoch or len(train_batches))
     optimizer, scheduler = build_optimizer(args, model, steps)
     warm_up(model, args.image_size, device)
-    torch.manual_seed(args.seed + dist.get_rank())  # what is random from here on differs by rank
     modules = {"model": network, "optimizer": optimizer, "scheduler": scheduler}
+    all_ranks = [None] * dist.get_world_size()
     progress = {"epoch": 0, "step": 0, "train_seconds": 0.0, "evaluations": []}
-    progress |= {name: [[] for _ in range(world_size)] for name in MEASURED}
+    progress |= {name: [[] for _ in all_ranks] for name in MEASURED}
     if args.checkpoint:
         progress = checkpoints.resume(args.checkpoint, progress, settings, modules, device)
 
@@ -187,21 +186,18 @@ def fit(args, network, model, train_set, test_set, settings: dict, device: torch
         train_batches.sampler.set_epoch(epoch)  # else every epoch has the same order
         batches = islice(train_batches, steps)
         measured = train_epoch(args, model, optimizer, scheduler, batches, steps, progress, device)
-        all_measured = [None] * world_size
-        dist.all_gather_object(all_measured, measured)
-        for rank, rank_measured in enumerate(all_measured):
+        dist.all_gather_object(all_ranks, measured)
+        for rank, rank_measured in enumerate(all_ranks):
             for name in MEASURED:
                 progress[name][rank] += [step[name] for step in rank_measured]
         setup.progress(f"epoch {epoch}: images held out")
-        held_out = evaluate(network, test_batches, device, args.amp)
-        progress["evaluations"].append(held_out)
+        evaluation = evaluate(network, test_batches, device, args.amp)
+        progress["evaluations"].append(evaluation)
         progress["epoch"] = epoch
-        setup.say(
-            f"epoch {epoch} of {args.epochs} done, held out: loss {held_out['loss']:.4f}, "
-            f"accuracy {held_out['accuracy']:.2%} of {held_out['images']} images"
-        )
-        if args.checkpoint:
-            checkpoints.save(args.checkpoint, settings, progress, modules, device)
+        result = "loss {loss:.4f}, accuracy {accuracy:.2%} of {images} images".format(**evaluation)
+        setup.say(f"epoch {epoch} of {args.epochs} done, held out: {result}")
+        if args.checkpoint and dist.get_rank() == 0:
+            checkpoints.save(args.checkpoint, settings, progress, modules)
     return progress
 
 
@@ -218,7 +214,7 @@ def train_epoch(
     taken = []
     model.train()
     dist.barrier()  # rank 0 may still be saving, and nobody's first batch should count that
-    began = time.perf_counter()
+    began = time.perf_counter() - progress["train_seconds"]  # as if all epochs came in a row
     watch = Stopwatch(device)
     watch.mark("start")
     for step, (images, labels) in enumerate(batches, 1):
@@ -231,14 +227,12 @@ def train_epoch(
         taken.append((watch, loss, accuracy))
         if step % args.log_every == 0 or step == steps:
             numbers = read(watch, loss, accuracy)
-            ended = time.perf_counter()
-            training_began = began - progress["train_seconds"]  # as if all epochs came in a row
-            left = setup.time_left(training_began, progress["step"] + step, args.epochs * steps)
+            progress["train_seconds"] = time.perf_counter() - began
+            left = setup.time_left(began, progress["step"] + step, args.epochs * steps)
             print_step(name, numbers, len(images), left, device)
         watch = Stopwatch(device)
         watch.mark("start")
     progress["step"] += steps
-    progress["train_seconds"] += ended - began
     return [read(*step) for step in taken]
 
 
@@ -281,10 +275,10 @@ def print_report(result: dict, images: int) -> None:
         row = [name, f"{total:.1f}", f"{share:.1%}", f"{1000 * seconds.mean():.1f}"]
         rows.append(row + report.milliseconds(seconds.tolist()))
     report.print_table(["", "total s", "share", "mean ms", "p50", "p75", "p90", "p95"], rows)
-    setup.say(
-        f"{images} images in {result['train_seconds']:.2f} s: {result['images_per_second']:.1f} "
-        f"images/s over all ranks; held-out accuracy {result['evaluations'][-1]['accuracy']:.2%}"
-    )
+    rate = f"{result['images_per_second']:.1f} images/s over all ranks"
+    accuracy = result["evaluations"][-1]["accuracy"]
+    took = f"{images} images in {result['train_seconds']:.2f} s"
+    setup.say(f"{took}: {rate}; held-out accuracy {accuracy:.2%}")
 
 
 def add_size_arguments(parser) -> None:
@@ -335,13 +329,11 @@ def choose_sizes(args) -> None:
     args.global_batch = args.global_batch or (512 if has_gpu else 64)
     if args.workers is None:
         args.workers = 4 if has_gpu else 0
-    world_size = int(os.environ["WORLD_SIZE"])
-    args.batch_per_rank = args.global_batch
-    if args.scaling == "strong":
-        args.batch_per_rank = args.global_batch // world_size
+    ranks_that_share = int(os.environ["WORLD_SIZE"]) if args.scaling == "strong" else 1
+    args.batch_per_rank = args.global_batch // ranks_that_share
     flag = f"argument --global-batch: '{args.global_batch}'"
-    if args.scaling == "strong" and args.global_batch % world_size:
-        fail(f"{flag} cannot be divided by {world_size} ranks")
+    if args.global_batch % ranks_that_share:
+        fail(f"{flag} cannot be divided by {ranks_that_share} ranks")
     if args.batch_per_rank < 2:
         fail(f"{flag} is one image per rank, and BatchNorm needs at least two")
 
@@ -370,20 +362,20 @@ def be_the_only_rank() -> None:
 def describe(args) -> dict:
     """Print what is trained with what; returns it for the JSON."""
     import torchvision
-    from images import name_of
 
     from common.setup import say
 
-    world_size = dist.get_world_size()
-    name = "single" if world_size == 1 else f"DDP × {world_size}"
-    data = name_of(args.data, args.decode)
-    gpus = torch.cuda.device_count()
-    cuda = torch.version.cuda or "none"
+    ranks = dist.get_world_size()
+    gpus, cuda = torch.cuda.device_count(), torch.version.cuda or "none"
     say(f"torchvision {torchvision.__version__}, CUDA {cuda}, {gpus} GPUs on this host")
+    name = "single" if ranks == 1 else f"DDP × {ranks}"
+    data = args.data or "digits"
+    if args.decode:
+        data += f" JPEGs of {args.decode} × {args.decode} pixels"
     rate = f"learning rate {args.lr:g}"
     if args.scaling == "weak":
-        rate += f" to {args.lr * world_size:g} in the first epoch"
-    size = f"batch {world_size} × {args.batch_per_rank}, {args.image_size} pixels"
+        rate += f" to {args.lr * ranks:g} in the first epoch"
+    size = f"batch {ranks} × {args.batch_per_rank}, {args.image_size} pixels"
     say(f"{name}: {args.scaling} scaling, {size}, {data}, {rate}")
     return {"name": name, "data": data, "batch_per_rank": args.batch_per_rank}
 
@@ -399,10 +391,8 @@ def main():
 
         from common import report, setup
     except ModuleNotFoundError as error:
-        sys.exit(
-            f"error: {error}: pip install torchvision, and copy the repository's folder common/, "
-            f"checkpoints.py, compare_runs.py and images.py into {folder}"
-        )
+        needed = "the repository's folder common/, checkpoints.py, compare_runs.py and images.py"
+        sys.exit(f"error: {error}: pip install torchvision, and copy {needed} into {folder}")
 
     parser = setup.Parser(__doc__)
     add_arguments(parser)

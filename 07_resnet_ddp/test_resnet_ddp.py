@@ -270,23 +270,19 @@ def check_equal_checkpoints(whole, resumed):
     assert resumed["settings"] == whole["settings"]
     for name in ("epoch", "step", "evaluations", "loss", "accuracy"):
         assert resumed["progress"][name] == whole["progress"][name], name
-    for name in ("model", "optimizer", "scheduler", "random_states"):
+    for name in ("model", "optimizer", "scheduler"):
         torch.testing.assert_close(resumed[name], whole[name], rtol=0, atol=0)
     return resumed["progress"]
 
 
-def save_but_fail(path):
-    """A checkpoint, and a second one that ends in an error while it is written."""
+def test_a_save_that_is_cut_short_leaves_the_last_checkpoint(tmp_path):
+    path = tmp_path / "c"
     module = SimpleNamespace(state_dict=lambda: {"weight": torch.ones(3)})
-    checkpoints.save(path, {}, {"epoch": 1}, {"model": module}, CPU)
+    checkpoints.save(path, {}, {"epoch": 1}, {"model": module})
     module.state_dict = lambda: module.state_dict  # which nobody can pickle
     with pytest.raises((AttributeError, pickle.PicklingError)):
-        checkpoints.save(path, {}, {"epoch": 2}, {"model": module}, CPU)
-
-
-def test_a_save_that_is_cut_short_leaves_the_last_checkpoint(ranks, tmp_path):
-    ranks(1).run(save_but_fail, tmp_path / "c")
-    assert torch.load(tmp_path / "c", weights_only=True)["progress"] == {"epoch": 1}
+        checkpoints.save(path, {}, {"epoch": 2}, {"model": module})
+    assert torch.load(path, weights_only=True)["progress"] == {"epoch": 1}
 
 
 @pytest.mark.full
@@ -417,23 +413,12 @@ def test_results_of_the_same_settings_are_compared_and_drawn(tmp_path, capsys):
     for row in (
         "DDP × 2      1.6     400.0  10.0%     160.0      1.50     1.50       75.0%    95.00%",
         "DDP × 8      0.4     100.0  10.0%     640.0      6.00     6.00       75.0%    95.00%",
-        "DDP × 4 is left out of the comparison, because it has threads_per_rank 2 and not None",
+        "DDP × 4 is not compared, because one device has not its threads_per_rank 2",
     ):
         assert row in output, output
     assert output.count("DDP × 4") == 1
     picture = imread(tmp_path / "speedup.png")
     assert picture.shape[1] == 1080 and picture.std() > 0.05
-
-
-@pytest.mark.parametrize("content", ["{", "[1]"])
-def test_a_broken_result_is_one_line(content, tmp_path, capsys):
-    write_results(tmp_path, one=result(1, 400))
-    (tmp_path / "07_resnet_ddp_2.json").write_text(content)
-    with pytest.raises(SystemExit) as end:
-        compare_runs.compare(tmp_path)
-    errors = capsys.readouterr().err
-    assert end.value.code == 2 and errors.count("\n") == 1, errors
-    assert "07_resnet_ddp_2.json: is not a result of resnet_ddp.py (" in errors
 
 
 def test_waterfall(forked, tmp_path):

@@ -17,7 +17,6 @@ Source: PyTorch's benchmarks/dynamo/distributed.py, here with today's fully_shar
 FullyShardedDataParallel; its flags are understood. The models are in compile_models.py.
 """
 
-import argparse
 import importlib.util
 import logging
 import os
@@ -35,6 +34,16 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 from torch.utils.checkpoint import checkpoint
+
+FOLDER = Path(__file__).resolve().parent
+sys.path[:0] = [str(FOLDER), str(FOLDER.parent), str(FOLDER.parent.parent)]
+
+from compile_models import create_inputs, create_model  # noqa: E402
+from resnet_ddp import be_the_only_rank  # noqa: E402
+from upstream import as_ours  # noqa: E402
+
+from common import report, setup, timing  # noqa: E402
+from common.setup import say  # noqa: E402
 
 
 class Configuration(NamedTuple):
@@ -77,8 +86,6 @@ def distribute(model: nn.Module, configuration: Configuration) -> tuple[nn.Modul
         graphs.append(graph)
         if configuration.backend != "print":
             return compile_graph(configuration.backend, graph, example_inputs)
-        from common.setup import say
-
         say(f"graph {len(graphs)}:\n{graph.print_readable(print_output=False)}")
         return graph.forward
 
@@ -191,8 +198,6 @@ def gradients_of(model: nn.Module) -> list[torch.Tensor]:
 
 def reference(args, device) -> dict[str, list[torch.Tensor]]:
     """Eager, without DDP or FSDP: outputs and gradients of this rank, gradients' mean of all."""
-    from compile_models import create_inputs, create_model
-
     model = create_model(args, device)
     outputs = forward_backward(model, create_inputs(args, device, dist.get_rank()))
     gradients = gradients_of(model)
@@ -220,18 +225,14 @@ def difference(tensors: list, expected: list) -> float:
 
 def prepare(args, device, configuration: Configuration, expected: dict) -> dict:
     """Build a configuration, time its first call, compare it with `expected`, take its memory."""
-    from compile_models import create_inputs, create_model
-
-    from common.report import held_bytes, peak_bytes
-    from common.setup import fail
-    from common.timing import Stopwatch
-
     model = create_model(args, device)
     if (configuration.wrap or configuration.checkpoint) and not blocks_of(model):
-        fail("argument --fsdp-wrap, --fsdp-checkpoint: this model has no blocks to take one by one")
+        setup.fail(
+            "argument --fsdp-wrap, --fsdp-checkpoint: this model has no blocks to take one by one"
+        )
     inputs = create_inputs(args, device, dist.get_rank())
     model, graphs = distribute(model, configuration)
-    watch = Stopwatch(device)
+    watch = timing.Stopwatch(device)
 
     def step():
         model.zero_grad()
@@ -256,9 +257,9 @@ def prepare(args, device, configuration: Configuration, expected: dict) -> dict:
     peaks = []
     for _ in range(3):
         model.zero_grad()
-        peaks.append(peak_bytes(step, device))
-    held = held_bytes(model.parameters())
-    stays = held + held_bytes([*model.buffers(), *floats(inputs)])
+        peaks.append(report.peak_bytes(step, device))
+    held = report.held_bytes(model.parameters())
+    stays = held + report.held_bytes([*model.buffers(), *floats(inputs)])
     if configuration.how == "ddp":  # its buckets have a place for each gradient
         stays += held
     # The least is right: the profiler may miss what gloo's thread releases, and then counts more.
@@ -292,16 +293,14 @@ def prepare_all(args, device, wanted: list[Configuration]) -> tuple[dict, dict]:
 
     Ends the run if one is too far from eager mode on a single device.
     """
-    from common.setup import progress, say
-
     tolerance = 1e-2 if device.type == "cuda" else 1e-3  # there convolutions may use TF32, 10 bits
-    progress("eager on a single device")
+    setup.progress("eager on a single device")
     expected = reference(args, device)
     prepared = {}
     left_out = {}
     for number, configuration in enumerate(wanted, 1):
         name = configuration.name
-        progress(f"{name}, {number} of {len(wanted)}")
+        setup.progress(f"{name}, {number} of {len(wanted)}")
         with empty_cache():  # else the first call would find the kernels of another one
             problem = problem_of(configuration.backend, device)
             if problem:
@@ -321,8 +320,6 @@ def prepare_all(args, device, wanted: list[Configuration]) -> tuple[dict, dict]:
 
 def print_results(results: list[dict], left_out: dict) -> None:
     """The table: a row per configuration of the JSON."""
-    from common import report, setup
-
     samples = {result["name"]: result["forward_backward_seconds"] for result in results}
     rows = []
     for result in results:
@@ -340,13 +337,13 @@ def print_results(results: list[dict], left_out: dict) -> None:
         rows.append(row)
     header = ["forward + backward, ms", "mean", "p50", "p75", "p90", "p95", "/bare eager"]
     header += ["first call, s", "graphs", "peak memory, MB", "parameters, M"]
-    setup.say()
+    say()
     report.print_table(header, rows)
     for name, problem in left_out.items():
-        setup.say(f"{name}: not measured: {problem}")
-    setup.say("mean and percentiles over all steps of all ranks; /bare eager: ratio of the p50s;")
-    setup.say("first call: compilation included, nothing cached; graphs: compiled;")
-    setup.say("peak memory of tensors, parameters held: of rank 0")
+        say(f"{name}: not measured: {problem}")
+    say("mean and percentiles over all steps of all ranks; /bare eager: ratio of the p50s;")
+    say("first call: compilation included, nothing cached; graphs: compiled;")
+    say("peak memory of tensors, parameters held: of rank 0")
 
 
 def write_graph(path: Path, model: nn.Module, inputs: tuple) -> None:
@@ -355,8 +352,6 @@ def write_graph(path: Path, model: nn.Module, inputs: tuple) -> None:
     Where Graphviz is installed it is drawn as well: FILE.pdf.
     """
     import torchviz
-
-    from common.setup import say
 
     loss = mean_square(model(*inputs))
     if dist.get_rank() == 0:
@@ -400,83 +395,59 @@ UPSTREAM = {  # flags of benchmarks/dynamo/distributed.py that have another name
 
 def add_arguments(parser) -> None:
     """The flags, apart from those of the process group."""
-    from common.setup import output_file, whole_number
-
     models = parser.add_mutually_exclusive_group()
     models.add_argument("--model", choices=["toy", "lm"], default="lm")
     checkout = "one of torchbenchmark, through a checkout of it on PYTHONPATH"
     models.add_argument("--torchbench-model", metavar="NAME", help=checkout)
     one_of = parser.add_mutually_exclusive_group()
-    for how, which in {
-        "bare": "the bare model on every rank",
-        "ddp": "DDP",
-        "fsdp": "FSDP",
-    }.items():
-        only = {"action": "store_const", "dest": "only", "const": how, "help": f"only {which}"}
-        one_of.add_argument(f"--{how}", **only)
+    for how in ("bare", "ddp", "fsdp"):
+        one_of.add_argument(f"--{how}", dest="only", action="store_const", const=how, help="alone")
     variants = "what --fsdp-wrap, --fsdp-checkpoint and --no-optimize-ddp change, side by side"
     one_of.add_argument("--variants", action="store_true", help=variants)
     add = parser.add_argument
-    add("--batch-size", type=whole_number(1), help="per rank (default: toy 20, lm 4)")
+    add("--batch-size", type=setup.whole_number(1), help="per rank (default: toy 20, lm 4)")
     known = [*torch.compiler.list_backends(exclude_tags=()), "print"]
     backends = "torch.compile's backend: inductor, aot_eager, eager, …; print: print the graphs"
     add("--compile", choices=known, metavar="NAME", help=backends)
-    one_graph = "don't split the graph where DDP's buckets end"
-    add("--no-optimize-ddp", action="store_true", help=one_graph)
-    units = "each block its own unit; otherwise the model is the only one"
-    add("--fsdp-wrap", action="store_true", help=units)
-    again = "compute each block's activations again in backward"
-    add("--fsdp-checkpoint", action="store_true", help=again)
-    add("--steps", type=whole_number(1), default=10, help="measured")
-    add("--warmup", type=whole_number(0), default=3, help="steps before them, not measured")
-    more = "print the model; dynamo's debug log, graph breaks and recompilations of rank 0"
-    add("--verbose", action="store_true", help=more)
-    add("--json", type=output_file, metavar="FILE", help="everything measured, raw")
+    switches = {
+        "--no-optimize-ddp": "don't split the graph where DDP's buckets end",
+        "--fsdp-wrap": "each block its own unit; otherwise the model is the only one",
+        "--fsdp-checkpoint": "compute each block's activations again in backward",
+        "--verbose": "print the model; dynamo's debug log and graph breaks of rank 0",
+        "--profile": "the same as --trace profile.json",
+        "--gpu-memory-stats": "as upstream; the table always has the peak",
+    }
+    for switch, text in switches.items():
+        add(switch, action="store_true", help=text)
+    add("--steps", type=setup.whole_number(1), default=10, help="measured")
+    add("--warmup", type=setup.whole_number(0), default=3, help="steps before them, not measured")
+    add("--json", type=setup.output_file, metavar="FILE", help="everything measured, raw")
     trace = "Chrome trace of three more steps of rank 0"
-    add("--trace", type=output_file, metavar="FILE", help=trace)
+    add("--trace", type=setup.output_file, metavar="FILE", help=trace)
     graph = "the autograd graph for Graphviz, drawn where that is installed; needs torchviz"
     file = {"nargs": "?", "const": Path("torchviz.dot"), "metavar": "FILE"}
-    add("--graph", type=output_file, help=graph, **file)
-    # Upstream's: a trace even where no file is named, and the peak, which our table always has.
-    add("--profile", action="store_true", help=argparse.SUPPRESS)
-    add("--gpu-memory-stats", action="store_true", help=argparse.SUPPRESS)
+    add("--graph", type=setup.output_file, help=graph, **file)
 
 
 def check(args) -> None:
     """Fill in args.trace; end the run if flags contradict each other, or need what is not here."""
-    from common.setup import fail
-
     if args.profile and not args.trace:
         args.trace = Path("profile.json")
     if not args.only and (args.trace or args.graph or args.compile == "print"):
-        fail("argument --trace, --graph, --compile print: only with --bare, --ddp or --fsdp")
+        setup.fail("argument --trace, --graph, --compile print: only with --bare, --ddp or --fsdp")
     if args.graph and not importlib.util.find_spec("torchviz"):
-        fail("argument --graph: needs torchviz, which is not installed: pip install torchviz")
+        setup.fail("argument --graph: needs torchviz, which is not installed: pip install torchviz")
     if args.torchbench_model:
         try:
             importlib.import_module(f"torchbenchmark.models.{args.torchbench_model}")
         except ImportError as error:
-            fail(
+            setup.fail(
                 f"argument --torchbench-model: '{args.torchbench_model}' needs a checkout of "
                 f"github.com/pytorch/benchmark on PYTHONPATH and its install.py run ({error})"
             )
 
 
 def main():
-    folder = Path(__file__).resolve().parent
-    sys.path[:0] = [str(folder), str(folder.parent), str(folder.parent.parent)]
-    try:
-        import compile_models  # noqa: F401 (what is missing is said here)
-        from resnet_ddp import be_the_only_rank
-        from upstream import as_ours
-
-        from common import report, setup, timing
-    except ModuleNotFoundError as error:
-        sys.exit(
-            f"error: {error}: copy the repository's folder common/, compile_models.py, "
-            f"resnet_ddp.py and upstream.py into {folder}"
-        )
-
     parser = setup.Parser(__doc__)
     add_arguments(parser)
     setup.add_process_group_arguments(parser)
@@ -489,14 +460,14 @@ def main():
     with setup.process_group(args) as device:
         result = report.begin("07_resnet_ddp/compile_ddp", args, device)
         model = args.torchbench_model or args.model
-        setup.say(f"{model}; {args.steps} steps are measured, after {args.warmup} to warm up\n")
+        say(f"{model}; {args.steps} steps are measured, after {args.warmup} to warm up\n")
         prepared, left_out = prepare_all(args, device, configurations_of(args))
         if not prepared:
             name, problem = left_out.popitem()
             setup.fail(f"{name} does not work here: {problem}")
         if args.verbose:
             for name, one in prepared.items():
-                setup.say(f"\n{name}: {one['model']}")
+                say(f"\n{name}: {one['model']}")
         steps = {name: one["step"] for name, one in prepared.items()}
         samples = timing.measure(steps, args.steps, args.warmup)
         result["configurations"] = []

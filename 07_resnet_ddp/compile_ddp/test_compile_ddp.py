@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from common import setup
 from common.recordings.record import output_of
-from common.testing.harness import check_script_alone, masked, read_json, torchrun
+from common.testing.harness import masked, read_json, torchrun
 
 SCRIPT = Path(__file__).resolve().with_name("compile_ddp.py")
 sys.path[:0] = [str(SCRIPT.parent), str(SCRIPT.parent.parent)]
@@ -308,7 +308,3 @@ def test_bad_values(words, named, monkeypatch, capsys, tmp_path):
         compile_ddp.main()
     (line,) = capsys.readouterr().err.splitlines()
     assert end.value.code == 2 and line.startswith("compile_ddp.py: error: ") and named in line
-
-
-def test_copied_alone(tmp_path):
-    check_script_alone(SCRIPT, tmp_path)

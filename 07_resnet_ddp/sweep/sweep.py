@@ -27,6 +27,7 @@ import subprocess
 import sys
 import warnings
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -34,6 +35,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+FOLDER = Path(__file__).resolve().parent
+sys.path[:0] = [str(FOLDER), str(FOLDER.parent), str(FOLDER.parent.parent)]
+
+import sweep_models  # noqa: E402
+from upstream import as_ours  # noqa: E402
+
+from common import report, setup, timing  # noqa: E402
 
 
 def plan(ranks: int, local_size: int) -> list[tuple[str, list[int], bool]]:
@@ -53,21 +62,18 @@ def plan(ranks: int, local_size: int) -> list[tuple[str, list[int], bool]]:
     return subsets
 
 
-def train(model: nn.Module, benchmark, args, device, label: str) -> list[float]:
+def train(benchmark, args, device, label: str, model: nn.Module) -> list[float]:
     """Train on one batch of a sweep_models.Benchmark again and again.
 
     Returns the seconds of each step after the first --warmup; on a terminal says in which it is.
     """
-    from common.setup import progress
-    from common.timing import Stopwatch
-
     inputs = benchmark.generate_inputs()
     target = benchmark.generate_target()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9, weight_decay=1e-4)
-    watch = Stopwatch(device)
+    watch = timing.Stopwatch(device)
     seconds = []
     for i in range(args.warmup + args.steps):
-        progress(f"{label}: step {i + 1} of {args.warmup + args.steps}")
+        setup.progress(f"{label}: step {i + 1} of {args.warmup + args.steps}")
         watch.mark("start")
         logits = model(*inputs)
         # googlenet and inception_v3 have auxiliary classifiers, which must be trained as well,
@@ -88,12 +94,10 @@ def measure_subset(benchmark, ranks: list[int], use_ddp: bool, args, train_model
 
     Returns what `train_model` returns of all these ranks' models, in one list.
     """
-    from common.setup import name_of_backend, on_the_network, without_gloo_greeting
-
     # Every rank has to create every group, also those that it is not in.
     timeout = timedelta(seconds=min(args.timeout, 1e6))
-    with without_gloo_greeting():
-        group = dist.new_group(ranks, timeout=timeout, backend=name_of_backend(args))
+    with setup.without_gloo_greeting():
+        group = dist.new_group(ranks, timeout=timeout, backend=setup.name_of_backend(args))
     seconds = []
     if dist.get_rank() in ranks:
         torch.manual_seed(dist.get_rank())
@@ -107,7 +111,7 @@ def measure_subset(benchmark, ranks: list[int], use_ddp: bool, args, train_model
                 process_group=group,
                 bucket_cap_mb=args.bucket_size_mb,
             )
-        with on_the_network():
+        with setup.on_the_network():
             seconds = train_model(model)
         del model  # DDP's reducer uses the group until it is gone
         dist.destroy_process_group(group)
@@ -126,43 +130,33 @@ def sweep(name: str, args, device) -> dict:
     Returns an entry of "benchmark_results" of the JSON. Its "result" has one per subset,
     {"ranks": [0, 1, …], "measurements": seconds}.
     """
-    import sweep_models
-
-    from common.report import percentiles, print_row
-    from common.setup import say
-
     benchmark = sweep_models.make(name, args, device)
-    say(f"\nBenchmark: {name} with batch size {benchmark.batch_size}\n")
+    setup.say(f"\nBenchmark: {name} with batch size {benchmark.batch_size}\n")
     header = ["ranks"]
     for percentile in (50, 75, 90, 95):
         header += [f"p{percentile} sec/iter", "ex/sec"]
     widths = [15, *4 * [14, 8]]
-    print_row(header, widths)
+    report.print_row(header, widths)
 
     # First each rank for itself, uncounted: libraries are loaded, memory is taken, kernels are
     # chosen.
     torch.manual_seed(dist.get_rank())
-    train(benchmark.create_model(), benchmark, args, device, f"{name}, uncounted")
+    train(benchmark, args, device, f"{name}, uncounted", benchmark.create_model())
     dist.barrier()
     result = []
     for label, ranks, use_ddp in plan(dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])):
-
-        def train_model(model, label=label):
-            return train(model, benchmark, args, device, f"{name}, {label}")
-
+        train_model = partial(train, benchmark, args, device, f"{name}, {label}")
         measurements = measure_subset(benchmark, ranks, use_ddp, args, train_model)
         result.append({"ranks": ranks, "measurements": measurements})
         row = [f"{len(ranks):5}  {label}"]
-        for seconds in percentiles(measurements):
+        for seconds in report.percentiles(measurements):
             row += [f"{seconds:.4f}s", f"{benchmark.batch_size / seconds:.1f}/s"]
-        print_row(row, widths)
+        report.print_row(row, widths)
     return {"model": name, "batch_size": benchmark.batch_size, "result": result}
 
 
 def topology() -> str:
     """How this host is built: `nvidia-smi topo -m`, and without it the cores and NUMA nodes."""
-    from common.report import processor_name
-
     if shutil.which("nvidia-smi"):
         answer = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True)
         if answer.returncode == 0:
@@ -170,35 +164,33 @@ def topology() -> str:
     nodes = []
     for path in sorted(Path("/sys/devices/system/node").glob("node[0-9]*/cpulist")):
         nodes.append(f"{path.parent.name}: cores {path.read_text().strip()}")
-    return f"{os.cpu_count()} cores, {processor_name()}; NUMA {', '.join(nodes) or 'unknown'}"
+    return (
+        f"{os.cpu_count()} cores, {report.processor_name()}; NUMA {', '.join(nodes) or 'unknown'}"
+    )
 
 
 def check_hosts() -> str:
     """The topology of the hosts. Ends the run where they differ, because results would mix."""
-    from common.setup import fail, say
-
     mine = f"{os.environ['LOCAL_WORLD_SIZE']} ranks; {topology()}"
     hosts = [None] * dist.get_world_size()
     dist.all_gather_object(hosts, (socket.gethostname(), os.environ.get("GROUP_RANK", "0"), mine))
     if len({host[-1] for host in hosts}) > 1:
         for name, machine, host in sorted(set(hosts)):
-            say(f"{name} (machine {machine}): {host}")
-        fail("the machines differ in ranks or topology (see above), and results would mix")
+            setup.say(f"{name} (machine {machine}): {host}")
+        setup.fail("the machines differ in ranks or topology (see above), and results would mix")
     return topology()
 
 
 def join_as_upstream(args) -> None:
     """Say by flags, as upstream's script does, what torchrun would: a process for each rank."""
-    from common.setup import fail
-
     names = ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
     given = [args.rank, args.world_size, args.master_addr, args.master_port]
     if "LOCAL_RANK" in os.environ or given == [None] * 4:  # started by torchrun, or by nothing
         return
     if None in given:
-        fail("argument --rank, --world-size, --master-addr, --master-port: all four or none")
+        setup.fail("argument --rank, --world-size, --master-addr, --master-port: all four or none")
     if args.rank >= args.world_size:
-        fail(f"argument --rank: '{args.rank}' is not below --world-size {args.world_size}")
+        setup.fail(f"argument --rank: '{args.rank}' is not below --world-size {args.world_size}")
     os.environ |= {name: str(value) for name, value in zip(names, given, strict=True)}
     # Upstream has eight GPUs on every machine; here as many ranks as GPUs, or all on one machine.
     gpus = torch.cuda.device_count() if args.device != "cpu" else 0
@@ -217,42 +209,28 @@ UPSTREAM = {  # flags that have another name here
 
 
 def add_arguments(parser) -> None:
-    from common.setup import add_process_group_arguments, output_file
-    from common.setup import whole_number as whole
-
     add = parser.add_argument
     models = "a classification model of torchvision, or FILE.py:CLASS of your own; repeatable"
     add("--model", action="append", metavar="NAME", help=f"{models} (default: resnet18)")
-    add("--batch-size", type=whole(1), help="images per rank (default: 8)")
-    add("--image-size", type=whole(1, 10_000), help="pixels a side (default: 64)")
+    add("--batch-size", type=setup.whole_number(1), help="images per rank (default: 8)")
+    add("--image-size", type=setup.whole_number(1, 10_000), help="pixels a side (default: 64)")
     upstreams = f"other defaults, upstream's: {', '.join(FULL)}; 32 images; 224 pixels"
     add("--full", action="store_true", help=upstreams)
-    add("--bucket-size-mb", type=whole(1), default=25, help="of DDP")
-    add("--steps", type=whole(1), default=10, help="measured")
-    add("--warmup", type=whole(0), default=5, help="steps before them, not measured")
+    add("--bucket-size-mb", type=setup.whole_number(1), default=25, help="of DDP")
+    add("--steps", type=setup.whole_number(1), default=10, help="measured")
+    add("--warmup", type=setup.whole_number(0), default=5, help="steps before them, not measured")
     layout = "everything measured, as PyTorch's benchmark writes it"
-    add("--json", type=output_file, metavar="FILE", help=layout)
-    add_process_group_arguments(parser)
+    add("--json", type=setup.output_file, metavar="FILE", help=layout)
+    setup.add_process_group_arguments(parser)
     # Upstream's way to start it, a process at a time.
     rank = "this process's; this and the next three: instead of torchrun, which knows them"
-    add("--rank", type=whole(0), default=os.environ.get("RANK"), help=rank)
-    add("--world-size", type=whole(1), help="number of ranks")
+    add("--rank", type=setup.whole_number(0), default=os.environ.get("RANK"), help=rank)
+    add("--world-size", type=setup.whole_number(1), help="number of ranks")
     add("--master-addr", metavar="ADDRESS", help="the machine of rank 0")
-    add("--master-port", type=whole(1, 65535), metavar="PORT", help="a free one there")
+    add("--master-port", type=setup.whole_number(1, 65535), metavar="PORT", help="a free one there")
 
 
 def main():
-    folder = Path(__file__).resolve().parent
-    sys.path[:0] = [str(folder), str(folder.parent), str(folder.parent.parent)]
-    try:
-        import sweep_models
-        from upstream import as_ours
-
-        from common import report, setup
-    except ModuleNotFoundError as error:
-        needed = "the repository's folder common/, sweep_models.py and upstream.py"
-        sys.exit(f"error: {error}: copy {needed} into {folder}")
-
     parser = setup.Parser(__doc__)
     add_arguments(parser)
     args = parser.parse_args(as_ours(sys.argv[1:], UPSTREAM))

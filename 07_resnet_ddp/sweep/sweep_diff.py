@@ -13,11 +13,13 @@ from pathlib import Path
 
 import numpy
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+from common.report import print_table  # noqa: E402
+from common.setup import Parser, fail, say  # noqa: E402
+
 
 def load(path: str) -> tuple[dict, dict]:
     """The settings of a file, and {(model, batch size, "no ddp" or "N ranks"): [p75, p95] in s}."""
-    from common.setup import fail
-
     try:
         result = json.loads(Path(path).read_text())
         settings = result.get("options", {}) | result
@@ -36,9 +38,6 @@ def load(path: str) -> tuple[dict, dict]:
 
 def print_times(baseline: dict, test: dict) -> None:
     """A row for each model and size that both have, and a line for each that only one has."""
-    from common.report import print_table
-    from common.setup import say
-
     header = ["model", "batch size", "ranks"]
     for percentile in (75, 95):
         header += [f"p{percentile} sec/iter", "ex/sec", "change"]
@@ -58,10 +57,7 @@ def print_times(baseline: dict, test: dict) -> None:
 
 
 def main():
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
-    from common import report, setup
-
-    parser = setup.Parser(__doc__)
+    parser = Parser(__doc__)
     parser.add_argument("baseline", metavar="BASELINE", help="what sweep.py --json wrote")
     parser.add_argument("test", metavar="TEST", help="the same, later or elsewhere")
     args = parser.parse_args()
@@ -70,9 +66,9 @@ def main():
     rows = []
     for name in settings | test_settings:
         rows.append([name, str(settings.get(name, "-")), str(test_settings.get(name, "-"))])
-    report.print_table(["", "baseline", "test"], rows)
+    print_table(["", "baseline", "test"], rows)
     print_times(baseline, test)
-    setup.say("\nthe figures are TEST's; change: of the time, + is faster, - is slower")
+    say("\nthe figures are TEST's; change: of the time, + is faster, - is slower")
 
 
 if __name__ == "__main__":

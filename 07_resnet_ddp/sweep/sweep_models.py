@@ -27,6 +27,8 @@ import torch
 import torchvision
 from torch import nn
 
+from common.setup import fail, load
+
 
 class Benchmark:
     """What makes a model and one batch of inputs and targets for cross_entropy, on self.device."""
@@ -58,8 +60,6 @@ class TorchvisionBenchmark(Benchmark):
 
 def make(name: str, args, device: torch.device) -> Benchmark:
     """The benchmark of this name: a model of torchvision, or FILE.py:CLASS if that gives one."""
-    from common.setup import load
-
     create = load(name) if ".py:" in name else TorchvisionBenchmark
     benchmark = create(device, args.backend, args.bucket_size_mb)
     if create is TorchvisionBenchmark:
@@ -76,8 +76,6 @@ def check(args) -> None:
 
     torchvision's are tried without memory, on torch's meta device.
     """
-    from common.setup import fail
-
     for name in args.model:
         size = ""
         try:
