@@ -50,10 +50,10 @@ def explain(samples: dict[str, dict], world_size: int) -> dict[str, float]:
     ideal = p50["one device"] / world_size
     return {
         f"one device ÷ {world_size}": ideal,
-        "a batch\nfor one rank": p50["one device, a rank's batch"] - ideal,
-        "ranks beside\neach other": p50["no all-reduce"] - p50["one device, a rank's batch"],
+        "smaller\nbatch": p50["one device, a rank's batch"] - ideal,
+        "contention\nof the ranks": p50["no all-reduce"] - p50["one device, a rank's batch"],
         "exposed\nall-reduce": exposed,
-        "backward beside\nall-reduce": p50["DDP"] - p50["no all-reduce"] - exposed,
+        "rest: backward\nbeside all-reduce": p50["DDP"] - p50["no all-reduce"] - exposed,
     }
 
 
@@ -63,12 +63,13 @@ def draw(reasons: dict[str, float], title: str, path: Path) -> None:
 
     figure = Figure(figsize=(9, 4.5), dpi=120, layout="constrained")
     axes = figure.subplots()
-    end = 0.0
-    for reason, ms in reasons.items():
+    ideal, *others = reasons.items()
+    axes.bar_label(axes.bar(*ideal, color="#009E73"), fmt="%.0f")
+    end = ideal[1]
+    for reason, ms in others:
         axes.bar_label(axes.bar(reason, ms, bottom=end, color="#D55E00"), [f"{ms:+.0f}"])
         end += ms
-    axes.bar_label(axes.bar("DDP", end, color="#0072B2"), [f"{end:.0f}"])
-    axes.patches[0].set_color("#009E73")
+    axes.bar_label(axes.bar("DDP", end, color="#0072B2"), fmt="%.0f")
     axes.set(title=title, ylabel="time of a step, ms", ylim=(0, 1.15 * end))
     figure.savefig(path)
 
