@@ -1,6 +1,8 @@
 """07: the checkpoints of resnet_ddp.py: a run that is killed goes on after its last whole epoch.
 
-resnet_ddp.py imports this file when it runs.
+resnet_ddp.py imports this file when it runs. Nothing random is in its training but the order of the
+images, which comes from the seed and the epoch; with dropout or augmentation save each rank's
+torch.get_rng_state() as well.
 """
 
 import os
@@ -9,36 +11,26 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from common.setup import fail, say
 
-def save(path: Path, settings: dict, progress: dict, parts: dict, device) -> None:
-    """Write all that the rest of the training depends on, after an epoch.
 
-    `parts` are model, optimizer and scheduler by name. The file stands there whole, or not at all.
-    The sampler's position is progress["epoch"]: with the seed, one of the settings, it gives the
-    next order.
+def save(path: Path, settings: dict, progress: dict, modules: dict) -> None:
+    """Write all that the rest of the training depends on, after an epoch; call it on one rank.
+
+    `modules` are model, optimizer and scheduler by name. The file stands there whole, or not at
+    all.
     """
-    from common.setup import say
-
-    mine = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        mine["cuda"] = torch.cuda.get_rng_state(device)
-    random_states = [None] * dist.get_world_size()
-    dist.all_gather_object(random_states, mine)
-    if dist.get_rank() != 0:
-        return
-    checkpoint = {"settings": settings, "progress": progress, "random_states": random_states}
-    for name, part in parts.items():
-        checkpoint[name] = part.state_dict()
+    checkpoint = {name: module.state_dict() for name, module in modules.items()}
     beside = path.with_name(path.name + ".part")
     with beside.open("wb") as file:
-        torch.save(checkpoint, file)
+        torch.save({"settings": settings, "progress": progress, **checkpoint}, file)
         file.flush()
         os.fsync(file.fileno())  # the bytes are on the disk before the name is, should power fail
     beside.replace(path)
     say(f"written: {path}")
 
 
-def load(path: Path, settings: dict, parts: dict, device: torch.device) -> dict:
+def load(path: Path, settings: dict, modules: dict) -> dict:
     """Restore on this rank what `save` wrote, and return its progress.
 
     ValueError if the settings were others; only the number of epochs may have grown.
@@ -49,32 +41,26 @@ def load(path: Path, settings: dict, parts: dict, device: torch.device) -> dict:
         is_longer = name == "epochs" and written < value
         if written != value and not is_longer:
             raise ValueError(f"it was written with {name} {written}, not {value}")
-    for name, part in parts.items():
-        part.load_state_dict(checkpoint[name])
-    random_states = checkpoint["random_states"][dist.get_rank()]
-    torch.set_rng_state(random_states["cpu"])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(random_states["cuda"], device)
+    for name, module in modules.items():
+        module.load_state_dict(checkpoint[name])
     return checkpoint["progress"]
 
 
-def resume(path: Path | None, start: dict, settings: dict, parts: dict, device) -> dict:
+def resume(path: Path, start: dict, settings: dict, modules: dict, device: torch.device) -> dict:
     """The progress to go on from: the checkpoint's if any rank finds it, otherwise `start`.
 
     Ends the run if a rank cannot read what another one finds.
     """
-    from common.setup import fail, say
-
-    exists = path is not None and path.exists()
-    found = torch.tensor(float(exists), device=device)
-    dist.all_reduce(found)
-    if found == 0:
+    ranks_that_find_it = torch.tensor(float(path.exists()), device=device)
+    dist.all_reduce(ranks_that_find_it)
+    if ranks_that_find_it == 0:
         return start
     try:
-        progress = load(path, settings, parts, device)
+        progress = load(path, settings, modules)
     except Exception as error:  # torch.load has many kinds: missing on this host, cut short
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        problem = f"rank {dist.get_rank()} can resume from ({reason})"
-        fail(f"argument --checkpoint: '{path}' is not one that {problem}")
+        fail(
+            f"argument --checkpoint: rank {dist.get_rank()} cannot resume from '{path}' ({reason})"
+        )
     say(f"resumed from {path} after epoch {progress['epoch']}")
     return progress

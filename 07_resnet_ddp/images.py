@@ -1,135 +1,98 @@
 """07: the images of resnet_ddp.py, at any size: the digits that lie in common/, CIFAR-10, or noise.
 
-resnet_ddp.py imports this file when it runs. Every rank loads both sets whole; which images it
-takes from them is sharded_loaders' business.
+resnet_ddp.py imports this file when it runs. Every rank has both sets whole; which images it takes
+from them is sharded_loaders' business.
 """
 
 import io
 import os
+from collections.abc import Callable, Sequence
 
 import numpy
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from PIL import Image  # torchvision and matplotlib bring it along
+from PIL import Image  # torchvision brings it along
 from torch.utils.data import Dataset
+from torchvision.datasets import CIFAR10, FakeData
+from torchvision.transforms import v2
+
+from common.setup import ROOT, fail
 
 
 class Images(Dataset):
-    """Images [n, 3, height, width] of any number type and their labels.
+    """(transform(images[i]), labels[i]): as torchvision's sets, of images that are in memory."""
 
-    An image is normalised and resized when it is asked for. mean, std: a number per channel.
-    """
-
-    def __init__(self, images, labels, mean: list[float], std: list[float], image_size: int):
+    def __init__(self, images: Sequence, labels: torch.Tensor, transform: Callable):
         self.images = images
         self.labels = labels
-        self.mean = torch.tensor(mean).view(-1, 1, 1)
-        self.std = torch.tensor(std).view(-1, 1, 1)
-        self.size = (image_size, image_size)
+        self.transform = transform
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
-        image = (self.images[i].float() - self.mean) / self.std
-        [image] = F.interpolate(image[None], self.size, mode="bilinear")
-        return image, self.labels[i]
+        return self.transform(self.images[i]), self.labels[i]
 
 
-class Photographs:
-    """JPEGs in memory: indexing decodes one to uint8 [3, pixels, pixels], as ImageFolder does.
+def to_input(image_size: int, mean: list[float], std: list[float]) -> v2.Compose:
+    """From an image, PIL or uint8 [3, height, width], to float32 [3, image_size, image_size].
 
-    There are 64 different ones, of soft noise.
+    mean, std: a number per channel, of values from 0 to 1.
     """
-
-    def __init__(self, pixels: int, random: torch.Generator):
-        self.files = []
-        for _ in range(64):
-            noise = torch.randint(256, (1, 3, pixels // 3, pixels // 3), generator=random)
-            [soft] = F.interpolate(noise.float(), (pixels, pixels), mode="bilinear")
-            file = io.BytesIO()
-            Image.fromarray(soft.byte().permute(1, 2, 0).numpy()).save(file, "JPEG")
-            self.files.append(file.getvalue())
-
-    def __getitem__(self, i: int) -> torch.Tensor:
-        image = Image.open(io.BytesIO(self.files[i % len(self.files)]))
-        return torch.from_numpy(numpy.array(image)).permute(2, 0, 1)
+    steps = [v2.PILToTensor(), v2.Resize([image_size, image_size])]
+    return v2.Compose([*steps, v2.ToDtype(torch.float32, scale=True), v2.Normalize(mean, std)])
 
 
 def load_images(
     data: str | None, download: bool, image_size: int, decode: int | None = None
-) -> tuple[Images, Images]:
+) -> tuple[Dataset, Dataset]:
     """Training and held-out images.
 
     The digits (1,500 and 297), CIFAR-10 from the folder `data` (50,000 and 10,000), or for
     "synthetic" noise of CIFAR-10's shapes; or JPEGs of `decode` pixels a side, as many.
     """
-    from common.setup import fail
-
     if data is None:
-        return load_digits(image_size)
+        return load_digits(to_input(image_size, 3 * [0.287], 3 * [0.354]))
     if data == "synthetic":
-        return make_noise(image_size, decode)
+        transform = to_input(image_size, 3 * [0.5], 3 * [0.25])
+        if decode:
+            return make_jpegs(decode, 50_000, transform), make_jpegs(decode, 10_000, transform)
+        train_set = FakeData(50_000, (3, 32, 32), transform=transform)
+        return train_set, FakeData(10_000, (3, 32, 32), transform=transform, random_offset=50_000)
     try:
-        return load_cifar10(data, download, image_size)
+        if download and os.environ["LOCAL_RANK"] == "0":
+            CIFAR10(data, download=True)
+        if download:
+            dist.barrier()
+        transform = to_input(image_size, [0.491, 0.482, 0.447], [0.247, 0.244, 0.262])
+        return CIFAR10(data, True, transform), CIFAR10(data, False, transform)
     except Exception as error:  # torchvision has many kinds: files missing, cut short, not CIFAR-10
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        problem = f"holds no readable CIFAR-10 ({reason}); --download fetches it"
-        fail(f"argument --data: {data!r} {problem}")
+        fail(f"argument --data: no readable CIFAR-10 in {data!r}; --download fetches it ({reason})")
 
 
-def load_digits(image_size: int) -> tuple[Images, Images]:
+def load_digits(transform: Callable) -> tuple[Images, Images]:
     """The digits in an order that is always the same; grey becomes three equal channels."""
-    from common.setup import ROOT
-
     digits = numpy.load(ROOT / "common" / "digits.npz")
-    shuffled = numpy.random.default_rng(0).permutation(len(digits["labels"]))
-    images = torch.tensor(digits["images"][shuffled])[:, None].expand(-1, 3, -1, -1)
-    labels = torch.tensor(digits["labels"][shuffled], dtype=torch.int64)
-    mean = [4.88] * 3
-    std = [6.02] * 3
-    held_out = Images(images[:297], labels[:297], mean, std, image_size)
-    return Images(images[297:], labels[297:], mean, std, image_size), held_out
+    order = numpy.random.default_rng(0).permutation(len(digits["labels"]))
+    images = 15 * torch.tensor(digits["images"][order])  # from 0 to 240
+    images = images[:, None].expand(-1, 3, -1, -1)
+    labels = torch.tensor(digits["labels"][order]).long()
+    train_set = Images(images[297:], labels[297:], transform)
+    return train_set, Images(images[:297], labels[:297], transform)
 
 
-def name_of(data: str | None, decode: int | None = None) -> str:
-    """How the output calls the images of --data and --decode."""
-    if decode:
-        return f"synthetic JPEGs of {decode} × {decode} pixels"
-    return {None: "digits", "synthetic": "synthetic CIFAR-10"}.get(data, "CIFAR-10")
+def make_jpegs(pixels: int, count: int, transform: Callable) -> Images:
+    """JPEGs in memory, decoded when they are asked for, as ImageFolder does; always the same.
 
-
-def make_noise(image_size: int, decode: int | None) -> tuple[Images, Images]:
-    """Noise in CIFAR-10's shapes, always the same: it costs what CIFAR-10 costs to load and train.
-
-    Accuracies say nothing. `decode`: JPEGs of so many pixels a side instead.
+    64 of them are different, of soft noise.
     """
-    random = torch.Generator().manual_seed(0)
-    sets = []
-    for count in (50_000, 10_000):
-        if decode:
-            images = Photographs(decode, random)
-        else:
-            images = torch.randint(256, (count, 3, 32, 32), dtype=torch.uint8, generator=random)
-        labels = torch.randint(10, (count,), generator=random)
-        sets.append(Images(images, labels, [127.5] * 3, [73.9] * 3, image_size))
-    return tuple(sets)
-
-
-def load_cifar10(folder: str, download: bool, image_size: int) -> tuple[Images, Images]:
-    """CIFAR-10 through torchvision; `download`: one rank of each host fetches it first."""
-    from torchvision.datasets import CIFAR10
-
-    if download:
-        if int(os.environ["LOCAL_RANK"]) == 0:
-            CIFAR10(folder, download=True)
-        dist.barrier()
-    mean = [125.3, 123.0, 113.9]
-    std = [63.0, 62.1, 66.7]
-    sets = []
-    for split in (CIFAR10(folder, train=True), CIFAR10(folder, train=False)):
-        images = torch.from_numpy(split.data).permute(0, 3, 1, 2)
-        labels = torch.tensor(split.targets)
-        sets.append(Images(images, labels, mean, std, image_size))
-    return tuple(sets)
+    random = torch.Generator().manual_seed(count)
+    size = [64, 3, pixels // 3, pixels // 3]
+    noise = torch.randint(256, size, dtype=torch.uint8, generator=random)
+    files = []
+    for image in v2.functional.resize(noise, [pixels, pixels]):
+        files.append(io.BytesIO())
+        v2.functional.to_pil_image(image).save(files[-1], "JPEG")
+    labels = torch.randint(10, [count], generator=random)
+    return Images((files * (count // 64 + 1))[:count], labels, v2.Compose([Image.open, transform]))

@@ -1,13 +1,13 @@
 r"""07: ResNet-18 on one device against torch's DDP on N, and where the time goes.
 
 The same script does both: started by torchrun it trains with DDP on that many ranks, started by
-plain python it trains on a single device. A run of DDP that finds the result of a single device in
-results/ (or where --results says) has compare_runs.py compare and draw both. The images come from
-images.py; what --checkpoint does is in checkpoints.py.
+plain python it trains on a single device. Each writes results/07_resnet_ddp_N.json, N ranks, and
+compare_runs.py compares and draws what is there. The images come from images.py; what --checkpoint
+does is in checkpoints.py.
 
-    make 07_resnet_ddp NPROC=2                          (single, then DDP, then a picture)
-    python 07_resnet_ddp/resnet_ddp.py --threads 1                                    (single)
-    torchrun --standalone --nproc-per-node 2 07_resnet_ddp/resnet_ddp.py --threads 1  (DDP)
+    make 07_resnet_ddp NPROC=2                                (DDP, then single, then a picture)
+    python 07_resnet_ddp/resnet_ddp.py                                                 (single)
+    torchrun --standalone --nproc-per-node 2 07_resnet_ddp/resnet_ddp.py               (DDP)
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 \
         07_resnet_ddp/resnet_ddp.py --checkpoint FILE        (DDP; restarts, see the README)
     torchrun --nnodes 2 --node-rank R --nproc-per-node 8 --master-addr HOST0 \
@@ -22,8 +22,8 @@ import copy
 import math
 import os
 import sys
+import tempfile
 import time
-from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 
@@ -56,25 +56,22 @@ def sharded_loaders(
 
 
 def train_step(
-    model: nn.Module, images, labels, optimizer, scheduler, watch, amp=False, synchronize=True
+    model: nn.Module, images, labels, optimizer, scheduler, watch, amp: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One step of a batch on the device; returns this rank's loss and accuracy, on the device, too.
 
     The stopwatch gets the marks forward, last gradient, backward and end. On a GPU those are events
-    in its stream, and nothing here waits for them. With synchronize=False a DDP model leaves out
-    its all-reduces (to see what they cost; the ranks then drift apart).
+    in its stream, and nothing here waits for them.
     """
     # Backward reaches the first weight last. What DDP still has to wait for then is exposed.
     first_weight = next(model.parameters())
     hook = first_weight.register_post_accumulate_grad_hook(lambda _: watch.mark("last gradient"))
-    communication = nullcontext() if synchronize else model.no_sync()
-    with communication:
-        with torch.autocast(images.device.type, torch.bfloat16, enabled=amp):
-            logits = model(images)  # DDP first gives every rank the buffers of rank 0
-            loss = F.cross_entropy(logits, labels)
-        watch.mark("forward")
-        loss.backward()  # DDP averages the gradients over the ranks meanwhile, bucket by bucket
-        watch.mark("backward")
+    with torch.autocast(images.device.type, torch.bfloat16, enabled=amp):
+        logits = model(images)  # DDP first gives every rank the buffers of rank 0
+        loss = F.cross_entropy(logits, labels)
+    watch.mark("forward")
+    loss.backward()  # DDP averages the gradients over the ranks meanwhile, bucket by bucket
+    watch.mark("backward")
     hook.remove()
     optimizer.step()  # the same gradients on all ranks, so the same weights
     optimizer.zero_grad()
@@ -126,13 +123,13 @@ def warm_up(model: nn.Module, image_size: int, device: torch.device) -> None:
 # Below this line: building, an epoch, the report, the arguments, main.
 
 
-def build_model(args, distributed: bool, device) -> tuple[nn.Module, nn.Module]:
+def build_model(seed: int, device: torch.device, ddp: bool) -> tuple[nn.Module, nn.Module]:
     """ResNet-18, and what to train: its DDP wrapper, or the network itself on a single device."""
     from torchvision.models import resnet18
 
-    torch.manual_seed(args.seed)
+    torch.manual_seed(seed)
     network = resnet18(num_classes=10).to(device)
-    if not distributed:
+    if not ddp:
         return network, network
     # With views a gradient lies in its bucket from the start. find_unused_parameters stays off: it
     # would walk through the graph in every step, and ResNet uses all its parameters.
@@ -162,49 +159,50 @@ SECONDS = {  # what is measured of a step: its row in the report, from one mark 
 MEASURED = [*SECONDS, "loss", "accuracy"]  # of a rank's step
 
 
-def fit(args, network, model, train_set, test_set, settings: dict) -> dict:
-    """Train, evaluating and saving after each epoch; returns what was measured, the progress."""
+def fit(args, network, model, train_set, test_set, settings: dict, device: torch.device) -> dict:
+    """Train, evaluating and saving after each epoch; returns the progress, with what was measured.
+
+    MEASURED are lists of it, [rank][step].
+    """
     import checkpoints
 
     from common import setup
 
-    device = next(network.parameters()).device
-    world_size = dist.get_world_size()
-    batch = batch_per_rank(args, world_size)
     options = {"num_workers": args.workers, "pin_memory": device.type == "cuda"}
-    train_batches, test_batches = sharded_loaders(train_set, test_set, batch, args.seed, **options)
+    train_batches, test_batches = sharded_loaders(
+        train_set, test_set, args.batch_per_rank, args.seed, **options
+    )
     steps = min(len(train_batches), args.steps_per_epoch or len(train_batches))
     optimizer, scheduler = build_optimizer(args, model, steps)
     warm_up(model, args.image_size, device)
-    # From here on, what is random should differ between ranks.
-    torch.manual_seed(args.seed + dist.get_rank())
-    parts = {"model": network, "optimizer": optimizer, "scheduler": scheduler}
-    start = {"epoch": 0, "step": 0, "train_seconds": 0.0, "evaluations": []}
-    start |= {name: [[] for _ in range(world_size)] for name in MEASURED}
-    progress = checkpoints.resume(args.checkpoint, start, settings, parts, device)
+    modules = {"model": network, "optimizer": optimizer, "scheduler": scheduler}
+    all_ranks = [None] * dist.get_world_size()
+    progress = {"epoch": 0, "step": 0, "train_seconds": 0.0, "evaluations": []}
+    progress |= {name: [[] for _ in all_ranks] for name in MEASURED}
+    if args.checkpoint:
+        progress = checkpoints.resume(args.checkpoint, progress, settings, modules, device)
 
     for epoch in range(progress["epoch"] + 1, args.epochs + 1):
         train_batches.sampler.set_epoch(epoch)  # else every epoch has the same order
         batches = islice(train_batches, steps)
-        taken = train_epoch(args, model, optimizer, scheduler, batches, steps, epoch, progress)
-        of_ranks = [None] * world_size
-        dist.all_gather_object(of_ranks, taken)
-        for rank, taken_by_rank in enumerate(of_ranks):
+        measured = train_epoch(args, model, optimizer, scheduler, batches, steps, progress, device)
+        dist.all_gather_object(all_ranks, measured)
+        for rank, rank_measured in enumerate(all_ranks):
             for name in MEASURED:
-                progress[name][rank] += [step[name] for step in taken_by_rank]
+                progress[name][rank] += [step[name] for step in rank_measured]
         setup.progress(f"epoch {epoch}: images held out")
-        held_out = evaluate(network, test_batches, device, args.amp)
-        progress["evaluations"].append(held_out)
+        evaluation = evaluate(network, test_batches, device, args.amp)
+        progress["evaluations"].append(evaluation)
         progress["epoch"] = epoch
-        found = "held out: loss {loss:.4f}, accuracy {accuracy:.2%} of {images} images"
-        setup.say(f"epoch {epoch} of {args.epochs} done, {found.format(**held_out)}")
-        if args.checkpoint:
-            checkpoints.save(args.checkpoint, settings, progress, parts, device)
+        result = "loss {loss:.4f}, accuracy {accuracy:.2%} of {images} images".format(**evaluation)
+        setup.say(f"epoch {epoch} of {args.epochs} done, held out: {result}")
+        if args.checkpoint and dist.get_rank() == 0:
+            checkpoints.save(args.checkpoint, settings, progress, modules)
     return progress
 
 
 def train_epoch(
-    args, model, optimizer, scheduler, batches, steps: int, epoch: int, progress: dict
+    args, model, optimizer, scheduler, batches, steps: int, progress: dict, device: torch.device
 ) -> list[dict]:
     """Train on the batches, with a line every --log-every steps; returns MEASURED of each step.
 
@@ -213,33 +211,28 @@ def train_epoch(
     from common import setup
     from common.timing import Stopwatch
 
-    device = next(model.parameters()).device
     taken = []
     model.train()
     dist.barrier()  # rank 0 may still be saving, and nobody's first batch should count that
-    began = time.perf_counter()
+    began = time.perf_counter() - progress["train_seconds"]  # as if all epochs came in a row
     watch = Stopwatch(device)
     watch.mark("start")
     for step, (images, labels) in enumerate(batches, 1):
-        place = f"epoch {epoch} step {step:3}/{steps}"
-        setup.progress(place)
+        name = f"epoch {progress['epoch'] + 1} step {step:3}/{steps}"
+        setup.progress(name)
         images = images.to(device, non_blocking=True)
         labels = labels.to(device, non_blocking=True)
         watch.mark("data")
-        loss, accuracy = train_step(
-            model, images, labels, optimizer, scheduler, watch, args.amp, not args.no_sync
-        )
+        loss, accuracy = train_step(model, images, labels, optimizer, scheduler, watch, args.amp)
         taken.append((watch, loss, accuracy))
         if step % args.log_every == 0 or step == steps:
             numbers = read(watch, loss, accuracy)
-            ended = time.perf_counter()
-            training_began = began - progress["train_seconds"]  # as if all epochs came in a row
-            left = setup.time_left(training_began, progress["step"] + step, args.epochs * steps)
-            print_step(place, numbers, len(images) * dist.get_world_size(), left, device)
+            progress["train_seconds"] = time.perf_counter() - began
+            left = setup.time_left(began, progress["step"] + step, args.epochs * steps)
+            print_step(name, numbers, len(images), left, device)
         watch = Stopwatch(device)
         watch.mark("start")
     progress["step"] += steps
-    progress["train_seconds"] += ended - began
     return [read(*step) for step in taken]
 
 
@@ -251,48 +244,58 @@ def read(watch, loss: torch.Tensor, accuracy: torch.Tensor) -> dict:
     return numbers
 
 
-def print_step(place: str, numbers: dict, images: int, left: str, device) -> None:
+def print_step(name: str, numbers: dict, batch_size: int, left: str, device: torch.device) -> None:
     """Rank 0's times of a step; loss and accuracy over all ranks, so all have to call this."""
     from common.setup import say
 
-    over_ranks = torch.tensor([numbers["loss"], numbers["accuracy"]], device=device)
-    dist.all_reduce(over_ranks)
-    loss, accuracy = (over_ranks / dist.get_world_size()).tolist()
+    sums = torch.tensor([numbers["loss"], numbers["accuracy"]], device=device)
+    dist.all_reduce(sums)
+    loss, accuracy = (sums / dist.get_world_size()).tolist()
     data = numbers["data_seconds"]
     compute = numbers["compute_sync_seconds"]
-    rate = images / (data + compute)
-    times = f"data {1000 * data:.1f} ms  compute+sync {1000 * compute:.1f} ms"
-    say(f"{place}  {times}  {rate:.1f} images/s  loss {loss:.4f}  accuracy {accuracy:.1%}{left}")
+    rate = batch_size * dist.get_world_size() / (data + compute)
+    say(
+        f"{name}  data {1000 * data:.1f} ms  compute+sync {1000 * compute:.1f} ms  "
+        f"{rate:.1f} images/s  loss {loss:.4f}  accuracy {accuracy:.1%}{left}"
+    )
 
 
 def print_report(result: dict, images: int) -> None:
     """Where the time of a batch went, over all steps of all ranks, and what came out."""
     from common import report, setup
 
-    shown = {}
+    quantities = {}
     for name, (row, _, _) in SECONDS.items():
-        shown[row] = torch.tensor(result[name], dtype=torch.float64)
-    shown["batch"] = shown["data"] + shown["compute+sync"]
+        quantities[row] = torch.tensor(result[name], dtype=torch.float64)
+    quantities["batch"] = quantities["data"] + quantities["compute+sync"]
     rows = []
-    for name, seconds in shown.items():
+    for name, seconds in quantities.items():
         total = seconds.sum() / result["world_size"]
-        share = seconds.sum() / shown["batch"].sum()
+        share = seconds.sum() / quantities["batch"].sum()
         row = [name, f"{total:.1f}", f"{share:.1%}", f"{1000 * seconds.mean():.1f}"]
         rows.append(row + report.milliseconds(seconds.tolist()))
     report.print_table(["", "total s", "share", "mean ms", "p50", "p75", "p90", "p95"], rows)
     rate = f"{result['images_per_second']:.1f} images/s over all ranks"
     accuracy = result["evaluations"][-1]["accuracy"]
-    took = f"{images} images in {result['train_seconds']:.2f} s: {rate}"
-    setup.say(f"{took}; held-out accuracy {accuracy:.2%}")
+    took = f"{images} images in {result['train_seconds']:.2f} s"
+    setup.say(f"{took}: {rate}; held-out accuracy {accuracy:.2%}")
+
+
+def add_size_arguments(parser) -> None:
+    from common.setup import whole_number as whole
+
+    add = parser.add_argument
+    add("--image-size", type=whole(8, 1024), help="pixels (default: 64 on CPU, 224 on CUDA)")
+    add("--global-batch", type=whole(1), help="images per step (default: 64 on CPU, 512 on CUDA)")
+    add("--threads", type=whole(1, 1024), default=1, help="per process: a device is a core")
 
 
 def add_arguments(parser) -> None:
     from common import setup
     from common.setup import whole_number as whole
 
+    add_size_arguments(parser)
     add = parser.add_argument
-    add("--image-size", type=whole(8, 1024), help="pixels (default: 64 on CPU, 224 on CUDA)")
-    add("--global-batch", type=whole(1), help="images per step (default: 64 on CPU, 512 on CUDA)")
     scaling = "strong: the ranks share --global-batch; weak: each has so many, and lr grows"
     add("--scaling", choices=["strong", "weak"], default="strong", help=scaling)
     add("--epochs", type=whole(1), default=3)
@@ -304,9 +307,7 @@ def add_arguments(parser) -> None:
     add("--seed", type=whole(0), default=0)
     workers = "loading processes per rank (default: 0 on CPU, 4 on CUDA)"
     add("--workers", type=whole(0, 64), help=workers)
-    add("--threads", type=whole(1, 1024), help="per process (default: cores / ranks of this host)")
     add("--log-every", type=whole(1), default=5, metavar="STEPS", help="between lines")
-    add("--no-sync", action="store_true", help="DDP without its all-reduces, to see their cost")
     images = "CIFAR-10 from this folder instead of the digits; synthetic: noise of its shapes"
     add("--data", metavar="DIR|synthetic", help=images)
     decode = "synthetic: JPEGs of N × N pixels, decoded when they are asked for"
@@ -314,52 +315,42 @@ def add_arguments(parser) -> None:
     add("--download", action="store_true", help="fetch CIFAR-10 into --data first")
     saved = "saved after each epoch, resumed from if there"
     add("--checkpoint", type=setup.output_file, metavar="FILE", help=saved)
-    results = setup.ROOT / "results"
-    default = results if setup.can_write_into(results) else None
-    where = "for what is measured, 07_single.json or 07_ddp_N.json, and the comparison's picture"
-    add("--results", type=setup.output_folder, default=default, metavar="DIR", help=where)
-    ranks = "a single device, before DDP on so many: with as many threads; checks the flags of both"
-    add("--compare-with", type=whole(1), nargs=2, metavar=("HOSTS", "RANKS"), help=ranks)
+    where = "for what is measured, 07_resnet_ddp_N.json of N ranks, and the comparison's picture"
+    add("--results", type=Path, default=setup.ROOT / "results", metavar="DIR", help=where)
     setup.add_process_group_arguments(parser)
 
 
-def batch_per_rank(args, world_size: int) -> int:
-    return args.global_batch // (world_size if args.scaling == "strong" else 1)
+def choose_sizes(args) -> None:
+    """Fill in the defaults that depend on the device, and the batch of a rank."""
+    from common.setup import fail
 
-
-def complete(args, distributed: bool) -> int:
-    """Fill in the defaults that depend on the device, and refuse what does not go together.
-
-    Returns the ranks of this run, or of the one that is to be compared with it.
-    """
-    from common.setup import fail, threads_per_rank
-
-    hosts, ranks_of_host = args.compare_with or (1, 1)
-    ranks = int(os.environ["WORLD_SIZE"]) if distributed else hosts * ranks_of_host
-    gpus = torch.cuda.device_count() if args.device != "cpu" else 0
-    args.image_size = args.image_size or (224 if gpus else 64)
-    args.global_batch = args.global_batch or (512 if gpus else 64)
+    has_gpu = args.device != "cpu" and torch.cuda.is_available()
+    args.image_size = args.image_size or (224 if has_gpu else 64)
+    args.global_batch = args.global_batch or (512 if has_gpu else 64)
     if args.workers is None:
-        args.workers = 4 if gpus else 0
+        args.workers = 4 if has_gpu else 0
+    ranks_that_share = int(os.environ["WORLD_SIZE"]) if args.scaling == "strong" else 1
+    args.batch_per_rank = args.global_batch // ranks_that_share
     flag = f"argument --global-batch: '{args.global_batch}'"
-    if args.scaling == "strong" and args.global_batch % ranks:
-        fail(f"{flag} cannot be divided by {ranks} ranks; allowed are multiples of {ranks}")
-    if batch_per_rank(args, ranks) < 2:
+    if args.global_batch % ranks_that_share:
+        fail(f"{flag} cannot be divided by {ranks_that_share} ranks")
+    if args.batch_per_rank < 2:
         fail(f"{flag} is one image per rank, and BatchNorm needs at least two")
-    if args.no_sync and not distributed:
-        fail("argument --no-sync: a single device has nothing to leave out; start with torchrun")
-    if args.compare_with:
-        args.threads = args.threads or threads_per_rank(ranks_of_host)
-        if args.checkpoint:
-            problem = "one device and DDP cannot share one; start them one by one, without make"
-            fail(f"argument --checkpoint: {problem}")
-        if args.backend == "nccl" and gpus < ranks_of_host:
-            fail(f"argument --backend: 'nccl' needs a GPU per rank; there are {gpus}; use gloo")
+
+
+def check(args) -> None:
+    """Refuse what does not go together, and make the folder of the results."""
+    from common.setup import fail
+
     if args.download and args.data in (None, "synthetic"):
         fail("argument --download: needs --data DIR, the folder for CIFAR-10")
     if args.decode and args.data != "synthetic":
         fail("argument --decode: needs --data synthetic, because other images are no JPEGs")
-    return ranks
+    try:
+        args.results.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=args.results).close()
+    except OSError as error:
+        fail(f"argument --results: cannot write to '{args.results}': {error.strerror}")
 
 
 def be_the_only_rank() -> None:
@@ -368,26 +359,25 @@ def be_the_only_rank() -> None:
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
 
 
-def describe(args, distributed: bool) -> dict:
+def describe(args) -> dict:
     """Print what is trained with what; returns it for the JSON."""
     import torchvision
-    from images import name_of
 
     from common.setup import say
 
-    world_size = dist.get_world_size()
-    name = f"DDP × {world_size}" if distributed else "single"
-    data = name_of(args.data, args.decode)
-    batch = batch_per_rank(args, world_size)
-    cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
-    gpus = f"{torch.cuda.device_count()} GPUs on this host"
-    say(f"torchvision {torchvision.__version__}, {cuda}, {gpus}")
+    ranks = dist.get_world_size()
+    gpus, cuda = torch.cuda.device_count(), torch.version.cuda or "none"
+    say(f"torchvision {torchvision.__version__}, CUDA {cuda}, {gpus} GPUs on this host")
+    name = "single" if ranks == 1 else f"DDP × {ranks}"
+    data = args.data or "digits"
+    if args.decode:
+        data += f" JPEGs of {args.decode} × {args.decode} pixels"
     rate = f"learning rate {args.lr:g}"
     if args.scaling == "weak":
-        rate += f" to {args.lr * world_size:g} in the first epoch"
-    size = f"batch {world_size} × {batch}, {args.image_size} pixels"
+        rate += f" to {args.lr * ranks:g} in the first epoch"
+    size = f"batch {ranks} × {args.batch_per_rank}, {args.image_size} pixels"
     say(f"{name}: {args.scaling} scaling, {size}, {data}, {rate}")
-    return {"name": name, "data": data, "batch_per_rank": batch}
+    return {"name": name, "data": data, "batch_per_rank": args.batch_per_rank}
 
 
 def main():
@@ -407,40 +397,34 @@ def main():
     parser = setup.Parser(__doc__)
     add_arguments(parser)
     args = parser.parse_args()
-    distributed = "LOCAL_RANK" in os.environ  # torchrun sets it
-    ranks = complete(args, distributed)
-    if not distributed:
+    if "LOCAL_RANK" not in os.environ:  # torchrun sets it
         be_the_only_rank()
+    choose_sizes(args)
+    check(args)
     with setup.process_group(args) as device:
-        torch.set_num_threads(args.threads or torch.get_num_threads())
+        torch.set_num_threads(args.threads)
         train_set, test_set = load_images(args.data, args.download, args.image_size, args.decode)
-        needed = batch_per_rank(args, ranks) * ranks
-        if needed > len(train_set):
-            problem = f"needs {needed} training images a step, and there are {len(train_set)}"
-            setup.fail(f"argument --global-batch: '{args.global_batch}' {problem}")
+        images_per_step = args.batch_per_rank * dist.get_world_size()
+        if images_per_step > len(train_set):
+            count = len(train_set)
+            setup.fail(
+                f"argument --global-batch: {images_per_step} a step are more than all {count}"
+            )
         if args.held_out:
             test_set = Subset(test_set, range(min(args.held_out, len(test_set))))
 
-        result = report.begin(folder.name, args, device)
-        result |= describe(args, distributed)
+        result = report.begin(folder.name, args, device) | describe(args)
         settings = compare_runs.settings_of(result) | {"world_size": result["world_size"]}
-        network, model = build_model(args, distributed, device)
+        network, model = build_model(args.seed, device, ddp=result["world_size"] > 1)
         with setup.on_the_network():
-            result |= fit(args, network, model, train_set, test_set, settings)
-        if dist.get_rank() != 0:
-            return
-        images = result["step"] * result["batch_per_rank"] * result["world_size"]
-        result["images_per_second"] = images / result["train_seconds"]
-        print_report(result, images)
-        if args.results is None:
-            setup.say("nothing is kept or compared: there is no folder --results to write to")
-            return
-        results = Path(args.results)
-        kind = "no_sync" if args.no_sync else "ddp"
-        file = f"07_{kind}_{result['world_size']}.json" if distributed else "07_single.json"
-        report.write_json(results / file, result)
-        if distributed and not args.no_sync:
-            compare_runs.compare(results)
+            result |= fit(args, network, model, train_set, test_set, settings, device)
+        if dist.get_rank() == 0:
+            images = result["step"] * images_per_step
+            result["images_per_second"] = images / result["train_seconds"]
+            print_report(result, images)
+            file = args.results / f"{folder.name}_{result['world_size']}.json"
+            report.write_json(file, result)
+            compare_runs.compare(args.results)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ Source: PyTorch's benchmarks/dynamo/distributed.py, here with today's fully_shar
 FullyShardedDataParallel; its flags are understood. The models are in compile_models.py.
 """
 
-import argparse
 import importlib.util
 import logging
 import os
@@ -36,8 +35,18 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 from torch.utils.checkpoint import checkpoint
 
+FOLDER = Path(__file__).resolve().parent
+sys.path[:0] = [str(FOLDER), str(FOLDER.parent), str(FOLDER.parent.parent)]
 
-class Cell(NamedTuple):
+from compile_models import create_inputs, create_model  # noqa: E402
+from resnet_ddp import be_the_only_rank  # noqa: E402
+from upstream import as_ours  # noqa: E402
+
+from common import report, setup, timing  # noqa: E402
+from common.setup import say  # noqa: E402
+
+
+class Configuration(NamedTuple):
     """One way to run the model."""
 
     how: str  # "bare": on its own, "ddp": replicated, "fsdp": with its parameters split
@@ -46,9 +55,16 @@ class Cell(NamedTuple):
     checkpoint: bool = False  # FSDP: computes each block's activations again in backward
     split: bool = True  # DDP: torch.compile splits the graph where a bucket ends
 
+    @property
+    def name(self) -> str:
+        # "eager" is also a backend of torch.compile, which leaves the graphs as they are.
+        backend = {None: "eager", "eager": "dynamo only"}.get(self.backend, self.backend)
+        words = {"wrap": self.wrap, "checkpoint": self.checkpoint, "whole graph": not self.split}
+        return " ".join([self.how, backend, *(word for word in words if words[word])])
+
 
 def blocks_of(module: nn.Module) -> list[nn.Module]:
-    """The blocks that a model repeats: the outermost modules with parts that stand in a list."""
+    """The blocks that a model repeats: the outermost modules with children that stand in a list."""
     blocks = []
     is_list = isinstance(module, (nn.Sequential, nn.ModuleList))
     for child in module.children():
@@ -59,8 +75,8 @@ def blocks_of(module: nn.Module) -> list[nn.Module]:
     return blocks
 
 
-def distribute(model: nn.Module, cell: Cell) -> tuple[nn.Module, list]:
-    """The model as the cell wants it.
+def distribute(model: nn.Module, configuration: Configuration) -> tuple[nn.Module, list]:
+    """The model as the configuration wants it.
 
     Second result: a list to which torch.compile adds every graph that it hands to the backend.
     """
@@ -68,46 +84,42 @@ def distribute(model: nn.Module, cell: Cell) -> tuple[nn.Module, list]:
 
     def remember_and_compile(graph, example_inputs):
         graphs.append(graph)
-        if cell.backend != "print":
-            return compile_graph(cell.backend, graph, example_inputs)
-        from common.setup import say
-
+        if configuration.backend != "print":
+            return compile_graph(configuration.backend, graph, example_inputs)
         say(f"graph {len(graphs)}:\n{graph.print_readable(print_output=False)}")
         return graph.forward
 
     def compiled(function):
-        if cell.backend is None:
+        if configuration.backend is None:
             return function
         return torch.compile(function, backend=remember_and_compile)
 
-    configure_compiler(cell)
-    if cell.how == "fsdp":
-        return shard(model, cell, compiled), graphs
-    if cell.how == "ddp":
+    configure_compiler(configuration)
+    if configuration.how == "fsdp":
+        return shard(model, configuration, compiled), graphs
+    if configuration.how == "ddp":
         device = next(model.parameters()).device
         model = DistributedDataParallel(model, [device] if device.type == "cuda" else None)
     return compiled(model), graphs
 
 
-def shard(model: nn.Module, cell: Cell, compiled) -> nn.Module:
+def shard(model: nn.Module, configuration: Configuration, compiled) -> nn.Module:
     """The model with its parameters split over the ranks by FSDP, and compiled by `compiled`.
 
-    FSDP gathers, uses and frees one unit after the other: with `cell.wrap` a unit is one block and
-    compiled by itself, otherwise the model. `cell.checkpoint` keeps no activations inside a block
-    and computes them again in backward.
+    FSDP gathers, uses and frees one unit after the other: with `wrap` a unit is one block and
+    compiled by itself, otherwise the model. `checkpoint` keeps no activations inside a block and
+    computes them again in backward.
     """
     for block in blocks_of(model):
-        if cell.wrap:
+        if configuration.wrap:
             # The function and not the module: FSDP gathers in hooks, and no graph crosses those.
             block.forward = compiled(block.forward)
-        if cell.checkpoint:
+        if configuration.checkpoint:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-        if cell.wrap:
+        if configuration.wrap:
             fully_shard(block)
-    fully_shard(model)  # with cell.wrap it holds what is in no block
-    if cell.wrap:
-        return model
-    return compiled(model)
+    fully_shard(model)  # with `wrap` it holds what is in no block
+    return model if configuration.wrap else compiled(model)
 
 
 def mean_square(outputs) -> torch.Tensor:
@@ -127,18 +139,18 @@ def forward_backward(model: nn.Module, inputs: tuple):
 
 # ==================================================================================================
 # Below this line: what is private in torch, the comparison with eager mode on a single device, the
-# cells, the command line.
+# configurations, the command line.
 
 
 # Private in torch is what these five functions use, and nothing else here is.
 
 
-def configure_compiler(cell: Cell) -> None:
-    """Settings of torch.compile until the next cell."""
-    torch._dynamo.config.optimize_ddp = cell.split
+def configure_compiler(configuration: Configuration) -> None:
+    """Settings of torch.compile until the next configuration."""
+    torch._dynamo.config.optimize_ddp = configuration.split
     # With --fsdp-wrap every kind of block is a version of one forward.
     torch._dynamo.config.cache_size_limit = 64
-    if cell.how == "fsdp":
+    if configuration.how == "fsdp":
         # A CUDA graph replays its addresses, and FSDP gathers the parameters at others each time.
         from torch._inductor import config
 
@@ -174,38 +186,27 @@ def floats(values) -> list[torch.Tensor]:
 
 
 def gradients_of(model: nn.Module) -> list[torch.Tensor]:
-    """All gradients, whole: FSDP's shards are gathered. Zeros for a parameter without one."""
+    """Copies of all gradients; FSDP's shards are gathered. Zeros for a parameter without one."""
     gradients = []
     for parameter in model.parameters():
-        gradient = parameter.grad
-        if gradient is None:
-            gradient = torch.zeros_like(parameter)
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         if isinstance(gradient, DTensor):
             gradient = gradient.full_tensor()
         gradients.append(gradient.detach().clone())
     return gradients
 
 
-def reference(args, device) -> tuple[list, list, list]:
-    """Eager on this device alone, the inputs of all ranks one after the other.
-
-    Returns the outputs and gradients for this rank's inputs, and the mean of all ranks' gradients.
-    """
-    from compile_models import create_inputs, create_model
-
+def reference(args, device) -> dict[str, list[torch.Tensor]]:
+    """Eager, without DDP or FSDP: outputs and gradients of this rank, gradients' mean of all."""
     model = create_model(args, device)
-    ranks = dist.get_world_size()
-    mean_gradients = [torch.zeros_like(parameter) for parameter in model.parameters()]
-    for rank in range(ranks):
-        model.zero_grad()
-        outputs = forward_backward(model, create_inputs(args, device, rank))
-        gradients = gradients_of(model)
-        for mean, gradient in zip(mean_gradients, gradients, strict=True):
-            mean += gradient / ranks
-        if rank == dist.get_rank():
-            my_outputs = [tensor.detach() for tensor in floats(outputs)]
-            my_gradients = gradients
-    return my_outputs, my_gradients, mean_gradients
+    outputs = forward_backward(model, create_inputs(args, device, dist.get_rank()))
+    gradients = gradients_of(model)
+    means = gradients_of(model)
+    for mean in means:
+        dist.all_reduce(mean)
+        mean /= dist.get_world_size()
+    outputs = [tensor.detach() for tensor in floats(outputs)]
+    return {"outputs": outputs, "gradients": gradients, "mean gradients": means}
 
 
 def difference(tensors: list, expected: list) -> float:
@@ -222,23 +223,16 @@ def difference(tensors: list, expected: list) -> float:
     return torch.stack(deviations).max().item()  # unlike Python's max it keeps a nan
 
 
-def prepare(args, device, cell: Cell, expected: tuple) -> dict:
-    """Build a cell, time its first call, check it, take its memory.
-
-    It is checked against `expected`, which is what `reference` returns.
-    """
-    from compile_models import create_inputs, create_model
-
-    from common.report import held_bytes, peak_bytes
-    from common.setup import fail
-    from common.timing import Stopwatch
-
+def prepare(args, device, configuration: Configuration, expected: dict) -> dict:
+    """Build a configuration, time its first call, compare it with `expected`, take its memory."""
     model = create_model(args, device)
-    if (cell.wrap or cell.checkpoint) and not blocks_of(model):
-        fail("argument --fsdp-wrap, --fsdp-checkpoint: this model has no blocks to take one by one")
+    if (configuration.wrap or configuration.checkpoint) and not blocks_of(model):
+        setup.fail(
+            "argument --fsdp-wrap, --fsdp-checkpoint: this model has no blocks to take one by one"
+        )
     inputs = create_inputs(args, device, dist.get_rank())
-    model, graphs = distribute(model, cell)
-    watch = Stopwatch(device)
+    model, graphs = distribute(model, configuration)
+    watch = timing.Stopwatch(device)
 
     def step():
         model.zero_grad()
@@ -251,23 +245,22 @@ def prepare(args, device, cell: Cell, expected: tuple) -> dict:
         step()
         return {"forward_backward_seconds": watch.seconds("start", "end")}
 
-    expected_outputs, my_gradients, mean_gradients = expected
-    expected_gradients = my_gradients if cell.how == "bare" else mean_gradients
-    outputs = step()
+    outputs = floats(step())
+    gradients = expected["gradients" if configuration.how == "bare" else "mean gradients"]
     found = {
         "first_call_seconds": watch.seconds("start", "end"),
-        "output_difference": difference(floats(outputs), expected_outputs),
-        "gradient_difference": difference(gradients_of(model), expected_gradients),
+        "output_difference": difference(outputs, expected["outputs"]),
+        "gradient_difference": difference(gradients_of(model), gradients),
     }
     del outputs
     step()  # after its first backward DDP arranges the buckets anew
     peaks = []
     for _ in range(3):
         model.zero_grad()
-        peaks.append(peak_bytes(step, device))
-    held = held_bytes(model.parameters())
-    stays = held + held_bytes([*model.buffers(), *floats(inputs)])
-    if cell.how == "ddp":  # its buckets have a place for each gradient
+        peaks.append(report.peak_bytes(step, device))
+    held = report.held_bytes(model.parameters())
+    stays = held + report.held_bytes([*model.buffers(), *floats(inputs)])
+    if configuration.how == "ddp":  # its buckets have a place for each gradient
         stays += held
     # The least is right: the profiler may miss what gloo's thread releases, and then counts more.
     found["peak_bytes"] = stays + min(peaks)
@@ -282,85 +275,75 @@ def problem_of(backend: str | None, device) -> str | None:
     It compiles something tiny, where no rank waits for another in a collective: without g++, Triton
     or what else the backend needs that fails.
     """
-    reason = None
+    problem = None
     try:
         if backend not in (None, "print"):
             torch.compile(torch.sin, backend=backend)(torch.ones(8, device=device))
     except Exception as error:  # compilers have many kinds
         cause = getattr(error, "inner_exception", error)
-        reason = str(cause).strip().partition("\n")[0] or type(cause).__name__
-    reasons = [None] * dist.get_world_size()
-    dist.all_gather_object(reasons, reason)
-    for rank, reason_of_rank in enumerate(reasons):
-        if reason_of_rank:
-            return f"{reason_of_rank} (rank {rank})"
-    return None
+        message = str(cause).strip().partition("\n")[0] or type(cause).__name__
+        problem = f"{message} (rank {dist.get_rank()})"
+    problems = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    return next(filter(None, problems), None)
 
 
-def check_differences(name: str, found: dict, tolerance: float) -> None:
-    """Say how far a cell is from eager mode on a single device; end the run if it is too far."""
-    from common.setup import say
+def prepare_all(args, device, wanted: list[Configuration]) -> tuple[dict, dict]:
+    """Prepare all: by name those that can be measured, and why the others cannot.
 
-    outputs = found["output_difference"]
-    gradients = found["gradient_difference"]
-    text = f"outputs within {outputs:.1e}, gradients within {gradients:.1e} of eager single-device"
-    if not (outputs <= tolerance and gradients <= tolerance):  # so that nan is caught, too
-        sys.exit(f"{name}, rank {dist.get_rank()}: only {text}; allowed: {tolerance:.0e}")
-    say(f"{name}: {text} (allowed: {tolerance:.0e})")
-
-
-def prepare_all(args, device, plan: list) -> tuple[dict, dict]:
-    """Prepare all cells: those that can be measured by name, and by name why the others cannot."""
-    from common.setup import progress
-
+    Ends the run if one is too far from eager mode on a single device.
+    """
     tolerance = 1e-2 if device.type == "cuda" else 1e-3  # there convolutions may use TF32, 10 bits
-    progress("eager on a single device")
+    setup.progress("eager on a single device")
     expected = reference(args, device)
-    cells = {}
+    prepared = {}
     left_out = {}
-    for number, wanted in enumerate(plan, 1):
-        name = name_of(wanted)
-        doing = "compiling" if wanted.backend else "checking"
-        progress(f"{name}, {number} of {len(plan)}: {doing}")
-        with empty_cache():  # else the first call would find the kernels of another cell
-            problem = problem_of(wanted.backend, device)
+    for number, configuration in enumerate(wanted, 1):
+        name = configuration.name
+        setup.progress(f"{name}, {number} of {len(wanted)}")
+        with empty_cache():  # else the first call would find the kernels of another one
+            problem = problem_of(configuration.backend, device)
             if problem:
                 left_out[name] = problem
                 continue
-            cells[name] = prepare(args, device, wanted, expected)
-        check_differences(name, cells[name]["found"], tolerance)
-    return cells, left_out
+            prepared[name] = prepare(args, device, configuration, expected)
+        outputs = prepared[name]["found"]["output_difference"]
+        gradients = prepared[name]["found"]["gradient_difference"]
+        text = (
+            f"outputs within {outputs:.1e}, gradients within {gradients:.1e} of eager single-device"
+        )
+        if not (outputs <= tolerance and gradients <= tolerance):  # so that nan is caught, too
+            sys.exit(f"{name}, rank {dist.get_rank()}: only {text}; allowed: {tolerance:.0e}")
+        say(f"{name}: {text} (allowed: {tolerance:.0e})")
+    return prepared, left_out
 
 
-def print_results(cells: list[dict], left_out: dict) -> None:
-    """The table: a row per cell of the JSON."""
-    from common import report, setup
-
-    samples_of = {cell["name"]: cell["forward_backward_seconds"] for cell in cells}
+def print_results(results: list[dict], left_out: dict) -> None:
+    """The table: a row per configuration of the JSON."""
+    samples = {result["name"]: result["forward_backward_seconds"] for result in results}
     rows = []
-    for cell in cells:
-        samples = cell["forward_backward_seconds"]
-        mean = torch.tensor(samples, dtype=torch.float64).mean().item()
+    for result in results:
+        seconds = samples[result["name"]]
         row = [
-            cell["name"],
-            f"{1000 * mean:.1f}",
-            *report.milliseconds(samples),
-            report.ratio(samples, samples_of.get("bare eager")),
-            f"{cell['first_call_seconds']:.1f}",
-            str(cell["graphs"]),
-            f"{cell['peak_bytes'] / 2**20:.1f}",
-            f"{cell['parameters'] / 1e6:.2f}",
+            result["name"],
+            f"{1000 * torch.tensor(seconds).mean():.1f}",
+            *report.milliseconds(seconds),
+            report.ratio(seconds, samples.get("bare eager")),
+            f"{result['first_call_seconds']:.1f}",
+            str(result["graphs"]),
+            f"{result['peak_bytes'] / 2**20:.1f}",
+            f"{result['parameters'] / 1e6:.2f}",
         ]
         rows.append(row)
     header = ["forward + backward, ms", "mean", "p50", "p75", "p90", "p95", "/bare eager"]
     header += ["first call, s", "graphs", "peak memory, MB", "parameters, M"]
-    setup.say()
+    say()
     report.print_table(header, rows)
     for name, problem in left_out.items():
-        setup.say(f"{name}: not measured: {problem}")
-    setup.say("mean and percentiles over all steps of all ranks; /bare eager: ratio of the p50s;")
-    setup.say("first call: compilation included, nothing cached; graphs: compiled;")
-    setup.say("peak memory of tensors, parameters held: of rank 0")
+        say(f"{name}: not measured: {problem}")
+    say("mean and percentiles over all steps of all ranks; /bare eager: ratio of the p50s;")
+    say("first call: compilation included, nothing cached; graphs: compiled;")
+    say("peak memory of tensors, parameters held: of rank 0")
 
 
 def write_graph(path: Path, model: nn.Module, inputs: tuple) -> None:
@@ -370,141 +353,105 @@ def write_graph(path: Path, model: nn.Module, inputs: tuple) -> None:
     """
     import torchviz
 
-    from common.setup import say
-
     loss = mean_square(model(*inputs))
     if dist.get_rank() == 0:
         parameters = dict(model.named_parameters())
         graph = torchviz.make_dot(loss, parameters, show_attrs=True, show_saved=True)
         path.write_text(graph.source)
-        say(f"written: {path}")
         if shutil.which("dot"):
             graph.render(path)
-            say(f"written: {path}.pdf")
+        say(f"written: {path}")
     loss.backward()  # for DDP and FSDP, which expect one after every forward
 
 
-def name_of(cell: Cell) -> str:
-    """How the output calls a cell."""
-    # "eager" is also a backend of torch.compile, which leaves the graphs as they are.
-    backend = {None: "eager", "eager": "dynamo only"}.get(cell.backend, cell.backend)
-    words = [cell.how, backend]
-    if cell.wrap:
-        words.append("wrap")
-    if cell.checkpoint:
-        words.append("checkpoint")
-    if not cell.split:
-        words.append("whole graph")
-    return " ".join(words)
-
-
-def cells_of(args) -> list[Cell]:
-    """The cells to measure."""
+def configurations_of(args) -> list[Configuration]:
+    """What to measure."""
+    backend = args.compile or "inductor"
     if args.variants:
-        backend = args.compile or "inductor"
-        cells = [Cell("bare"), Cell("ddp")]
-        for wrap, checkpoints in ((False, False), (True, False), (False, True), (True, True)):
-            cells.append(Cell("fsdp", None, wrap, checkpoints))
-        return [*cells, Cell("ddp", backend), Cell("ddp", backend, split=False)]
-    bare = Cell("bare")
-    ddp = Cell("ddp", split=not args.no_optimize_ddp)
-    fsdp = Cell("fsdp", None, args.fsdp_wrap, args.fsdp_checkpoint)
-    cells = []
-    for cell in (bare, ddp, fsdp):
-        if getattr(args, cell.how):
-            return [cell._replace(backend=args.compile)]
-        cells += [cell, cell._replace(backend=args.compile or "inductor")]
-    return cells
+        eager = [Configuration("bare"), Configuration("ddp")]
+        for checkpoints in (False, True):
+            for wrap in (False, True):
+                eager.append(Configuration("fsdp", None, wrap, checkpoints))
+        return [*eager, Configuration("ddp", backend), Configuration("ddp", backend, split=False)]
+    ddp = Configuration("ddp", split=not args.no_optimize_ddp)
+    fsdp = Configuration("fsdp", None, args.fsdp_wrap, args.fsdp_checkpoint)
+    configurations = []
+    for eager in (Configuration("bare"), ddp, fsdp):
+        if args.only == eager.how:
+            return [eager._replace(backend=args.compile)]
+        configurations += [eager, eager._replace(backend=backend)]
+    return configurations
+
+
+UPSTREAM = {  # flags of benchmarks/dynamo/distributed.py that have another name here
+    "--toy-model": "--model=toy",
+    "--dynamo": "--compile",
+    "--dynamo-no-optimize-ddp": "--no-optimize-ddp",
+    "--repeat": "--steps",
+    "--trace-file": "--trace",
+    "--torchviz": "--graph",
+}
 
 
 def add_arguments(parser) -> None:
-    """The flags, apart from those of the process group; old_names are upstream's."""
-    from common.setup import output_file, whole_number
-
+    """The flags, apart from those of the process group."""
     models = parser.add_mutually_exclusive_group()
     models.add_argument("--model", choices=["toy", "lm"], default="lm")
-    toy = argparse.SUPPRESS
-    models.add_argument("--toy_model", dest="model", action="store_const", const="toy", help=toy)
     checkout = "one of torchbenchmark, through a checkout of it on PYTHONPATH"
-    torchbench = ["--torchbench-model", "--torchbench_model"]
-    models.add_argument(*torchbench, metavar="NAME", help=checkout)
+    models.add_argument("--torchbench-model", metavar="NAME", help=checkout)
     one_of = parser.add_mutually_exclusive_group()
-    one_of.add_argument("--bare", action="store_true", help="only the bare model on every rank")
-    one_of.add_argument("--ddp", action="store_true", help="only DDP")
-    one_of.add_argument("--fsdp", action="store_true", help="only FSDP")
+    for how in ("bare", "ddp", "fsdp"):
+        one_of.add_argument(f"--{how}", dest="only", action="store_const", const=how, help="alone")
     variants = "what --fsdp-wrap, --fsdp-checkpoint and --no-optimize-ddp change, side by side"
     one_of.add_argument("--variants", action="store_true", help=variants)
     add = parser.add_argument
-    batches = "per rank (default: toy 20, lm 4)"
-    add("--batch-size", type=whole_number(1), old_names=["--batch_size"], help=batches)
+    add("--batch-size", type=setup.whole_number(1), help="per rank (default: toy 20, lm 4)")
     known = [*torch.compiler.list_backends(exclude_tags=()), "print"]
-    printing = "print: print the graphs (default: none; of several cells inductor)"
-    backends = f"torch.compile's backend: inductor, aot_eager, eager, …; {printing}"
-    add("--compile", choices=known, metavar="NAME", old_names=["--dynamo"], help=backends)
-    older = ["--dynamo_no_optimize_ddp"]
-    one_graph = "don't split the graph where DDP's buckets end"
-    add("--no-optimize-ddp", action="store_true", old_names=older, help=one_graph)
-    units = "each block its own unit; otherwise the model is the only one"
-    add("--fsdp-wrap", action="store_true", old_names=["--fsdp_wrap"], help=units)
-    again = "compute each block's activations again in backward"
-    add("--fsdp-checkpoint", action="store_true", old_names=["--fsdp_checkpoint"], help=again)
-    add("--steps", type=whole_number(1), default=10, old_names=["--repeat"], help="measured")
-    add("--warmup", type=whole_number(0), default=3, help="steps before them, not measured")
-    more = "print the model; dynamo's debug log, graph breaks and recompilations of rank 0"
-    add("--verbose", action="store_true", help=more)
-    add("--json", type=output_file, metavar="FILE", help="everything measured, raw")
+    backends = "torch.compile's backend: inductor, aot_eager, eager, …; print: print the graphs"
+    add("--compile", choices=known, metavar="NAME", help=backends)
+    switches = {
+        "--no-optimize-ddp": "don't split the graph where DDP's buckets end",
+        "--fsdp-wrap": "each block its own unit; otherwise the model is the only one",
+        "--fsdp-checkpoint": "compute each block's activations again in backward",
+        "--verbose": "print the model; dynamo's debug log and graph breaks of rank 0",
+        "--profile": "the same as --trace profile.json",
+        "--gpu-memory-stats": "as upstream; the table always has the peak",
+    }
+    for switch, text in switches.items():
+        add(switch, action="store_true", help=text)
+    add("--steps", type=setup.whole_number(1), default=10, help="measured")
+    add("--warmup", type=setup.whole_number(0), default=3, help="steps before them, not measured")
+    add("--json", type=setup.output_file, metavar="FILE", help="everything measured, raw")
     trace = "Chrome trace of three more steps of rank 0"
-    add("--trace", type=output_file, metavar="FILE", old_names=["--trace_file"], help=trace)
-    add(
-        "--graph",
-        type=output_file,
-        metavar="FILE",
-        nargs="?",
-        const="torchviz.dot",
-        old_names=["--torchviz"],
-        help="the autograd graph for Graphviz, drawn where that is installed; needs torchviz",
-    )
-    # Upstream's: a trace even where no file is named, and the peak, which our table always has.
-    add("--profile", type=output_file, nargs="?", const="profile.json", help=argparse.SUPPRESS)
-    add("--gpu_memory_stats", action="store_true", help=argparse.SUPPRESS)
+    add("--trace", type=setup.output_file, metavar="FILE", help=trace)
+    graph = "the autograd graph for Graphviz, drawn where that is installed; needs torchviz"
+    file = {"nargs": "?", "const": Path("torchviz.dot"), "metavar": "FILE"}
+    add("--graph", type=setup.output_file, help=graph, **file)
 
 
 def check(args) -> None:
     """Fill in args.trace; end the run if flags contradict each other, or need what is not here."""
-    from common.setup import fail
-
-    args.trace = args.trace or args.profile
-    one_cell = args.bare or args.ddp or args.fsdp
-    if not one_cell and (args.trace or args.graph or args.compile == "print"):
-        flags = "--trace, --graph, --compile print"
-        fail(f"argument {flags}: for one cell: add --bare, --ddp or --fsdp")
+    if args.profile and not args.trace:
+        args.trace = Path("profile.json")
+    if not args.only and (args.trace or args.graph or args.compile == "print"):
+        setup.fail("argument --trace, --graph, --compile print: only with --bare, --ddp or --fsdp")
     if args.graph and not importlib.util.find_spec("torchviz"):
-        fail("argument --graph: needs torchviz, which is not installed: pip install torchviz")
+        setup.fail("argument --graph: needs torchviz, which is not installed: pip install torchviz")
     if args.torchbench_model:
         try:
             importlib.import_module(f"torchbenchmark.models.{args.torchbench_model}")
         except ImportError as error:
-            needed = "a checkout of github.com/pytorch/benchmark on PYTHONPATH and its install.py"
-            problem = f"'{args.torchbench_model}' needs {needed} run for this model ({error})"
-            fail(f"argument --torchbench-model: {problem}")
+            setup.fail(
+                f"argument --torchbench-model: '{args.torchbench_model}' needs a checkout of "
+                f"github.com/pytorch/benchmark on PYTHONPATH and its install.py run ({error})"
+            )
 
 
 def main():
-    folder = Path(__file__).resolve().parent
-    sys.path[:0] = [str(folder), str(folder.parent), str(folder.parent.parent)]
-    try:
-        import compile_models  # noqa: F401 (what is missing is said here)
-        from resnet_ddp import be_the_only_rank
-
-        from common import report, setup, timing
-    except ModuleNotFoundError as error:
-        needed = "the repository's folder common/, compile_models.py and resnet_ddp.py"
-        sys.exit(f"error: {error}: copy {needed} into {folder}")
-
     parser = setup.Parser(__doc__)
     add_arguments(parser)
     setup.add_process_group_arguments(parser)
-    args = parser.parse_args()
+    args = parser.parse_args(as_ours(sys.argv[1:], UPSTREAM))
     check(args)
     if "RANK" not in os.environ:  # no torchrun
         be_the_only_rank()
@@ -513,27 +460,25 @@ def main():
     with setup.process_group(args) as device:
         result = report.begin("07_resnet_ddp/compile_ddp", args, device)
         model = args.torchbench_model or args.model
-        setup.say(f"{model}; {args.steps} steps are measured, after {args.warmup} to warm up\n")
-        cells, left_out = prepare_all(args, device, cells_of(args))
-        if not cells:
+        say(f"{model}; {args.steps} steps are measured, after {args.warmup} to warm up\n")
+        prepared, left_out = prepare_all(args, device, configurations_of(args))
+        if not prepared:
             name, problem = left_out.popitem()
             setup.fail(f"{name} does not work here: {problem}")
         if args.verbose:
-            for name, cell in cells.items():
-                setup.say(f"\n{name}: {cell['model']}")
-        steps = {name: cell["step"] for name, cell in cells.items()}
+            for name, one in prepared.items():
+                say(f"\n{name}: {one['model']}")
+        steps = {name: one["step"] for name, one in prepared.items()}
         samples = timing.measure(steps, args.steps, args.warmup)
-        result["cells"] = []
-        for name, cell in cells.items():
-            result["cells"].append({"name": name, **cell["found"], **samples[name]})
+        result["configurations"] = []
+        for name, one in prepared.items():
+            result["configurations"].append({"name": name, **one["found"], **samples[name]})
         result["left_out"] = left_out
-        print_results(result["cells"], left_out)
-        for cell in cells.values():  # with --trace or --graph there is only one
-            if args.trace:
-                timing.profile(cell["step"], args.trace)
-                setup.say(f"written: {args.trace}")
-            if args.graph:
-                write_graph(args.graph, cell["model"], cell["inputs"])
+        print_results(result["configurations"], left_out)
+        timing.profile(steps, args.trace)
+        if args.graph:
+            [one] = prepared.values()
+            write_graph(args.graph, one["model"], one["inputs"])
         report.write_json(args.json, result)
 
 

@@ -1,11 +1,6 @@
-"""07: the models that compile_ddp.py takes, and inputs for them.
+"""07: the models that compile_ddp.py takes, and inputs for them; it imports this file when it runs.
 
-    toy                        a deep perceptron: some wide layers, then narrow ones
-    lm                         the language model of stages 02 to 05
-    --torchbench_model NAME    one of torchbenchmark
-
-Every rank gets the same weights and inputs of its own. compile_ddp.py imports this file when it
-runs; this file needs torch alone, for its models toy and lm.
+Every rank gets the same weights and inputs of its own.
 """
 
 import importlib
@@ -39,40 +34,28 @@ class ToyModel(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """That of 02 to 05: token ids int64 [batch, context] -> logits [batch, context, vocabulary]."""
+    """Token ids int64 [batch, context] -> logits [batch, context, 10,000]; as that of 02 to 05."""
 
     def __init__(self, d_model: int):
         super().__init__()
+        heads, d_ff = d_model // 64, 4 * d_model
+        options = {"batch_first": True, "norm_first": True, "bias": False}
+        layer = nn.TransformerEncoderLayer(d_model, heads, d_ff, 0.0, "gelu", **options)
+        norm = nn.LayerNorm(d_model, bias=False)
         self.token_embedding = nn.Embedding(10_000, d_model)
-        self.layers = nn.ModuleList()
-        for _ in range(4):
-            layer = nn.TransformerEncoderLayer(
-                d_model,
-                nhead=d_model // 64,
-                dim_feedforward=4 * d_model,
-                dropout=0.0,
-                activation="gelu",
-                batch_first=True,
-                norm_first=True,
-                bias=False,
-            )
-            self.layers.append(layer)
-        self.norm = nn.LayerNorm(d_model, bias=False)
+        self.encoder = nn.TransformerEncoder(layer, 4, norm, enable_nested_tensor=False)
         self.head = nn.Linear(d_model, 10_000, bias=False)
 
     def forward(self, tokens):
         x = self.token_embedding(tokens)
         mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], x.device, x.dtype)
-        for layer in self.layers:
-            x = layer(x, src_mask=mask, is_causal=True)
-        return self.head(self.norm(x))
+        return self.head(self.encoder(x, mask, is_causal=True))
 
 
 def load_torchbench(args, device: torch.device) -> tuple[nn.Module, tuple]:
     """A model of torchbenchmark and inputs for it."""
     module = importlib.import_module(f"torchbenchmark.models.{args.torchbench_model}")
-    options = {"test": "train", "device": device.type, "batch_size": args.batch_size}
-    return module.Model(**options).get_module()
+    return module.Model(test="train", device=device.type, batch_size=args.batch_size).get_module()
 
 
 def create_model(args, device: torch.device) -> nn.Module:

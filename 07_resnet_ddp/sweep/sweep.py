@@ -21,7 +21,9 @@ Source: PyTorch's benchmarks/distributed/ddp, whose optimizer and JSON layout th
 
 import argparse
 import os
+import shutil
 import socket
+import subprocess
 import sys
 import warnings
 from datetime import timedelta
@@ -34,12 +36,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-SMALL = {"model": ["resnet18"], "batch_size": 8, "image_size": 64}
-FULL = {
-    "model": ["resnet50", "resnet101", "resnext50_32x4d", "resnext101_32x8d"],
-    "batch_size": 32,
-    "image_size": 224,
-}
+FOLDER = Path(__file__).resolve().parent
+sys.path[:0] = [str(FOLDER), str(FOLDER.parent), str(FOLDER.parent.parent)]
+
+import sweep_models  # noqa: E402
+from upstream import as_ours  # noqa: E402
+
+from common import report, setup, timing  # noqa: E402
 
 
 def plan(ranks: int, local_size: int) -> list[tuple[str, list[int], bool]]:
@@ -59,50 +62,46 @@ def plan(ranks: int, local_size: int) -> list[tuple[str, list[int], bool]]:
     return subsets
 
 
-def train(model: nn.Module, benchmark, steps: int, warmup: int, watch, place: str) -> list[float]:
+def train(benchmark, args, device, label: str, model: nn.Module) -> list[float]:
     """Train on one batch of a sweep_models.Benchmark again and again.
 
-    Returns the seconds of each step after the first `warmup`; on a terminal says in which it is.
+    Returns the seconds of each step after the first --warmup; on a terminal says in which it is.
     """
-    from common.setup import progress
-
     inputs = benchmark.generate_inputs()
     target = benchmark.generate_target()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9, weight_decay=1e-4)
+    watch = timing.Stopwatch(device)
     seconds = []
-    for i in range(warmup + steps):
-        progress(f"{place}: step {i + 1} of {warmup + steps}")
+    for i in range(args.warmup + args.steps):
+        setup.progress(f"{label}: step {i + 1} of {args.warmup + args.steps}")
         watch.mark("start")
         logits = model(*inputs)
         # googlenet and inception_v3 have auxiliary classifiers, which must be trained as well,
         # because DDP waits for them.
-        if not isinstance(logits, tuple):
-            logits = (logits,)
-        loss = sum(F.cross_entropy(head, target) for head in logits)
+        heads = logits if isinstance(logits, tuple) else (logits,)
+        loss = sum(F.cross_entropy(head, target) for head in heads)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         watch.mark("end")
         # On CUDA this waits for the GPU, once per step.
         seconds.append(watch.seconds("start", "end"))
-    return seconds[warmup:]
+    return seconds[args.warmup :]
 
 
-def measure_subset(create_model, ranks: list[int], use_ddp: bool, train_model, args) -> list[float]:
+def measure_subset(benchmark, ranks: list[int], use_ddp: bool, args, train_model) -> list[float]:
     """Train on these ranks, in a process group of their own, while all others wait.
 
-    Returns the samples of all these ranks.
+    Returns what `train_model` returns of all these ranks' models, in one list.
     """
-    from common.setup import name_of_backend, on_the_network, without_gloo_greeting
-
     # Every rank has to create every group, also those that it is not in.
     timeout = timedelta(seconds=min(args.timeout, 1e6))
-    with without_gloo_greeting():
-        group = dist.new_group(ranks, timeout=timeout, backend=name_of_backend(args))
+    with setup.without_gloo_greeting():
+        group = dist.new_group(ranks, timeout=timeout, backend=setup.name_of_backend(args))
     seconds = []
     if dist.get_rank() in ranks:
         torch.manual_seed(dist.get_rank())
-        model = create_model()
+        model = benchmark.create_model()
         if use_ddp:
             device = next(model.parameters()).device
             model = DistributedDataParallel(
@@ -112,13 +111,13 @@ def measure_subset(create_model, ranks: list[int], use_ddp: bool, train_model, a
                 process_group=group,
                 bucket_cap_mb=args.bucket_size_mb,
             )
-        with on_the_network():
+        with setup.on_the_network():
             seconds = train_model(model)
         del model  # DDP's reducer uses the group until it is gone
         dist.destroy_process_group(group)
-    of_ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, seconds)  # who does not train waits here
-    return [second for seconds_of_rank in of_ranks for second in seconds_of_rank]
+    all_seconds = [None] * dist.get_world_size()
+    dist.all_gather_object(all_seconds, seconds)  # who does not train waits here
+    return sum(all_seconds, [])
 
 
 # ==================================================================================================
@@ -131,74 +130,68 @@ def sweep(name: str, args, device) -> dict:
     Returns an entry of "benchmark_results" of the JSON. Its "result" has one per subset,
     {"ranks": [0, 1, …], "measurements": seconds}.
     """
-    import sweep_models
-
-    from common.report import percentiles, print_row
-    from common.setup import say
-    from common.timing import Stopwatch
-
     benchmark = sweep_models.make(name, args, device)
-    say(f"\nBenchmark: {name} with batch size {benchmark.batch_size}\n")
+    setup.say(f"\nBenchmark: {name} with batch size {benchmark.batch_size}\n")
     header = ["ranks"]
-    widths = [15]
     for percentile in (50, 75, 90, 95):
         header += [f"p{percentile} sec/iter", "ex/sec"]
-        widths += [14, 8]
-    print_row(header, widths)
-
-    def train_model(label, model):
-        watch = Stopwatch(device)
-        return train(model, benchmark, args.steps, args.warmup, watch, f"{name}, {label}")
+    widths = [15, *4 * [14, 8]]
+    report.print_row(header, widths)
 
     # First each rank for itself, uncounted: libraries are loaded, memory is taken, kernels are
     # chosen.
     torch.manual_seed(dist.get_rank())
-    train_model("first uncounted", benchmark.create_model())
+    train(benchmark, args, device, f"{name}, uncounted", benchmark.create_model())
     dist.barrier()
     result = []
     for label, ranks, use_ddp in plan(dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])):
-        train_here = partial(train_model, label)
-        measurements = measure_subset(benchmark.create_model, ranks, use_ddp, train_here, args)
+        train_model = partial(train, benchmark, args, device, f"{name}, {label}")
+        measurements = measure_subset(benchmark, ranks, use_ddp, args, train_model)
         result.append({"ranks": ranks, "measurements": measurements})
         row = [f"{len(ranks):5}  {label}"]
-        for seconds in percentiles(measurements):
+        for seconds in report.percentiles(measurements):
             row += [f"{seconds:.4f}s", f"{benchmark.batch_size / seconds:.1f}/s"]
-        print_row(row, widths)
+        report.print_row(row, widths)
     return {"model": name, "batch_size": benchmark.batch_size, "result": result}
+
+
+def topology() -> str:
+    """How this host is built: `nvidia-smi topo -m`, and without it the cores and NUMA nodes."""
+    if shutil.which("nvidia-smi"):
+        answer = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True)
+        if answer.returncode == 0:
+            return answer.stdout.strip("\n")
+    nodes = []
+    for path in sorted(Path("/sys/devices/system/node").glob("node[0-9]*/cpulist")):
+        nodes.append(f"{path.parent.name}: cores {path.read_text().strip()}")
+    return (
+        f"{os.cpu_count()} cores, {report.processor_name()}; NUMA {', '.join(nodes) or 'unknown'}"
+    )
 
 
 def check_hosts() -> str:
     """The topology of the hosts. Ends the run where they differ, because results would mix."""
-    from common import report
-    from common.setup import fail, say
-
-    topology = report.topology()
-    here = f"{os.environ['LOCAL_WORLD_SIZE']} ranks; {topology}"
-    host = f"{socket.gethostname()} (machine {os.environ.get('GROUP_RANK', 0)})"
-    of_ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, (host, here))
-    if any(there != here for _, there in of_ranks):
-        for host, there in sorted(set(of_ranks)):
-            say(f"{host}: {there}")
-        fail("the machines differ in ranks or topology (see above), and results would mix")
-    return topology.strip("\n")
+    mine = f"{os.environ['LOCAL_WORLD_SIZE']} ranks; {topology()}"
+    hosts = [None] * dist.get_world_size()
+    dist.all_gather_object(hosts, (socket.gethostname(), os.environ.get("GROUP_RANK", "0"), mine))
+    if len({host[-1] for host in hosts}) > 1:
+        for name, machine, host in sorted(set(hosts)):
+            setup.say(f"{name} (machine {machine}): {host}")
+        setup.fail("the machines differ in ranks or topology (see above), and results would mix")
+    return topology()
 
 
 def join_as_upstream(args) -> None:
     """Say by flags, as upstream's script does, what torchrun would: a process for each rank."""
-    from common.setup import fail
-
     names = ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
     given = [args.rank, args.world_size, args.master_addr, args.master_port]
     if "LOCAL_RANK" in os.environ or given == [None] * 4:  # started by torchrun, or by nothing
         return
     if None in given:
-        flags = "--rank (or $RANK), --world-size, --master-addr, --master-port"
-        fail(f"argument {flags}: these four belong together")
+        setup.fail("argument --rank, --world-size, --master-addr, --master-port: all four or none")
     if args.rank >= args.world_size:
-        fail(f"argument --rank: '{args.rank}' is not below --world-size {args.world_size}")
-    for name, value in zip(names, given, strict=True):
-        os.environ[name] = str(value)
+        setup.fail(f"argument --rank: '{args.rank}' is not below --world-size {args.world_size}")
+    os.environ |= {name: str(value) for name, value in zip(names, given, strict=True)}
     # Upstream has eight GPUs on every machine; here as many ranks as GPUs, or all on one machine.
     gpus = torch.cuda.device_count() if args.device != "cpu" else 0
     local_size = min(args.world_size, gpus or args.world_size)
@@ -207,66 +200,51 @@ def join_as_upstream(args) -> None:
     os.environ["GROUP_RANK"] = str(args.rank // local_size)
 
 
-def choose_sizes(args) -> None:
-    """Fill in what the flags don't say of the models, the batches and the images."""
-    args.sizes_given = [name for name in ("batch_size", "image_size") if getattr(args, name)]
-    for name, default in (FULL if args.full else SMALL).items():
-        if getattr(args, name) is None:
-            setattr(args, name, default)
+FULL = ["resnet50", "resnet101", "resnext50_32x4d", "resnext101_32x8d"]
+UPSTREAM = {  # flags that have another name here
+    "--bucket-size": "--bucket-size-mb",
+    "--distributed-backend": "--backend",
+    "--iterations": "--steps",
+}
 
 
 def add_arguments(parser) -> None:
-    """The flags; old_names are those of PyTorch's benchmark."""
-    from common.setup import add_process_group_arguments, output_file
-    from common.setup import whole_number as whole
-
     add = parser.add_argument
     models = "a classification model of torchvision, or FILE.py:CLASS of your own; repeatable"
     add("--model", action="append", metavar="NAME", help=f"{models} (default: resnet18)")
-    add("--batch-size", type=whole(1), help="images per rank (default: 8)")
-    add("--image-size", type=whole(1, 10_000), help="pixels a side (default: 64)")
-    upstreams = f"other defaults, upstream's: {', '.join(FULL['model'])}; 32 images; 224 pixels"
+    add("--batch-size", type=setup.whole_number(1), help="images per rank (default: 8)")
+    add("--image-size", type=setup.whole_number(1, 10_000), help="pixels a side (default: 64)")
+    upstreams = f"other defaults, upstream's: {', '.join(FULL)}; 32 images; 224 pixels"
     add("--full", action="store_true", help=upstreams)
-    add("--bucket-size-mb", type=whole(1), default=25, old_names=["--bucket-size"], help="of DDP")
-    add("--steps", type=whole(1), default=10, old_names=["--iterations"], help="measured")
-    add("--warmup", type=whole(0), default=5, help="steps before them, not measured")
+    add("--bucket-size-mb", type=setup.whole_number(1), default=25, help="of DDP")
+    add("--steps", type=setup.whole_number(1), default=10, help="measured")
+    add("--warmup", type=setup.whole_number(0), default=5, help="steps before them, not measured")
     layout = "everything measured, as PyTorch's benchmark writes it"
-    add("--json", type=output_file, metavar="FILE", help=layout)
-    add_process_group_arguments(parser, old_names=["--distributed-backend"])
+    add("--json", type=setup.output_file, metavar="FILE", help=layout)
+    setup.add_process_group_arguments(parser)
     # Upstream's way to start it, a process at a time.
     rank = "this process's; this and the next three: instead of torchrun, which knows them"
-    add("--rank", type=whole(0), default=os.environ.get("RANK"), help=rank)
-    add("--world-size", type=whole(1), help="number of ranks")
+    add("--rank", type=setup.whole_number(0), default=os.environ.get("RANK"), help=rank)
+    add("--world-size", type=setup.whole_number(1), help="number of ranks")
     add("--master-addr", metavar="ADDRESS", help="the machine of rank 0")
-    add("--master-port", type=whole(1, 65535), metavar="PORT", help="a free one there")
+    add("--master-port", type=setup.whole_number(1, 65535), metavar="PORT", help="a free one there")
 
 
 def main():
-    folder = Path(__file__).resolve().parent
-    sys.path[:0] = [str(folder), str(folder.parent), str(folder.parent.parent)]
-    try:
-        import sweep_models
-
-        from common import report, setup
-    except ModuleNotFoundError as error:
-        needed = "the repository's folder common/ and sweep_models.py"
-        sys.exit(f"error: {error}: copy {needed} into {folder}")
-
     parser = setup.Parser(__doc__)
     add_arguments(parser)
-    args = parser.parse_args()
+    args = parser.parse_args(as_ours(sys.argv[1:], UPSTREAM))
+    args.model = args.model or (FULL if args.full else ["resnet18"])
     # The published setting has broadcast_buffers=False; that torch has a newer name for it is not
     # this script's subject.
     warnings.filterwarnings("ignore", ".*broadcast_buffers", FutureWarning)
-    choose_sizes(args)
     join_as_upstream(args)
 
     # The group of all ranks only carries samples and makes ranks wait: gloo, so that a waiting
     # rank's GPU stays free, and for as long as the subsets need. torchrun ends the waiting ranks if
     # a training one fails.
-    waiting = argparse.Namespace(
-        device=args.device, backend="gloo", network=None, timeout=7 * 24 * 3600
-    )
+    week = 7 * 24 * 3600
+    waiting = argparse.Namespace(device=args.device, backend="gloo", network=None, timeout=week)
     with setup.process_group(waiting) as device:
         waiting.timeout = args.timeout  # from now on what runs out of time is the group of a subset
         setup.choose_device(args)  # the backend of the subsets
@@ -280,12 +258,13 @@ def main():
             "bucket_size": args.bucket_size_mb,
             "benchmark_results": [],
         }
-        subsets = f"subsets over {args.backend}, buckets of {args.bucket_size_mb} MB"
-        size = f"{args.image_size} × {args.image_size} pixels"
-        setup.say(f"{subsets}; {size}; {args.steps} steps, after {args.warmup} to warm up")
-        cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
-        setup.say(f"{cuda}, {torch.cuda.device_count()} GPUs on this host")
-        setup.say(f"\n{machine}")
+        pixels = args.image_size or (224 if args.full else 64)
+        setup.say(
+            f"subsets over {args.backend}, buckets of {args.bucket_size_mb} MB; {pixels} × "
+            f"{pixels} pixels; {args.steps} steps, after {args.warmup} to warm up"
+        )
+        gpus = torch.cuda.device_count()
+        setup.say(f"CUDA {torch.version.cuda or 'none'}, {gpus} GPUs on this host\n\n{machine}")
         for name in args.model:
             result["benchmark_results"].append(sweep(name, args, device))
             # After every model: an interrupted sweep keeps what it has.

@@ -13,78 +13,62 @@ from pathlib import Path
 
 import numpy
 
-PERCENTILES = (75, 95)
-
-# Of a result of sweep.py: what says nothing about why two results differ.
-LEFT_OUT = ["started", "seconds", "options", "json", "benchmark_results"]
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+from common.report import print_table  # noqa: E402
+from common.setup import Parser, fail, say  # noqa: E402
 
 
 def load(path: str) -> tuple[dict, dict]:
-    """The header of a file, and {(model, batch size, "no ddp" or "N ranks"): [p75, p95] in s}."""
-    from common.setup import fail
-
+    """The settings of a file, and {(model, batch size, "no ddp" or "N ranks"): [p75, p95] in s}."""
     try:
         result = json.loads(Path(path).read_text())
-        header = result.get("options", {}) | result
-        for name in LEFT_OUT:
-            header.pop(name, None)
+        settings = result.get("options", {}) | result
+        for name in ("started", "seconds", "options", "json", "benchmark_results"):
+            settings.pop(name, None)
         times = {}
         for benchmark in result["benchmark_results"]:
             for i, entry in enumerate(benchmark["result"]):
-                size = f"{len(entry['ranks'])} ranks" if i > 0 else "no ddp"
-                key = (benchmark["model"], int(benchmark["batch_size"]), size)
-                times[key] = numpy.percentile(entry["measurements"], PERCENTILES).tolist()
+                ranks = f"{len(entry['ranks'])} ranks" if i > 0 else "no ddp"
+                key = (benchmark["model"], str(benchmark["batch_size"]), ranks)
+                times[key] = numpy.percentile(entry["measurements"], (75, 95))
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         fail(f"{path!r} is not a result of sweep.py ({type(error).__name__}: {error})")
-    return header, times
-
-
-def print_headers(baseline: dict, test: dict) -> None:
-    from common.report import print_table
-
-    rows = []
-    for name in baseline | test:
-        rows.append([name, str(baseline.get(name, "-")), str(test.get(name, "-"))])
-    print_table(["", "baseline", "test"], rows)
+    return settings, times
 
 
 def print_times(baseline: dict, test: dict) -> None:
     """A row for each model and size that both have, and a line for each that only one has."""
-    from common.report import print_table
-    from common.setup import say
-
     header = ["model", "batch size", "ranks"]
-    for percentile in PERCENTILES:
+    for percentile in (75, 95):
         header += [f"p{percentile} sec/iter", "ex/sec", "change"]
     rows = []
-    for key in baseline:
-        if key in test:
-            model, batch_size, size = key
-            row = [model, str(batch_size), size]
-            for before, after in zip(baseline[key], test[key], strict=True):
-                change = 100 * (before - after) / before
-                row += [f"{after:.4f}s", f"{batch_size / after:.1f}/s", f"{change:+.1f}%"]
-            rows.append(row)
+    for key in [key for key in baseline if key in test]:
+        _, batch_size, _ = key
+        row = [*key]
+        for before, after in zip(baseline[key], test[key], strict=True):
+            change = 100 * (before - after) / before
+            row += [f"{after:.4f}s", f"{int(batch_size) / after:.1f}/s", f"{change:+.1f}%"]
+        rows.append(row)
     say()
     print_table(header, rows)
-    for name, ours, others in (("baseline", baseline, test), ("test", test, baseline)):
-        for model, batch_size, size in sorted(ours.keys() - others.keys()):
-            say(f"only in the {name}: {model} with batch size {batch_size}, {size}")
+    for model, batch_size, ranks in sorted(baseline.keys() ^ test.keys()):
+        name = "baseline" if (model, batch_size, ranks) in baseline else "test"
+        say(f"only in the {name}: {model} with batch size {batch_size}, {ranks}")
 
 
 def main():
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
-    from common import setup
-
-    parser = setup.Parser(__doc__)
+    parser = Parser(__doc__)
     parser.add_argument("baseline", metavar="BASELINE", help="what sweep.py --json wrote")
     parser.add_argument("test", metavar="TEST", help="the same, later or elsewhere")
     args = parser.parse_args()
-    baseline_header, baseline = load(args.baseline)
-    test_header, test = load(args.test)
-    print_headers(baseline_header, test_header)
+    settings, baseline = load(args.baseline)
+    test_settings, test = load(args.test)
+    rows = []
+    for name in settings | test_settings:
+        rows.append([name, str(settings.get(name, "-")), str(test_settings.get(name, "-"))])
+    print_table(["", "baseline", "test"], rows)
     print_times(baseline, test)
-    setup.say("\nthe figures are TEST's; change: of the time, + is faster, - is slower")
+    say("\nthe figures are TEST's; change: of the time, + is faster, - is slower")
 
 
 if __name__ == "__main__":

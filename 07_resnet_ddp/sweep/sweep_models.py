@@ -24,11 +24,14 @@ Source: `Benchmark` of PyTorch's benchmarks/distributed/ddp; its subclasses work
 """
 
 import torch
+import torchvision
 from torch import nn
+
+from common.setup import fail, load
 
 
 class Benchmark:
-    """A model, inputs and targets; sweep.py trains on one batch of them again and again."""
+    """What makes a model and one batch of inputs and targets for cross_entropy, on self.device."""
 
     batch_size = 32
     image_size = 224
@@ -38,18 +41,6 @@ class Benchmark:
         self.distributed_backend = distributed_backend
         self.bucket_size = bucket_size
 
-    def create_model(self) -> nn.Module:
-        """A new model on self.device."""
-        raise NotImplementedError
-
-    def generate_inputs(self) -> list[torch.Tensor]:
-        """The arguments of a forward, self.batch_size examples, on self.device."""
-        raise NotImplementedError
-
-    def generate_target(self) -> torch.Tensor:
-        """What cross_entropy expects beside the outputs: int64 [batch_size] for [batch_size, n]."""
-        raise NotImplementedError
-
 
 class TorchvisionBenchmark(Benchmark):
     """A classification model of torchvision, float [batch_size, 3, image_size, image_size]."""
@@ -57,9 +48,7 @@ class TorchvisionBenchmark(Benchmark):
     name = "resnet50"
 
     def create_model(self) -> nn.Module:
-        import torchvision
-
-        return getattr(torchvision.models, self.name)().to(self.device)
+        return torchvision.models.get_model(self.name).to(self.device)
 
     def generate_inputs(self) -> list[torch.Tensor]:
         size = self.batch_size, 3, self.image_size, self.image_size
@@ -71,16 +60,14 @@ class TorchvisionBenchmark(Benchmark):
 
 def make(name: str, args, device: torch.device) -> Benchmark:
     """The benchmark of this name: a model of torchvision, or FILE.py:CLASS if that gives one."""
-    from common.setup import load
-
     create = load(name) if ".py:" in name else TorchvisionBenchmark
     benchmark = create(device, args.backend, args.bucket_size_mb)
-    sizes = args.sizes_given
     if create is TorchvisionBenchmark:
         benchmark.name = name
-        sizes = ["batch_size", "image_size"]
-    for size in sizes:
-        setattr(benchmark, size, getattr(args, size))
+        if not args.full:
+            benchmark.batch_size, benchmark.image_size = 8, 64
+    benchmark.batch_size = args.batch_size or benchmark.batch_size
+    benchmark.image_size = args.image_size or benchmark.image_size
     return benchmark
 
 
@@ -89,16 +76,14 @@ def check(args) -> None:
 
     torchvision's are tried without memory, on torch's meta device.
     """
-    from common.setup import fail
-
-    images = f"{args.batch_size} images of {args.image_size} × {args.image_size} pixels"
     for name in args.model:
+        size = ""
         try:
             benchmark = make(name, args, torch.device("meta"))
-            if ".py:" in name:
-                continue
-            with torch.device("meta"):
-                benchmark.create_model()(*benchmark.generate_inputs())
+            if isinstance(benchmark, TorchvisionBenchmark):
+                size = f" on images of {benchmark.image_size} pixels"
+                with benchmark.device:
+                    benchmark.create_model()(*benchmark.generate_inputs())
         except Exception as error:  # assertions, shapes that don't fit, whatever a file does, …
             reason = (str(error) or type(error).__name__).splitlines()[0]
-            fail(f"argument --model: '{name}' cannot be trained on {images}: {reason}")
+            fail(f"argument --model: '{name}' cannot be trained{size}: {reason}")

@@ -22,6 +22,7 @@ sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
 import sweep  # noqa: E402
 import sweep_diff  # noqa: E402
 import sweep_models  # noqa: E402
+from upstream import as_ours  # noqa: E402
 
 TINY = ["--model", "squeezenet1_1", "--batch-size", 2, "--image-size", 32]
 TINY += ["--warmup", 1, "--steps", 3, "--device", "cpu"]
@@ -54,8 +55,8 @@ def first_weights(members, use_ddp):
         return [next(model.parameters()).item()]
 
     args = argparse.Namespace(timeout=30, backend="gloo", network=None, bucket_size_mb=25)
-    linear = partial(torch.nn.Linear, 1, 1)
-    return sweep.measure_subset(linear, members, use_ddp, first_weight, args)
+    benchmark = argparse.Namespace(create_model=partial(torch.nn.Linear, 1, 1))
+    return sweep.measure_subset(benchmark, members, use_ddp, args, first_weight)
 
 
 def test_only_a_subset_trains_and_with_ddp_its_models_are_one(ranks):
@@ -106,28 +107,24 @@ def test_one_host(forked, tmp_path, diff):
 def parsed(*words):
     parser = setup.Parser("")
     sweep.add_arguments(parser)
-    args = parser.parse_args(words)
-    sweep.choose_sizes(args)
-    return args
+    return parser.parse_args(as_ours(words, sweep.UPSTREAM))
 
 
-def test_upstreams_flags_are_understood(monkeypatch):
+@pytest.mark.parametrize("spelt", [str, lambda line: line.replace("-", "_").replace("__", "--")])
+def test_upstreams_flags_are_understood(monkeypatch, spelt):
     monkeypatch.setenv("RANK", "3")  # upstream's default of --rank
-    args = parsed(*"--iterations 7 --bucket-size 9 --distributed-backend gloo".split())
-    assert (args.steps, args.bucket_size_mb, args.backend, args.rank) == (7, 9, "gloo", 3)
+    line = "--iterations 7 --bucket-size=9 --distributed-backend gloo --master-port=5"
+    args = parsed(*spelt(line).split())
+    assert (args.steps, args.bucket_size_mb, args.backend) == (7, 9, "gloo")
+    assert (args.rank, args.master_port) == (3, 5)
 
 
-def test_small_is_the_default_and_full_is_upstreams():
-    def sizes(*words):
-        args = parsed(*words)
-        return args.model, args.batch_size, args.image_size
-
-    four = ["resnet50", "resnet101", "resnext50_32x4d", "resnext101_32x8d"]
-    assert sizes() == (["resnet18"], 8, 64)
-    assert sizes("--full") == (four, 32, 224)
-    own = ["--model", "vgg11", "--model", "vgg13"]
-    assert sizes("--full", *own) == (["vgg11", "vgg13"], 32, 224)
-    assert sizes("--image-size", "96") == (["resnet18"], 8, 96)
+@pytest.mark.parametrize(
+    "words, sizes", [([], (8, 64)), (["--full"], (32, 224)), (["--image-size", "96"], (8, 96))]
+)
+def test_small_is_the_default_and_full_is_upstreams(words, sizes):
+    benchmark = sweep_models.make("resnet18", parsed(*words), torch.device("cpu"))
+    assert (benchmark.batch_size, benchmark.image_size) == sizes
 
 
 MY_MODEL = """
@@ -249,17 +246,17 @@ FOUR = "--rank 1 --world-size 2 --master-addr x --master-port 1".split()
 @pytest.mark.parametrize(
     "words, named, environment",
     [
-        (["--model", "resnet1"], "--model: 'resnet1' cannot be trained on 8 images", ONLY_RANK),
-        (["--model", "vit_b_16"], "of 64 × 64 pixels", ONLY_RANK),
+        (["--model", "resnet1"], "--model: 'resnet1' cannot be trained", ONLY_RANK),
+        (["--model", "vit_b_16"], "on images of 64 pixels", ONLY_RANK),
         (["--bucket-size", "2.5"], "--bucket-size-mb", ONLY_RANK),
         (["--distributed-backend", "mpi"], "--backend", ONLY_RANK),
         (["--backend", "nccl", "--device", "cpu"], "--backend", ONLY_RANK),
         (["--model", "no_such.py:Mine"], "No such file or directory", ONLY_RANK),
         (["--model", "my_model.py:Yours"], "no class or function Yours", ONLY_RANK),
         (["--model", "broken.py:Mine"], "'what' is not defined", ONLY_RANK),
-        (["--rank", "0"], "belong together", {}),
+        (["--rank", "0"], "all four or none", {}),
         ([*FOUR, "--world-size", "1"], "--rank: '1' is not below --world-size 1", {}),
-        (["--world-size", "1"], "belong together", {"RANK": "0"}),
+        (["--world-size", "1"], "all four or none", {"RANK": "0"}),
     ],
 )
 def test_bad_values(words, named, environment, monkeypatch, capsys, tmp_path):

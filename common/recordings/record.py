@@ -82,24 +82,12 @@ SPREAD = f"{COMPARE}/reference_output.txt"
 SWEEP = "05_bucketed/bucket_sweep"
 PREDICT = "05_bucketed/predict"
 FSDP = "06_sharded_optimizer/fsdp"
-THREADS = max(1, (os.cpu_count() or 1) // 2)
-RESNET = (
-    f"07_resnet_ddp/resnet_ddp.py --threads {THREADS} --results results/07_parts --epochs 1 "
-    "--log-every 1000"
-)
+TORCHRUN = "python -m common.launch.torchrun --standalone --nproc-per-node 2"
+RESNET = "07_resnet_ddp/resnet_ddp.py --results results/07_loading --epochs 1 --log-every 1000"
 ON_ONE = f"python {RESNET}"
-ON_TWO = f"python -m common.launch.torchrun --standalone --nproc-per-node 2 {RESNET}"
+ON_TWO = f"{TORCHRUN} {RESNET}"
+WATERFALL = f"{TORCHRUN} 07_resnet_ddp/waterfall.py"
 JPEGS = "--data synthetic --decode 500 --steps-per-epoch 12 --held-out 64"
-
-
-def parts(image_size: str) -> list[str]:
-    """One device, two ranks, one device with half of the batch, two ranks without all-reduces."""
-    return [
-        f"{ON_ONE} --image-size {image_size}",
-        f"{ON_TWO} --image-size {image_size}",
-        f"{ON_ONE} --global-batch 32 --image-size {image_size}",
-        f"{ON_TWO} --no-sync --image-size {image_size}",
-    ]
 
 
 def loading() -> list[str]:
@@ -134,9 +122,9 @@ RECORDINGS = {  # the commands whose output is recorded
     f"{FSDP}/reference_output_accounting.txt": [
         make(FSDP, f"--accounting --size {size}") for size in ("xl", "10b")
     ],
-    "07_resnet_ddp/reference_output_parts.txt": [
-        *parts("64 --steps-per-epoch 12"),
-        *parts("224 --steps-per-epoch 4"),
+    "07_resnet_ddp/reference_output_waterfall.txt": [
+        WATERFALL,
+        f"{WATERFALL} --image-size 224 --steps 3 --warmup 1 --no-plot",
     ],
     "07_resnet_ddp/reference_output_loading.txt": loading(),
     "07_resnet_ddp/sweep/reference_output.txt": [make("07_resnet_ddp/sweep")],
@@ -161,6 +149,7 @@ PICTURES = {  # of a recording: what lies beside it, and what its commands leave
     },
     f"{FSDP}/reference_output.txt": {"fsdp.png": "fsdp.png"},
     "07_resnet_ddp/reference_output.txt": {"speedup.png": "speedup.png"},
+    "07_resnet_ddp/reference_output_waterfall.txt": {"waterfall.png": "waterfall.png"},
     "01_allreduce/reference_output.txt": {"allreduce.png": "01_allreduce.png"},
     f"{SHARED}/reference_output.txt": {"shared_memory.png": "shared_memory.png"},
     f"{SWEEP}/reference_output.txt": {"bucket_sweep.png": "bucket_sweep.png"},
