@@ -22,9 +22,11 @@ import copy
 import logging
 import math
 import os
+import shutil
 import signal
 import socket
 import struct
+import subprocess
 import sys
 import time
 from contextlib import suppress
@@ -228,33 +230,31 @@ def name_the_missing(names: list[str], timeout: float) -> None:
 def read_arguments():
     """The command line, checked and completed; upstream's names of flags are understood, too."""
     from common import setup
-    from common.setup import checked, whole_number
+    from common.setup import checked, fail, whole_number
 
     count, one = whole_number(1, 64), whole_number(1)
     steps = checked(int, lambda n: n > 0 and n % EPOCH == 0, f"a multiple of {EPOCH} above 0")
     warmup = checked(int, lambda n: n >= 0 and n % EPOCH == 0, f"0 or a multiple of {EPOCH}")
     milliseconds = checked(
-        lambda text: float(text.removesuffix("ms")) / 1000,
-        lambda seconds: 0 <= seconds <= 1,
+        lambda text: float(text.removesuffix("ms")),
+        lambda number: 0 <= number <= 1000,
         "a number of milliseconds up to 1000, such as 2ms",
     )
+    rows = "rows of each server's table"
+    columns = f"its columns (default: the fewest that give all servers {DENSE_INPUT} together)"
+    lookup = "ask all servers at once, or one after another; both: epoch by epoch in turn"
     parser = setup.Parser(__doc__)
     add = parser.add_argument
     add("--nproc", type=count, default=2, help="so many trainers, and as many servers")
     add("--trainers", type=count, old_names=["--number-trainers"], help="(default: --nproc)")
     add("--servers", type=count, old_names=["--number-ps"], help="(default: --nproc)")
-    rows = "rows of each server's table"
     add("--embeddings", old_names=["--number-embeddings"], type=one, default=300, help=rows)
-    columns = f"its columns (default: the fewest that give all servers {DENSE_INPUT} together)"
     add("--embedding-dim", type=one, help=columns)
     add("--steps", type=steps, default=1000, help=f"measured; {EPOCH} are an epoch")
     add("--warmup", type=warmup, default=50, help="steps before them, not measured")
-    epochs = {"dest": "warmup", "help": "upstream's, in epochs"}
-    add("--warmup-cycles", type=lambda text: EPOCH * whole_number(0)(text), **epochs)
-    lookup = "ask all servers at once, or one after another; both: epoch by epoch in turn"
+    add("--warmup-cycles", type=whole_number(0), help="the same, in epochs, as upstream")
     add("--lookup", choices=[*LOOKUPS, "both"], default="parallel", help=lookup)
-    slow = "a lookup takes at least as long as on such a network"
-    add("--round-trip", type=milliseconds, default="0ms", metavar="2ms", help=slow)
+    add("--round-trip", type=milliseconds, default="0ms", help="a lookup takes at least as long")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="of the dense net")
     add("--timeout", type=setup.positive_number, default=300.0, help="seconds to wait for others")
     add("--seed", type=whole_number(0), default=0)
@@ -264,26 +264,15 @@ def read_arguments():
     args.trainers = args.trainers or args.nproc
     args.servers = args.servers or args.nproc
     args.timeout = min(args.timeout, 1e6)  # infinity is no timedelta
-    choose_device(args)
-    choose_sizes(args)
-    return args
-
-
-def choose_device(args):
-    """Replace "auto" in args.device; set args.backend, that of the trainers' process group."""
-    from common.setup import fail
+    if args.warmup_cycles is not None:
+        args.warmup = EPOCH * args.warmup_cycles
 
     gpus = torch.cuda.device_count()
     args.device = args.device.replace("auto", "cuda" if gpus > 0 else "cpu")
     if args.device == "cuda" and gpus == 0:
         fail("argument --device: 'cuda' needs a GPU that torch can use, and there is none; use cpu")
     gpu_per_trainer = args.device == "cuda" and gpus >= args.trainers
-    args.backend = "nccl" if gpu_per_trainer else "gloo"
-
-
-def choose_sizes(args):
-    """Complete args.embedding_dim; refuse what doesn't fit together, or into this host's memory."""
-    from common.setup import available_memory, fail
+    args.backend = "nccl" if gpu_per_trainer else "gloo"  # of the trainers' process group
 
     multiple = DENSE_INPUT // math.gcd(DENSE_INPUT, args.servers)
     args.embedding_dim = args.embedding_dim or multiple
@@ -293,13 +282,14 @@ def choose_sizes(args):
             f"the columns of {args.servers} servers have to make rows of {DENSE_INPUT}"
         )
     tables = 4 * args.servers * args.embeddings * args.embedding_dim
-    needed = tables * (1 + args.trainers)  # each trainer has a gradient there
-    available = available_memory()
+    needed = tables * (1 + args.trainers)  # bytes: each trainer has a gradient there
+    available = setup.available_memory()
     if needed > available:
         fail(
             f"argument --embeddings: '{args.embeddings}' rows of {args.embedding_dim} columns need "
             f"{needed / 1e9:.0f} GB, and this host has {available / 1e9:.0f} left: use fewer"
         )
+    return args
 
 
 def begin(args) -> dict:
@@ -307,32 +297,23 @@ def begin(args) -> dict:
     from common.report import processor_name
     from common.setup import say
 
-    last = args.trainers + args.servers
-    threads = torch.get_num_threads()
-    name = torch.cuda.get_device_name() if args.device == "cuda" else processor_name()
-    result = {"stage": "08_ddp_rpc", "torch": torch.__version__, "backend": args.backend}
-    result |= {"device": args.device, "device_name": name, "world_size": last + 1}  # with master
+    device, backend, threads = args.device, args.backend, torch.get_num_threads()
+    name = torch.cuda.get_device_name() if device == "cuda" else processor_name()
+    servers, master = args.trainers, args.trainers + args.servers  # their first ranks
+    result = {"stage": "08_ddp_rpc", "torch": torch.__version__, "backend": backend}
+    result |= {"device": device, "device_name": name, "world_size": master + 1}
     result |= {"threads_per_rank": threads, "options": dict(vars(args))}
-    say(
-        f"08_ddp_rpc: torch {torch.__version__}, {args.backend} on {args.device}, {last + 1} ranks, "
-        f"threads per rank: {threads}"
-    )
+    ranks = f"{master + 1} ranks, threads per rank: {threads}"
+    say(f"08_ddp_rpc: torch {torch.__version__}, {backend} on {device}, {ranks}")
+    say(f"CUDA {torch.version.cuda or 'none'}, {torch.cuda.device_count()} GPUs")
+    if shutil.which("nvidia-smi"):
+        say(subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True).stdout)
     parameters = sum(parameter.numel() for parameter in dense_net().parameters())
-    say(
-        f"rank 0 to {args.trainers - 1}: trainers, {parameters} dense parameters on {args.device}, "
-        f"DDP over {args.backend}"
-    )
-    say(
-        f"rank {args.trainers} to {last - 1}: parameter servers, "
-        f"a table of {args.embeddings} × {args.embedding_dim} each"
-    )
-    say(f"rank {last}: master; RPC over TensorPipe (TCP)")
-    if args.round_trip > 0:
-        say(f"a lookup takes at least {1000 * args.round_trip:g} ms")
-    say(
-        f"{args.steps} steps are measured, after {args.warmup} to warm up; "
-        f"an epoch is {EPOCH} steps"
-    )
+    say(f"rank 0 to {servers - 1}: trainers, {parameters} dense parameters, DDP over {backend}")
+    table = f"a table of {args.embeddings} × {args.embedding_dim} each"
+    say(f"rank {servers} to {master - 1}: parameter servers, {table}; rank {master}: master")
+    say(f"a lookup takes at least {args.round_trip:g} ms; an epoch is {EPOCH} steps")
+    say(f"{args.steps} steps are measured, after {args.warmup} to warm up")
     return result | {"started": datetime.now(timezone.utc)}
 
 
@@ -361,7 +342,7 @@ def new_model(args, servers, seed, process_group=None):
     if args.device == "cuda":
         device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
         torch.cuda.set_device(device)  # of this thread: RPC calls us on any of its own
-    model = HybridModel(servers, device, process_group, args.round_trip)
+    model = HybridModel(servers, device, process_group, args.round_trip / 1000)
     return model, model.optimizer()
 
 
@@ -378,12 +359,11 @@ def network_bytes() -> int:
     """What this process has sent and received over TCP, as Linux counts it; elsewhere 0."""
     total = 0
     for file in Path("/proc/self/fd").glob("*"):
-        with suppress(OSError):  # what is no TCP connection has no such count
+        with suppress(OSError):  # a file, or a socket of another kind
             if os.readlink(file).startswith("socket:"):
                 with socket.socket(fileno=os.dup(int(file.name))) as connection:
                     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136)
-                # tcpi_bytes_acked and tcpi_bytes_received of linux/tcp.h
-                total += sum(struct.unpack_from("QQ", info, 120))
+                total += sum(struct.unpack_from("QQ", info, 120))  # bytes acknowledged, received
     return total
 
 
@@ -470,8 +450,7 @@ def verify(args, trainers, servers):
         f"verify: passed, dense weights of {len(trainers)} trainers bitwise equal; of {embeddings} "
         f"rows per server exactly the {len(looked_up)} that were looked up have moved\n"
     )
-    result = {"max_abs_diff": difference, "tolerance": tolerance, "passed": True}
-    return result | {"rows": embeddings, "rows_moved": len(looked_up)}
+    return {"max_abs_diff": difference, "tolerance": tolerance, "passed": True}
 
 
 def train(args, servers):
@@ -479,12 +458,11 @@ def train(args, servers):
 
     What it measured: {lookup: [{"seconds", "lookup_seconds", "examples"} of an epoch]}.
     """
-    from common.setup import progress, say, time_left
+    from common.setup import progress, time_left
 
     rank = dist.get_rank()
     warmup = args.warmup // EPOCH
     epochs = warmup + args.steps // EPOCH
-    between_reports = math.ceil(epochs / 5)
     lookups = LOOKUPS if args.lookup == "both" else [args.lookup]
     model, optimizer = new_model(args, servers, args.seed)
     all_batches = random_batches(args, args.embeddings, args.seed + rank)
@@ -506,15 +484,12 @@ def train(args, servers):
             sample["examples"] = sum(len(offsets) for _, offsets, _ in batches)
             if epoch > warmup:
                 measured[lookup].append(sample)
-        if rank == 0 and epoch % between_reports == 0 and epoch < epochs:
-            say(f"epoch {epoch} of {epochs}, loss of trainer0 {losses[-1]:.3f}")
     return {"name": f"trainer{rank}", "lookups": measured, "loss": losses}
 
 
 def run_master(args, names: list[str]) -> None:
     """Verify, have the trainers train, print and write what they measured."""
     from common import report
-    from common.setup import say
 
     trainers, servers = names[: args.trainers], names[args.trainers : -1]
     result = begin(args)
@@ -525,7 +500,6 @@ def run_master(args, names: list[str]) -> None:
     carried = sum(call_all(servers, network_bytes)) - before
     steps = EPOCH * sum(len(trainer["loss"]) for trainer in result["trainers"])
     result["network_bytes_per_step"] = carried / steps
-    say()
     result |= summarize(args, result)
     report.write_json(args.json, result)
 
@@ -566,7 +540,7 @@ def summarize(args, result: dict) -> dict:
     header = ["", "p50", "ex./s", "p75", "ex./s", "p90", "ex./s", "p95", "ex./s", "lookups"]
     print_table(header, rows)
     say("seconds per epoch at each percentile, and examples (bags) per second at that pace;")
-    say("lookups: their part of the time; all: samples pooled, examples summed")
+    say("lookups: their share of the time; all: samples pooled, examples summed")
     if args.lookup == "both":
         faster = rates["parallel"] / rates["sequential"]
         waits = {lookup: total(epochs, "lookup_seconds") for lookup, epochs in pooled.items()}
@@ -577,10 +551,9 @@ def summarize(args, result: dict) -> dict:
         )
     kilobytes = result["network_bytes_per_step"] / 1000
     say(f"a trainer and all servers exchange {kilobytes:.1f} kB per step, 1 kB = 1000 bytes")
-    first, last = 0.0, 0.0
-    for trainer in result["trainers"]:
-        first += trainer["loss"][0] / args.trainers
-        last += trainer["loss"][-1] / args.trainers
+    losses = [trainer["loss"] for trainer in result["trainers"]]
+    first = sum(loss[0] for loss in losses) / args.trainers
+    last = sum(loss[-1] for loss in losses) / args.trainers
     say(
         f"loss: {first:.3f} in the first epoch, {last:.3f} in the last; the targets are random, so "
         f"that ln {CLASSES} = {math.log(CLASSES):.3f} is all there is to learn"

@@ -46,7 +46,8 @@ def run_ranks(world_size: int, function, *arguments, start_method: str = "spawn"
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     # Ctrl-C reaches every process of the terminal: the new ones inherit this mask until they bear
     # it. Python's tracker, which comes with spawn, would undo it when it starts, so it is first.
-    resource_tracker.ensure_running()
+    if start_method == "spawn":
+        resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     options = {"join": False, "daemon": True, "start_method": start_method}
     ranks = mp.start_processes(start_rank, (function, arguments), world_size, **options)
@@ -59,6 +60,9 @@ def run_ranks(world_size: int, function, *arguments, start_method: str = "spawn"
         while not received and not ranks.join(timeout=0.5, grace_period=0):
             pass
         del store
+    except (mp.ProcessRaisedException, mp.ProcessExitedException):
+        if not received:  # else Ctrl-C has ended them, too
+            raise
     finally:
         for process in ranks.processes:  # all, before any of them complains about another
             process.kill()
