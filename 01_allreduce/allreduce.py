@@ -3,16 +3,15 @@
 After an all-reduce every rank holds the sum of all ranks' tensors. This is the one operation that
 data parallelism stands on. Here it is shown on four small tensors, written by hand as a ring, once
 plain and once in pieces, and timed beside the backend's own for sizes from 1 MB to 1 GB. Unlike the
-later stages this script starts its ranks itself (spawn.py); alpha_beta.py says what the times mean.
+later stages this script starts its ranks itself; alpha_beta.py says what the times mean.
 
     make 01_allreduce                       (all sizes, 2, 4 and 6 ranks: about four minutes)
     make 01_allreduce NPROC=4               (only 4 ranks)
     python 01_allreduce/allreduce.py --demo                             (only the demonstration)
     python 01_allreduce/allreduce.py --sizes-mb 1,10 --nproc 2          (done in seconds)
 
-The picture goes to results/01_allreduce.png. The JSON has a row per size, algorithm and world size.
-Its "seconds" is a flat list, one time per call, and not nested by rank as in the later stages: all
-ranks wait for the slowest one in every call, and its time alone is kept.
+The picture goes to results/01_allreduce.png. The JSON has a row per size, algorithm and world size,
+with a time per call, that of the slowest rank, where later stages have [rank][step].
 
 Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
 JPDC 2009; bandwidths as nccl-tests defines them (doc/PERFORMANCE.md); Stanford CS336, assignment 2,
@@ -21,7 +20,7 @@ JPDC 2009; bandwidths as nccl-tests defines them (doc/PERFORMANCE.md); Stanford 
 
 import itertools
 import json
-import math
+import os
 import signal
 import sys
 import tempfile
@@ -31,8 +30,12 @@ from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while torch is imported
+
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 
 
 def plain_ring_all_reduce(tensor: torch.Tensor) -> None:
@@ -76,13 +79,11 @@ def ring_all_reduce(tensor: torch.Tensor) -> None:
     left, right = (rank - 1) % world_size, (rank + 1) % world_size
     length = PIECE_BYTES // tensor.element_size()
     chunks = tensor.detach().view(-1).tensor_split(world_size)
-    pieces_of = [chunk.split(length) for chunk in chunks]
-    incoming = []  # all pieces, in the order in which they arrive
-    for step in range(2 * (world_size - 1)):
-        if step == world_size - 1:
-            to_add = len(incoming)  # so many are added, the later ones replace
-        to_pass_on = len(incoming)  # all but those of the last step
-        incoming += pieces_of[(rank - step - 1) % world_size]
+    pieces = [chunk.split(length) for chunk in chunks]
+    arriving = [(rank - step - 1) % world_size for step in range(2 * (world_size - 1))]  # chunks
+    incoming = [piece for chunk in arriving for piece in pieces[chunk]]  # in this order
+    to_add = sum(len(pieces[chunk]) for chunk in arriving[: world_size - 1])  # the first ones
+    to_pass_on = len(incoming) - len(pieces[arriving[-1]])  # all but the last step's
 
     # A piece is received beside the tensor if it is to be added; else in its own place, which is
     # free by then, because what was there left this rank long ago, or its sum would not be back.
@@ -95,7 +96,7 @@ def ring_all_reduce(tensor: torch.Tensor) -> None:
             targets.append(piece)
 
     receives = [dist.irecv(target, left) for target in targets[:IN_FLIGHT]]
-    sends = [dist.isend(piece, right) for piece in pieces_of[rank]]
+    sends = [dist.isend(piece, right) for piece in pieces[rank]]
     for number, piece in enumerate(incoming):
         receives[number].wait()  # messages of two ranks arrive in the order in which they were sent
         if number < to_add:
@@ -108,11 +109,17 @@ def ring_all_reduce(tensor: torch.Tensor) -> None:
         work.wait()
 
 
+def check_tensor(tensor: torch.Tensor) -> None:
+    """RuntimeError for what the rings cannot sum, before anything is sent: the next call works."""
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise RuntimeError("the ring needs a contiguous CPU tensor; .contiguous() makes one")
+
+
 # ==================================================================================================
 # Below this line: the demonstration, the benchmark, main.
 
 RINGS = {"plain ring": plain_ring_all_reduce, "ring": ring_all_reduce}
-ROW_SECONDS = 6.0  # where all calls of a row would take longer, fewer are made
+LONG_CALL = 0.5  # seconds: where a call takes longer, three are counted, after one
 HEADER = ["algorithm", "ranks", "MB", "count", "mean, ms", "p50", "p75", "p90", "p95"]
 HEADER += ["algbw", "busbw", "ratio", "#wrong"]
 WIDTHS = [10, 5, 6, 5, 8, 7, 7, 7, 7, 5, 5, 5, 6]
@@ -124,10 +131,22 @@ LEGEND = (
 )
 
 
-def check_tensor(tensor: torch.Tensor) -> None:
-    """RuntimeError for what the rings cannot sum, before anything is sent: the next call works."""
-    if tensor.device.type != "cpu" or not tensor.is_contiguous():
-        raise RuntimeError("the ring needs a contiguous CPU tensor; .contiguous() makes one")
+def on_rank(rank: int, world_size: int, backend: str, function: Callable, *arguments) -> None:
+    """In a process of its own: join the other ranks, call function(device, *arguments), leave."""
+    from common.setup import threads_per_rank, without_gloo_greeting
+
+    os.environ["RANK"] = str(rank)  # say() and progress() go by it, as under torchrun
+    torch.set_num_threads(threads_per_rank(world_size))
+    device, device_id = torch.device("cpu"), None
+    if backend == "nccl":
+        device = device_id = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+    with without_gloo_greeting():
+        dist.init_process_group(backend, rank=rank, world_size=world_size, device_id=device_id)
+    try:
+        function(device, *arguments)
+    finally:
+        dist.destroy_process_group()
 
 
 def demonstrate(device: torch.device, all_reduce: Callable = dist.all_reduce) -> None:
@@ -137,12 +156,12 @@ def demonstrate(device: torch.device, all_reduce: Callable = dist.all_reduce) ->
     tensor = torch.randint(0, 10, (3,), generator=torch.Generator().manual_seed(dist.get_rank()))
     before = tensor.tolist()
     all_reduce(tensor)
-    of_ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, (before, tensor.tolist()))
-    for rank, (before, after) in enumerate(of_ranks):
+    all_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(all_ranks, (before, tensor.tolist()))
+    for rank, (before, after) in enumerate(all_ranks):
         say(f"rank {rank}: before {before}, after {after}")
-    expected = torch.tensor([before for before, _ in of_ranks]).sum(0).tolist()
-    if any(after != expected for _, after in of_ranks):
+    expected = torch.tensor([before for before, _ in all_ranks]).sum(0).tolist()
+    if any(after != expected for _, after in all_ranks):
         raise RuntimeError("demonstration FAILED: not every rank holds the sum")
     say("demonstration: passed, all ranks hold the sum, bitwise equal\n")
 
@@ -168,33 +187,26 @@ def benchmark(
         tensor = torch.empty(size_bytes // 4, device=device)
         measured = measure(algorithms, tensor, steps, warmup)
         for name in algorithms:
-            row = {
-                "algorithm": name,
-                "world_size": dist.get_world_size(),
-                "threads_per_rank": torch.get_num_threads(),
-                "size_bytes": size_bytes,
-                **measured[name],
-            }
+            row = {"algorithm": name, "world_size": dist.get_world_size()}
+            row |= {"threads_per_rank": torch.get_num_threads(), "size_bytes": size_bytes}
+            row |= measured[name]
             if dist.get_rank() == 0:
                 with open(rows_file, "a") as file:
                     file.write(json.dumps(row) + "\n")
             print_measured(row, measured[backend]["p50"])
 
 
-def print_measured(row: dict, p50_of_backend: float) -> None:
+def print_measured(row: dict, backend_p50: float) -> None:
     """A line of the table: one size with one algorithm."""
     from common.report import percentiles, print_row
 
-    size = row["size_bytes"]
-    world_size = row["world_size"]
+    size, world_size, seconds = row["size_bytes"], row["world_size"], row["seconds"]
     algbw = size / row["p50"] / 1e9
     busbw = algbw * 2 * (world_size - 1) / world_size
+    times = [sum(seconds) / len(seconds), *percentiles(seconds)]
     cells = [row["algorithm"], str(world_size), f"{size / 2**20:g}"]
-    cells.append(f"{len(row['seconds'])}+{row['warmup']}")
-    mean = sum(row["seconds"]) / len(row["seconds"])
-    cells += [f"{1000 * value:.2f}" for value in (mean, *percentiles(row["seconds"]))]
-    cells += [f"{algbw:.2f}", f"{busbw:.2f}", f"{p50_of_backend / row['p50']:.2f}"]
-    cells.append(str(row["wrong"]))
+    cells += [f"{len(seconds)}+{row['warmup']}", *[f"{1000 * time:.2f}" for time in times]]
+    cells += [f"{algbw:.2f}", f"{busbw:.2f}", f"{backend_p50 / row['p50']:.2f}", str(row["wrong"])]
     print_row(cells, WIDTHS)
 
 
@@ -203,9 +215,8 @@ def measure(
 ) -> dict[str, dict]:
     """Call the algorithms in turn (A B A B …), so that noise meets them alike, and check each call.
 
-    Calls that together would take longer than ROW_SECONDS are left out, warm-ups and counted ones
-    in proportion; four calls stay. Returns of each algorithm the "seconds" of the slowest rank per
-    counted call, their "p50", the number of calls before them ("warmup"), "wrong" elements.
+    Returns of each algorithm the "seconds" of the slowest rank per counted call, their "p50", the
+    number of calls before them ("warmup"), and the "wrong" elements of all calls and ranks.
     """
     from common import report, timing
 
@@ -214,35 +225,34 @@ def measure(
     # chunk looks like another one.
     pattern = torch.arange(1_000_003, device=tensor.device).remainder(1021).float()
     expected = world_size * pattern + world_size * (world_size - 1) / 2
-    parts = tensor.split(len(pattern))
+    periods = tensor.split(len(pattern))
     watch = timing.Stopwatch(tensor.device)
 
     def fill() -> None:
-        for part in parts:
-            torch.add(pattern[: len(part)], rank, out=part)
+        for period in periods:
+            torch.add(pattern[: len(period)], rank, out=period)
 
     def timed(all_reduce: Callable) -> dict:
         watch.mark("start")
         all_reduce(tensor)
         watch.mark("end")
-        differ = [(part != expected[: len(part)]).sum().item() for part in parts]
+        wrong = sum((period != expected[: len(period)]).sum().item() for period in periods)
         fill()  # for the next call, before the barrier
-        return {"seconds": watch.seconds("start", "end"), "wrong": sum(differ)}
+        return {"seconds": watch.seconds("start", "end"), "wrong": wrong}
 
     fill()
     candidates = {name: partial(timed, algorithms[name]) for name in algorithms}
     first = timing.measure(candidates, steps=1, warmup=0)
-    longest = max(max(times["seconds"])[0] for times in first.values())
-    calls = min(warmup + steps, max(4, math.ceil(ROW_SECONDS / longest)))
-    warmups = min(calls - 1, math.ceil(calls * warmup / (warmup + steps)))
-    later = timing.measure(candidates, steps=calls - 1, warmup=0)
+    if max(max(times["seconds"])[0] for times in first.values()) > LONG_CALL:
+        steps, warmup = min(steps, 3), 1
+    later = timing.measure(candidates, steps=warmup - 1 + steps, warmup=0)
     measured = {}
     for name in algorithms:
-        of_calls = list(zip(*later[name]["seconds"], strict=True))
-        seconds = [max(of_ranks) for of_ranks in of_calls[warmups - 1 :]]
+        slowest = [max(times) for times in zip(*later[name]["seconds"], strict=True)]
+        seconds = slowest[warmup - 1 :]  # the first call was one to warm up
         wrong = sum(map(sum, first[name]["wrong"] + later[name]["wrong"]))
         p50 = report.percentiles(seconds)[0]
-        measured[name] = {"warmup": warmups, "seconds": seconds, "p50": p50, "wrong": wrong}
+        measured[name] = {"warmup": warmup, "seconds": seconds, "p50": p50, "wrong": wrong}
     return measured
 
 
@@ -253,44 +263,30 @@ def copy_bandwidth() -> float:
     return source.nbytes / min(times)
 
 
-def run_grid(args, result: dict, ranks_measure: Callable, rows_file: str) -> None:
+def run_grid(args, ranks_measure: Callable, rows_file: str) -> None:
     """Measure every backend with every world size, and say what this machine cannot run."""
-    from spawn import run_ranks
-
+    from common.launch.spawn import run_ranks
     from common.report import print_row
-    from common.setup import progress, say, threads_per_rank
+    from common.setup import TORCH_BYTES, available_memory, progress
 
-    backends = " and ".join(args.backends)
-    world_sizes = ",".join(map(str, args.world_sizes))
-    copy = result["copy_bytes_per_second"] / 1e9
-    say(f"{result['stage']}: torch {torch.__version__}, {backends} with {world_sizes} ranks")
-    say(f"{threads_per_rank(1)} cores shared by the ranks, memory copy {copy:.2f} GB/s")
     print_row(HEADER, WIDTHS)
     sizes = [int(size * 2**18) * 4 for size in args.sizes_mb]  # whole float32s
+    gpus = torch.cuda.device_count()
     for backend, world_size in itertools.product(args.backends, args.world_sizes):
-        possible, reason = what_fits(backend, world_size, sizes)
+        free = available_memory()
+        possible = [size for size in sizes if world_size * (size + TORCH_BYTES) <= free]
+        needed = world_size * (max(sizes) + TORCH_BYTES) / 1e9
+        reason = f"not run: needs {needed:.1f} GB of memory, and {free / 1e9:.1f} are free"
+        if backend == "nccl":
+            possible = sizes if gpus >= world_size else []
+            reason = f"not run: needs {world_size} GPUs, and torch finds {gpus}"
         if possible:
             progress(f"{backend}: {world_size} ranks are started")
             options = (possible, args.steps, args.warmup, rows_file)
-            run_ranks(world_size, ranks_measure, backend, *options)
+            run_ranks(world_size, on_rank, world_size, backend, ranks_measure, *options)
         left_out = [f"{size / 2**20:g}" for size in sizes if size not in possible]
         if left_out:
-            cells = [backend, str(world_size), ",".join(left_out), f"not run: {reason}"]
-            print_row(cells, [*WIDTHS[:3], 0])
-
-
-def what_fits(backend: str, world_size: int, sizes: list[int]) -> tuple[list[int], str]:
-    """Those sizes that this machine can run, and why not the others."""
-    from common.setup import TORCH_BYTES, available_memory
-
-    if backend == "nccl":
-        gpus = torch.cuda.device_count()
-        possible = sizes if gpus >= world_size else []
-        return possible, f"needs {world_size} GPUs, and torch finds {gpus}"
-    free = available_memory()
-    possible = [size for size in sizes if world_size * (size + TORCH_BYTES) <= free]
-    needed = world_size * (max(sizes) + TORCH_BYTES)
-    return possible, f"needs {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} are free"
+            print_row([backend, str(world_size), ",".join(left_out), reason], [*WIDTHS[:3], 0])
 
 
 def read_arguments(description: str, picture: str):
@@ -299,11 +295,9 @@ def read_arguments(description: str, picture: str):
 
     allowed = "a size in MB, of one float32 at least"
     size = setup.checked(float, lambda megabytes: 2**-18 <= megabytes < 2**40, allowed)
-    sizes = setup.list_of(size)
     backend = setup.checked(str, lambda name: name in ("gloo", "nccl"), "gloo or nccl")
-    backends = setup.list_of(backend)
     one = setup.whole_number(1)
-    ranks = setup.list_of(one)
+    sizes, backends, ranks = map(setup.list_of, (size, backend, one))
     parser = setup.Parser(description)
     add = parser.add_argument
     add("--demo", action="store_true", help="measure nothing")
@@ -317,57 +311,64 @@ def read_arguments(description: str, picture: str):
     return parser.parse_args()
 
 
+def begin(args, stage: str) -> dict:
+    """The head of the JSON, with lists where later stages have one backend and world size."""
+    from common import report
+
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    devices = {"gloo": "cpu", "nccl": "cuda"}
+    names = {"gloo": report.processor_name(), "nccl": gpu}
+    result = {"stage": stage, "torch": torch.__version__, "backend": args.backends}
+    result["device"] = [devices[backend] for backend in args.backends]
+    result["device_name"] = [names[backend] for backend in args.backends]
+    result |= {"world_size": args.world_sizes, "threads_per_rank": None}  # threads: in the rows
+    return result | {"options": dict(vars(args)), "started": datetime.now(timezone.utc)}
+
+
 def run(args, stage: str, ranks_show: Callable, ranks_measure: Callable) -> None:
     """All of a run: four ranks show it, the grid is measured, tables and files say what came out.
 
     What is measured before Ctrl-C or the end of a rank is kept.
     """
     from alpha_beta import draw, fit_all
-    from spawn import run_ranks
 
-    from common import report, setup
+    from common.launch.spawn import run_ranks
+    from common.report import write_json
+    from common.setup import progress, say, threads_per_rank
 
-    device_of = {"gloo": "cpu", "nccl": "cuda"}
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    name_of = {"gloo": report.processor_name(), "nccl": gpu}
-    result = {  # the head has a list where later stages have one backend and world size
-        "stage": stage,
-        "torch": torch.__version__,
-        "backend": args.backends,
-        "device": [device_of[backend] for backend in args.backends],
-        "device_name": [name_of[backend] for backend in args.backends],
-        "world_size": args.world_sizes,
-        "threads_per_rank": None,  # in the rows
-        "options": dict(vars(args)),
-        "started": datetime.now(timezone.utc),
-        "copy_bytes_per_second": None,
-        "fits": [],
-    }
+    result = begin(args, stage)
     status = 0
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.NamedTemporaryFile("r") as rows_file:
         try:
-            setup.progress("demonstration: 4 ranks are started")
-            run_ranks(4, ranks_show, "gloo")
+            progress("demonstration: 4 ranks are started")
+            run_ranks(4, on_rank, 4, "gloo", ranks_show)
             if not args.demo:
-                result["copy_bytes_per_second"] = copy_bandwidth()
-                run_grid(args, result, ranks_measure, rows_file.name)
+                copy = result["copy_bytes_per_second"] = copy_bandwidth()
+                world_sizes = ",".join(map(str, args.world_sizes))
+                backends = " and ".join(args.backends)
+                say(f"{stage}: torch {torch.__version__}, {backends} with {world_sizes} ranks")
+                cores = threads_per_rank(1)
+                say(f"{cores} cores shared by the ranks, memory copy {copy / 1e9:.2f} GB/s")
+                run_grid(args, ranks_measure, rows_file.name)
         except KeyboardInterrupt:
-            setup.say("interrupted: what is measured so far follows")
+            say("interrupted: what is measured so far follows")
             status = 130
-        except RuntimeError as error:
-            setup.progress()
-            print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr, flush=True)
+        except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+            progress()
+            reason = str(error).strip().splitlines()[-1]
+            print(f"{Path(sys.argv[0]).name}: error: a rank ended: {reason}", file=sys.stderr)
             status = 1
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         whole_lines = rows_file.read().split("\n")[:-1]  # the last one may have been cut off
     rows = result["rows"] = [json.loads(line) for line in whole_lines]
-
     if rows:
-        setup.say(LEGEND)
+        say(LEGEND)
         result["fits"] = fit_all(rows)
-    report.write_json(args.json, result)
+    write_json(args.json, result)
     if rows and args.plot:
-        draw(args.plot, rows, result["copy_bytes_per_second"])
+        draw(args.plot, rows, copy)
     sys.exit(status)
 
 
@@ -376,11 +377,10 @@ def main():
     sys.path[:0] = [str(folder), str(folder.parent)]
     try:
         import alpha_beta  # noqa: F401
-        import spawn  # noqa: F401
 
         from common.setup import forget_launcher
     except ModuleNotFoundError as error:
-        files = "the repository's folder common/, alpha_beta.py and spawn.py"
+        files = "the repository's folder common/, and alpha_beta.py"
         sys.exit(f"error: {error}: copy {files} beside this script")
 
     forget_launcher()

@@ -41,11 +41,13 @@ def fit(
 # Below this line: the table and the picture.
 
 
-def lines_of(rows: list[dict]) -> dict:
-    """The rows by (algorithm, world size): what the model is fitted to, a line of the picture."""
+def lines_of(rows: list[dict]) -> dict[tuple[str, int], tuple[list, list]]:
+    """(algorithm, world size): (sizes in bytes, p50s in seconds), a line of the picture each."""
     lines = {}
     for row in rows:
-        lines.setdefault((row["algorithm"], row["world_size"]), []).append(row)
+        sizes, times = lines.setdefault((row["algorithm"], row["world_size"]), ([], []))
+        sizes.append(row["size_bytes"])
+        times.append(row["p50"])
     return lines
 
 
@@ -56,16 +58,14 @@ def fit_all(rows: list[dict]) -> list[dict]:
 
     fits = []
     table = []
-    for (name, world_size), line in lines_of(rows).items():
-        sizes = [row["size_bytes"] for row in line]
-        times = [row["p50"] for row in line]
+    for (name, world_size), (sizes, times) in lines_of(rows).items():
         try:
             alpha, beta, error = fit(sizes, times, world_size)
         except ValueError as reason:
             cells = ["-", "-", f"no fit: {reason}"]
         else:
-            fits.append({"algorithm": name, "world_size": world_size})
-            fits[-1] |= {"alpha": alpha, "beta": beta, "error": error}
+            line = {"algorithm": name, "world_size": world_size}
+            fits.append(line | {"alpha": alpha, "beta": beta, "error": error})
             cells = [f"{1e6 * alpha:.0f}", f"{beta / 1e9:.2f}", f"{100 * error:.1f} %"]
         table.append([name, str(world_size), *cells])
     say("\nmodel: t(S) = α + 2(n-1)/n · S/β, fitted to the p50s")
@@ -88,20 +88,17 @@ def draw(path: Path, rows: list[dict], copy: float) -> None:
 
     lines = lines_of(rows)
     ours = "shared" if any(name == "shared" for name, _ in lines) else "ring"
-    world_sizes = sorted({row["world_size"] for row in rows})
+    world_sizes = sorted({world_size for _, world_size in lines})
     figure = Figure(figsize=(8, 5.5), layout="constrained")
     axes = figure.subplots()
-    for (name, world_size), line in lines.items():
-        if name not in ("gloo", "nccl", ours):
-            continue
-        linestyle, marker = ("--", "s") if name == ours else ("-", "o")
-        color = COLORS[world_sizes.index(world_size) % len(COLORS)]
-        share = 2 * (world_size - 1) / world_size  # of its bytes, that leave a rank
-        sizes = numpy.array([row["size_bytes"] for row in line])
-        p50 = numpy.array([row["p50"] for row in line])
-        label = f"{name}, {world_size} ranks"
-        style = {"color": color, "marker": marker, "linestyle": linestyle, "label": label}
-        axes.plot(sizes / 2**20, share * sizes / p50 / 1e9, **style)
+    for (name, world_size), (sizes, times) in lines.items():
+        if name in ("gloo", "nccl", ours):
+            traffic = 2 * (world_size - 1) / world_size * numpy.array(sizes)  # leaves a rank
+            color = COLORS[world_sizes.index(world_size) % len(COLORS)]
+            style = "s--" if name == ours else "o-"
+            label = f"{name}, {world_size} ranks"
+            busbw = traffic / numpy.array(times) / 1e9
+            axes.plot(numpy.array(sizes) / 2**20, busbw, style, color=color, label=label)
     axes.axhline(copy / 1e9, color="black", linestyle=":", label="memory copy, one process")
     axes.set_title(f"All-reduce of float32 tensors on one machine; dashed: {ours}")
     axes.set(xscale="log", yscale="log", xlabel="tensor size, MB", ylabel="busbw (p50), GB/s")

@@ -19,11 +19,11 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parent / "shared_memory"))
 
 import allreduce
-import spawn
 from allreduce import IN_FLIGHT, PIECE_BYTES, RINGS
 from alpha_beta import fit
 from shared_memory import SharedMemoryAllReduce
 
+from common.launch import spawn
 from common.recordings.record import output_of
 from common.testing import harness
 from common.testing.harness import ROOT, SHARED_MEMORY, masked, names_in, read_json, wait_for_line
@@ -382,7 +382,7 @@ def test_ctrl_c_while_ranks_are_started_leaves_none(monkeypatch):
     monkeypatch.setattr(SpawnProcess, "_Popen", staticmethod(start_rank))
     try:
         with pytest.raises(KeyboardInterrupt):
-            spawn.run_ranks(3, allreduce.demonstrate, "gloo")
+            spawn.run_ranks(3, allreduce.on_rank, 3, "gloo", allreduce.demonstrate)
     finally:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -7,26 +7,40 @@ asked at once, and their answers are awaited together.
 
     make 08_ddp_rpc                                     (2 trainers and 2 servers)
     make 08_ddp_rpc NPROC=8                             (8 and 8, as upstream)
-    python 08_ddp_rpc/ddp_rpc.py --nproc 8 --lookup both
-                                        (both kinds of lookup, epoch by epoch in turn)
+    python 08_ddp_rpc/ddp_rpc.py --trainers 1 --servers 8 --lookup both --round-trip 2ms
+                        (both kinds of lookup, epoch by epoch in turn, on a network of such a delay)
 
-launcher.py starts all processes, on this host. Source: PyTorch,
-torch/distributed/benchmarks/benchmark_ddp_rpc.py; Li et al., "Scaling Distributed Machine Learning
-with the Parameter Server", OSDI 2014.
+The processes, all on this host, are the trainers, then the servers, then a master. All join one RPC
+world, the trainers a process group besides. The master alone acts by itself: the others do what
+they are called for.
+
+Source: PyTorch, torch/distributed/benchmarks/benchmark_ddp_rpc.py; Li et al., "Scaling Distributed
+Machine Learning with the Parameter Server", OSDI 2014.
 """
 
 import copy
+import logging
 import math
 import os
+import shutil
+import signal
+import socket
+import struct
+import subprocess
 import sys
 import time
-from datetime import datetime, timezone
+from contextlib import suppress
+from datetime import datetime, timedelta, timezone
 from itertools import islice
 from pathlib import Path
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while torch is imported
 
 import torch
 import torch.distributed as dist
 import torch.distributed.autograd as dist_autograd
+import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed import rpc
@@ -82,7 +96,7 @@ class HybridModel(nn.Module):
     """Embedding tables on the parameter servers, and this trainer's replica of the dense net.
 
     servers: their RPC names. process_group: joins the trainers and nobody else; without it DDP
-    takes the default group.
+    takes the default group. round_trip: seconds that a lookup takes at least.
     """
 
     def __init__(
@@ -90,11 +104,13 @@ class HybridModel(nn.Module):
         servers: list[str],
         device: torch.device,
         process_group: dist.ProcessGroup | None = None,
+        round_trip: float = 0.0,
     ):
         super().__init__()
         self.servers = [rpc.get_worker_info(name) for name in servers]
         self.device = device
         self.dense = DistributedDataParallel(dense_net().to(device), process_group=process_group)
+        self.round_trip = round_trip
         self.lookup_seconds = 0.0
 
     def forward(
@@ -120,8 +136,13 @@ class HybridModel(nn.Module):
         if lookup == "parallel":
             answers = [rpc.rpc_async(server, look_up, bags) for server in self.servers]
             columns = torch.futures.wait_all(answers)
+            sleep_until(start + self.round_trip)
         else:  # the naive loop: a round trip, then the next one
-            columns = [rpc.rpc_sync(server, look_up, bags) for server in self.servers]
+            columns = []
+            for server in self.servers:
+                asked = time.perf_counter()
+                columns.append(rpc.rpc_sync(server, look_up, bags))
+                sleep_until(asked + self.round_trip)
         self.lookup_seconds += time.perf_counter() - start
         return columns
 
@@ -131,6 +152,10 @@ class HybridModel(nn.Module):
         remote = torch.futures.wait_all(answers)
         local = [rpc.RRef(parameter) for parameter in self.dense.parameters()]
         return DistributedOptimizer(torch.optim.SGD, remote + local, lr=LEARNING_RATE)
+
+
+def sleep_until(moment: float) -> None:
+    time.sleep(max(0.0, moment - time.perf_counter()))
 
 
 def training_step(
@@ -149,21 +174,72 @@ def training_step(
 
 
 # ==================================================================================================
-# Below this line: the command line, what verify and training do, and the master, who prints it all.
+# Below this line: the processes, the command line, verify, training, and the master, who prints.
+
+
+def run_rank(rank: int, args, names: list[str]) -> None:
+    """In a process of its own: join in this rank's role, serve until the master is done, leave."""
+    from common.setup import threads_per_rank, without_gloo_greeting
+
+    logging.captureWarnings(True)  # torch deprecates what its own RPC and optimizer are made of
+    torch.set_num_threads(threads_per_rank(len(names) - 1))  # the master only waits
+    is_trainer = rank < args.trainers
+    limit = timedelta(seconds=args.timeout)
+    options = rpc.TensorPipeRpcBackendOptions(
+        # A trainer has a thread that trains and others that take the answers. A server has one in
+        # all, so that updates of one table by several trainers follow one another: the optimizer
+        # takes no lock.
+        num_worker_threads=1 if names[rank].startswith("ps") else 4,
+        rpc_timeout=args.timeout,
+        # Plain TCP. What torch adds to it on one host (shared memory, 16 more connections per pair)
+        # took more CPU time with messages as small as these.
+        _transports=["uv"],
+        _channels=["basic"],
+    )
+    with without_gloo_greeting():  # RPC has a group of gloo's, too
+        if is_trainer:
+            group = {"rank": rank, "world_size": args.trainers, "timeout": limit}
+            dist.init_process_group(args.backend, **group)
+        world = {"rank": rank, "world_size": len(names), "rpc_backend_options": options}
+        rpc.init_rpc(names[rank], **world)
+    if names[rank] == "master":
+        try:
+            run_master(args, names)
+        except RuntimeError as error:
+            if "imed out" in str(error) or "timeout" in str(error):
+                name_the_missing(names, args.timeout)
+            raise
+    rpc.shutdown()
+    if is_trainer:
+        dist.destroy_process_group()
+
+
+def name_the_missing(names: list[str], timeout: float) -> None:
+    """End the master, after somebody has waited too long, with the names of all who are silent."""
+    signs = {name: rpc.rpc_async(name, os.getpid, timeout=5) for name in names[:-1]}
+    missing = []
+    for name, sign in signs.items():
+        try:
+            sign.wait()
+        except RuntimeError:
+            missing.append(name)
+    silent = ", ".join(missing) or "nobody: all answer again"
+    sys.exit(f"error: --timeout {timeout:g} s are over; no sign of life from {silent}")
 
 
 def read_arguments():
     """The command line, checked and completed; upstream's names of flags are understood, too."""
     from common import setup
-    from common.setup import checked, whole_number
+    from common.setup import checked, fail, whole_number
 
-    def steps_of(epochs: str) -> int:
-        return EPOCH * whole_number(0)(epochs)
-
-    count = whole_number(1, 64)
-    one = whole_number(1)
+    count, one = whole_number(1, 64), whole_number(1)
     steps = checked(int, lambda n: n > 0 and n % EPOCH == 0, f"a multiple of {EPOCH} above 0")
     warmup = checked(int, lambda n: n >= 0 and n % EPOCH == 0, f"0 or a multiple of {EPOCH}")
+    milliseconds = checked(
+        lambda text: float(text.removesuffix("ms")),
+        lambda number: 0 <= number <= 1000,
+        "a number of milliseconds up to 1000, such as 2ms",
+    )
     rows = "rows of each server's table"
     columns = f"its columns (default: the fewest that give all servers {DENSE_INPUT} together)"
     lookup = "ask all servers at once, or one after another; both: epoch by epoch in turn"
@@ -176,8 +252,9 @@ def read_arguments():
     add("--embedding-dim", type=one, help=columns)
     add("--steps", type=steps, default=1000, help=f"measured; {EPOCH} are an epoch")
     add("--warmup", type=warmup, default=50, help="steps before them, not measured")
-    add("--warmup-cycles", dest="warmup", type=steps_of, help="upstream's, in epochs")
+    add("--warmup-cycles", type=whole_number(0), help="the same, in epochs, as upstream")
     add("--lookup", choices=[*LOOKUPS, "both"], default="parallel", help=lookup)
+    add("--round-trip", type=milliseconds, default="0ms", help="a lookup takes at least as long")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="of the dense net")
     add("--timeout", type=setup.positive_number, default=300.0, help="seconds to wait for others")
     add("--seed", type=whole_number(0), default=0)
@@ -187,26 +264,15 @@ def read_arguments():
     args.trainers = args.trainers or args.nproc
     args.servers = args.servers or args.nproc
     args.timeout = min(args.timeout, 1e6)  # infinity is no timedelta
-    choose_device(args)
-    choose_sizes(args)
-    return args
-
-
-def choose_device(args):
-    """Replace "auto" in args.device; set args.backend, that of the trainers' process group."""
-    from common.setup import fail
+    if args.warmup_cycles is not None:
+        args.warmup = EPOCH * args.warmup_cycles
 
     gpus = torch.cuda.device_count()
     args.device = args.device.replace("auto", "cuda" if gpus > 0 else "cpu")
     if args.device == "cuda" and gpus == 0:
         fail("argument --device: 'cuda' needs a GPU that torch can use, and there is none; use cpu")
     gpu_per_trainer = args.device == "cuda" and gpus >= args.trainers
-    args.backend = "nccl" if gpu_per_trainer else "gloo"
-
-
-def choose_sizes(args):
-    """Complete args.embedding_dim; refuse what doesn't fit together, or into this host's memory."""
-    from common.setup import available_memory, fail
+    args.backend = "nccl" if gpu_per_trainer else "gloo"  # of the trainers' process group
 
     multiple = DENSE_INPUT // math.gcd(DENSE_INPUT, args.servers)
     args.embedding_dim = args.embedding_dim or multiple
@@ -216,37 +282,38 @@ def choose_sizes(args):
             f"the columns of {args.servers} servers have to make rows of {DENSE_INPUT}"
         )
     tables = 4 * args.servers * args.embeddings * args.embedding_dim
-    needed = tables * (1 + args.trainers)  # each trainer has a gradient there
-    available = available_memory()
+    needed = tables * (1 + args.trainers)  # bytes: each trainer has a gradient there
+    available = setup.available_memory()
     if needed > available:
         fail(
             f"argument --embeddings: '{args.embeddings}' rows of {args.embedding_dim} columns need "
             f"{needed / 1e9:.0f} GB, and this host has {available / 1e9:.0f} left: use fewer"
         )
+    return args
 
 
 def begin(args) -> dict:
     """Print what runs, where, and which rank is what; returns the head of the JSON."""
-    from common.report import processor_name, topology
+    from common.report import processor_name
     from common.setup import say
 
-    last = args.trainers + args.servers
-    name = torch.cuda.get_device_name() if args.device == "cuda" else processor_name()
-    result = {"stage": "08_ddp_rpc", "torch": torch.__version__, "backend": args.backend}
-    result |= {"device": args.device, "device_name": name, "world_size": last + 1}  # with master
-    result |= {"threads_per_rank": torch.get_num_threads(), "options": dict(vars(args))}
-    line = "{stage}: torch {torch}, {backend} on {device}, {world_size} ranks, "
-    say((line + "threads per rank: {threads_per_rank}").format(**result))
-    say(f"CUDA {torch.version.cuda or 'none'}, {torch.cuda.device_count()} GPUs; {topology()}")
+    device, backend, threads = args.device, args.backend, torch.get_num_threads()
+    name = torch.cuda.get_device_name() if device == "cuda" else processor_name()
+    servers, master = args.trainers, args.trainers + args.servers  # their first ranks
+    result = {"stage": "08_ddp_rpc", "torch": torch.__version__, "backend": backend}
+    result |= {"device": device, "device_name": name, "world_size": master + 1}
+    result |= {"threads_per_rank": threads, "options": dict(vars(args))}
+    ranks = f"{master + 1} ranks, threads per rank: {threads}"
+    say(f"08_ddp_rpc: torch {torch.__version__}, {backend} on {device}, {ranks}")
+    say(f"CUDA {torch.version.cuda or 'none'}, {torch.cuda.device_count()} GPUs")
+    if shutil.which("nvidia-smi"):
+        say(subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True).stdout)
     parameters = sum(parameter.numel() for parameter in dense_net().parameters())
-    dense = f"{parameters} dense parameters on {args.device}, DDP over {args.backend}"
-    say(f"rank 0 to {args.trainers - 1}: trainers, {dense}")
-    tables = f"a table of {args.embeddings} × {args.embedding_dim} each"
-    say(f"rank {args.trainers} to {last - 1}: parameter servers, {tables}")
-    meeting = "{MASTER_ADDR} port {MASTER_PORT}".format(**os.environ)
-    say(f"rank {last}: master; RPC over TensorPipe (TCP); all meet at {meeting}")
-    measured = f"{args.steps} steps are measured, after {args.warmup} to warm up"
-    say(f"{measured}; an epoch is {EPOCH} steps")
+    say(f"rank 0 to {servers - 1}: trainers, {parameters} dense parameters, DDP over {backend}")
+    table = f"a table of {args.embeddings} × {args.embedding_dim} each"
+    say(f"rank {servers} to {master - 1}: parameter servers, {table}; rank {master}: master")
+    say(f"a lookup takes at least {args.round_trip:g} ms; an epoch is {EPOCH} steps")
+    say(f"{args.steps} steps are measured, after {args.warmup} to warm up")
     return result | {"started": datetime.now(timezone.utc)}
 
 
@@ -255,7 +322,7 @@ def random_batches(args, embeddings: int, seed: int):
 
     There is a target per row of the dense net's input.
     """
-    rows_of_bag = args.servers * args.embedding_dim // DENSE_INPUT
+    rows_per_bag = args.servers * args.embedding_dim // DENSE_INPUT
     generator = torch.Generator().manual_seed(seed)
     while True:
         length = int(torch.randint(20, 51, (), generator=generator))
@@ -263,7 +330,7 @@ def random_batches(args, embeddings: int, seed: int):
         starts = sizes.cumsum(0) - sizes
         offsets = starts[starts < length]
         indices = torch.randint(embeddings, (length,), generator=generator)
-        rows = len(offsets) * rows_of_bag
+        rows = len(offsets) * rows_per_bag
         targets = torch.randint(CLASSES, (rows,), generator=generator)
         yield indices, offsets, targets
 
@@ -275,7 +342,7 @@ def new_model(args, servers, seed, process_group=None):
     if args.device == "cuda":
         device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
         torch.cuda.set_device(device)  # of this thread: RPC calls us on any of its own
-    model = HybridModel(servers, device, process_group)
+    model = HybridModel(servers, device, process_group, args.round_trip / 1000)
     return model, model.optimizer()
 
 
@@ -286,6 +353,18 @@ def call_all(names, function, *arguments, **limit):
     """
     answers = [rpc.rpc_async(name, function, arguments, **limit) for name in names]
     return torch.futures.wait_all(answers)
+
+
+def network_bytes() -> int:
+    """What this process has sent and received over TCP, as Linux counts it; elsewhere 0."""
+    total = 0
+    for file in Path("/proc/self/fd").glob("*"):
+        with suppress(OSError):  # a file, or a socket of another kind
+            if os.readlink(file).startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(file.name))) as connection:
+                    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136)
+                total += sum(struct.unpack_from("QQ", info, 120))  # bytes acknowledged, received
+    return total
 
 
 def verify_one_trainer(args, servers, embeddings):
@@ -351,8 +430,10 @@ def verify(args, trainers, servers):
     away = f"{difference:.1e} away from a plain model in one process"
     if not difference <= tolerance:
         sys.exit(f"verify FAILED: one trainer is {away}")
-    passed = f"one trainer and {len(servers)} servers at most {away} after {VERIFY_STEPS} steps"
-    say(f"verify: passed, {passed}; allowed: {tolerance}")
+    say(
+        f"verify: passed, one trainer and {len(servers)} servers at most {away} "
+        f"after {VERIFY_STEPS} steps; allowed: {tolerance}"
+    )
 
     progress("verify: all trainers with all servers")
     call_all(servers, *tables)
@@ -365,13 +446,11 @@ def verify(args, trainers, servers):
         moved = (old != new).any(dim=1).nonzero().flatten().tolist()
         if set(moved) != looked_up:
             sys.exit(f"verify FAILED: the rows of {name} that moved are not those looked up")
-    exactly = f"of {embeddings} rows per server exactly the {len(looked_up)} that were looked up"
     say(
-        f"verify: passed, dense weights of {len(trainers)} trainers bitwise equal; "
-        f"{exactly} have moved\n"
+        f"verify: passed, dense weights of {len(trainers)} trainers bitwise equal; of {embeddings} "
+        f"rows per server exactly the {len(looked_up)} that were looked up have moved\n"
     )
-    result = {"max_abs_diff": difference, "tolerance": tolerance, "passed": True}
-    return result | {"rows": embeddings, "rows_moved": len(looked_up)}
+    return {"max_abs_diff": difference, "tolerance": tolerance, "passed": True}
 
 
 def train(args, servers):
@@ -379,12 +458,11 @@ def train(args, servers):
 
     What it measured: {lookup: [{"seconds", "lookup_seconds", "examples"} of an epoch]}.
     """
-    from common.setup import progress, say, time_left
+    from common.setup import progress, time_left
 
     rank = dist.get_rank()
     warmup = args.warmup // EPOCH
     epochs = warmup + args.steps // EPOCH
-    between_reports = math.ceil(epochs / 5)
     lookups = LOOKUPS if args.lookup == "both" else [args.lookup]
     model, optimizer = new_model(args, servers, args.seed)
     all_batches = random_batches(args, args.embeddings, args.seed + rank)
@@ -400,34 +478,29 @@ def train(args, servers):
             model.lookup_seconds = 0.0
             start = time.perf_counter()
             step_losses = [training_step(model, optimizer, batch, lookup) for batch in batches]
-            loss = torch.stack(step_losses).mean().item()  # waits for the GPU, if there is one
+            losses.append(torch.stack(step_losses).mean().item())  # waits for the GPU, if any
             sample = {"seconds": time.perf_counter() - start}
             sample["lookup_seconds"] = model.lookup_seconds
             sample["examples"] = sum(len(offsets) for _, offsets, _ in batches)
-            losses.append(loss)
             if epoch > warmup:
                 measured[lookup].append(sample)
-        if rank == 0 and epoch % between_reports == 0 and epoch < epochs:
-            say(f"epoch {epoch} of {epochs}, loss of trainer0 {loss:.3f}")
     return {"name": f"trainer{rank}", "lookups": measured, "loss": losses}
 
 
-def run_master(args, names):
-    """What the master does: verify, have the trainers train, print and write what they measured.
-
-    names: of all ranks, for RPC.
-    """
+def run_master(args, names: list[str]) -> None:
+    """Verify, have the trainers train, print and write what they measured."""
     from common import report
-    from common.setup import say
 
-    trainers = names[: args.trainers]
-    servers = names[args.trainers : -1]
+    trainers, servers = names[: args.trainers], names[args.trainers : -1]
     result = begin(args)
     result["verify"] = None if args.no_verify else verify(args, trainers, servers)
     call_all(servers, create_table, args.embeddings, args.embedding_dim, args.seed)
+    before = sum(call_all(servers, network_bytes))
     result["trainers"] = call_all(trainers, train, args, servers, timeout=0)
-    say()
-    result |= summarize(args, result["trainers"])
+    carried = sum(call_all(servers, network_bytes)) - before
+    steps = EPOCH * sum(len(trainer["loss"]) for trainer in result["trainers"])
+    result["network_bytes_per_step"] = carried / steps
+    result |= summarize(args, result)
     report.write_json(args.json, result)
 
 
@@ -444,21 +517,21 @@ def row(args, name: str, epochs: list[dict]) -> list[str]:
     cells = [name]
     for seconds in percentiles([epoch["seconds"] for epoch in epochs]):
         cells += [f"{seconds:.3f}", f"{examples / seconds:.0f}"]
-    share = total(epochs, "lookup_seconds") / total(epochs, "seconds")
-    return [*cells, f"{100 * share:.0f} %"]
+    lookups = total(epochs, "lookup_seconds") / total(epochs, "seconds")
+    return [*cells, f"{100 * lookups:.0f} %"]
 
 
-def summarize(args, results):
+def summarize(args, result: dict) -> dict:
     """Print what the trainers measured, each and all together; returns the latter for the JSON."""
     from common.report import print_table
     from common.setup import say
 
     rows = []
     pooled = {}
-    for result in results:
-        for lookup, epochs in result["lookups"].items():
+    for trainer in result["trainers"]:
+        for lookup, epochs in trainer["lookups"].items():
             pooled.setdefault(lookup, []).extend(epochs)
-            rows.append(row(args, f"{result['name']} {lookup}", epochs))
+            rows.append(row(args, f"{trainer['name']} {lookup}", epochs))
     rates = {}
     for lookup, epochs in pooled.items():
         rows.append(row(args, f"all {lookup}", epochs))
@@ -476,8 +549,11 @@ def summarize(args, results):
             f"parallel / sequential: {faster:.3f} × the examples per second, all epochs; "
             f"sequential / parallel: {longer:.2f} × the time in lookups"
         )
-    first = sum(result["loss"][0] for result in results) / args.trainers
-    last = sum(result["loss"][-1] for result in results) / args.trainers
+    kilobytes = result["network_bytes_per_step"] / 1000
+    say(f"a trainer and all servers exchange {kilobytes:.1f} kB per step, 1 kB = 1000 bytes")
+    losses = [trainer["loss"] for trainer in result["trainers"]]
+    first = sum(loss[0] for loss in losses) / args.trainers
+    last = sum(loss[-1] for loss in losses) / args.trainers
     say(
         f"loss: {first:.3f} in the first epoch, {last:.3f} in the last; the targets are random, so "
         f"that ln {CLASSES} = {math.log(CLASSES):.3f} is all there is to learn"
@@ -489,17 +565,32 @@ def main():
     folder = Path(__file__).resolve().parent
     sys.path[:0] = [str(folder), str(folder.parent)]
     try:
-        import launcher
-
-        from common.setup import forget_launcher
+        from common.launch.spawn import run_ranks
+        from common.setup import forget_launcher, progress
     except ModuleNotFoundError as error:
-        sys.exit(
-            f"error: {error}: copy the repository's folder common/ beside {folder} or into it, "
-            "and 08_ddp_rpc/launcher.py beside this file"
-        )
+        sys.exit(f"error: {error}: copy the repository's folder common/ beside {folder} or into it")
 
     forget_launcher()
-    launcher.run(read_arguments(), run_master)
+    args = read_arguments()
+    names = [f"trainer{i}" for i in range(args.trainers)]
+    names += [*[f"ps{i}" for i in range(args.servers)], "master"]
+    # A forked process has imported torch: on two cores 17 take a second, and not half a minute.
+    # Neither CUDA nor some libraries of macOS bear it.
+    method = "fork" if sys.platform == "linux" and args.device == "cpu" else "spawn"
+    progress(f"starting {len(names)} processes")
+    try:
+        run_ranks(len(names), run_rank, args, names, start_method=method)
+    except KeyboardInterrupt as interrupt:
+        progress()
+        [number] = interrupt.args
+        sys.exit("interrupted" if number == signal.SIGINT else 128 + number)
+    except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+        progress()
+        rank = error.error_index
+        sys.exit(
+            f"{str(error).strip()}\n"
+            f"error: {names[rank]} (rank {rank}) failed; all other processes were ended"
+        )
 
 
 if __name__ == "__main__":
