@@ -52,7 +52,8 @@ def test_keeps_the_promises_of_fsdp(ranks):
     """On three ranks, whose parts begin and end within weights; and some promises of wrappers."""
     checks = [
         *checks_of_fsdp.HAS_TO_HOLD,
-        *checks_of_fsdp.BEYOND,
+        checks_of_wrappers.starts_with_the_parameters_of_rank_0,
+        checks_of_wrappers.skips_what_nobody_uses,
         checks_of_wrappers.trains_several_dtypes,
         checks_of_wrappers.trains_channels_last,
         checks_of_wrappers.starts_with_the_buffers_of_rank_0,
