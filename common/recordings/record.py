@@ -139,6 +139,11 @@ RECORDINGS = {  # the commands whose output is recorded
         make("07_resnet_ddp/compile_ddp", "--variants --batch-size 8 --steps 3")
     ],
     "08_ddp_rpc/reference_output.txt": [make("08_ddp_rpc")],
+    "08_ddp_rpc/reference_output_round_trip.txt": 3
+    * [make("08_ddp_rpc", "--trainers 1 --servers 8 --lookup both --round-trip 2ms --steps 100")],
+    "08_ddp_rpc/reference_output_tables.txt": [
+        make("08_ddp_rpc", f"--steps 100 --embeddings {rows}") for rows in (300, 100_000)
+    ],
     "common/docs/reference_output_hang.txt": ["bash common/docs/hang.sh python"],
 }
 PICTURES = {  # of a recording: what lies beside it, and what its commands leave in results/
