@@ -20,7 +20,7 @@ import torch.distributed as dist
 # argument, so that gloo's threads outlive the group, and Python is sometimes aborted at its end.
 import torch.distributed.nn  # noqa: F401
 
-from common.check.loading import load, loadable, with_bucket_size
+from common.check.loading import load, load_module, loadable, with_bucket_size  # noqa: F401
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # keeps torch.profiler's own log off the screen
 
@@ -340,6 +340,12 @@ def name_of_backend(args: argparse.Namespace) -> str:
         return args.backend
     slow_network().wire.connect(args.network)
     slow_network().wire.is_slow = False  # until on_the_network()
+    return "slow_network"
+
+
+def late_network() -> str:
+    """What a process group is made with whose results are there only for who waits for them."""
+    slow_network().wire.is_late = True
     return "slow_network"
 
 

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from common.check import loading, models
+from common import setup
+from common.check import models
 
 OF_COURSES = ("get_ddp_individual_parameters", "get_ddp_bucketed", "get_ddp", "get_fsdp")
 OF_COURSES += ("get_sharded_optimizer",)
@@ -51,11 +52,11 @@ def names_in(module) -> list[str]:
 
 def prepare(text: str, kind: str, layers="", is_even=False, dtype=torch.float64):
     """On a rank: what FILE.py:NAME names, as the checks call it, and models of this form."""
-    mine = loading.load(text)
+    mine = setup.load(text)
     models.choose(layers, is_even, dtype)
     if kind == "function":
         return lambda module: Adapted(module, lambda model, optimizer: mine(model))
-    module = vars(loading.load_module(text.rpartition(":")[0]))
+    module = vars(setup.load_module(text.rpartition(":")[0]))
     prefix = text.rpartition(":")[2].removeprefix("get_")
     names = ("on_after_backward", "on_train_batch_start", "gather_full_params")
     functions = [module.get(f"{prefix}_{name}") for name in names]

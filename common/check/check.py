@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
 from common import report, setup  # noqa: E402
-from common.check import adapters, findings, loading, runner  # noqa: E402
+from common.check import adapters, findings, runner  # noqa: E402
 from common.check import checks_of_fsdp as fsdp  # noqa: E402
 from common.check import checks_of_functions as functions  # noqa: E402
 from common.check import checks_of_optimizers as optimizers  # noqa: E402
@@ -52,7 +52,7 @@ def main() -> int:
     result = head(args)
     texts = [args.mine]
     if args.mine.endswith(".py"):
-        names = trial(args.mine, adapters.names_in, loading.load_module)
+        names = trial(args.mine, adapters.names_in, setup.load_module)
         texts = [f"{args.mine}:{name}" for name in names]
     verdicts = [check_one(args, text, result) for text in texts]
     written = [verdict for verdict in verdicts if verdict is not None]
@@ -95,7 +95,7 @@ def trial(text: str, function, load):
 
 def check_one(args, text: str, result: dict) -> bool | None:
     """Whether what has to hold holds; None for what is not written yet."""
-    kind, missing = trial(text, partial(describe, args.kind, args.layers), loading.load)
+    kind, missing = trial(text, partial(describe, args.kind, args.layers), setup.load)
     setup.say(f"\n{text}, as {kind}")
     for name in missing:
         setup.say(f"not written yet: {name}")
@@ -105,7 +105,7 @@ def check_one(args, text: str, result: dict) -> bool | None:
     if runner.FORKS:
         # The ranks inherit what is imported here: the class, and what the first optimizer imports.
         torch.set_num_threads(1)  # a process with more should not be forked
-        loading.load(text)
+        setup.load(text)
         torch.optim.SGD([torch.zeros(1)], lr=0.1)
     load = choose_form(args, text, kind)
     checks = run_checks(args, load, KINDS[kind]) if load else []

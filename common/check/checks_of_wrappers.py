@@ -23,8 +23,8 @@ from common.check.findings import (
     is_close,
     need,
 )
-from common.check.loading import with_bucket_size
 from common.check.models import Plain, finish, gradients_of_ranks, loss_of, new
+from common.setup import with_bucket_size
 
 LR = 0.1
 sgd = partial(torch.optim.SGD, lr=LR)

@@ -6,9 +6,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from common.check import models
-from common.check.loading import with_bucket_size
 from common.check.models import finish
 from common.report import peak_bytes
+from common.setup import with_bucket_size
 from common.timing import CollectiveCounter
 
 

@@ -100,7 +100,7 @@ def serve(check, load, rank: int, world_size: int, network: str, folder: str, pi
     torch.set_num_threads(1)
     with setup.without_gloo_greeting():
         dist.init_process_group(
-            late_network() if network == "late" else "gloo",
+            setup.late_network() if network == "late" else "gloo",
             store=dist.FileStore(f"{folder}/store", world_size),
             rank=rank,
             world_size=world_size,
@@ -109,12 +109,6 @@ def serve(check, load, rank: int, world_size: int, network: str, folder: str, pi
     pipe.send(judge(lambda load: check(load()), load))
     with suppress(EOFError):
         pipe.recv()
-
-
-def late_network() -> str:
-    """What a process group is made with whose results are there only for who waits for them."""
-    setup.slow_network().wire.is_late = True
-    return "slow_network"
 
 
 def run(check, load, world_size: int, network: str, limit: float) -> dict:

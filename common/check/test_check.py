@@ -238,9 +238,10 @@ RUN_ONE = f"""
 import json, sys
 from functools import partial
 sys.path.insert(0, {str(ROOT)!r})
-from common.check import checks_of_wrappers, loading, runner
+from common import setup
+from common.check import checks_of_wrappers, runner
 check = getattr(checks_of_wrappers, sys.argv[1])
-print(json.dumps(runner.run(check, partial(loading.load, sys.argv[2]), 2, "late", 2.0)))
+print(json.dumps(runner.run(check, partial(setup.load, sys.argv[2]), 2, "late", 2.0)))
 """
 MEAN = "gradients_are_the_mean"
 ONE_RANK = "averages_what_one_rank_uses"

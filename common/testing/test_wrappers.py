@@ -25,8 +25,8 @@ from common.check.checks_of_wrappers import (
     follow_one_process,
 )
 from common.check.findings import check_equal_ranks
-from common.check.loading import with_bucket_size
 from common.check.models import finish
+from common.setup import with_bucket_size
 from common.testing.harness import ROOT, failed, judged
 
 for stage in ("02_naive_ddp", "03_flat_ddp", "04_overlap_ddp", "05_bucketed"):
