@@ -1,0 +1,161 @@
+"""Which optimizers everyday.md calls safe when they are sharded: its table, computed by two ranks."""
+
+import sys
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
+
+from common.testing.harness import ROOT
+
+sys.path[:0] = [str(ROOT / "06_sharded_optimizer" / "fsdp"), str(ROOT / "06_sharded_optimizer")]
+
+from fsdp import FSDP  # noqa: E402
+from sharded_optimizer import ShardedOptimizer  # noqa: E402
+
+PAGE = (ROOT / "common" / "docs" / "everyday.md").read_text()
+TABLE = PAGE.split("## Which optimizers can be sharded")[1].split("\n##")[0]
+COLUMNS = ["ShardedOptimizer", "ZeroRedundancyOptimizer", "FSDP", "fully_shard"]
+
+
+class KeepsList(torch.optim.Optimizer):
+    """Momentum as a list of tensors, element by element."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                means = self.state[parameter].setdefault("means", [torch.zeros_like(parameter)])
+                means[0].lerp_(parameter.grad, 0.5)
+                parameter.sub_(means[0], alpha=group["lr"])
+
+
+class WantsFlag(torch.optim.Optimizer):
+    """Every group must say whether it steps by signs: there is no default."""
+
+    def __init__(self, params, lr=0.1):
+        groups = list(params)
+        for group in groups:
+            if "sign" not in group:
+                raise ValueError("every group needs sign")
+        super().__init__(groups, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                change = parameter.grad.sign() if group["sign"] else parameter.grad
+                parameter.sub_(change, alpha=group["lr"])
+
+
+class ByNorms(torch.optim.Optimizer):
+    """As LARS and LAMB: the larger the weight, the larger its step."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                scale = parameter.norm() / parameter.grad.norm()
+                parameter.sub_(parameter.grad * scale, alpha=group["lr"])
+
+
+ROWS = {  # of the page: its classes
+    "Adam, AdamW, SGD": [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD],
+    "Adafactor": [torch.optim.Adafactor],
+    "Muon": [torch.optim.Muon],
+    "LBFGS": [torch.optim.LBFGS],
+    "with lists of tensors as state": [KeepsList],
+    "with a flag that each group must have": [WantsFlag],
+    "by the norm of a weight (LARS, LAMB)": [ByNorms],
+}
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    linear = [nn.Linear(8, 6, bias=False), nn.Tanh(), nn.Linear(6, 8, bias=False)]
+    return nn.Sequential(*linear).double()
+
+
+def groups_of(model: nn.Module, optimizer_cls) -> list[dict]:
+    groups = [{"params": [parameter]} for parameter in model.parameters()]
+    if optimizer_cls is torch.optim.LBFGS:  # takes one group only
+        groups = [{"params": list(model.parameters())}]
+    if optimizer_cls is WantsFlag:
+        groups[0]["sign"], groups[1]["sign"] = True, False
+    return groups
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, takes_closure: bool) -> None:
+    """Three steps on one batch, the same on every rank: gradients need no average."""
+    inputs = torch.linspace(-1, 1, 32, dtype=torch.float64).view(4, 8)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (model(inputs) - 0.5).square().mean()
+        loss.backward()
+        getattr(model, "finish_gradient_synchronization", lambda: None)()
+        return loss
+
+    for _ in range(3):
+        if takes_closure:
+            optimizer.step(closure)
+        else:
+            closure()
+            optimizer.step()
+
+
+def sharded(column: str, optimizer_cls) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = layers()
+    options = {"lr": 0.05}
+    if column == "FSDP":
+        model = FSDP(model)
+    elif column == "fully_shard":
+        for layer in (model[0], model[2], model):
+            fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
+    groups = groups_of(model, optimizer_cls)
+    if column == "ShardedOptimizer":
+        return model, ShardedOptimizer(groups, optimizer_cls, **options)
+    if column == "ZeroRedundancyOptimizer":
+        return model, ZeroRedundancyOptimizer(groups, optimizer_class=optimizer_cls, **options)
+    return model, optimizer_cls(groups, **options)
+
+
+def outcome(column: str, optimizer_cls) -> str:
+    """On a rank: what becomes of three steps, beside those of one process."""
+    twin = layers()
+    takes_closure = optimizer_cls is torch.optim.LBFGS
+    train(twin, optimizer_cls(groups_of(twin, optimizer_cls), lr=0.05), takes_closure)
+    try:
+        model, optimizer = sharded(column, optimizer_cls)
+        train(model, optimizer, takes_closure)
+    except Exception as error:
+        return f"an error: {type(error).__name__}: {error}"
+    whole = model.gather_full_params() if column == "FSDP" else model.state_dict()
+    for name, expected in twin.state_dict().items():
+        weight = whole[name].full_tensor() if isinstance(whole[name], DTensor) else whole[name]
+        if not torch.allclose(weight, expected, rtol=0, atol=1e-10):
+            return "wrong"
+    return "equal"
+
+
+def test_the_table_of_optimizers(ranks):
+    found = ""
+    for name, classes in ROWS.items():
+        cells = []
+        for column in COLUMNS:
+            outcomes = {}
+            for optimizer_cls in classes:
+                of_ranks = ranks(2).run(outcome, column, optimizer_cls)
+                outcomes |= dict.fromkeys(each.partition(":")[0] for each in of_ranks)
+            cells.append(", ".join(outcomes))
+        found += f"| {' | '.join([name, *cells])} |\n"
+    assert found in TABLE, found
