@@ -1,4 +1,4 @@
-"""Which optimizers everyday.md calls safe when they are sharded: its table, computed by two ranks."""
+"""Which optimizers may be sharded: the table of everyday.md, computed by two ranks."""
 
 import sys
 
