@@ -194,7 +194,7 @@ def test_streams_of_unequal_lengths(forked, tmp_path):
 
 def resumable(folder, **changes):
     """The page's program in float64, with some of its text replaced; returns its path."""
-    program = blocks()["Save and resume"]
+    program = blocks()[""] + blocks()["Save and resume"]
     in_float64 = "torch.set_default_dtype(torch.float64)\ntorch.manual_seed(0)"
     for old, new in {"torch.manual_seed(0)": in_float64, **changes}.items():
         assert program.count(old) == 1, old
