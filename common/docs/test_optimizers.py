@@ -2,6 +2,7 @@
 
 import sys
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -17,7 +18,6 @@ from fsdp import FSDP  # noqa: E402
 from sharded_optimizer import ShardedOptimizer  # noqa: E402
 
 PAGE = (ROOT / "common" / "docs" / "everyday.md").read_text()
-TABLE = PAGE.split("## Which optimizers can be sharded")[1].split("\n##")[0]
 COLUMNS = ["ShardedOptimizer", "ZeroRedundancyOptimizer", "FSDP", "fully_shard"]
 
 
@@ -73,9 +73,9 @@ ROWS = {  # of the page: its classes
     "Adafactor": [torch.optim.Adafactor],
     "Muon": [torch.optim.Muon],
     "LBFGS": [torch.optim.LBFGS],
-    "with lists of tensors as state": [KeepsList],
-    "with a flag that each group must have": [WantsFlag],
-    "by the norm of a weight (LARS, LAMB)": [ByNorms],
+    "one that keeps a list of tensors": [KeepsList],
+    "one with a flag per group": [WantsFlag],
+    "one that needs a weight's norm (LARS, LAMB)": [ByNorms],
 }
 
 
@@ -96,7 +96,7 @@ def groups_of(model: nn.Module, optimizer_cls) -> list[dict]:
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, takes_closure: bool) -> None:
     """Three steps on one batch, the same on every rank: gradients need no average."""
-    inputs = torch.linspace(-1, 1, 32, dtype=torch.float64).view(4, 8)
+    inputs = torch.randn(32, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
     def closure():
         optimizer.zero_grad()
@@ -130,32 +130,30 @@ def sharded(column: str, optimizer_cls) -> tuple[nn.Module, torch.optim.Optimize
 
 
 def outcome(column: str, optimizer_cls) -> str:
-    """On a rank: what becomes of three steps, beside those of one process."""
-    twin = layers()
+    """On a rank: what becomes of three steps, compared with those of one process."""
+    start, twin = layers().state_dict(), layers()
     takes_closure = optimizer_cls is torch.optim.LBFGS
     train(twin, optimizer_cls(groups_of(twin, optimizer_cls), lr=0.05), takes_closure)
     try:
         model, optimizer = sharded(column, optimizer_cls)
         train(model, optimizer, takes_closure)
-    except Exception as error:
-        return f"an error: {type(error).__name__}: {error}"
+    except Exception:
+        return "an error"
     whole = model.gather_full_params() if column == "FSDP" else model.state_dict()
+    away = 0.0  # as a part of how far a weight has moved
     for name, expected in twin.state_dict().items():
         weight = whole[name].full_tensor() if isinstance(whole[name], DTensor) else whole[name]
-        if not torch.allclose(weight, expected, rtol=0, atol=1e-10):
-            return "wrong"
-    return "equal"
+        moved = (expected - start[name]).norm()
+        away = max(away, ((weight - expected).norm() / moved).item())
+    return "equal" if away < 1e-10 else "close" if away < 0.1 else "wrong"
 
 
-def test_the_table_of_optimizers(ranks):
-    found = ""
-    for name, classes in ROWS.items():
-        cells = []
-        for column in COLUMNS:
-            outcomes = {}
-            for optimizer_cls in classes:
-                of_ranks = ranks(2).run(outcome, column, optimizer_cls)
-                outcomes |= dict.fromkeys(each.partition(":")[0] for each in of_ranks)
-            cells.append(", ".join(outcomes))
-        found += f"| {' | '.join([name, *cells])} |\n"
-    assert found in TABLE, found
+@pytest.mark.parametrize("name", ROWS)
+def test_the_row_of_an_optimizer(ranks, name):
+    [row] = [line for line in PAGE.splitlines() if line.startswith(f"| {name} | ")]
+    cells = row.strip("| ").split(" | ")[1:]
+    for column, cell in zip(COLUMNS, cells, strict=True):
+        allowed = cell.split(" or ")  # by torch's version
+        for optimizer_cls in ROWS[name]:
+            for found in ranks(2).run(outcome, column, optimizer_cls):
+                assert found in allowed, (column, optimizer_cls)
