@@ -111,6 +111,26 @@ def test_the_blocks(ranks):
     assert torch.equal(gradient, gradient_of_1) and number != number_of_1
 
 
+def evaluate() -> list[list[float]]:
+    """On a rank: BatchNorm's statistics once they are evaluated; a mask is as long as it was."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    model = DistributedDataParallel(nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3)))
+    model.module.register_buffer("mask", torch.ones(1 + rank))
+    for statistic in (model.module[0].running_mean, model.module[0].running_var):
+        statistic.fill_(5 + rank)
+    inputs, targets = torch.linspace(-1, 1, 40).view(10, 4), torch.arange(10) % 3
+    names = {"torch": torch, "dist": dist, "rank": rank, "world_size": world_size}
+    names |= {"model": model, "device": torch.device("cpu")}
+    exec(blocks()[""], names)
+    exec(blocks()["Evaluate"], names | {"test_set": TensorDataset(inputs, targets)})
+    assert len(model.module.mask) == 1 + rank
+    return [model.module[0].running_mean.tolist(), model.module[0].running_var.tolist()]
+
+
+def test_all_evaluate_with_the_statistics_of_rank_0(ranks):
+    assert ranks(2).run(evaluate) == 2 * [2 * [4 * [5.0]]]
+
+
 class Mixture(nn.Module):
     """Each token goes through one of three experts; what comes out is what the page computes."""
 
