@@ -1,5 +1,6 @@
 """The blocks of everyday.md are executed, by several ranks."""
 
+import multiprocessing
 import re
 import sys
 
@@ -202,6 +203,9 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.skipif(
+    multiprocessing.get_all_start_methods()[0] != "fork", reason="workers would import the script"
+)
 def test_streams_of_unequal_lengths(forked, tmp_path):
     """With worker processes: no sample is left out or seen twice, and steps are of all samples."""
     code = blocks()
