@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from common.testing.harness import QUICK, SHORT, check_wrong_input, read_json
+from common.testing.harness import NANO_CALLS, QUICK, SHORT, check_wrong_input, read_json
 
 FOLDER = Path(__file__).resolve().parent
 sys.path.insert(0, str(FOLDER))
@@ -15,16 +15,7 @@ import compare  # noqa: E402
 import medians  # noqa: E402
 import timeline  # noqa: E402
 
-CALLS = {  # all-reduces of a step of nano: our first bucket is small
-    "no communication": 0,
-    "NaiveDDP": 15,
-    "FlatDDP": 1,
-    "OverlapDDP": 15,
-    "BucketedDDP": 2,
-    "torch DDP": 1,
-    "torch DDP, tuned": 1,
-    "one process": 0,
-}
+CALLS = NANO_CALLS | {"torch DDP, tuned": 1, "one process": 0}  # all-reduces of a step
 
 
 def candidate(name, step, exposed=0.0, **changes):
@@ -105,20 +96,17 @@ def test_two_stages_and_candidates_that_only_one_file_has(main, tmp_path):
 
 def test_what_was_not_measured_is_left_out(main, tmp_path):
     """As bucket_sweep writes it: nulls among the samples, figures that are no samples."""
-    exposed = {"exposed_comm_seconds": [[None, 0.1], [None, 0.3]], "formula_seconds": 0.5}
-    never = {"exposed_comm_seconds": [[None, None]] * 2, "simulated_seconds": None}
-    candidates = [candidate("no communication", 0.5, **never), candidate("5 MB", 0.8, **exposed)]
+    exposed = {"exposed_comm_seconds": [[None, 0.1, 0.2], [None, 0.3]], "formula_seconds": 0.5}
+    candidates = [candidate("no communication", 0.5, None), candidate("5 MB", 0.8, **exposed)]
     candidates.append({"name": "25 MB", "optimizer_seconds": [[0.1]], "collectives_per_step": 2})
     words = ["--per-rank", "--plot", tmp_path / "x.png"]
     status, output, errors = main([("a=", result(candidates=candidates))], *words)
     assert not status, errors
     found = tables(output)
-    assert found["step ÷ no communication"] == [
-        ["no communication", "1.00"],
-        ["5 MB", "1.60"],
-        ["25 MB", "-"],
-    ]
+    rows = [["no communication", "1.00"], ["5 MB", "1.60"], ["25 MB", "-"]]
+    assert found["step ÷ no communication"] == rows
     per_rank = [row for row in found["ms, a"] if len(row) == 6]
+    assert per_rank[-3] == ["5 MB", "exposed comm", "0", "150.0", "100.0", "200.0"]
     assert per_rank[-2] == ["5 MB", "exposed comm", "1", "300.0", "300.0", "300.0"]
     assert per_rank[-1] == ["25 MB", "optimizer", "0", "100.0", "100.0", "100.0"]
 
@@ -133,25 +121,12 @@ def test_what_else_differs_is_said_first(main):
     ]
 
 
-def test_per_rank(main):
-    by_rank = {"step_seconds": [[0.1, 0.3], [0.2, 0.6]], "exposed_comm_seconds": [[0, 0.2], [0, 0]]}
-    content = result(candidates=[candidate("no communication", 0.5, **by_rank)])
-    status, output, _ = main([("a=", content)], "--per-rank")
-    assert not status
-    rows = [row[1:] for row in tables(output)["ms, a"]][:4]
-    assert rows[0] == ["step", "0", "200.0", "100.0", "300.0"]
-    assert rows[1] == ["step", "1", "400.0", "200.0", "600.0"]
-    assert rows[2] == ["exposed comm", "0", "100.0", "0.0", "200.0"]
-
-
 @pytest.mark.parametrize(
     "content, what",
     [
-        ({"stage": "05"}, "is not a result of --json"),
         ("", "is not a result of --json"),
         (result(candidates=[candidate("x", 1, step_seconds=[])]), "is not a result of --json"),
         (result(options=None), "is not a result of --json"),
-        (result(candidates=[]), "is not a result of --json"),
         (result(name="NaiveDDP"), "has other candidates than the first file of a"),
     ],
 )
