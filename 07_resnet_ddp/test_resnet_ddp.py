@@ -448,18 +448,12 @@ def test_without_all_reduces_there_are_none(ranks):
         ["--results", "file"],
     ],
 )
-def test_bad_input_is_one_line(words, tmp_path, monkeypatch, capsys):
-    """It names the first of these flags; on a single device."""
+def test_bad_input_is_one_line(refusal, words, tmp_path, monkeypatch):
+    """It names the first of these flags."""
     (tmp_path / "file").write_text("neither a checkpoint nor a folder")
-    command = ["resnet_ddp.py", "--device", "cpu", "--results", str(tmp_path), *words]
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", command)
-    monkeypatch.setattr(sys, "path", sys.path[:])
-    with pytest.raises(SystemExit) as exit_status:
-        resnet_ddp.main()
-    [line] = capsys.readouterr().err.splitlines()
-    assert exit_status.value.code == 2
-    assert line.startswith(f"resnet_ddp.py: error: argument {words[0]}: "), line
+    said = refusal(resnet_ddp.main, SCRIPT, "--device", "cpu", "--results", tmp_path, *words)
+    assert said.startswith(f"argument {words[0]}: ")
     assert not dist.is_initialized()
 
 

@@ -71,6 +71,6 @@ def test_run(forked, tmp_path, device):
 
 
 @pytest.mark.parametrize("value", ["0", "", "nan", "1e30"])
-def test_wrong_input(value, monkeypatch, capsys):
-    option = "--bucket-sizes-mb"
-    harness.check_wrong_input(bucket_sweep.main, SCRIPT, option, value, monkeypatch, capsys)
+def test_wrong_input(refusal, value):
+    said = refusal(bucket_sweep.main, SCRIPT, "--bucket-sizes-mb", value)
+    assert said.startswith("argument --bucket-sizes-mb: ") and value in said

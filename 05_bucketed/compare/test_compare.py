@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from common.testing.harness import NANO_CALLS, QUICK, SHORT, check_wrong_input, read_json
+from common.testing.harness import NANO_CALLS, QUICK, SHORT, read_json
 
 FOLDER = Path(__file__).resolve().parent
 sys.path.insert(0, str(FOLDER))
@@ -36,21 +36,18 @@ def result(own=0.8, torch_ddp=1.0, name="BucketedDDP", **changes):
 
 
 @pytest.fixture
-def main(tmp_path, monkeypatch, capsys):
-    """main([("label=", result), …], flag, …): exit status, output and errors."""
+def medians_of(tmp_path, monkeypatch, capsys):
+    """medians_of([("label=", result), …], flag, …): what medians.py prints."""
 
     def run(results, *words):
         arguments = []
         for number, (label, content) in enumerate(results):
             file = tmp_path / f"{number}.json"
-            file.write_text(content if isinstance(content, str) else json.dumps(content))
+            file.write_text(json.dumps(content))
             arguments.append(f"{label}{file}")
         monkeypatch.setattr(sys, "argv", ["medians.py", *arguments, *map(str, words)])
-        try:
-            status = medians.main()
-        except SystemExit as end:
-            status = end.code
-        return status, *capsys.readouterr()
+        medians.main()
+        return capsys.readouterr().out
 
     return run
 
@@ -66,11 +63,10 @@ def tables(output: str) -> dict[str, list[list[str]]]:
     return found
 
 
-def test_several_runs_are_a_median_with_its_range_and_networks_are_columns(main, tmp_path):
+def test_several_runs_are_a_median_with_its_range_and_networks_are_columns(medians_of, tmp_path):
     """Ratios are those within a run: the median of 0.8, 0.6 and 0.9 ÷ 1.0, 0.5 and 1.0 is 0.9."""
     loopback = [("loopback=", result(*times)) for times in ((0.8, 1.0), (0.6, 0.5), (0.9, 1.0))]
-    status, output, errors = main([*loopback, ("slow=", result(1.5))], "--plot", tmp_path / "x.png")
-    assert not status, errors
+    output = medians_of([*loopback, ("slow=", result(1.5))], "--plot", tmp_path / "x.png")
     found = tables(output)
     titles = ["step ÷ no communication", "step ÷ torch DDP", "ms, loopback", "ms, slow"]
     assert list(found) == titles
@@ -82,11 +78,10 @@ def test_several_runs_are_a_median_with_its_range_and_networks_are_columns(main,
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_two_stages_and_candidates_that_only_one_file_has(main, tmp_path):
+def test_two_stages_and_candidates_that_only_one_file_has(medians_of, tmp_path):
     after = result(0.6, name="NaiveDDP")
     del after["candidates"][2]
-    status, output, errors = main([("a=", result()), ("b=", after)], "--plot", tmp_path / "x.png")
-    assert not status, errors
+    output = medians_of([("a=", result()), ("b=", after)], "--plot", tmp_path / "x.png")
     found = tables(output)
     rows = found["step ÷ no communication"]
     assert [row[0] for row in rows] == ["no communication", "BucketedDDP", "torch DDP", "NaiveDDP"]
@@ -94,14 +89,13 @@ def test_two_stages_and_candidates_that_only_one_file_has(main, tmp_path):
     assert found["step ÷ torch DDP"][0] == ["no communication", "0.50", "-"]
 
 
-def test_what_was_not_measured_is_left_out(main, tmp_path):
+def test_what_was_not_measured_is_left_out(medians_of, tmp_path):
     """As bucket_sweep writes it: nulls among the samples, figures that are no samples."""
     exposed = {"exposed_comm_seconds": [[None, 0.1, 0.2], [None, 0.3]], "formula_seconds": 0.5}
     candidates = [candidate("no communication", 0.5, None), candidate("5 MB", 0.8, **exposed)]
     candidates.append({"name": "25 MB", "optimizer_seconds": [[0.1]], "collectives_per_step": 2})
     words = ["--per-rank", "--plot", tmp_path / "x.png"]
-    status, output, errors = main([("a=", result(candidates=candidates))], *words)
-    assert not status, errors
+    output = medians_of([("a=", result(candidates=candidates))], *words)
     found = tables(output)
     rows = [["no communication", "1.00"], ["5 MB", "1.60"], ["25 MB", "-"]]
     assert found["step ÷ no communication"] == rows
@@ -111,10 +105,10 @@ def test_what_was_not_measured_is_left_out(main, tmp_path):
     assert per_rank[-1] == ["25 MB", "optimizer", "0", "100.0", "100.0", "100.0"]
 
 
-def test_what_else_differs_is_said_first(main):
+def test_what_else_differs_is_said_first(medians_of):
     before = result(torch="2.9", threads_per_rank=1, options={"bucket_size_mb": 25.0, "json": "a"})
     after = result(torch="2.9", threads_per_rank=2, options={"bucket_size_mb": 1.0, "json": "b"})
-    _, output, _ = main([("a=", before), ("b=", after)])
+    output = medians_of([("a=", before), ("b=", after)])
     assert output.split("\n\n")[0].splitlines() == [
         "threads_per_rank differs: a: 1; b: 2",
         "--bucket-size-mb differs: a: 25.0; b: 1.0",
@@ -130,9 +124,12 @@ def test_what_else_differs_is_said_first(main):
         (result(name="NaiveDDP"), "has other candidates than the first file of a"),
     ],
 )
-def test_what_does_not_compare_is_one_line(main, content, what):
-    status, _, errors = main([("a=", result()), ("a=", content)])
-    assert status == 2 and f"1.json: {what}" in errors and errors.count("\n") == 1, errors
+def test_what_does_not_compare_is_one_line(refusal, tmp_path, content, what):
+    paths = [tmp_path / "0.json", tmp_path / "1.json"]
+    for path, text in zip(paths, [result(), content], strict=True):
+        path.write_text(json.dumps(text))
+    said = refusal(medians.main, "medians.py", *[f"a={path}" for path in paths])
+    assert said.startswith(f"{paths[1]}: {what}")
 
 
 def test_a_small_run_of_all_stages(forked, tmp_path):
@@ -269,5 +266,5 @@ def test_timeline_of_every_stage_in_one_run(forked, tmp_path, network):
 
 
 @pytest.mark.parametrize("script", [compare, timeline])
-def test_wrong_input(script, monkeypatch, capsys):
-    check_wrong_input(script.main, Path(script.__file__), "--size", "huge", monkeypatch, capsys)
+def test_wrong_input(refusal, script):
+    assert "argument --size: 'huge'" in refusal(script.main, script.__file__, "--size", "huge")

@@ -185,20 +185,8 @@ def read_json(path: Path, stage: str) -> dict:
     return result
 
 
-def check_wrong_input(main, path: Path, option: str, value: str, monkeypatch, capsys) -> None:
-    """One line names option and value; exit status 2. Not under torchrun, but as its only rank."""
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    for name in ("RANK", "LOCAL_RANK", "MASTER_PORT"):
-        monkeypatch.setenv(name, "0")
-    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        monkeypatch.setenv(name, "1")
-    monkeypatch.setattr(sys, "argv", [str(path), option, value])
-    with pytest.raises(SystemExit) as end:
-        main()
-    error = capsys.readouterr().err
-    assert end.value.code == 2, error
-    assert error.startswith(f"{path.name}: error: argument {option}: "), error
-    assert error.count("\n") == 1 and value in error, error
+ONLY_RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+ONLY_RANK |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 
 def wait_for_line(run: Script, start: str) -> None:
