@@ -6,15 +6,16 @@ import random
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -46,15 +47,7 @@ def test_networks_are_read():
     assert read_network("1gbit,1ms") == (125e6, 1e-3)
     assert read_network("2.5gbit,200us") == pytest.approx((312.5e6, 2e-4))
     assert read_network("100mbit,0") == (12.5e6, 0)
-    for text in (
-        "1gbit",
-        "1ms,1gbit",
-        "0gbit,1ms",
-        "1gbit,1",
-        "-1gbit,1ms",
-        "1..gbit,0",
-        "1gbit,1h",
-    ):
+    for text in ("1gbit", "1ms,1gbit", "0gbit,1ms", "1gbit,1", "-1gbit,1ms", "1..gbit,0"):
         with pytest.raises(ValueError, match="is not a rate and a delay"):
             read_network(text)
 
@@ -198,12 +191,10 @@ def leaves_versions_alone():
 
 
 @contextmanager
-def late(is_late=True):
-    wire.is_late = is_late
-    try:
-        yield
-    finally:
-        wire.is_late = False
+def late():
+    wire.is_late = True
+    yield
+    wire.is_late = False
 
 
 def is_unread(tensor):
@@ -281,15 +272,27 @@ def delivers_after_delays_of_its_own():
     assert len(set(of_ranks)) == 2
 
 
-PROMISES = [is_unread_until_it_is_waited_for, tells_who_writes_into_a_tensor_on_its_way]
-PROMISES += [
-    delivers_after_delays_of_its_own,
+def carries_dtensors():
+    mesh = DeviceMesh.from_group(slow_group(), "cpu")
+    whole = torch.arange(12.0).view(6, 2)
+    shards = distribute_tensor(whole, mesh, [Shard(0)])
+    assert torch.equal((shards + shards).full_tensor(), 2 * whole)
+    assert shards.sum().full_tensor() == whole.sum()
+
+
+PROMISES = [
     waits_for_the_last,
     shares_its_wire,
     sleeps_meanwhile,
     is_gloo_until_it_is_slow,
+    comes_after_what_was_launched,
+    names_a_late_rank,
+    leaves_versions_alone,
+    is_unread_until_it_is_waited_for,
+    tells_who_writes_into_a_tensor_on_its_way,
+    delivers_after_delays_of_its_own,
+    carries_dtensors,
 ]
-PROMISES += [comes_after_what_was_launched, names_a_late_rank, leaves_versions_alone]
 if sys.platform == "linux":  # it has /proc
     PROMISES += [leaves_nothing]
 
@@ -302,19 +305,13 @@ def test_promises(ranks, promise):
 # Results
 
 
-def ddp(**options):
-    return lambda module, group: DistributedDataParallel(module, process_group=group, **options)
-
-
-def with_bf16_hook(module, group):
-    model = DistributedDataParallel(module, process_group=group)
-    model.register_comm_hook(group, default_hooks.bf16_compress_hook)
-    return model
+def ddp(module, group):
+    return DistributedDataParallel(module, process_group=group)
 
 
 def with_power_sgd(module, group):
     """A hook whose callbacks make calls, and wait for them."""
-    model = DistributedDataParallel(module, process_group=group)
+    model = ddp(module, group)
     state = powerSGD_hook.PowerSGDState(group, start_powerSGD_iter=2)
     model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     return model
@@ -325,16 +322,7 @@ def sharded(module, group):
     return fully_shard(module, mesh=DeviceMesh.from_group(group, "cpu"), mp_policy=policy)
 
 
-WRAPS = {
-    "DDP": ddp(),
-    "find_unused_parameters": ddp(find_unused_parameters=True),
-    "static_graph": ddp(static_graph=True),
-    "bf16 hook": with_bf16_hook,
-    "PowerSGD": with_power_sgd,
-    "fully_shard": sharded,
-    "join": ddp(),
-    "ZeRO": ddp(),
-}
+WRAPS = {"join": ddp, "ZeRO": ddp, "PowerSGD": with_power_sgd, "fully_shard": sharded}
 
 
 def trained(name, group) -> torch.Tensor:
@@ -342,54 +330,34 @@ def trained(name, group) -> torch.Tensor:
     torch.manual_seed(0)
     layers = [nn.Linear(20, 30), nn.BatchNorm1d(30), nn.ReLU(), nn.Linear(30, 10)]
     model = WRAPS[name](nn.Sequential(*layers).double(), group)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    adam = torch.optim.Adam
     if name == "ZeRO":
-        optimizer = ZeroRedundancyOptimizer(
-            model.parameters(), torch.optim.Adam, process_group=group, lr=1e-2
-        )
-
-    def train(steps):
-        torch.manual_seed(dist.get_rank())
-        for _ in range(steps):
+        adam = partial(ZeroRedundancyOptimizer, optimizer_class=adam, process_group=group)
+    optimizer = adam(model.parameters(), lr=1e-2)
+    torch.manual_seed(dist.get_rank())
+    with model.join() if name == "join" else nullcontext():
+        for _ in range(3 + dist.get_rank() if name == "join" else 4):
             model(torch.randn(8, 20).double()).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-
-    if name == "join":
-        with model.join():
-            train(3 + dist.get_rank())
-    else:
-        train(4)
     torch.manual_seed(0)
     model.eval()
     return model(torch.randn(8, 20).double()).detach()
 
 
-def distance(name, is_late) -> float:
+def distance(name, context) -> float:
     """How far apart training ends over the network and over gloo."""
     slow = slow_group("1gbit,200us")
-    with late(is_late):
+    with context():
         found = trained(name, slow)
     return (found - trained(name, dist.new_group(backend="gloo"))).abs().max().item()
 
 
-@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("context", [nullcontext, late])
 @pytest.mark.parametrize("name", WRAPS)
-def test_training_ends_where_it_does_over_gloo(ranks, name, is_late):
+def test_training_ends_where_it_does_over_gloo(ranks, name, context):
     """So the network that is late asks nothing that torch's own classes do not do."""
-    assert ranks(2).run(distance, name, is_late) == [0.0, 0.0]
-
-
-def full_tensor_of_shards():
-    mesh = DeviceMesh.from_group(slow_group(), "cpu")
-    whole = torch.arange(12.0).view(6, 2)
-    shards = distribute_tensor(whole, mesh, [Shard(0)])
-    assert torch.equal((shards + shards).full_tensor(), 2 * whole)
-    assert shards.sum().full_tensor() == whole.sum()
-
-
-def test_dtensor(ranks):
-    ranks(2).run(full_tensor_of_shards)
+    assert ranks(2).run(distance, name, context) == [0.0, 0.0]
 
 
 # Scripts
@@ -407,28 +375,15 @@ def test_script(forked, tmp_path):
         assert min(map(min, row["seconds"])) >= row["expected_seconds"]
 
 
-BUCKETED = harness.ROOT / "05_bucketed" / "bucketed.py"
-
-
 def test_a_stage_on_the_network(launched, tmp_path):
     words = [*harness.QUICK, "--network", "1gbit,1ms", "--json", tmp_path / "a.json"]
-    status, output = launched(2, BUCKETED, *words)
+    status, output = launched(2, harness.ROOT / "05_bucketed" / "bucketed.py", *words)
     assert status == 0, output
     assert "gloo behind an emulated network of 1 Gbit/s and 1 ms, 2 ranks" in output
     result = read_json(tmp_path / "a.json", "05_bucketed")
     assert result["network"] == "1gbit,1ms" and result["verify"]["BucketedDDP"]["passed"]
-    counts = {one["name"]: one["collectives_per_step"] for one in result["candidates"]}
-    assert counts == {name: harness.NANO_CALLS[name] for name in counts}
-    ours = next(one for one in result["candidates"] if one["name"] == "BucketedDDP")
-    assert min(map(min, ours["step_seconds"])) >= 4e-3
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("fault", harness.FAULTS)
-def test_faults(script, tmp_path, fault):
-    words = [*harness.QUICK[:2], *harness.LONG, "--no-verify", "--network", "1gbit,1ms"]
-    command = harness.torchrun(2, BUCKETED, *words)
-    harness.check_fault(script, command, "nano model", fault, tmp_path)
+    steps = {one["name"]: one["step_seconds"] for one in result["candidates"]}
+    assert min(map(min, steps["BucketedDDP"])) >= 4e-3
 
 
 def test_file_alone(tmp_path):

@@ -14,10 +14,8 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from common.check.runner import judge, verdict_of
-from common.recordings.record import output_of
 from common.setup import ROOT
 from common.testing.processes import Forked, Script
 
@@ -127,35 +125,6 @@ def files_in(folder: Path) -> list:
     for name in ("json", "trace", "save"):
         words += [f"--{name}", folder / name]
     return words
-
-
-def check_run(run, path: Path, folder: Path, world_size: int, device="cpu", words=()) -> dict:
-    """A whole script of 02 to 05, small: its output is what is recorded, and its files are right.
-
-    run: the fixture `forked` or `launched`. Returns the JSON.
-    """
-    words = [*QUICK, "--device", device, *files_in(folder), *words]
-    status, output = run(world_size, path, *words, cwd=folder)
-    assert status == 0, output
-    result = read_json(folder / "json", path.parent.name)
-    recorded = output_of(path.parent / "reference_output.txt")
-    recorded = recorded.replace("gloo on cpu", f"{result['backend']} on {device}")
-    recorded = recorded.replace("mini model", "nano model")
-    assert masked(output) == masked(recorded), output
-    gpu_per_rank = device == "cuda" and torch.cuda.device_count() >= world_size
-    assert (result["backend"] == "nccl") == gpu_per_rank
-    assert result["world_size"] == world_size
-    assert [one["passed"] for one in result["verify"].values()] == [True]
-    counts = {one["name"]: one["collectives_per_step"] for one in result["candidates"]}
-    assert counts == {name: NANO_CALLS[name] for name in counts} and len(counts) == 3
-    for one in result["candidates"]:
-        for times in ("step_seconds", "exposed_comm_seconds", "optimizer_seconds"):
-            assert [len(of_rank) for of_rank in one[times]] == world_size * [2], times
-    assert len(torch.load(folder / "save", weights_only=True)) == 6
-    trace = json.loads((folder / "trace").read_text())
-    spans = {event["name"] for event in trace["traceEvents"]}
-    assert {"forward", "backward", "sync", "optimizer", *counts} <= spans
-    return result
 
 
 HEAD = {  # of every JSON file; common/README.md explains it
