@@ -214,18 +214,14 @@ def test_script_measures_fits_and_draws(forked, tmp_path):
         f"{name} # # # # %" for name in ("gloo", "plain ring", "ring")
     ]
     assert output.count("3+1") == 6 and output.count("ranks hold the sum, bitwise equal") == 1
-    json_and_picture = [f"written: {tmp_path / name}" for name in ("a.json", "a.png")]
-    assert output.splitlines()[-2:] == json_and_picture
+    assert output.endswith(f"written: {tmp_path / 'a.json'}\nwritten: {tmp_path / 'a.png'}\n")
     assert (tmp_path / "a.png").read_bytes().startswith(PNG)
 
     result = read_json(tmp_path / "a.json", "01_allreduce")
     assert (result["world_size"], result["backend"]) == ([2], ["gloo", "nccl"])
-    assert result["options"]["steps"] == 3 and result["seconds"] > 0
     assert result["copy_bytes_per_second"] > 0 and len(result["fits"]) == 3
-    rows = result["rows"]
-    measured = sorted((row["algorithm"], row["size_bytes"]) for row in rows)
-    assert measured == [(name, size) for name in ("gloo", *RINGS) for size in (2**19, 2**25)]
-    for row in rows:
+    assert len(result["rows"]) == 6
+    for row in result["rows"]:
         assert row["wrong"] == 0 and len(row["seconds"]) == 3 and row["threads_per_rank"] >= 1
         assert 0 < min(row["seconds"]) <= row["p50"] <= max(row["seconds"])
 
@@ -258,18 +254,15 @@ def test_with_a_gpu(script, tmp_path):
     assert (("nccl", 2) in measured) == (torch.cuda.device_count() >= 2), output
 
 
-def arguments_of(monkeypatch, *words):
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *words])
-    return allreduce.read_arguments(allreduce.__doc__, "01_allreduce.png")
-
-
 def test_arguments(monkeypatch):
-    args = arguments_of(monkeypatch)
-    assert (args.world_sizes, args.plot) == ([2, 4, 6], ROOT / "results" / "01_allreduce.png")
-    theirs = "--world_size 4 --tensor_size_mb 10 --backend gloo --iters 7".split()
-    args = arguments_of(monkeypatch, *theirs)
-    assert (args.world_sizes, args.sizes_mb) == ([4], [10])
-    assert (args.backends, args.steps) == (["gloo"], 7)
+    """By default, and as upstream's benchmark is called."""
+    theirs = "--world_size 4 --tensor_size_mb 10 --backend gloo --iters 7"
+    for words, expected in (("", ([2, 4, 6], 20)), (theirs, ([4], 7))):
+        monkeypatch.setattr(sys, "argv", [str(SCRIPT), *words.split()])
+        args = allreduce.read_arguments(allreduce.__doc__, "01_allreduce.png")
+        assert (args.world_sizes, args.steps) == expected
+        assert args.plot == ROOT / "results" / "01_allreduce.png"
+    assert (args.sizes_mb, args.backends) == ([10], ["gloo"])
 
 
 WRONG = ["--sizes-mb 0", "--sizes-mb x", "--sizes-mb nan", "--nproc 0", "--backends mpi"]

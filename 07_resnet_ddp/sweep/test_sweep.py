@@ -75,23 +75,20 @@ def test_one_host(forked, tmp_path, diff):
     words = [*TINY, "--json", tmp_path / "a.json"]
     status, output, shown = forked.on_a_terminal(2, FOLDER / "sweep.py", *words)
     assert status == 0 and "squeezenet1_1, 1M/2G: step 4 of 4" in shown, shown
-    report = read_json(tmp_path / "a.json", "07_resnet_ddp/sweep")
-    upstreams = "pytorch_version cuda_version distributed_backend bucket_size benchmark_results"
-    upstreams = {name: report[name] for name in upstreams.split()}
-    assert report["distributed_backend"] == "gloo" and report["bucket_size"] == 25
-    (benchmark,) = report["benchmark_results"]
-    assert list(benchmark) == ["model", "batch_size", "result"]
-    assert (benchmark["model"], benchmark["batch_size"]) == ("squeezenet1_1", 2)
-    # First without DDP; samples of all ranks together, without warm-up.
-    found = [(entry["ranks"], len(entry["measurements"])) for entry in benchmark["result"]]
-    assert found == [([0], 3), ([0], 3), ([0, 1], 6)]
-    for entry in benchmark["result"]:
-        assert all(0 < seconds < 60 for seconds in entry["measurements"])
     assert measured(output) == ["no", "1M/1G", "1M/2G"], output
     recorded = masked(output_of(FOLDER / "reference_output.txt"))
     starts = ("#_resnet", "subsets", "ranks", "# no", "# #M", "percentiles")
     for line in masked(output):  # what the recorded output shows is what the script prints today
         assert line in recorded or not line.startswith(starts)
+
+    report = read_json(tmp_path / "a.json", "07_resnet_ddp/sweep")
+    names = "pytorch_version cuda_version distributed_backend bucket_size benchmark_results"
+    upstreams = {name: report[name] for name in names.split()}
+    [benchmark] = report["benchmark_results"]
+    assert (benchmark["model"], benchmark["batch_size"]) == ("squeezenet1_1", 2)
+    # First without DDP; samples of all ranks together, without warm-up.
+    found = [(entry["ranks"], len(entry["measurements"])) for entry in benchmark["result"]]
+    assert found == [([0], 3), ([0], 3), ([0, 1], 6)]
     # PyTorch's benchmark writes this much, and an older version of ours.
     (tmp_path / "older.json").write_text(json.dumps(upstreams))
     for baseline, steps in (("a.json", "3"), ("older.json", "-")):
@@ -99,7 +96,6 @@ def test_one_host(forked, tmp_path, diff):
         assert compared.count("+0.0%") == 6
         rows = [line.split() for line in compared.splitlines()]
         assert ["steps", steps, "3"] in rows and ["bucket_size", "25", "25"] in rows
-        assert ["world_size", "-" if steps == "-" else "2", "2"] in rows
 
 
 def parsed(*words):
@@ -182,18 +178,15 @@ def test_a_model_of_ones_own_keeps_its_sizes(tmp_path, statement, words, expecte
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_on_a_gpu(launched, tmp_path, world_size):
-    words = [*TINY, "--device", "cuda", "--json", tmp_path / "a.json"]
-    status, output = launched(world_size, FOLDER / "sweep.py", *words)
+def test_on_a_gpu(launched, world_size):
+    status, output = launched(world_size, FOLDER / "sweep.py", *TINY, "--device", "cuda")
     assert status == 0, output
-    report = json.loads((tmp_path / "a.json").read_text())
     gpu_per_rank = torch.cuda.device_count() >= world_size
-    assert (report["distributed_backend"] == "nccl") == gpu_per_rank
-    subsets = [entry["ranks"] for entry in report["benchmark_results"][0]["result"]]
-    assert subsets == [[0], [0], [0, 1]][: world_size + 1]
+    assert f"subsets over {'nccl' if gpu_per_rank else 'gloo'}, " in output
+    assert measured(output) == ["no", "1M/1G", "1M/2G"][: world_size + 1]
 
 
-def two_hosts(script, *words, local_size=1, second_environment=None):
+def two_hosts(script, local_size=1, second_environment=None):
     """Two launchers that find each other at a port of this machine, as on two machines."""
     port = free_port()
     hosts = []
@@ -201,18 +194,15 @@ def two_hosts(script, *words, local_size=1, second_environment=None):
         launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", 2]
         launcher += ["--node-rank", node_rank, "--nproc-per-node", local_size]
         launcher += ["--master-addr", "127.0.0.1", "--master-port", port]
-        hosts.append(script([*launcher, FOLDER / "sweep.py", *TINY, *words], env=environment))
+        hosts.append(script([*launcher, FOLDER / "sweep.py", *TINY], env=environment))
     return [host.wait() for host in hosts]
 
 
 @pytest.mark.full
-def test_two_hosts(script, tmp_path):
-    first, second = two_hosts(script, "--json", tmp_path / "two.json", local_size=2)
-    (status, output), (second_status, second_output) = first, second
+def test_two_hosts(script):
+    (status, output), (second_status, second_output) = two_hosts(script, local_size=2)
     assert status == second_status == 0, output + second_output
     assert measured(output) == ["no", "1M/1G", "1M/2G", "2M/2G"], output
-    result = json.loads((tmp_path / "two.json").read_text())["benchmark_results"][0]["result"]
-    assert [entry["ranks"] for entry in result] == [[0], [0], [0, 1], [0, 1, 2, 3]]
 
 
 @pytest.mark.full
