@@ -348,17 +348,6 @@ class Checkpointed(nn.Module):
         return checkpoint(self.net, x, use_reentrant=False)
 
 
-class Alternating(nn.Module):
-    """A rank uses one of its two branches, as its samples want it."""
-
-    def __init__(self):
-        super().__init__()
-        self.branches = nn.ModuleList(nn.Linear(6, 6) for _ in range(2)).double()
-
-    def forward(self, x):
-        return self.branches[int(x.sum() > 0)](x)
-
-
 def trains_with_activation_checkpoints(wrapper):
     follow_one_process(wrapper, Checkpointed)
 
@@ -366,11 +355,6 @@ def trains_with_activation_checkpoints(wrapper):
 def trains_what_is_compiled(wrapper):
     """Its gradients are there at once."""
     follow_one_process(wrapper, lambda: torch.compile(small_net(), backend="aot_eager"))
-
-
-def trains_branches_in_turn(wrapper):
-    """What a rank uses in one step it does not use in the next."""
-    follow_one_process(wrapper, Alternating)
 
 
 UNUSUAL_USE = [  # of all four wrappers
@@ -400,7 +384,6 @@ UNUSUAL_USE_OF_HOOKS = [  # of the two that communicate during backward
     goes_on_after_an_exception_in_backward,
     trains_with_activation_checkpoints,
     trains_what_is_compiled,
-    trains_branches_in_turn,
 ]
 CASES = [*itertools.product(UNUSUAL_USE, WRAPPERS)]
 CASES += itertools.product(UNUSUAL_USE_OF_HOOKS, OF_HOOKS)
