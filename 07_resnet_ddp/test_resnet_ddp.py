@@ -1,4 +1,4 @@
-"""resnet_ddp.py: shards, the loss curve against one device, evaluation, kill and resume, bad input.
+"""resnet_ddp.py: the loss curve against one device, evaluation, kill and resume, bad input.
 
 And images.py, compare_runs.py and waterfall.py.
 """
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from matplotlib.image import imread
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
 from torchvision.datasets import cifar
 from torchvision.models import resnet18
 from torchvision.ops import FrozenBatchNorm2d
@@ -45,19 +46,11 @@ CPU = torch.device("cpu")
 # Training
 
 
-class Numbers(torch.utils.data.Dataset):
-    """Random images in float64."""
-
-    def __init__(self, count):
-        random = torch.Generator().manual_seed(3)
-        self.images = torch.randn(count, 3, 16, 16, dtype=torch.float64, generator=random)
-        self.labels = torch.randint(10, (count,), generator=random)
-
-    def __len__(self):
-        return len(self.labels)
-
-    def __getitem__(self, i):
-        return self.images[i], self.labels[i]
+def random_images(count):
+    """In float64, with labels."""
+    random = torch.Generator().manual_seed(3)
+    images = torch.randn(count, 3, 16, 16, dtype=torch.float64, generator=random)
+    return TensorDataset(images, torch.randint(10, (count,), generator=random))
 
 
 def loss_curve(batch_size):
@@ -65,15 +58,13 @@ def loss_curve(batch_size):
 
     Of a ResNet-18 in float64 with frozen statistics.
     """
-    data = Numbers(43)  # each epoch drops the last three
+    data = random_images(43)  # each epoch drops the last three
     batches, _ = resnet_ddp.sharded_loaders(data, data, batch_size, seed=0)
     torch.manual_seed(dist.get_rank())  # DDP must hand out rank 0's weights
     network = resnet18(num_classes=10, norm_layer=FrozenBatchNorm2d).double()
-    model = network
-    if dist.get_world_size() > 1:
-        model = DistributedDataParallel(network, gradient_as_bucket_view=True)
-    optimizer = torch.optim.SGD(model.parameters(), 1e-3, 0.9)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    model = DistributedDataParallel(network, gradient_as_bucket_view=True)
+    args = SimpleNamespace(scaling="strong", lr=1e-3)
+    optimizer, scheduler = resnet_ddp.build_optimizer(args, model, steps_per_epoch=5)
     losses = []
     for epoch in range(2):
         batches.sampler.set_epoch(epoch)
@@ -131,13 +122,14 @@ class Classifier(nn.Linear):
 
 def evaluation(count):
     """What `evaluate` finds, in batches of 2, and should: all images at once, rank 0's buffer."""
-    data, network = Numbers(count), Classifier()
+    data, network = random_images(count), Classifier()
+    images, labels = data.tensors
     _, batches = resnet_ddp.sharded_loaders(data, data, 2, seed=0)
     found = resnet_ddp.evaluate(network, batches, CPU)
-    logits = nn.functional.linear(data.images.flatten(1), network.weight, network.bias)
+    logits = nn.functional.linear(images.flatten(1), network.weight, network.bias)
     return found, {
-        "loss": nn.functional.cross_entropy(logits, data.labels).item(),
-        "accuracy": (logits.argmax(1) == data.labels).double().mean().item(),
+        "loss": nn.functional.cross_entropy(logits, labels).item(),
+        "accuracy": (logits.argmax(1) == labels).double().mean().item(),
         "images": count,
     }
 
