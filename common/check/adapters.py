@@ -1,4 +1,4 @@
-"""The user's class or function as the checks call it: loaded, of a kind, adapted.
+"""The user's class or function as the checks call it: of a kind, and adapted.
 
 A course's tests reach a class through functions in tests/adapters.py: get_ddp(module) makes it, and
 ddp_on_after_backward(model, optimizer) is called after backward().
@@ -11,13 +11,15 @@ from functools import partial, wraps
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from common import setup
 from common.check import models
 
 OF_COURSES = ("get_ddp_individual_parameters", "get_ddp_bucketed", "get_ddp", "get_fsdp")
 OF_COURSES += ("get_sharded_optimizer",)
+AROUND = ("on_after_backward", "on_train_batch_start", "gather_full_params")
+OF_CLASSES = ("__init__", "forward", "finish_gradient_synchronization", "gather_full_params")
+OF_CLASSES += ("add_param_group", "step")
 
 
 class Adapted(nn.Module):
@@ -50,42 +52,51 @@ def names_in(module) -> list[str]:
     return names
 
 
+def load_all(text: str) -> list:
+    """What FILE.py:NAME names, and the functions around it, AROUND; None for what is not there."""
+    file, _, name = text.rpartition(":")
+    found = [setup.load(text)]
+    for each in AROUND:
+        function = f"{name.removeprefix('get_')}_{each}"
+        found.append(getattr(setup.load_module(file), function, None))
+    return found
+
+
 def prepare(text: str, kind: str, layers="", is_even=False, dtype=torch.float64):
     """On a rank: what FILE.py:NAME names, as the checks call it, and models of this form."""
-    mine = setup.load(text)
+    mine, *around = load_all(text)
     models.choose(layers, is_even, dtype)
     if kind == "function":
         return lambda module: Adapted(module, lambda model, optimizer: mine(model))
-    module = vars(setup.load_module(text.rpartition(":")[0]))
-    prefix = text.rpartition(":")[2].removeprefix("get_")
-    names = ("on_after_backward", "on_train_batch_start", "gather_full_params")
-    functions = [module.get(f"{prefix}_{name}") for name in names]
-    if kind == "optimizer" or not any(functions):
+    if not any(around):
         return mine
 
     @wraps(mine)
     def adapted(*arguments, **options):
         model = mine(*arguments, **options)
-        return Adapted(model, *functions) if isinstance(model, nn.Module) else model
+        return Adapted(model, *around) if isinstance(model, nn.Module) else model
 
     return adapted
 
 
 def kind_of(mine) -> str:
     names = list(inspect.signature(mine).parameters)
-    if "params" in names[:1] or (isinstance(mine, type) and issubclass(mine, Optimizer)):
+    is_class = isinstance(mine, type)
+    if "params" in names[:1] or (is_class and issubclass(mine, torch.optim.Optimizer)):
         return "optimizer"
     is_fsdp = "compute_dtype" in names or hasattr(mine, "gather_full_params")
-    return "fsdp" if is_fsdp or "fsdp" in mine.__name__.lower() else "wrapper"
+    is_fsdp = is_fsdp or "fsdp" in getattr(mine, "__name__", "").lower()
+    return "fsdp" if is_fsdp else "wrapper"
 
 
 def not_written(mine) -> list[str]:
-    """Its functions, or itself, if the last thing in them is raise NotImplementedError."""
+    """Itself, or what is called of its methods, where the end is raise NotImplementedError."""
+    is_class = isinstance(mine, type)
+    functions = [vars(mine).get(name) for name in OF_CLASSES] if is_class else [mine]
     found = []
-    for function in vars(mine).values() if isinstance(mine, type) else [mine]:
-        if inspect.isfunction(function):
-            (definition,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
-            last = getattr(definition, "body", [None])[-1]
-            if isinstance(last, ast.Raise) and "NotImplementedError" in ast.unparse(last):
-                found.append(function.__qualname__)
+    for function in filter(inspect.isfunction, functions):
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
+        last = getattr(definition, "body", [None])[-1]
+        if isinstance(last, ast.Raise) and "NotImplementedError" in ast.unparse(last):
+            found.append(function.__qualname__)
     return found

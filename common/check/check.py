@@ -85,7 +85,7 @@ def head(args) -> dict:
 def trial(text: str, function, load):
     """What a function says of what is loaded, in a process of its own: files may hang or end."""
     tried = runner.run(function, partial(load, text), 1, "gloo", limit=60)
-    if tried["verdict"] != "fact":
+    if tried["verdict"] == "failed":
         for line in tried["lines"]:
             print(line, file=sys.stderr)
         reason = tried["seen"].removeprefix("rank 0: ").removeprefix("ValueError: ")
@@ -95,7 +95,7 @@ def trial(text: str, function, load):
 
 def check_one(args, text: str, result: dict) -> bool | None:
     """Whether what has to hold holds; None for what is not written yet."""
-    kind, missing = trial(text, partial(describe, args.kind, args.layers), setup.load)
+    kind, missing = trial(text, partial(describe, args.kind, args.layers), adapters.load_all)
     setup.say(f"\n{text}, as {kind}")
     for name in missing:
         setup.say(f"not written yet: {name}")
@@ -107,75 +107,66 @@ def check_one(args, text: str, result: dict) -> bool | None:
         torch.set_num_threads(1)  # a process with more should not be forked
         setup.load(text)
         torch.optim.SGD([torch.zeros(1)], lr=0.1)
-    load = choose_form(args, text, kind)
-    checks = run_checks(args, load, KINDS[kind]) if load else []
+    checks = run_checks(args, choose_form(args, text, kind), KINDS[kind])
     result["checks"] += [{"mine": text, "kind": kind, **check} for check in checks]
     return summarize(args, checks)
 
 
-def describe(given: str | None, layers: str, mine) -> tuple[str, list[str]]:
+def describe(given: str | None, layers: str, found: list) -> tuple[str, list[str]]:
     """Its kind, given or found, and what of it is not written yet.
 
-    ValueError if it cannot be called as the checks call it, or there are no such layers.
+    ValueError if it cannot be called as the checks call it; any error if layers cannot.
     """
-    if layers and not hasattr(importlib.import_module(layers), "Linear"):
-        raise ValueError(f"--layers {layers} has no Linear")
-    kind = given or adapters.kind_of(mine)
-    names = list(inspect.signature(mine).parameters)
+    if layers:
+        importlib.import_module(layers).Linear(2, 2)
+    kind = given or adapters.kind_of(found[0])
     arguments = ["params", "optimizer_cls"] if kind == "optimizer" else ["module"]
-    options = {"bucket_size_mb": 25.0} if "bucket_size_mb" in names else {}
+    signature = inspect.signature(setup.with_bucket_size(found[0], 25.0))
     try:
-        inspect.signature(mine).bind(*arguments, **options)
+        signature.bind(*arguments)
     except TypeError as error:
         raise ValueError(f"cannot be called with {', '.join(arguments)}: {error}") from None
-    return kind, adapters.not_written(mine)
+    return kind, [name for each in found for name in adapters.not_written(each)]
 
 
 def choose_form(args, text: str, kind: str):
-    """A function that loads the class on a rank, with models that it bears; None if there are none.
+    """A function that loads the class on a rank, with models that it bears, if there are some.
 
     An FSDP may shard only its own layers, keep float32, or refuse sizes that ranks do not divide.
     """
-    layers = args.layers
-    forms = [(layers, False, torch.float64)]
-    if kind == "fsdp":
-        if not layers:
-            load = partial(adapters.prepare, text, kind)
-            found = runner.run(fsdp.own_layers, load, args.nproc, "late", SECONDS)
-            layers = found["seen"] if found["verdict"] == "fact" else ""
-        sizes = [True] if layers else [False, True]
-        forms = list(product([layers], sizes, [torch.float64, torch.float32]))
-    failures = []
-    for form in forms:
+
+    def try_it(check, *form):
         load = partial(adapters.prepare, text, kind, *form)
-        result = runner.run(KINDS[kind].can_be_used, load, args.nproc, "late", SECONDS)
+        return load, runner.run(check, load, args.nproc, "late", SECONDS)
+
+    layers = args.layers
+    forms = [(bool(layers), torch.float64)]
+    if kind == "fsdp":
+        layers = layers or try_it(fsdp.own_layers)[1]["seen"]
+        forms = product([True] if layers else [False, True], [torch.float64, torch.float32])
+    tried = []
+    for is_even, dtype in forms:
+        tried.append(try_it(KINDS[kind].can_be_used, layers, is_even, dtype))
+        load, result = tried[-1]
         if result["verdict"] == "passed":
-            say_form(*form, failures)
+            if layers:
+                setup.say(f"models of the layers of {layers}, in sizes that the ranks divide")
+            elif is_even:
+                setup.say(f"refuses sizes that the ranks do not divide: {tried[0][1]['seen']}")
+            if dtype == torch.float32:
+                setup.say(
+                    "judged in float32, gradients to 0.001 of their size, as it keeps float32 weights"
+                )
             return load
-        failures.append({"promise": inspect.getdoc(KINDS[kind].can_be_used), **result})
-    if failures[0]["means"] == findings.UNUSABLE and text == args.mine:
-        setup.fail(f"argument MINE: {text}: {failures[0]['seen'].partition(': ')[2]}")
-    show({"as_in": None, **failures[0]})
-    setup.say("nothing else was tried")
-    return None
-
-
-def say_form(layers: str, is_even: bool, dtype: torch.dtype, failures: list[dict]) -> None:
-    """With what models it is judged, where they are not the usual ones."""
-    if layers:
-        setup.say(f"models of the layers of {layers}, in sizes that the ranks divide")
-    elif is_even:
-        setup.say(f"refuses sizes that the ranks do not divide: {failures[0]['seen']}")
-    if dtype == torch.float32:
-        setup.say(
-            "judged in float32, gradients to 0.001 of their size, as it keeps float32 weights"
-        )
+    load, result = tried[0]
+    if result["means"] == findings.UNUSABLE and text == args.mine:
+        setup.fail(f"argument MINE: {text}: {result['seen'].partition(': ')[2]}")
+    return load
 
 
 def run_checks(args, load, module) -> list[dict]:
     """All checks in turn, each printed when it is over."""
     groups = [module.COURSE, module.MEANING, module.BEYOND, module.FACTS]
-    left = sum(len(checks) for checks in groups)
     crowd = max(1, args.nproc / setup.threads_per_rank(1))  # ranks that take turns on a core
     limit = SECONDS * crowd
     results = []
@@ -184,23 +175,19 @@ def run_checks(args, load, module) -> list[dict]:
             setup.say(f"\n{HEADINGS[group]}")
         for check in checks:
             promise = inspect.getdoc(check).splitlines()[0]
-            setup.progress(f"{left} checks left: {promise}")
-            left -= 1
+            setup.progress(promise)
             network = "gloo" if group == "facts" else "late"
             result = runner.run(check, load, args.nproc, network, limit)
             if result["seconds"] > limit:
                 limit = SECONDS_ONCE_STUCK * crowd
-            if group == "facts":
-                result["verdict"] = result["verdict"].replace("failed", "not tried")
-                result["lines"] = []  # what it prints was shown above
-            elif result["verdict"] == "fact":  # it passed, and has something to say
-                result["verdict"] = "passed"
+            if group == "facts" and result["verdict"] == "failed":
+                continue
             result = {"check": check.__name__, "promise": promise, "group": group, **result}
             same = [each["check"] for each in results if each["means"] == result["means"] != ""]
             result["as_in"] = same[0] if same else None  # it has failed for the same reason
             results.append(result)
             show(result)
-            if result["verdict"] == "failed" and check in module.NEEDED:
+            if result["verdict"] == "failed" and check in (module.can_be_used, fsdp.splits_weights):
                 setup.say("nothing else was tried")
                 return results
     return results
@@ -208,10 +195,14 @@ def run_checks(args, load, module) -> list[dict]:
 
 def show(result: dict) -> None:
     """A check: its verdict and promise, and what there is to say."""
-    verdict = result["verdict"].replace("failed", "FAILED").replace("fact", "")
+    verdict = result["verdict"].replace("failed", "FAILED")
     texts = [result["promise"]]
+    lines = result["lines"]
+    if result["group"] == "facts":
+        verdict, lines = "", []  # what it prints was shown above
     if result["as_in"]:
-        texts = [f"{result['promise']} (as above: {result['means'].partition(': ')[0]})"]
+        texts[0] += f" (as above: {result['means'].partition(': ')[0]})"
+        lines = []
     elif result["verdict"] == "failed":
         texts += [f"seen: {result['seen']}", f"mostly: {result['means']}"]
     elif result["seen"]:
@@ -220,7 +211,7 @@ def show(result: dict) -> None:
         for line in textwrap.wrap(text, WIDTH):
             setup.say(f"{verdict:<10} {line}".rstrip())
             verdict = ""
-    for line in [] if result["as_in"] else result["lines"]:
+    for line in lines:
         setup.say(f"{'':<10} | {line}")
 
 

@@ -25,13 +25,7 @@ UNKNOWN = "what a check above says; else print it beside the mean of all ranks"
 
 
 class Failed(Exception):
-    """What was seen, and what that mostly means; evidence: what evidence_of returns."""
-
-    def __init__(self, seen: str, means: str, evidence: list[dict] = ()):
-        super().__init__(seen)
-        self.seen = seen
-        self.means = means
-        self.evidence = list(evidence)
+    """Failed(seen, means, evidence): what was seen, what that mostly means, its numbers."""
 
 
 class NotTried(Exception):
@@ -39,7 +33,6 @@ class NotTried(Exception):
 
 
 def need(model, name: str) -> None:
-    """NotTried, if a model has no such method."""
     if not hasattr(model, name):
         raise NotTried(f"there is no {name}()")
 
@@ -48,8 +41,6 @@ def is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
     """Equal but for rounding: the difference is measured by the size of the whole tensor."""
     # A gradient in float32 is read from the step that it made, which is rounded, too.
     tolerance = 1e-10 if found.dtype == torch.float64 else 1e-3
-    if found.shape != expected.shape:
-        return False
     return bool((found - expected).norm() <= tolerance * expected.norm())
 
 
@@ -57,19 +48,27 @@ def evidence_of(name: str, found: torch.Tensor, expected: torch.Tensor) -> dict:
     """On this rank: the element that is furthest from what is expected, and the ratio of all."""
     found, expected = found.detach().double().flatten(), expected.detach().double().flatten()
     furthest = (found - expected).abs().nan_to_num(nan=torch.inf).argmax()
-    seen, expects = found[furthest].item(), expected[furthest].item()
-    ratio = ((found * expected).sum() / expected.square().sum()).item()
-    evidence = {"parameter": name, "rank": dist.get_rank(), "seen": seen, "expected": expects}
-    return evidence | {"ratio": ratio}
+    return {
+        "parameter": name,
+        "rank": dist.get_rank(),
+        "seen": found[furthest].item(),
+        "expected": expected[furthest].item(),
+        "ratio": ratio_of(found, expected),
+    }
+
+
+def ratio_of(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """By which factor the one is most like the other."""
+    return ((found * expected).sum() / expected.square().sum()).item()
 
 
 def check_arrived(tensors: dict[str, torch.Tensor]) -> None:
     """Failed, if one of them holds NaN, which is what the network that is late leaves."""
     unread = [name for name, tensor in tensors.items() if tensor.isnan().any()]
     if unread:
-        raise Failed(
-            f"NaN in {len(unread)} of {len(tensors)} ({', '.join(unread[:2])})", NOT_WAITED
-        )
+        seen = f"NaN in {len(unread)} of {len(tensors)} ({', '.join(unread[:2])})"
+        evidence = [evidence_of(name, tensors[name], tensors[name]) for name in unread]
+        raise Failed(seen, NOT_WAITED, evidence)
 
 
 def check_equal_ranks(tensors: list[torch.Tensor], kind: str, means: str) -> None:
@@ -81,7 +80,8 @@ def check_equal_ranks(tensors: list[torch.Tensor], kind: str, means: str) -> Non
     for rank, theirs in enumerate(of_ranks):
         if not torch.equal(theirs, of_ranks[0]):
             apart = (theirs - of_ranks[0]).abs().max().item()
-            raise Failed(f"{kind} of rank {rank} differ from rank 0's by up to {apart:.0e}", means)
+            seen = f"{kind} of rank {rank} differ from rank 0's by up to {apart:.0e}"
+            raise Failed(seen, means, [evidence_of(kind, mine, of_ranks[0])])
 
 
 def check_gradients(found: dict, gradients: dict) -> None:
@@ -90,7 +90,7 @@ def check_gradients(found: dict, gradients: dict) -> None:
     found: {name: gradient}; gradients: what gradients_of_ranks returns.
     """
     check_arrived(found)
-    wrong = {}  # name -> seen, what it means
+    wrong = {}  # name: what is seen, and what that means
     evidence = []
     for name, gradient in found.items():
         mean = gradients[name].sum(0).mean(0)
@@ -133,7 +133,7 @@ def explain(name: str, found: torch.Tensor, gradients: dict) -> tuple[str, str]:
             return seen, means
     if (found - mean).norm() < 1e-6 * mean.norm():
         return "the mean, but for a float32's rounding", ROUNDED
-    factor = ((found * mean).sum() / mean.square().sum()).item()
+    factor = ratio_of(found, mean)
     if is_close(found, factor * mean):
         known = {0: ZERO, ranks: SUMMED, round(1 / ranks, 3): DIVIDED_TWICE}
         return f"{factor:.3g} times the mean", known.get(round(factor, 3), SCALED)

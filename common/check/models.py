@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from common.check.findings import UNUSABLE, Failed
+
 layers = nn  # a module with Linear and Embedding
 rows, width = 6, 7  # of an embedding: of odd length, which no two ranks halve
 dtype = torch.float64
@@ -51,10 +53,10 @@ class Tied(Plain):
 
     def __init__(self):
         super().__init__()
-        if hasattr(layers, "Embedding"):
-            self.last.weight = self.embedding.weight
-        else:
-            self.second.weight = self.first.weight
+        has_own = hasattr(layers, "Embedding")
+        one, other = (self.last, self.embedding) if has_own else (self.second, self.first)
+        name, weight = next(other.named_parameters())  # a course may call it W
+        setattr(one, name, weight)
 
 
 class Frozen(Plain):
@@ -141,8 +143,11 @@ def new(build, seed: int = 0) -> nn.Module:
 def loss_of(model: nn.Module, step: int, part: int, rank: int) -> torch.Tensor:
     """The loss of a rank's share of a batch; a step has several parts where it accumulates."""
     generator = torch.Generator().manual_seed(10_000 * step + 100 * part + rank)
-    inputs = torch.randn(4, 6, generator=generator, dtype=torch.float64)
-    return model(inputs).square().mean()
+    output = model(torch.randn(4, 6, generator=generator, dtype=torch.float64))
+    if not isinstance(output, torch.Tensor):
+        kind = type(output).__name__
+        raise Failed(f"its forward returns {kind}, and not what the module returns", UNUSABLE)
+    return output.square().mean()
 
 
 def finish(model: nn.Module) -> None:

@@ -31,55 +31,57 @@ ENDING = {signal.SIGINT, signal.SIGTERM}
 KEPT_LINES = 3  # of what a rank prints
 OTHER_SIZE = "Received data size doesn't match expected size"  # what gloo says of mixed calls
 NOISE = "CPUAllocator.cpp"  # what torch's profiler says of memory from before it
-LIBRARIES = Path(os.__file__).parent, Path(torch.__file__).parent.parent
-COMMON = Path(__file__).resolve().parent.parent
-NETWORK = COMMON.parent / "01_allreduce" / "slow_network"
+CHECKS = Path(__file__).resolve().parent
+NETWORK = CHECKS.parent.parent / "01_allreduce" / "slow_network"
+NOT_OF_USERS = {
+    CHECKS.parent,
+    NETWORK,
+    Path(os.__file__).parent,
+    Path(torch.__file__).parent.parent,
+}
 
 
-def answer(verdict: str, seen="", means="", lines: list[str] = (), evidence=()) -> dict:
-    """What comes of a check: a verdict, what was seen, what that means, lines to show, numbers."""
-    texts = {"verdict": verdict, "seen": seen, "means": means, "lines": list(lines)}
-    return texts | {"evidence": list(evidence)}
+def answer(verdict: str, seen="", means="", evidence=(), lines=()) -> dict:
+    """What comes of a check: a verdict, what was seen, what that means, numbers, lines to show."""
+    texts = {"verdict": verdict, "seen": seen, "means": means}
+    return texts | {"evidence": list(evidence), "lines": list(lines)}
 
 
 def judge(check, mine) -> dict:
     """Call a check on this rank; its answer."""
     try:
-        fact = check(mine)
+        return answer("passed", check(mine) or "")
     except NotTried as reason:
         return answer("not tried", str(reason))
     except Failed as failure:
-        return answer("failed", failure.seen, failure.means, evidence=failure.evidence)
+        return answer("failed", *failure.args)
     except BaseException as error:  # sys.exit(), too
-        message = " ".join(f"{type(error).__name__}: {error}".split())
+        seen = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         lines = lines_of_user("".join(traceback.format_tb(error.__traceback__)[::-1]))
-        if not lines:
-            return answer("failed", message[:300], "the class cannot be used as the check uses it")
-        if isinstance(error, NotImplementedError) and not str(error):
-            return answer("failed", f"not written yet: {lines[0]}", "not written yet")
-        return answer("failed", message[:300], f"see {lines[0]}", lines[1:])
-    return answer("fact", fact) if fact else answer("passed")
+        means = f"see {lines[0]}" if lines else "the class cannot be used as the check uses it"
+        if isinstance(error, NotImplementedError) and lines and not str(error):
+            seen, means = f"not written yet: {lines[0]}", "not written yet"
+        return answer("failed", seen, means, lines=lines[1:])
 
 
 def lines_of_user(stack: str) -> list[str]:
     """The user's lines in a stack, whose innermost is its first; never one of ours or torch's."""
-    frames = re.findall(r'File "(.*)", line (\d+),? in (.*)', stack)
     lines = []
-    for file, line, name in [frame for frame in frames if is_of_user(frame[0])]:
-        code = linecache.getline(file, int(line)).strip()
-        lines.append(f"{Path(file).name}:{line} in {name}: {code}")
+    for file, line, name in re.findall(r'File "(.*)", line (\d+),? in (.*)', stack):
+        if is_of_user(file):
+            code = linecache.getline(file, int(line)).strip()
+            lines.append(f"{Path(file).name}:{line} in {name}: {code}")
     return lines
 
 
 def is_of_user(file: str) -> bool:
     """Neither of Python and its packages nor of the checks."""
     path = Path(file)
-    if path.name == "mistakes.py":
-        return True
-    return path.is_file() and not {COMMON, NETWORK, *LIBRARIES}.intersection(path.parents)
+    is_ours = NOT_OF_USERS.intersection(path.parents) and path.name != "mistakes.py"
+    return path.is_file() and not is_ours
 
 
-def serve(check, load, rank: int, world_size: int, network: str, folder: str, pipe) -> None:
+def serve(check, load, rank: int, world_size: int, network: str, folder: Path, pipe) -> None:
     """A rank: joins the others, calls the check, tells what came of it, and waits for its end.
 
     It does not leave by itself: the others would miss it.
@@ -89,11 +91,11 @@ def serve(check, load, rank: int, world_size: int, network: str, folder: str, pi
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
     signal.alarm(LONGEST_LIFE)
-    output = open(f"{folder}/output{rank}", "a")
+    output = open(folder / f"output{rank}", "a")
     for descriptor in (1, 2):
         os.dup2(output.fileno(), descriptor)
     sys.stdout.reconfigure(line_buffering=True)
-    stack = open(f"{folder}/stack{rank}", "a")
+    stack = open(folder / f"stack{rank}", "a")
     # SIGUSR1 makes it write where it stands, and then it ends.
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False, chain=True)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
@@ -101,7 +103,7 @@ def serve(check, load, rank: int, world_size: int, network: str, folder: str, pi
     with setup.without_gloo_greeting():
         dist.init_process_group(
             setup.late_network() if network == "late" else "gloo",
-            store=dist.FileStore(f"{folder}/store", world_size),
+            store=dist.FileStore(str(folder / "store"), world_size),
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=LONGEST_LIFE),
@@ -120,15 +122,14 @@ def run(check, load, world_size: int, network: str, limit: float) -> dict:
     context = multiprocessing.get_context("fork" if FORKS else "spawn")
     processes = []
     pipes = []
-    with tempfile.TemporaryDirectory() as folder:
-        outputs = [Path(folder, f"output{rank}") for rank in range(world_size)]
-        stacks = [Path(folder, f"stack{rank}") for rank in range(world_size)]
-        for file in outputs + stacks:
-            file.touch()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
         try:
             # Python ignores what a signal raises while it forks, and nobody would hear of it.
             signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
             for rank in range(world_size):
+                for file in (f"output{rank}", f"stack{rank}"):
+                    (folder / file).touch()
                 ours, theirs = context.Pipe()
                 arguments = (check, load, rank, world_size, network, folder, theirs)
                 processes.append(context.Process(target=serve, args=arguments))
@@ -137,19 +138,22 @@ def run(check, load, world_size: int, network: str, limit: float) -> dict:
                 pipes.append(ours)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
             answers = collect(processes, pipes, SECONDS_TO_START + limit)
-            stuck = sorted(set(range(world_size)) - set(answers))
+            stuck = [rank for rank in range(world_size) if rank not in answers]
             for rank in stuck:
                 os.kill(processes[rank].pid, signal.SIGUSR1)
             for rank in stuck:
                 processes[rank].join(2)
-                answers[rank] = where_it_stood(stacks[rank].read_text())
+                answers[rank] = where_it_stood((folder / f"stack{rank}").read_text())
         finally:
             end(processes)
         result = verdict_of(answers)
-        for rank, file in enumerate(outputs):
-            result["lines"] += printed_by(rank, file.read_text(errors="replace"))
-    if any(OTHER_SIZE in line for line in result["lines"]):
-        result["means"] = MIXED
+        for rank in range(world_size):
+            text = (folder / f"output{rank}").read_text(errors="replace")
+            if OTHER_SIZE in text:
+                result["means"] = MIXED
+            lines = [line for line in text.splitlines() if line.strip() and NOISE not in line]
+            last = lines[: -KEPT_LINES - 1 : -1]  # the last one first
+            result["lines"] += [f"rank {rank} printed: {line[:120]}" for line in last]
     return result | {"seconds": time.perf_counter() - began}
 
 
@@ -158,26 +162,21 @@ def collect(processes: list, pipes: list, limit: float) -> dict[int, dict]:
     answers = {}
     waiting = {pipe: rank for rank, pipe in enumerate(pipes)}
     deadline = time.monotonic() + limit
-    while waiting and time.monotonic() < deadline:
-        left = deadline - time.monotonic()
+    while waiting and (left := deadline - time.monotonic()) > 0:
         for pipe in multiprocessing.connection.wait(list(waiting), left):
             rank = waiting.pop(pipe)
             try:
                 answers[rank] = pipe.recv()
-            except EOFError:
-                answers[rank] = how_it_ended(processes[rank])
+            except EOFError:  # it is no longer there
+                processes[rank].join()
+                code = processes[rank].exitcode
+                how = f"ended with status {code}"
+                if code < 0:
+                    how = f"was ended by {signal.Signals(-code).name}"
+                answers[rank] = answer("failed", f"it {how}", "the process ended in the class")
             if answers[rank]["verdict"] == "failed":
                 deadline = min(deadline, time.monotonic() + SECONDS_TO_FOLLOW)
     return answers
-
-
-def how_it_ended(process) -> dict:
-    """The answer of a rank that is no longer there."""
-    process.join()
-    how = f"ended with status {process.exitcode}"
-    if process.exitcode < 0:
-        how = f"was ended by {signal.Signals(-process.exitcode).name}"
-    return answer("failed", f"it {how}", "the process ended in the class")
 
 
 def where_it_stood(stack: str) -> dict:
@@ -190,19 +189,12 @@ def where_it_stood(stack: str) -> dict:
 def verdict_of(answers: dict[int, dict]) -> dict:
     """One verdict of all ranks: the failure that came first, and where the others are stuck."""
     failed = [rank for rank in answers if answers[rank]["verdict"] == "failed"]
-    stuck = [rank for rank in answers if answers[rank]["verdict"] == "stuck"]
-    told = failed[:1] + stuck
+    told = failed[:1] + [rank for rank in answers if answers[rank]["verdict"] == "stuck"]
     if not told:
         return answers[0]
     seen = "; ".join(f"rank {rank}: {answers[rank]['seen']}" for rank in told)
-    evidence = sum([answers[rank]["evidence"] for rank in failed], [])
+    evidence = [numbers for rank in failed for numbers in answers[rank]["evidence"]]
     return answers[told[0]] | {"verdict": "failed", "seen": seen, "evidence": evidence}
-
-
-def printed_by(rank: int, text: str) -> list[str]:
-    """The last lines that a rank has printed, the last one first."""
-    lines = [line for line in text.splitlines() if line.strip() and NOISE not in line]
-    return [f"rank {rank} printed: {line[:120]}" for line in lines[: -KEPT_LINES - 1 : -1]]
 
 
 def end(processes: list) -> None:
