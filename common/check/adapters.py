@@ -1,10 +1,11 @@
-"""The user's class or function as the checks call it: of a kind, and adapted.
+"""The user's class or function as the checks call it: found, of a kind, and adapted.
 
 A course's tests reach a class through functions in tests/adapters.py: get_ddp(module) makes it, and
 ddp_on_after_backward(model, optimizer) is called after backward().
 """
 
 import ast
+import importlib
 import inspect
 import textwrap
 from functools import partial, wraps
@@ -30,9 +31,6 @@ class Adapted(nn.Module):
         self.model = model
         self.before_forward = before_forward
         self.optimizer = torch.optim.SGD(model.parameters(), lr=0.0)  # they are given one
-        for name in ("finish_gradient_synchronization", "gather_full_params", "no_sync"):
-            if hasattr(model, name):
-                setattr(self, name, getattr(model, name))
         if after_backward:
             self.finish_gradient_synchronization = partial(after_backward, model, self.optimizer)
         if gather:
@@ -44,28 +42,18 @@ class Adapted(nn.Module):
         return self.model(*inputs)
 
 
-def names_in(module) -> list[str]:
-    """The functions of a course's that a module has."""
-    names = [name for name in OF_COURSES if hasattr(module, name)]
-    if not names:
-        raise ValueError(f"has none of {', '.join(OF_COURSES)}; a class is FILE.py:NAME")
-    return names
-
-
 def load_all(text: str) -> list:
-    """What FILE.py:NAME names, and the functions around it, AROUND; None for what is not there."""
+    """What FILE.py:NAME names, and the functions AROUND it; None for those that are not there."""
+    mine = setup.load(text)
     file, _, name = text.rpartition(":")
-    found = [setup.load(text)]
-    for each in AROUND:
-        function = f"{name.removeprefix('get_')}_{each}"
-        found.append(getattr(setup.load_module(file), function, None))
-    return found
+    names = [f"{name.removeprefix('get_')}_{each}" for each in AROUND]
+    return [mine, *[getattr(setup.load_module(file), each, None) for each in names]]
 
 
-def prepare(text: str, kind: str, layers="", is_even=False, dtype=torch.float64):
+def prepare(text: str, kind: str, layers="", dtype=torch.float64):
     """On a rank: what FILE.py:NAME names, as the checks call it, and models of this form."""
     mine, *around = load_all(text)
-    models.choose(layers, is_even, dtype)
+    models.choose(layers, dtype, kind == "fsdp")
     if kind == "function":
         return lambda module: Adapted(module, lambda model, optimizer: mine(model))
     if not any(around):
@@ -79,14 +67,36 @@ def prepare(text: str, kind: str, layers="", is_even=False, dtype=torch.float64)
     return adapted
 
 
+def call(check, *form):
+    """On a rank: a check of what `prepare` makes of this."""
+    return check(prepare(*form))
+
+
+def describe(text: str, kind: str | None, layers: str) -> list[tuple[str, str, list[str]]]:
+    """Of what MINE names: FILE.py:NAME, its kind, and what of it is not written yet."""
+    texts = [text]
+    if text.endswith(".py"):
+        module = setup.load_module(text)
+        texts = [f"{text}:{name}" for name in OF_COURSES if hasattr(module, name)]
+        if not texts:
+            raise ValueError(f"has none of {', '.join(OF_COURSES)}; a class is FILE.py:NAME")
+    described = []
+    for each in texts:
+        mine, *around = load_all(each)
+        missing = [name for function in (mine, *around) for name in not_written(function)]
+        described.append((each, kind or kind_of(mine), missing))
+    if layers:
+        importlib.import_module(layers).Linear(2, 2)
+    return described
+
+
 def kind_of(mine) -> str:
     names = list(inspect.signature(mine).parameters)
     is_class = isinstance(mine, type)
     if "params" in names[:1] or (is_class and issubclass(mine, torch.optim.Optimizer)):
         return "optimizer"
     is_fsdp = "compute_dtype" in names or hasattr(mine, "gather_full_params")
-    is_fsdp = is_fsdp or "fsdp" in getattr(mine, "__name__", "").lower()
-    return "fsdp" if is_fsdp else "wrapper"
+    return "fsdp" if is_fsdp or "fsdp" in getattr(mine, "__name__", "").lower() else "wrapper"
 
 
 def not_written(mine) -> list[str]:

@@ -16,7 +16,7 @@ from common.check import checks_of_wrappers as wrappers
 from common.check import models
 from common.check.checks_of_wrappers import OUTPUT, check_weights, output_of, wrap
 from common.check.facts import communication
-from common.check.findings import Failed, NotTried, need
+from common.check.findings import Failed, NotTried, evidence_of, need
 from common.check.models import Plain, finish, new
 from common.check.runner import is_of_user
 from common.report import held_bytes
@@ -87,17 +87,16 @@ def keeps_a_part_of_the_parameters(mine):
 
 def gathers_full_parameters(mine):
     """gather_full_params() returns all parameters, whole, under the module's own names"""
-    model = wrap(mine, new(Plain))
+    model, twin = wrap(mine, new(Plain)), new(Plain)
     need(model, "gather_full_params")
-    found = model.gather_full_params()
-    expected_names = new(Plain).state_dict()
-    for name in [name for name in found if name not in expected_names][:1]:
-        raise Failed(f"{name} is no name in the module", "the names are the wrapper's")
-    for name, expected in new(Plain).named_parameters():
-        if name not in found:
-            raise Failed(f"{name} is not among {', '.join(found)}", "parameters are left out")
-        if not torch.equal(found[name], expected):
-            raise Failed(f"{name} has other values or another shape", "parts put together wrongly")
+    for name, weight in wrappers.weights_of(model, twin).items():
+        expected = twin.get_parameter(name)
+        if not torch.equal(weight, expected):
+            evidence = [evidence_of(name, weight, expected)]
+            raise Failed(f"{name} has other values", "parts put together wrongly", evidence)
+    others = [name for name in model.gather_full_params() if name not in twin.state_dict()]
+    if others:
+        raise Failed(f"{others[0]} is no name in the module", wrappers.NAMES)
 
 
 def computes_in_another_dtype(mine):
@@ -121,6 +120,11 @@ def computes_in_another_dtype(mine):
         raise Failed(f"weights and gradients have {dtypes}", "the optimizer loses small updates")
 
 
+def splits_uneven_sizes(mine):
+    """sizes that the ranks do not divide"""
+    wrappers.follow_one_process(mine, models.Uneven)
+
+
 def agrees_on_any_branch(mine):
     """ranks on different branches: the same gradients, or an error on every rank"""
     try:
@@ -129,15 +133,14 @@ def agrees_on_any_branch(mine):
         return f"an error: {str(error).splitlines()[0][:80]}"
 
 
-NEEDED = [splits_weights]
 COURSE = [
+    can_be_used,
     splits_weights,
     computes_what_the_module_computes,
     gathers_full_parameters,
     wrappers.leaves_weights_to_the_optimizer,
     wrappers.gradients_are_the_mean,
     wrappers.trains_with_sgd,
-    wrappers.trains_with_adam,
     wrappers.ranks_stay_equal,
     wrappers.reduces_tied_weights_once,
     wrappers.leaves_frozen_parameters_alone,
@@ -154,6 +157,7 @@ HAS_TO_HOLD = [*COURSE, *MEANING]
 BEYOND = [
     wrappers.starts_with_the_parameters_of_rank_0,
     wrappers.skips_what_nobody_uses,
+    splits_uneven_sizes,
     agrees_on_any_branch,
 ]
 FACTS = [communication]

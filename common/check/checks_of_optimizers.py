@@ -186,8 +186,7 @@ def collects_its_state(mine):
         raise Failed(seen, "a checkpoint of rank 0 lacks what other ranks keep")
 
 
-NEEDED = []
-COURSE = [steps_like_sgd, steps_like_adamw, skips_frozen_parameters]
+COURSE = [can_be_used, steps_like_sgd, steps_like_adamw, skips_frozen_parameters]
 MEANING = [
     shares_the_state_out,
     keeps_groups_apart,

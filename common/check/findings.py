@@ -90,23 +90,19 @@ def check_gradients(found: dict, gradients: dict) -> None:
     found: {name: gradient}; gradients: what gradients_of_ranks returns.
     """
     check_arrived(found)
-    wrong = {}  # name: what is seen, and what that means
-    evidence = []
-    for name, gradient in found.items():
-        mean = gradients[name].sum(0).mean(0)
-        if not is_close(gradient, mean):
-            evidence.append(evidence_of(name, gradient, mean))
-            wrong[name] = explain(name, gradient, gradients)
+    mean = {name: of_ranks.sum(0).mean(0) for name, of_ranks in gradients.items()}
+    wrong = [name for name in found if not is_close(found[name], mean[name])]
     if not wrong:
         return
+    told = {name: explain(name, found[name], gradients) for name in wrong}
     # A gradient may look like two things at once. It is what most of the others are, too.
-    means = Counter(means for _, means in wrong.values()).most_common(1)[0][0]
-    names = [name for name in wrong if wrong[name][1] == means]
+    means = Counter(means for _, means in told.values()).most_common(1)[0][0]
+    names = [name for name in wrong if told[name][1] == means]
     some = ", ".join(names[:2]) + (", …" if len(names) > 2 else "")
-    seen = f"{len(names)} of {len(found)} gradients ({some}): {wrong[names[0]][0]}"
+    seen = f"{len(names)} of {len(found)} gradients ({some}): {told[names[0]][0]}"
     if len(names) < len(wrong):
         seen += f"; {len(wrong) - len(names)} more are wrong in another way"
-    raise Failed(seen, means, evidence)
+    raise Failed(seen, means, [evidence_of(name, found[name], mean[name]) for name in wrong])
 
 
 def explain(name: str, found: torch.Tensor, gradients: dict) -> tuple[str, str]:

@@ -9,16 +9,15 @@ from torch import nn
 from common.check.findings import UNUSABLE, Failed
 
 layers = nn  # a module with Linear and Embedding
-rows, width = 6, 7  # of an embedding: of odd length, which no two ranks halve
 dtype = torch.float64
 
 
-def choose(of_user: str, is_even: bool, of_weights: torch.dtype) -> None:
-    """Build models of a module's own layers, in sizes that the ranks divide, in a dtype."""
-    global layers, rows, width, dtype
+def choose(of_user: str, of_weights: torch.dtype, is_sharded: bool) -> None:
+    """Build models of a module's own layers, in a dtype; what is sharded the ranks can divide."""
+    global layers, dtype
     layers = importlib.import_module(of_user) if of_user else nn
-    rows, width = [6 * dist.get_world_size()] * 2 if is_even else (6, 7)
     dtype = of_weights
+    Plain.rows, Plain.width = [6 * dist.get_world_size()] * 2 if is_sharded else (6, 7)
 
 
 def linear(inputs: int, outputs: int, bias: bool = True) -> nn.Module:
@@ -30,9 +29,11 @@ class Plain(nn.Module):
     """Some of its parameters have a shape in common."""
 
     rank = 0  # on which some of the others take another way
+    rows, width = 6, 7  # of the embedding
 
     def __init__(self):
         super().__init__()
+        rows, width = self.rows, self.width
         self.embedding = getattr(layers, "Embedding", nn.Embedding)(rows, width)
         self.first = linear(width, width)
         self.norm = nn.LayerNorm(width)
@@ -46,6 +47,10 @@ class Plain(nn.Module):
 
     def between(self, x):
         return self.second(self.norm(self.first(x).tanh())).tanh()
+
+
+class Uneven(Plain):
+    rows, width = 7, 11
 
 
 class Tied(Plain):
@@ -68,7 +73,7 @@ class Frozen(Plain):
 class UsedByNobody(Plain):
     def __init__(self):
         super().__init__()
-        self.never = linear(width, width).to(dtype)
+        self.never = linear(self.width, self.width).to(dtype)
 
 
 class UsedByRank0(UsedByNobody):
@@ -88,9 +93,8 @@ class Branches(Plain):
 
     def __init__(self):
         super().__init__()
-        self.first = linear(width, width, bias=False).to(
-            dtype
-        )  # so that gloo cannot tell them apart
+        # Without a bias gloo cannot tell it from the second.
+        self.first = linear(self.width, self.width, bias=False).to(dtype)
         self.scale = nn.Parameter(torch.ones(self.shape, dtype=dtype))
 
     def between(self, x):
@@ -122,7 +126,7 @@ class ChannelsLast(Plain):
         self.convolution = nn.Conv2d(6, 6, 3).to(dtype, memory_format=torch.channels_last)
 
     def between(self, x):
-        images = x[..., None, None].flatten(0, 1).expand(-1, width, 3, 3)[:, :6]
+        images = x[..., None, None].flatten(0, 1).expand(-1, self.width, 3, 3)[:, :6]
         return super().between(x + self.convolution(images).mean())
 
 
