@@ -31,9 +31,8 @@ def can_be_used(mine):
     wrappers.can_be_used(mine)
     dtypes = {weight.dtype for weight in wrap(mine, new(Plain)).parameters()}
     if dtypes != {models.dtype}:
-        raise Failed(
-            f"of {models.dtype} weights it keeps {dtypes}", "the optimizer has other weights"
-        )
+        seen = f"of {models.dtype} weights it keeps {dtypes}"
+        raise Failed(seen, "the optimizer has other weights")
 
 
 def share_of(tensors) -> float:
@@ -47,9 +46,10 @@ def own_layers(mine) -> str:
         if share_of(wrap(mine, new(large)).parameters()) < 1:
             return ""
     for module in list(sys.modules.values()):
-        layer = getattr(module, "__dict__", {}).get("Linear")
-        if isinstance(layer, type) and is_of_user(getattr(module, "__file__", None) or ""):
-            if issubclass(layer, nn.Module) and not layer.__module__.startswith("torch."):
+        with suppress(Exception):  # a module can be anything
+            layer = vars(module)["Linear"]
+            is_own = is_of_user(module.__file__) and not layer.__module__.startswith("torch.")
+            if is_own and isinstance(layer(2, 2), nn.Module):
                 return layer.__module__
     return ""
 
@@ -58,9 +58,8 @@ def splits_weights(mine):
     """some weights are split over the ranks"""
     if share_of(wrap(mine, new(large)).parameters()) >= 1:
         seen = "a rank keeps all weights of linear layers"
-        raise Failed(
-            seen, "they are not split: none, or only those of layers of your own (LAYERS=)"
-        )
+        means = "they are not split: none, or only those of layers of your own (LAYERS=)"
+        raise Failed(seen, means)
 
 
 def computes_what_the_module_computes(mine):
@@ -82,7 +81,10 @@ def keeps_a_part_of_the_parameters(mine):
         share = share_of(tensors)
         if share > 1.1 / dist.get_world_size():
             seen = f"of the {kind} a rank keeps {100 * share:.0f} %"
-            raise Failed(seen, f"the {kind} are not split: a rank should own 1/N of them")
+            means = f"the {kind} are not split: a rank should own 1/N of them"
+            expected = 1 / dist.get_world_size()
+            evidence = [evidence_of(kind, torch.tensor([share]), torch.tensor([expected]))]
+            raise Failed(seen, means, evidence)
 
 
 def gathers_full_parameters(mine):
@@ -114,7 +116,8 @@ def computes_in_another_dtype(mine):
     distance = ((output - expected).norm() / (exact - expected).norm()).item()
     if not distance < 0.5:  # exact ones are 1 away
         seen = f"the output is {distance:.1f} times as far from bfloat16's as float32's is"
-        raise Failed(seen, "the weights or the inputs are not cast before the forward")
+        evidence = [evidence_of(OUTPUT, output, expected)]
+        raise Failed(seen, "the weights or the inputs are not cast before the forward", evidence)
     dtypes = {tensor.dtype for each in model.parameters() for tensor in (each, each.grad)}
     if dtypes != {torch.float32}:
         raise Failed(f"weights and gradients have {dtypes}", "the optimizer loses small updates")

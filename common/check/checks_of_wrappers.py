@@ -17,12 +17,12 @@ from common.check.findings import (
     Failed,
     check_arrived,
     check_equal_ranks,
-    check_gradients,
-    evidence_of,
+    fail,
     is_close,
     need,
 )
-from common.check.models import Plain, finish, gradients_of_ranks, loss_of, new
+from common.check.gradients import check_gradients, gradients_of_ranks
+from common.check.models import Plain, finish, loss_of, new
 from common.setup import with_bucket_size
 
 LR = 0.1
@@ -122,11 +122,9 @@ def check_weights(found: dict, twin: nn.Module, means: str) -> None:
     expected = {OUTPUT: output_of(twin)} if OUTPUT in found else dict(twin.named_parameters())
     wrong = [name for name in expected if not is_close(found[name], expected[name])]
     if wrong:
-        some = f"{len(wrong)} of {len(expected)} weights ({', '.join(wrong[:2])})"
         apart = (found[wrong[0]] - expected[wrong[0]]).norm() / expected[wrong[0]].norm()
-        seen = f"{some} are not those of one process, by {apart:.0e} of it"
-        evidence = [evidence_of(name, found[name], expected[name]) for name in wrong]
-        raise Failed(seen, means, evidence)
+        seen = f"are not those of one process, by {apart:.0e} of it"
+        fail("weights", seen, means, wrong, found, expected)
 
 
 def follow_one_process(mine, build=Plain, **options):
@@ -187,10 +185,9 @@ def starts_with_the_buffers_of_rank_0(mine):
     check_arrived(buffers)
     wrong = [name for name, buffer in buffers.items() if (buffer != 7).any()]
     if wrong:
-        seen = f"{len(wrong)} of {len(buffers)} buffers are not those of rank 0"
         means = "the constructor does not broadcast the buffers from rank 0"
-        evidence = [evidence_of(n, buffers[n], torch.full_like(buffers[n], 7)) for n in wrong]
-        raise Failed(seen, means, evidence)
+        of_rank_0 = {name: torch.full_like(buffer, 7) for name, buffer in buffers.items()}
+        fail("buffers", "are not those of rank 0", means, wrong, buffers, of_rank_0)
 
 
 def gradients_are_the_mean(mine):
@@ -210,9 +207,7 @@ def leaves_weights_to_the_optimizer(mine):
         check_arrived(after)
         moved = [name for name in before if not torch.equal(before[name], after[name])]
         if moved:
-            evidence = [evidence_of(name, after[name], before[name]) for name in moved]
-            seen = f"{len(moved)} of {len(before)} weights ({', '.join(moved[:2])}) have changed"
-            raise Failed(f"{seen} before step()", WEIGHTS, evidence)
+            fail("weights", "have changed before step()", WEIGHTS, moved, after, before)
         optimizer.step()
         optimizer.zero_grad()
 

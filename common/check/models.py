@@ -1,4 +1,4 @@
-"""The small models of the checks, and the gradients that one process computes of them."""
+"""The small models of the checks, and the loss of a share of a batch."""
 
 import importlib
 
@@ -157,27 +157,3 @@ def loss_of(model: nn.Module, step: int, part: int, rank: int) -> torch.Tensor:
 def finish(model: nn.Module) -> None:
     if hasattr(model, "finish_gradient_synchronization"):
         model.finish_gradient_synchronization()
-
-
-def gradients_of_ranks(twin: Plain, step: int, parts: int) -> dict[str, torch.Tensor]:
-    """{name: [part, rank, *shape]}, computed by this process alone; zeros where there is none.
-
-    The twin is left with the mean over the ranks, added up over the parts.
-    """
-    world_size = dist.get_world_size()
-    parameters = dict(twin.named_parameters())
-    gradients = {}
-    for name, parameter in parameters.items():
-        shape = parts, world_size, *parameter.shape
-        gradients[name] = torch.zeros(shape, dtype=parameter.dtype)
-    for part in range(parts):
-        for twin.rank in range(world_size):
-            twin.zero_grad()
-            loss_of(twin, step, part, twin.rank).backward()
-            for name, parameter in parameters.items():
-                if parameter.grad is not None:
-                    gradients[name][part, twin.rank] = parameter.grad
-    for name, parameter in parameters.items():
-        parameter.grad = torch.empty_like(parameter)  # in its memory format, for fused optimizers
-        parameter.grad.copy_(gradients[name].sum(0).mean(0))
-    return gradients

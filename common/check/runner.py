@@ -31,14 +31,8 @@ LONGEST_LIFE = 300  # seconds of a rank, whatever becomes of the process that st
 ENDING = {signal.SIGINT, signal.SIGTERM}
 KEPT_LINES = 3  # of what a rank prints
 OTHER_SIZE = "Received data size doesn't match expected size"  # what gloo says of mixed calls
-CHECKS = Path(__file__).resolve().parent
-NETWORK = CHECKS.parent.parent / "01_allreduce" / "slow_network"
-NOT_OF_USERS = {
-    CHECKS.parent,
-    NETWORK,
-    Path(os.__file__).parent,
-    Path(torch.__file__).parent.parent,
-}
+OURS = setup.ROOT / "common", setup.ROOT / "01_allreduce" / "slow_network"
+LIBRARIES = Path(os.__file__).parent, Path(torch.__file__).parent.parent
 
 
 def answer(verdict: str, seen="", means="", evidence=(), lines=()) -> dict:
@@ -77,7 +71,7 @@ def lines_of_user(stack: str) -> list[str]:
 def is_of_user(file: str) -> bool:
     """Neither of Python and its packages nor of the checks."""
     path = Path(file)
-    is_ours = NOT_OF_USERS.intersection(path.parents) and path.name != "mistakes.py"
+    is_ours = {*OURS, *LIBRARIES}.intersection(path.parents) and path.name != "mistakes.py"
     return path.is_file() and not is_ours
 
 
@@ -165,7 +159,9 @@ def collect(processes: list, pipes: dict, limit: float) -> dict[int, dict]:
                 processes[rank].join()
                 code = processes[rank].exitcode
                 how = f"status {code}" if code >= 0 else signal.Signals(-code).name
-                answers[rank] = answer("failed", f"it ended with {how}", "the class ended it")
+                answers[rank] = answer(
+                    "failed", f"it ended with {how}", "the process ended in the class"
+                )
             if answers[rank]["verdict"] == "failed":
                 deadline = min(deadline, time.monotonic() + SECONDS_TO_FOLLOW)
     return answers
