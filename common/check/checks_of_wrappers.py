@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from common.check import models
-from common.check.facts import communication, memory, overlap
+from common.check.facts import communication, memory
 from common.check.findings import (
     UNUSABLE,
     Failed,
@@ -342,4 +342,4 @@ BEYOND = [
     averages_what_one_rank_uses,
     keeps_buffers_equal,
 ]
-FACTS = [communication, overlap, memory]
+FACTS = [communication, memory]
