@@ -50,7 +50,7 @@ def sent_by(wrap) -> str:
     with counter:
         step()
     calls = f"{counter.count} calls, {counter.bytes / 2**20:.1f} MB in all"
-    return calls + (f", {early[-1]} calls before the last gradient is there" if early else "")
+    return calls + (f", {early[-1]} of them before the last gradient is there" if early else "")
 
 
 def communication(mine):
