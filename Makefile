@@ -39,16 +39,8 @@ endif
 TORCHRUN = $(PYTHON) -m common.launch.torchrun $(HOSTS) --nproc-per-node $(NPROC)
 ALONE = $(PYTHON) -m common.launch.alone
 QUOTED = '$(subst ','\'',$(1))'
-NETWORK_GIVEN = $(if $(NETWORK),--network $(call QUOTED,$(NETWORK)) )
-FLAGS = $(if $(BACKEND),--backend $(BACKEND) )$(NETWORK_GIVEN)$(ARGS)
+FLAGS = $(if $(BACKEND),--backend $(BACKEND) )$(if $(NETWORK),--network $(call QUOTED,$(NETWORK)) )$(ARGS)
 FLAGS_GIVEN = $(if $(MINE),--mine $(call QUOTED,$(MINE)) )$(FLAGS)
-
-ifneq ($(and $(NETWORK),$(filter check hosts,$(MAKECMDGOALS))),)
-$(error NETWORK='$(NETWORK)': make check and make hosts have networks of their own)
-endif
-ifneq ($(and $(MINE)$(BACKEND),$(filter hosts,$(MAKECMDGOALS))),)
-$(error MINE and BACKEND are no variables of make hosts: ARGS="--mine FILE.py:NAME")
-endif
 
 .NOTPARALLEL:
 .PHONY: help setup test test-full test-torch hosts lint all reference clean check compare \
@@ -79,14 +71,15 @@ LESSON = $@/$(shell echo $(@F) | sed 's/^[0-9]*_//').py
 $(BY_TORCHRUN): $(RUNTIME)
 	$(TORCHRUN) $(LESSON) $(FLAGS_GIVEN)
 $(BY_ITSELF): $(RUNTIME)
-	@$(ALONE) $(LESSON) $(if $(filter file,$(origin NPROC)),,--nproc $(NPROC)) $(FLAGS_GIVEN)
+	$(ALONE) $(LESSON) $(if $(filter file,$(origin NPROC)),,--nproc $(NPROC) )$(FLAGS_GIVEN)
 
 # DDP goes first, because it takes fewer flags. Each leaves a result, and compares all that are there.
 RESNET_DDP = 07_resnet_ddp/resnet_ddp.py $(FLAGS_GIVEN)
 07_resnet_ddp: $(RUNTIME)
-	@$(TORCHRUN) $(RESNET_DDP)
+	$(TORCHRUN) $(RESNET_DDP)
 ifeq ($(filter -h --help,$(ARGS)),)
-	@echo; $(ALONE) $(RESNET_DDP)
+	@echo
+	$(ALONE) $(RESNET_DDP)
 endif
 
 ##
@@ -96,27 +89,28 @@ COMPARE := 05_bucketed/compare
 compare: $(COMPARE)
 timeline: NETWORK ?= 1gbit,1ms
 timeline: $(RUNTIME)
-	@$(TORCHRUN) $(COMPARE)/timeline.py $(FLAGS)
+	$(TORCHRUN) $(COMPARE)/timeline.py $(FLAGS_GIVEN)
 
 ##   make check MINE=my_ddp.py:MyDDP         your own wrapper, sharded optimizer or FSDP: is it
 ##                                           right? (KIND=wrapper, function, optimizer or fsdp)
 ##   make check MINE=tests/adapters.py       all that a course asks for, in its repository
 ##                                           (LEVEL=course, LAYERS=a_course.model: see its page)
 CHOSEN = $(if $(KIND),--kind $(KIND) )$(if $(LEVEL),--level $(LEVEL) )$(if $(LAYERS),--layers $(LAYERS) )
-CHECKED = $(if $(MINE),$(call QUOTED,$(MINE)) )$(CHOSEN)--nproc $(NPROC)
 check: $(RUNTIME)
-	$(ALONE) common/check/check.py $(CHECKED) $(if $(BACKEND),--backend $(BACKEND) )$(ARGS)
+	$(ALONE) common/check/check.py $(if $(MINE),$(call QUOTED,$(MINE)) )$(CHOSEN)--nproc $(NPROC) $(FLAGS)
 
 ##   make read                               02 to 05 side by side in a browser; needs Python alone
 read:
 	@$(READER) -c '$(NEW_ENOUGH)' || exit 2
-	@$(READER) -m common.read.read
+	$(READER) -m common.read.read
 
 ##   make hosts [RATE=1gbit DELAY=0.2ms]     make compare on a network between two hosts, which
 ##                                           Linux plays here (SCRIPT=… runs another script)
 CABLE = $(call QUOTED,$(or $(RATE),1gbit)) $(call QUOTED,$(or $(DELAY),0.2ms))
+hosts: SCRIPT ?= $(COMPARE)/compare.py
 hosts: $(RUNTIME)
-	@exec bash common/launch/hosts.sh $(PYTHON) $(CABLE) $(or $(SCRIPT),$(COMPARE)/compare.py) $(ARGS)
+	$(if $(filter file,$(origin NPROC)),,$(error NPROC='$(NPROC)': make hosts starts one rank on each of two hosts))
+	exec bash common/launch/hosts.sh $(PYTHON) $(CABLE) $(SCRIPT) $(FLAGS_GIVEN)
 
 ##   make all                                every stage with its defaults
 all: $(STAGES)
@@ -168,7 +162,7 @@ lint: $(DEVELOPMENT)
 
 ##   make reference [ONLY=05_bucketed]       record every reference_output*.txt and picture again
 reference: $(RUNTIME)
-	@$(PYTHON) -m common.recordings.record $(ONLY)
+	$(PYTHON) -m common.recordings.record $(ONLY)
 
 ##   make clean                              remove results/ and caches
 clean:

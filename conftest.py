@@ -2,6 +2,8 @@
 
 import os
 import signal
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -36,6 +38,29 @@ def same_environment():
     yield
     os.environ.clear()
     os.environ.update(before)
+
+
+@pytest.fixture
+def refusal(monkeypatch, capsys):
+    """refusal(main, script, *words): what main() says of these words in one line, with status 2.
+
+    Without `script.py: error: ` in front. It is torchrun's only rank, unless told otherwise.
+    """
+    from common.testing.harness import ONLY_RANK
+
+    def run(main, script, *words, environment=ONLY_RANK) -> str:
+        name = Path(script).name
+        os.environ |= environment
+        monkeypatch.setattr(sys, "argv", [name, *map(str, words)])
+        monkeypatch.setattr(sys, "path", sys.path[:])
+        with pytest.raises(SystemExit) as end:
+            main()
+        error = capsys.readouterr().err
+        assert end.value.code == 2 and error.count("\n") == 1, error
+        assert error.startswith(f"{name}: error: "), error
+        return error.removeprefix(f"{name}: error: ")
+
+    return run
 
 
 def started_ranks(is_late: bool):

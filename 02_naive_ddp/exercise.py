@@ -2,6 +2,7 @@
 
 from contextlib import contextmanager
 
+import torch  # noqa: F401
 import torch.distributed as dist  # noqa: F401
 from torch import nn
 

@@ -16,7 +16,7 @@ SC 2020, section 5.1 (P_os); Stanford CS336, assignment 2, "Optimizer state shar
 
 import sys
 from copy import deepcopy
-from functools import cache, partial
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 
@@ -319,29 +319,7 @@ class LanguageModel(nn.Module):
         return self.head(self.layers(x, mask, is_causal=True))
 
 
-@cache
-def helpers():
-    """common's modules. Only a run needs them: a copied class can be imported with torch alone."""
-    folder = Path(__file__).resolve().parent
-    sys.path[:0] = [str(folder), str(folder.parent)]
-    try:
-        from common import report, setup, timing
-    except ModuleNotFoundError as error:
-        sys.exit(f"error: {error}: copy the repository's folder common/ beside this script")
-    return report, setup, timing
-
-
-def sharded_optimizers(args) -> dict:
-    """This stage's, and with --mine the user's: functions of parameters and AdamW's options."""
-    _, setup, _ = helpers()
-    optimizers = {"ShardedOptimizer": SHARDED_ADAMW}
-    if args.mine:
-        mine = setup.load(args.mine)
-        optimizers[setup.users_name(args)] = lambda params, **kw: mine(params, ADAMW, **kw)
-    return optimizers
-
-
-def average_gradients(model):
+def average_gradients(model: nn.Module) -> None:
     """Stage 03's way: one all-reduce of one flat tensor."""
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     flat = nn.utils.parameters_to_vector(gradients).div_(dist.get_world_size())
@@ -355,17 +333,16 @@ def verify(make_sharded, args, device):
     The first layer is frozen in epoch 1 and added as a group for epoch 2; a scheduler lowers the
     learning rates.
     """
-    report, setup, timing = helpers()
+    from common import report, setup, timing
+
     rank, world_size = dist.get_rank(), dist.get_world_size()
     images, labels, *held_out = setup.load_equal_shares(args, device)
-
-    def build(make_optimizer):
-        model = classifier(images, args.seed)
+    twins = {}
+    for name, make_optimizer in (("sharded", make_sharded), ("unsharded", ADAMW)):
+        model = setup.classifier(args.seed, images)
         model[0].requires_grad_(False)
         optimizer = make_optimizer(model[1:].parameters(), lr=3e-3)
-        return model, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
-
-    twins = {"sharded": build(make_sharded), "unsharded": build(ADAMW)}
+        twins[name] = model, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
     watch = timing.Stopwatch(device)
     shuffle = torch.Generator().manual_seed(args.seed)
     for epoch in (1, 2):
@@ -389,38 +366,34 @@ def verify(make_sharded, args, device):
                 scheduler.step()
             report.log_step(args, epoch, step, loss, times)
         accuracy = report.evaluate(epoch, twins["sharded"][0], *held_out)
-    weights, expected = [model.state_dict() for model, *_ in twins.values()]
-    ours = "passed, all ranks are"
-    worst = check_weights(weights, expected, TOLERANCE, ours, "unsharded AdamW")
-    setup.say()
+    weights, expected = [model.state_dict() for model, _, _ in twins.values()]
+    worst = largest_distance(weights, expected, TOLERANCE, "unsharded AdamW")
+    setup.say(
+        f"verify: passed, all ranks are at most {worst:.1e} away from unsharded AdamW"
+        f" (allowed: {TOLERANCE:.0e})\n"
+    )
     report.save(args.save, weights)
     return {"max_abs_diff": worst, "tolerance": TOLERANCE, "passed": True, "accuracy": accuracy}
 
 
-def classifier(images: torch.Tensor, seed: int) -> nn.Sequential:
-    """Of images [n, pixels] into ten classes, in their dtype and on their device."""
-    torch.manual_seed(seed)
-    hidden = [nn.Linear(images.shape[1], 50), nn.ReLU(), nn.Linear(50, 50), nn.ReLU()]
-    return nn.Sequential(*hidden, nn.Linear(50, 10)).to(images)
-
-
-def check_weights(weights: dict, expected: dict, tolerance: float, ours: str, theirs: str) -> float:
-    """Say how far apart any weights are, on any rank; above the tolerance end the run."""
+def largest_distance(weights: dict, expected: dict, tolerance: float, theirs: str) -> float:
+    """How far apart any weights are, on any rank; above the tolerance it ends the run."""
     distances = [(weights[name] - weight).abs().max() for name, weight in expected.items()]
     worst = torch.stack(distances).max()
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     if not worst <= tolerance:
         sys.exit(f"verify: FAILED, a weight is {worst:.1e} away from {theirs}")
-    _, setup, _ = helpers()
-    setup.say(f"verify: {ours} at most {worst:.1e} away from {theirs} (allowed: {tolerance:.0e})")
     return worst.item()
 
 
 class Training:
     """A language model and its optimizer, with averaged gradients; and what a step of it takes."""
 
-    def __init__(self, args, device, batch_shape, make_optimizer, wrap=None, finish=None):
-        _, setup, timing = helpers()
+    def __init__(
+        self, args, device, batch_shape, make_optimizer, wrap=None, finish=average_gradients
+    ):
+        from common import setup, timing
+
         shape = setup.SIZES[args.size][:5]
         torch.manual_seed(args.seed + dist.get_rank())
         self.tokens, self.targets = torch.randint(shape[-1], (2, *batch_shape), device=device)
@@ -429,49 +402,39 @@ class Training:
             model = LanguageModel(*shape).to(getattr(torch, args.dtype))
             self.model = wrap(model) if wrap else model
         self.optimizer = make_optimizer(self.model.parameters(), lr=1e-4, fused=True)
-        self.finish = finish or average_gradients
+        self.finish = finish
         self.watch = timing.Stopwatch(device)
 
     def compute_gradients(self) -> None:
-        span = torch.profiler.record_function
-        self.optimizer.zero_grad()
-        self.watch.mark("zeroed")
-        with span("forward"):
+        with self.watch.phase("forward"):
+            self.optimizer.zero_grad()
             logits = self.model(self.tokens).flatten(0, 1).float()
             loss = F.cross_entropy(logits, self.targets.flatten())
-        self.watch.mark("loss")
-        with span("backward"):
+        with self.watch.phase("backward"):
             loss.backward()
-        self.watch.mark("backward")
-        with span("sync"):
+        with self.watch.phase("sync"):
             self.finish(self.model)
-        self.watch.mark("averaged")
 
     def step(self) -> dict[str, float]:
-        self.watch.mark("start")
         self.compute_gradients()
-        with torch.profiler.record_function("optimizer"):
+        with self.watch.phase("optimizer"):
             self.optimizer.step()
-        self.watch.mark("end")
-        return {
-            "step_seconds": self.watch.seconds("start", "end"),
-            "forward_seconds": self.watch.seconds("zeroed", "loss"),
-            "backward_seconds": self.watch.seconds("loss", "averaged"),  # with what follows it
-            "exposed_comm_seconds": self.watch.seconds("backward", "averaged"),
-            "optimizer_seconds": self.watch.seconds("averaged", "end"),
-        }
+        times = self.watch.times()
+        times["forward_seconds"] = self.watch.seconds("forward starts", "forward ends")
+        times["backward_seconds"] = self.watch.seconds("backward starts", "sync ends")
+        return times
 
     def held_parts(self) -> list[int]:
         """Bytes that this rank holds: of parameters, gradients, optimizer state."""
-        report, _, _ = helpers()
+        from common.report import held_bytes
+
         parameters = list(self.model.parameters())
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        held = [report.held_bytes(parameters), report.held_bytes(gradients)]
-        return [*held, report.held_bytes(tensors_of_state(self.optimizer))]
+        return [held_bytes(part) for part in (parameters, gradients, state_of(self.optimizer))]
 
 
-def tensors_of_state(optimizer) -> list[torch.Tensor]:
-    """Those on this rank. The state of a shard is in an optimizer within the optimizer."""
+def state_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The tensors on this rank. Of a sharded one they are in an optimizer within the optimizer."""
     within = [each for each in vars(optimizer).values() if isinstance(each, torch.optim.Optimizer)]
     states = [state for each in within or [optimizer] for state in each.state.values()]
     return [value for state in states for value in state.values() if torch.is_tensor(value)]
@@ -491,9 +454,10 @@ def account(training: Training) -> dict:
     return {"model built": built, "before the step": before, "after the step": after}
 
 
-def print_memory(memory):
+def print_memory(memory: dict[str, dict]) -> None:
     """The table: a row for each optimizer and moment, with the state of every rank."""
-    report, setup, _ = helpers()
+    from common import report, setup
+
     rows = []
     for name, moments in memory.items():
         for moment, all_ranks in moments.items():
@@ -505,17 +469,20 @@ def print_memory(memory):
     setup.say(MEMORY_LEGEND)
 
 
-def benchmark(optimizers, args, device, batch_shape) -> tuple[dict, list]:
+def benchmark(optimizers: dict, args, device, batch_shape) -> dict:
     """AdamW unsharded, this stage's, torch's ZeRO: what ranks hold, and times of their steps."""
-    _, _, timing = helpers()
+    from common import timing
+
     if not args.no_baseline:
         zero = partial(ZeroRedundancyOptimizer, optimizer_class=ADAMW)
         view = partial(zero, parameters_as_bucket_view=True)
         optimizers = {"AdamW": ADAMW, **optimizers, "torch ZeRO": zero, "torch ZeRO view": view}
     candidates = {}
+    memory = {}
     for name, make_optimizer in optimizers.items():
         candidates[name] = Training(args, device, batch_shape, make_optimizer)
-    memory = {name: account(candidates[name]) for name in candidates if "torch ZeRO" not in name}
+        if "torch ZeRO" not in name:
+            memory[name] = account(candidates[name])
     print_memory(memory)
 
     steps = {name: training.step for name, training in candidates.items()}
@@ -526,12 +493,14 @@ def benchmark(optimizers, args, device, batch_shape) -> tuple[dict, list]:
         trace = args.trace if name == "ShardedOptimizer" else None
         samples[name]["collectives_per_step"] = timing.count_collectives(training.step, trace)
     print_times(samples)
-    return memory, [{"name": name, **times} for name, times in samples.items()]
+    measured = [{"name": name, **times} for name, times in samples.items()]
+    return {"memory_bytes": memory, "candidates": measured}
 
 
 def print_times(samples: dict[str, dict]) -> None:
     """The table: two rows per candidate, the optimizer's step alone and a whole one."""
-    report, setup, _ = helpers()
+    from common import report, setup
+
     rows = []
     for quantity in ("optimizer_seconds", "step_seconds"):
         for name, times in samples.items():
@@ -547,11 +516,21 @@ def print_times(samples: dict[str, dict]) -> None:
 
 
 def main():
-    report, setup, _ = helpers()
+    folder = Path(__file__).resolve().parent
+    sys.path[:0] = [str(folder), str(folder.parent)]
+    try:
+        from common import report, setup
+    except ModuleNotFoundError as error:
+        sys.exit(f"error: {error}: copy the repository's folder common/ beside this script")
     args = setup.stage_arguments(__doc__, steps=10)
+    optimizers = {"ShardedOptimizer": SHARDED_ADAMW}
+    if args.mine:
+        mine = setup.load(args.mine)
+        optimizers[setup.users_name(args)] = lambda params, **options: mine(
+            params, ADAMW, **options
+        )
     with setup.process_group(args) as device:
         result = report.begin("06_sharded_optimizer", args, device)
-        optimizers = sharded_optimizers(args)
         replicas = len(optimizers) if args.no_baseline else len(optimizers) + 3
         model = result["model"] = report.describe(LanguageModel, args, replicas)
         result["verify"] = None
@@ -561,8 +540,7 @@ def main():
                     setup.say(f"verify: {name}")
                 result["verify"] = verify(optimizers[name], args, device)
         batch_shape = model["batch_size"], model["context_length"]
-        memory, candidates = benchmark(optimizers, args, device, batch_shape)
-        result |= {"memory_bytes": memory, "candidates": candidates}
+        result |= benchmark(optimizers, args, device, batch_shape)
         report.write_json(args.json, result)
 
 

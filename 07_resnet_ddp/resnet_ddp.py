@@ -194,8 +194,10 @@ def fit(args, network, model, train_set, test_set, settings: dict, device: torch
         evaluation = evaluate(network, test_batches, device, args.amp)
         progress["evaluations"].append(evaluation)
         progress["epoch"] = epoch
-        result = "loss {loss:.4f}, accuracy {accuracy:.2%} of {images} images".format(**evaluation)
-        setup.say(f"epoch {epoch} of {args.epochs} done, held out: {result}")
+        setup.say(
+            f"epoch {epoch} of {args.epochs} done, held out: loss {evaluation['loss']:.4f}, "
+            f"accuracy {evaluation['accuracy']:.2%} of {evaluation['images']} images"
+        )
         if args.checkpoint and dist.get_rank() == 0:
             checkpoints.save(args.checkpoint, settings, progress, modules)
     return progress
@@ -275,10 +277,10 @@ def print_report(result: dict, images: int) -> None:
         row = [name, f"{total:.1f}", f"{share:.1%}", f"{1000 * seconds.mean():.1f}"]
         rows.append(row + report.milliseconds(seconds.tolist()))
     report.print_table(["", "total s", "share", "mean ms", "p50", "p75", "p90", "p95"], rows)
-    rate = f"{result['images_per_second']:.1f} images/s over all ranks"
-    accuracy = result["evaluations"][-1]["accuracy"]
-    took = f"{images} images in {result['train_seconds']:.2f} s"
-    setup.say(f"{took}: {rate}; held-out accuracy {accuracy:.2%}")
+    setup.say(
+        f"{images} images in {result['train_seconds']:.2f} s: {result['images_per_second']:.1f} "
+        f"images/s over all ranks; held-out accuracy {result['evaluations'][-1]['accuracy']:.2%}"
+    )
 
 
 def add_size_arguments(parser) -> None:
@@ -331,11 +333,16 @@ def choose_sizes(args) -> None:
         args.workers = 4 if has_gpu else 0
     ranks_that_share = int(os.environ["WORLD_SIZE"]) if args.scaling == "strong" else 1
     args.batch_per_rank = args.global_batch // ranks_that_share
-    flag = f"argument --global-batch: '{args.global_batch}'"
     if args.global_batch % ranks_that_share:
-        fail(f"{flag} cannot be divided by {ranks_that_share} ranks")
+        fail(
+            f"argument --global-batch: '{args.global_batch}' cannot be divided by "
+            f"{ranks_that_share} ranks"
+        )
     if args.batch_per_rank < 2:
-        fail(f"{flag} is one image per rank, and BatchNorm needs at least two")
+        fail(
+            f"argument --global-batch: '{args.global_batch}' is one image per rank, and BatchNorm "
+            f"needs at least two"
+        )
 
 
 def check(args) -> None:
@@ -372,11 +379,13 @@ def describe(args) -> dict:
     data = args.data or "digits"
     if args.decode:
         data += f" JPEGs of {args.decode} × {args.decode} pixels"
-    rate = f"learning rate {args.lr:g}"
+    rate = f"{args.lr:g}"
     if args.scaling == "weak":
         rate += f" to {args.lr * ranks:g} in the first epoch"
-    size = f"batch {ranks} × {args.batch_per_rank}, {args.image_size} pixels"
-    say(f"{name}: {args.scaling} scaling, {size}, {data}, {rate}")
+    say(
+        f"{name}: {args.scaling} scaling, batch {ranks} × {args.batch_per_rank}, "
+        f"{args.image_size} pixels, {data}, learning rate {rate}"
+    )
     return {"name": name, "data": data, "batch_per_rank": args.batch_per_rank}
 
 
@@ -391,8 +400,10 @@ def main():
 
         from common import report, setup
     except ModuleNotFoundError as error:
-        needed = "the repository's folder common/, checkpoints.py, compare_runs.py and images.py"
-        sys.exit(f"error: {error}: pip install torchvision, and copy {needed} into {folder}")
+        sys.exit(
+            f"error: {error}: pip install torchvision, and copy the repository's folder common/, "
+            f"checkpoints.py, compare_runs.py and images.py into {folder}"
+        )
 
     parser = setup.Parser(__doc__)
     add_arguments(parser)
@@ -406,9 +417,9 @@ def main():
         train_set, test_set = load_images(args.data, args.download, args.image_size, args.decode)
         images_per_step = args.batch_per_rank * dist.get_world_size()
         if images_per_step > len(train_set):
-            count = len(train_set)
             setup.fail(
-                f"argument --global-batch: {images_per_step} a step are more than all {count}"
+                f"argument --global-batch: {images_per_step} a step are more than all "
+                f"{len(train_set)}"
             )
         if args.held_out:
             test_set = Subset(test_set, range(min(args.held_out, len(test_set))))

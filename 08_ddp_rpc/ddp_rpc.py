@@ -300,21 +300,32 @@ def begin(args) -> dict:
     device, backend, threads = args.device, args.backend, torch.get_num_threads()
     name = torch.cuda.get_device_name() if device == "cuda" else processor_name()
     servers, master = args.trainers, args.trainers + args.servers  # their first ranks
-    result = {"stage": "08_ddp_rpc", "torch": torch.__version__, "backend": backend}
-    result |= {"device": device, "device_name": name, "world_size": master + 1}
-    result |= {"threads_per_rank": threads, "options": dict(vars(args))}
-    ranks = f"{master + 1} ranks, threads per rank: {threads}"
-    say(f"08_ddp_rpc: torch {torch.__version__}, {backend} on {device}, {ranks}")
+    say(
+        f"08_ddp_rpc: torch {torch.__version__}, {backend} on {device}, {master + 1} ranks, "
+        f"threads per rank: {threads}"
+    )
     say(f"CUDA {torch.version.cuda or 'none'}, {torch.cuda.device_count()} GPUs")
     if shutil.which("nvidia-smi"):
         say(subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True).stdout)
     parameters = sum(parameter.numel() for parameter in dense_net().parameters())
     say(f"rank 0 to {servers - 1}: trainers, {parameters} dense parameters, DDP over {backend}")
-    table = f"a table of {args.embeddings} × {args.embedding_dim} each"
-    say(f"rank {servers} to {master - 1}: parameter servers, {table}; rank {master}: master")
+    say(
+        f"rank {servers} to {master - 1}: parameter servers, a table of {args.embeddings} × "
+        f"{args.embedding_dim} each; rank {master}: master"
+    )
     say(f"a lookup takes at least {args.round_trip:g} ms; an epoch is {EPOCH} steps")
     say(f"{args.steps} steps are measured, after {args.warmup} to warm up")
-    return result | {"started": datetime.now(timezone.utc)}
+    return {
+        "stage": "08_ddp_rpc",
+        "torch": torch.__version__,
+        "backend": backend,
+        "device": device,
+        "device_name": name,
+        "world_size": master + 1,
+        "threads_per_rank": threads,
+        "options": dict(vars(args)),
+        "started": datetime.now(timezone.utc),
+    }
 
 
 def random_batches(args, embeddings: int, seed: int):
@@ -427,12 +438,13 @@ def verify(args, trainers, servers):
     call_all(servers, *tables)
     arguments = (args, servers, embeddings)
     [difference] = call_all(trainers[:1], verify_one_trainer, *arguments, timeout=0)
-    away = f"{difference:.1e} away from a plain model in one process"
     if not difference <= tolerance:
-        sys.exit(f"verify FAILED: one trainer is {away}")
+        sys.exit(
+            f"verify FAILED: one trainer is {difference:.1e} away from a plain model in one process"
+        )
     say(
-        f"verify: passed, one trainer and {len(servers)} servers at most {away} "
-        f"after {VERIFY_STEPS} steps; allowed: {tolerance}"
+        f"verify: passed, one trainer and {len(servers)} servers at most {difference:.1e} away "
+        f"from a plain model in one process after {VERIFY_STEPS} steps; allowed: {tolerance}"
     )
 
     progress("verify: all trainers with all servers")

@@ -1,6 +1,7 @@
 """Stage 08: layouts, verify (and that it can fail), how a run ends, bad options, the file alone."""
 
 import os
+import re
 import shutil
 import signal
 import sys
@@ -45,27 +46,23 @@ def test_it_prints_what_was_recorded(forked):
 @pytest.mark.full
 @pytest.mark.parametrize("trainers, servers", [(1, 3), (3, 1)])
 def test_uneven_layouts_verify_train_and_count_every_example(forked, tmp_path, trainers, servers):
-    layout = ["--trainers", trainers, "--servers", servers, "--embeddings", 31]
-    length = ["--lookup", "both", "--seed", 5, "--warmup", 10, "--steps", 20]
-    words = [*layout, *length, "--json", tmp_path / "out.json"]
+    words = ["--trainers", trainers, "--servers", servers, "--embeddings", 31, "--lookup", "both"]
+    words += ["--seed", 5, "--warmup", 10, "--steps", 20, "--json", tmp_path / "out.json"]
     status, output = forked(None, SCRIPT, *words, PYTHONIOENCODING="ascii")  # which has no ×
     assert status == 0 and output.count("verify: passed") == 2 and "Warning" not in output, output
     assert output.endswith(f"written: {tmp_path}/out.json\n") and " ? the time in l" in output
+    assert "of 31 rows per server exactly the 15 that were looked up have moved" in output
     result = harness.read_json(tmp_path / "out.json", "08_ddp_rpc")
     assert result["verify"]["max_abs_diff"] <= 1e-5
-    assert "of 31 rows per server exactly the 15 that were looked up have moved" in output
-    assert (result["world_size"], result["backend"]) == (5, "gloo")
-    assert len(result["trainers"]) == trainers
+    assert (result["world_size"], len(result["trainers"])) == (5, trainers)
     for rank, trainer in enumerate(result["trainers"]):
         batches = ddp_rpc.random_batches(SimpleNamespace(**result["options"]), 31, 5 + rank)
-        counts = []
-        for _ in range(6):
-            counts.append(sum(len(offsets) for _, offsets, _ in islice(batches, 10)))
-        # The two epochs of warming up are not counted.
-        for lookup, expected in (("parallel", counts[2::2]), ("sequential", counts[3::2])):
-            samples = trainer["lookups"][lookup]
-            assert [sample["examples"] for sample in samples] == expected
-            assert f"trainer{rank} {lookup}" in output
+        bags = [len(offsets) for _, offsets, _ in islice(batches, 60)]
+        samples = trainer["lookups"]["parallel"]
+        # In turn with the other lookup, and the two epochs of warming up are not counted.
+        expected = [sum(bags[20:30]), sum(bags[40:50])]
+        assert [sample["examples"] for sample in samples] == expected
+        assert len(trainer["lookups"]["sequential"]) == 2
         assert len(trainer["loss"]) == 6 and all(0 < loss < 20 for loss in trainer["loss"])
 
 
@@ -199,10 +196,9 @@ def test_when_the_launcher_is_ended_all_end(script, number, expected):
 @needs_proc
 @pytest.mark.full
 @pytest.mark.parametrize("fault", harness.FAULTS)
-@pytest.mark.parametrize("moment", ["", "rank 0 to"])
-def test_faults(script, moment, fault, tmp_path):
-    command = [sys.executable, *ENDLESS]
-    harness.check_fault(script, command, moment, fault, tmp_path, trainer_1)
+def test_faults(script, fault, tmp_path):
+    """While the processes start."""
+    harness.check_fault(script, [sys.executable, *ENDLESS], "", fault, tmp_path, trainer_1)
 
 
 @needs_proc
@@ -217,9 +213,15 @@ def test_a_process_that_does_not_respond_is_named(script, rank, name):
     assert f"error: --timeout 10 s are over; no sign of life from {name}\n" in output, output
 
 
+# What torch says now and then on a busy machine when RPC ends well: it closes a connection as soon
+# as its answer has arrived, and before its own thread knows that it was sent.
+CLOSED_EARLY = r"\[W.*encountered error when sending response to request .*: pipe closed.*\n"
+
+
 def test_progress_on_a_terminal(forked):
     """Of the launcher, while the others start, of the master, and of trainer0."""
     status, output, shown = forked.on_a_terminal(None, *SHORT)
+    shown = re.sub(CLOSED_EARLY, "", shown.replace("\r\n", "\n"))
     assert status == 0 and "\n" not in shown and "\r" not in output, shown
     steps = [step for step in shown.split("\r\x1b[K") if step]
     assert steps[0] == "starting 3 processes" and steps[1].startswith("verify: one trainer with")
@@ -259,15 +261,8 @@ if not torch.cuda.is_available():
 
 
 @pytest.mark.parametrize("words, said", WRONG)
-def test_wrong_input_is_one_line(words, said, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *words.split()])
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    with pytest.raises(SystemExit) as ended:
-        ddp_rpc.main()
-    captured = capsys.readouterr()
-    assert ended.value.code == 2 and captured.out == ""
-    assert captured.err.startswith("ddp_rpc.py: error: ") and captured.err.count("\n") == 1
-    assert said in captured.err
+def test_wrong_input_is_one_line(refusal, words, said):
+    assert refusal(ddp_rpc.main, SCRIPT, *words.split()).startswith(said)
 
 
 def test_file_alone(tmp_path):

@@ -4,8 +4,6 @@ import json
 import os
 import platform
 import re
-import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable
@@ -21,7 +19,7 @@ from common.setup import SIZES, check_memory, fail, say
 
 def percentiles(samples: list) -> list[float]:
     """The 50th, 75th, 90th and 95th percentile over all ranks, in the unit of the samples."""
-    return [float(value) for value in numpy.percentile(samples, (50, 75, 90, 95))]
+    return numpy.percentile(samples, (50, 75, 90, 95)).tolist()
 
 
 def milliseconds(samples: list) -> list[str]:
@@ -57,27 +55,31 @@ def describe(model_class, args, replicas: int, copies: int = 5) -> dict:
     *shape, batch_size, context_length = SIZES[args.size]
     with torch.device("meta"):
         parameters = sum(p.numel() for p in model_class(*shape).parameters())
-    batch = {"batch_size": args.batch_size or batch_size}
-    batch["context_length"] = args.context_length or context_length
-    millions = f"{parameters / 1e6:.1f} million parameters"
-    tokens = "{batch_size} × {context_length} tokens per rank".format(**batch)
-    steps = f"{args.steps} steps are measured, after {args.warmup} to warm up"
-    say(f"{args.size} model: {millions}, {args.dtype}, {tokens}; {steps}")
+    model = {"size": args.size, "parameters": parameters, "dtype": args.dtype}
+    model["batch_size"] = args.batch_size or batch_size
+    model["context_length"] = args.context_length or context_length
+    say(
+        f"{args.size} model: {parameters / 1e6:.1f} million parameters, {args.dtype}, "
+        f"{model['batch_size']} × {model['context_length']} tokens per rank; "
+        f"{args.steps} steps are measured, after {args.warmup} to warm up"
+    )
     if args.device == "cpu":  # a GPU says itself when it is full
-        each = copies * getattr(torch, args.dtype).itemsize
-        what = f"{replicas} × {millions} × {each} B"
         ranks = int(os.environ["LOCAL_WORLD_SIZE"])
-        check_memory(ranks, replicas * parameters * each, what)
-    return {"size": args.size, "parameters": parameters, "dtype": args.dtype, **batch}
+        parameter_bytes = copies * getattr(torch, args.dtype).itemsize
+        check_memory(
+            ranks * replicas * parameters * parameter_bytes,
+            f"{ranks} ranks with {replicas} models each, {parameter_bytes} B a parameter,",
+        )
+    return model
 
 
 def log_step(args, epoch: int, step: int, loss: torch.Tensor, times: dict[str, float]) -> None:
     """A line of verify, where --log-every wants one; `times`: seconds by names as in the JSON."""
     if args.log_every and step % args.log_every == 0:
-        words = [f"verify: epoch {epoch}, step {step}: loss {loss:.4f}"]
+        text = f"verify: epoch {epoch}, step {step}: loss {loss:.4f}"
         for name, seconds in times.items():
-            words.append(f"{name.split('_')[0]} {1000 * seconds:.2f} ms")
-        say(", ".join(words))
+            text += f", {name.split('_')[0]} {1000 * seconds:.2f} ms"
+        say(text)
 
 
 def evaluate(epoch: int, model, images: torch.Tensor, labels: torch.Tensor) -> float:
@@ -102,8 +104,10 @@ def compare_weights(module: torch.nn.Module, twin: torch.nn.Module) -> dict:
     worst = (mine - expected).abs().max().item()
     if not worst <= tolerance:
         sys.exit(f"verify: FAILED, a weight is {worst:.1e} away from single-process training")
-    away = f"at most {worst:.1e} away from single-process training (allowed: {tolerance:.0e})"
-    say(f"verify: passed, the ranks are bitwise equal and {away}\n")
+    say(
+        f"verify: passed, the ranks are bitwise equal and at most {worst:.1e} away from "
+        f"single-process training (allowed: {tolerance:.0e})\n"
+    )
     return {"max_abs_diff": worst, "tolerance": tolerance, "passed": True}
 
 
@@ -114,6 +118,13 @@ def save(path: Path | None, state_dict: dict) -> None:
         say(f"written: {path}")
 
 
+STEPS_LEGEND = """\
+Percentiles over all steps of all ranks; tokens/s of all ranks; exposed: ms from the last
+gradient until all are averaged; alone: ms that the all-reduces take one after another and
+beside nothing, all-reduces · o + bytes / w, measured here: o = {:.2f} ms a call, w = {:.3f} GB/s;
+/torch DDP: below 1 is faster (p50)."""
+
+
 def print_steps(samples: dict[str, dict], tokens: int, model: dict, costs: dict) -> None:
     """The table of stages 02 to 05, a row per candidate.
 
@@ -121,38 +132,43 @@ def print_steps(samples: dict[str, dict], tokens: int, model: dict, costs: dict)
     """
     call, bandwidth = costs["call_seconds"], costs["bytes_per_second"]
     transfer = model["parameters"] * getattr(torch, model["dtype"]).itemsize / bandwidth
+    baseline = samples.get("torch DDP", {}).get("step_seconds")
     rows = []
     for name, times in samples.items():
         seconds, calls = times["step_seconds"], times["collectives_per_step"]
-        step, exposed = percentiles(seconds)[0], percentiles(times["exposed_comm_seconds"])[0]
+        exposed = percentiles(times["exposed_comm_seconds"])[0]
         alone = calls * call + transfer if calls else 0.0
-        row = [name, *milliseconds(seconds), f"{tokens / step:.0f}", f"{1000 * exposed:.1f}"]
-        row += [f"{1000 * alone:.1f}", str(calls)]
-        rows.append([*row, ratio(seconds, samples.get("torch DDP", {}).get("step_seconds"))])
+        row = [name, *milliseconds(seconds), f"{tokens / percentiles(seconds)[0]:.0f}"]
+        row += [f"{1000 * exposed:.1f}", f"{1000 * alone:.1f}", str(calls)]
+        rows.append([*row, ratio(seconds, baseline)])
     header = ["step, ms", "p50", "p75", "p90", "p95", "tokens/s"]
     print_table([*header, "exposed", "alone", "all-reduces", "/torch DDP"], rows)
-    say("Percentiles over all steps of all ranks; tokens/s of all ranks; exposed: ms from the last")
-    say(
-        "gradient until all are averaged; alone: ms that the all-reduces take one after another and"
-    )
-    o_and_w = f"o = {1000 * call:.2f} ms a call, w = {bandwidth / 1e9:.3f} GB/s"
-    say(f"beside nothing, all-reduces · o + bytes / w, measured here: {o_and_w};")
-    say("/torch DDP: below 1 is faster (p50).")
+    say(STEPS_LEGEND.format(1000 * call, bandwidth / 1e9))
 
 
 def begin(stage: str, args, device: torch.device) -> dict:
     """Print what runs and where; returns the head of the JSON, as common/README.md lists it."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
-    result = {"stage": stage, "torch": torch.__version__, "backend": args.backend}
-    result["network"] = args.network
-    result |= {"device": device.type, "device_name": name, "world_size": dist.get_world_size()}
-    result |= {"threads_per_rank": torch.get_num_threads(), "options": dict(vars(args))}
+    world_size, threads = dist.get_world_size(), torch.get_num_threads()
     carrier = f"{args.backend} on {device.type}"
     if args.network:
         carrier = f"gloo behind an emulated network of {in_words(args.network)}"
-    ranks = f"{dist.get_world_size()} ranks, threads per rank: {torch.get_num_threads()}"
-    say(f"{stage}: torch {torch.__version__}, {carrier}, {ranks}")
-    return result | {"started": datetime.now(timezone.utc)}
+    say(
+        f"{stage}: torch {torch.__version__}, {carrier}, {world_size} ranks, "
+        f"threads per rank: {threads}"
+    )
+    on_cuda = device.type == "cuda"
+    return {
+        "stage": stage,
+        "torch": torch.__version__,
+        "backend": args.backend,
+        "network": args.network,
+        "device": device.type,
+        "device_name": torch.cuda.get_device_name(device) if on_cuda else processor_name(),
+        "world_size": world_size,
+        "threads_per_rank": threads,
+        "options": dict(vars(args)),
+        "started": datetime.now(timezone.utc),
+    }
 
 
 def in_words(network: str) -> str:
@@ -166,21 +182,6 @@ def processor_name() -> str:
     system = Path("/proc/cpuinfo")
     found = re.search(r"model name\s*: (.*)", system.read_text()) if system.exists() else None
     return found[1] if found else platform.processor() or platform.machine()
-
-
-def topology() -> str:
-    """How this host is built: `nvidia-smi topo -m`, and without it the cores and NUMA nodes."""
-    if shutil.which("nvidia-smi"):
-        answer = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True)
-        if answer.returncode == 0:
-            return "\n" + answer.stdout.strip("\n")
-    cores = {}  # by the number of the NUMA node
-    for path in Path("/sys/devices/system/node").glob("node[0-9]*/cpulist"):
-        number = int(path.parent.name.removeprefix("node"))
-        cores[number] = path.read_text().strip()
-    nodes = [f"node {number}: cores {cores[number]}" for number in sorted(cores)]
-    numa = ", ".join(nodes) or "nodes unknown"
-    return f"{os.cpu_count()} cores, {processor_name()}; NUMA {numa}"
 
 
 def write_json(path: Path | None, result: dict) -> None:

@@ -2,9 +2,6 @@
 
 import argparse
 import atexit
-import importlib
-import importlib.util
-import inspect
 import os
 import socket
 import sys
@@ -12,7 +9,7 @@ import time
 import traceback
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 import numpy
@@ -23,12 +20,11 @@ import torch.distributed as dist
 # argument, so that gloo's threads outlive the group, and Python is sometimes aborted at its end.
 import torch.distributed.nn  # noqa: F401
 
+from common.check.loading import load, load_module, loadable, with_bucket_size  # noqa: F401
+
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # keeps torch.profiler's own log off the screen
 
-
 ROOT = Path(__file__).resolve().parent.parent  # of this repository
-OF_A_LAUNCHER = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-OF_A_LAUNCHER += ("GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SIZES = {  # d_model, d_ff, layers, heads, vocabulary, sequences per rank and step, tokens in each
     "nano": (64, 256, 2, 2, 1_000, 4, 64),
     "mini": (192, 768, 16, 6, 1_000, 10, 64),
@@ -43,11 +39,8 @@ SIZES = {  # d_model, d_ff, layers, heads, vocabulary, sequences per rank and st
 }
 
 
-def forget_launcher() -> None:
-    """For what starts its own ranks: clear what a torchrun or another job left in this shell."""
-    for name in list(os.environ):
-        if name in OF_A_LAUNCHER or name.startswith("TORCHELASTIC_"):
-            del os.environ[name]
+def is_rank_0() -> bool:
+    return os.environ.get("RANK", "0") == "0"
 
 
 def say(text: str = "") -> None:
@@ -56,7 +49,7 @@ def say(text: str = "") -> None:
     A character that the output's encoding lacks becomes a question mark.
     """
     progress()
-    if os.environ.get("RANK", "0") != "0":
+    if not is_rank_0():
         return
     encoding = sys.stdout.encoding or "utf-8"
     try:
@@ -67,7 +60,7 @@ def say(text: str = "") -> None:
 
 def progress(text: str = "") -> None:
     """Show what runs on a terminal's standard error, over what stood there; nothing in a pipe."""
-    if os.environ.get("RANK", "0") == "0" and sys.stderr.isatty():
+    if is_rank_0() and sys.stderr.isatty():
         print(f"\r\x1b[K{text[:79]}", end="", file=sys.stderr, flush=True)
 
 
@@ -81,7 +74,7 @@ def time_left(began: float, done: int, total: int) -> str:
 
 def fail(message: str):
     """Say in one line what is wrong and exit with status 2; of several ranks only rank 0 does."""
-    if os.environ.get("RANK", "0") != "0":
+    if not is_rank_0():
         # A rank that ends makes torchrun end all the others, and rank 0 may not have said it yet.
         # So the others wait to be ended; what only one of them has found it says in the end.
         time.sleep(10)
@@ -133,95 +126,49 @@ def list_of(convert):
     return lambda text: [convert(word) for word in text.split(",")]
 
 
-@cache
-def load_module(file: str):
-    """A file of the user's, imported as part of its package if it is in one.
-
-    The folders of the file, of its package and of its repository are first in sys.path. What is
-    called common there is found before ours.
-    """
-    path = Path(file).expanduser().resolve()
-    name, folder = path.stem, path.parent
-    while (folder / "__init__.py").exists():
-        name, folder = f"{folder.name}.{name}", folder.parent
-    marks = "pyproject.toml", ".git"
-    repositories = [up for up in path.parents if any((up / mark).exists() for mark in marks)]
-    folders = [folder, *repositories[:1], path.parent]
-    sys.path[:0] = [str(each) for each in dict.fromkeys(folders)]
-    hidden = {}
-    if any(each != ROOT and list(each.glob("common*")) for each in folders):
-        for ours in [ours for ours in sys.modules if ours.partition(".")[0] == "common"]:
-            hidden[ours] = sys.modules.pop(ours)
-    try:
-        if "." in name:
-            return importlib.import_module(name)
-        spec = importlib.util.spec_from_file_location("of_the_user", path)
-        module = importlib.util.module_from_spec(spec)
-        sys.modules["of_the_user"] = module  # as dataclasses and pickle need it
-        spec.loader.exec_module(module)  # FileNotFoundError names the file
-        return module
-    finally:
-        sys.modules.update(hidden)
-
-
-def load(text: str):
-    """What FILE.py:NAME names, for a class of the user's own. ValueError if there is none."""
-    file, _, name = text.rpartition(":")
-    if not file.endswith(".py") or not name.isidentifier():
-        raise ValueError(f"{text!r} is not FILE.py:NAME")
-    found = getattr(load_module(file), name, None)
-    if not callable(found):
-        raise ValueError(f"{file} has no class or function {name}")
-    return found
-
-
-def loadable(text: str) -> str:
-    """A type for argparse: FILE.py:NAME that can be loaded."""
-    try:
-        load(text)
-    except Exception as error:  # whatever the file does
-        raise argparse.ArgumentTypeError(f"{text}: {error}") from error
-    return text
-
-
-def users_wrapper(args: argparse.Namespace) -> dict:
-    """{name of its row: a function that wraps a module}, with --mine; {} without it."""
-    if not args.mine:
-        return {}
-    return {users_name(args): with_bucket_size(load(args.mine), args.bucket_size_mb)}
-
-
-def with_bucket_size(wrapper, megabytes: float):
-    """The wrapper, with this size of its buckets if it has some."""
-    if "bucket_size_mb" in inspect.signature(wrapper).parameters:
-        return partial(wrapper, bucket_size_mb=megabytes)
-    return wrapper
-
-
-def users_name(args: argparse.Namespace) -> str:
-    """A name for a row that none of ours has."""
-    return f"{args.mine.rpartition(':')[2]} (mine)"
-
-
 def can_be_written(path: Path) -> bool:
-    """A file that may be replaced, or made; something like /dev/null that may be written to."""
+    """A file that may be replaced or made, or a device; for one in results/ the folder is made."""
     path = path.resolve()
+    if path.parent == ROOT / "results":
+        with suppress(OSError):
+            path.parent.mkdir(exist_ok=True)
     target = path if path.exists() and not path.is_file() else path.parent
     return path.parent.is_dir() and not path.is_dir() and os.access(target, os.W_OK)
 
 
-def can_write_into(folder: Path) -> bool:
-    """A folder that can be written to; it is made if it is not there."""
-    with suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-    return folder.is_dir() and os.access(folder, os.W_OK)
-
-
 positive_number = checked(float, lambda number: number > 0, "a number above 0")  # inf is one
 output_file = checked(Path, can_be_written, "a file that can be written, in a folder that exists")
-output_folder = checked(
-    str, lambda name: name and can_write_into(Path(name)), "a folder that can be written to"
-)
+
+
+def result_file(name: str) -> Path | None:
+    """results/NAME of this repository; None if one cannot write there."""
+    path = ROOT / "results" / name
+    return path if can_be_written(path) else None
+
+
+def network(text: str) -> str:
+    """A type for argparse: a rate and a delay, such as 1gbit,1ms."""
+    try:
+        slow_network().read_network(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
+
+
+def add_process_group_arguments(parser: Parser) -> None:
+    """The flags that `process_group` reads."""
+    add = parser.add_argument
+    devices = ["auto", "cpu", "cuda"]
+    backends = ["auto", "gloo", "nccl"]
+    add("--device", choices=devices, default="auto", help="auto: CUDA if there is one")
+    add("--backend", choices=backends, default="auto", help="auto: nccl if a GPU per rank")
+    add(
+        "--network",
+        type=network,
+        metavar="RATE,DELAY",
+        help="measure on an emulated network of this rate, and this delay one way: 1gbit,1ms",
+    )
+    add("--timeout", type=positive_number, default=300.0, help="seconds to wait for other ranks")
 
 
 def add_training_arguments(parser: Parser, steps: int) -> None:
@@ -248,15 +195,32 @@ def add_mine(parser: Parser) -> None:
 def add_verify_arguments(parser: Parser) -> None:
     """The flags of what verifies before it measures."""
     add = parser.add_argument
-    file = {"type": output_file, "metavar": "FILE"}
     add("--no-verify", action="store_true", help="only measure")
     add("--no-baseline", action="store_true", help="measure this stage alone, to save memory")
     add("--data", metavar="DIR", help="verify on MNIST from this folder instead of the digits")
     add("--download", action="store_true", help="fetch MNIST into --data first")
-    add("--save", **file, help="the verified classifier's state_dict")
-    every = "verify: loss and times of rank 0 every N steps; 0: none"
-    add("--log-every", type=whole_number(0), default=0, metavar="N", help=every)
-    add("--trace", **file, help="Chrome trace of three more steps of each row, on rank 0")
+    add("--save", type=output_file, metavar="FILE", help="the verified classifier's state_dict")
+    add(
+        "--log-every",
+        type=whole_number(0),
+        default=0,
+        metavar="N",
+        help="verify: loss and times of rank 0 every N steps; 0: none",
+    )
+    trace = "Chrome trace of three more steps of each row, on rank 0"
+    add("--trace", type=output_file, metavar="FILE", help=trace)
+
+
+def add_plot_arguments(parser: Parser, name: str) -> None:
+    """--plot FILE, by default results/NAME of this repository if one can write, and --no-plot."""
+    default = f"results/{name}"
+
+    def picture(text: str) -> Path | None:
+        return result_file(name) if text is default else output_file(text)
+
+    add = parser.add_argument
+    add("--plot", type=picture, metavar="FILE", default=default, help="picture, PNG")
+    add("--no-plot", dest="plot", action="store_const", const=None, help="draw nothing")
 
 
 def stage_arguments(description: str, steps: int, **options) -> argparse.Namespace:
@@ -273,30 +237,22 @@ def stage_arguments(description: str, steps: int, **options) -> argparse.Namespa
     return args
 
 
-def add_plot_arguments(parser: Parser, name: str) -> None:
-    """--plot FILE, by default results/NAME of this repository if one can write, and --no-plot."""
-    results = ROOT / "results"
-    with suppress(OSError):
-        results.mkdir(exist_ok=True)
-    default = results / name if can_be_written(results / name) else None
-    plot = {"type": output_file, "metavar": "FILE", "default": default}
-    parser.add_argument("--plot", **plot, help="picture, PNG")
-    parser.add_argument(
-        "--no-plot", dest="plot", action="store_const", const=None, help="draw nothing"
-    )
+def users_name(args: argparse.Namespace) -> str:
+    """A name for a row that none of ours has."""
+    return f"{args.mine.rpartition(':')[2]} (mine)"
 
 
-def add_process_group_arguments(parser: Parser, old_names=()) -> None:
-    """The flags that `process_group` reads; old_names: of --backend."""
-    devices = ["auto", "cpu", "cuda"]
-    backends = ["auto", "gloo", "nccl"]
-    add = parser.add_argument
-    add("--device", choices=devices, default="auto", help="auto: CUDA if there is one")
-    nccl = "auto: nccl if a GPU per rank"
-    add("--backend", choices=backends, default="auto", old_names=old_names, help=nccl)
-    slow = "measure on an emulated network, such as 1gbit,1ms: of this rate, and this delay one way"
-    add("--network", type=network, metavar="RATE,DELAY", help=slow)
-    add("--timeout", type=positive_number, default=300.0, help="seconds to wait for other ranks")
+def users_wrapper(args: argparse.Namespace) -> dict:
+    """{name of its row: a function that wraps a module}, with --mine; {} without it."""
+    if not args.mine:
+        return {}
+    return {users_name(args): with_bucket_size(load(args.mine), args.bucket_size_mb)}
+
+
+def forget_launcher() -> None:
+    """For what starts its own ranks: clear what a torchrun or another job left in this shell."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name, None)
 
 
 def choose_device(args: argparse.Namespace) -> torch.device:
@@ -304,23 +260,66 @@ def choose_device(args: argparse.Namespace) -> torch.device:
     local_rank = int(os.environ["LOCAL_RANK"])
     local_size = int(os.environ["LOCAL_WORLD_SIZE"])
     gpus = torch.cuda.device_count()
-    args.device = args.device.replace("auto", "cuda" if gpus > 0 else "cpu")
+    if args.device == "auto":
+        args.device = "cuda" if gpus > 0 else "cpu"
+    gpu_per_rank = args.device == "cuda" and gpus >= local_size
+    if args.backend == "auto":
+        args.backend = "nccl" if gpu_per_rank else "gloo"
     if args.device == "cuda" and gpus == 0:
         fail("argument --device: 'cuda' needs a GPU that torch can use, and there is none; use cpu")
-    gpu_per_rank = args.device == "cuda" and gpus >= local_size
-    args.backend = args.backend.replace("auto", "nccl" if gpu_per_rank else "gloo")
     if args.backend == "nccl" and not gpu_per_rank:
-        here = f"this host has {gpus} GPUs for {local_size} ranks; use gloo or fewer ranks"
-        fail(f"argument --backend: 'nccl' needs --device cuda and a GPU per rank; {here}")
+        fail(
+            "argument --backend: 'nccl' needs --device cuda and a GPU per rank; this host has "
+            f"{gpus} GPUs for {local_size} ranks; use gloo or fewer ranks"
+        )
     if args.network and args.device == "cuda":
         fail(f"argument --network: '{args.network}' is emulated on a CPU; use --device cpu")
     if args.network and int(os.environ["WORLD_SIZE"]) > local_size:
         fail(f"argument --network: '{args.network}' is emulated on one host, and here are several")
     torch.set_num_threads(threads_per_rank(local_size))
-    if args.device == "cuda":
-        torch.cuda.set_device(local_rank % gpus)
-        return torch.device("cuda", local_rank % gpus)
-    return torch.device("cpu")
+    if args.device == "cpu":
+        return torch.device("cpu")
+    torch.cuda.set_device(local_rank % gpus)
+    return torch.device("cuda", local_rank % gpus)
+
+
+def threads_per_rank(local_world_size: int) -> int:
+    """Cores that this process may use, divided by the ranks of this machine; at least 1."""
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):  # macOS has none
+        cores = len(os.sched_getaffinity(0))
+    return max(1, int(min(cores, cgroup_limit("cpu.max")) // local_world_size))
+
+
+def cgroup_limit(name: str, folder: Path = Path("/sys/fs/cgroup")) -> float:
+    """What a container may use: cores by cpu.max (quota and period), bytes by memory.max."""
+    with suppress(OSError, ValueError):
+        limit, *period = (folder / name).read_text().split()  # "max" is no number: no limit
+        return int(limit) / int(*period or [1])
+    return float("inf")
+
+
+TORCH_BYTES = 4e8  # that a rank has for itself once torch is imported (2.15, on Linux)
+
+
+def available_memory() -> int:
+    """Bytes that processes can still have: what Linux calls available, elsewhere all there is."""
+    system = Path("/proc/meminfo")
+    if system.exists():
+        for line in system.read_text().splitlines():
+            if line.startswith("MemAvailable"):
+                return int(min(1024 * int(line.split()[1]), cgroup_limit("memory.max")))
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def check_memory(needed: float, what: str) -> None:
+    """End the run if this host has fewer bytes left than what is named needs."""
+    available = available_memory()
+    if needed > available:
+        fail(
+            f"{what} need {needed / 1e9:.1f} GB of memory, and this host has "
+            f"{available / 1e9:.1f} left: use fewer ranks or a smaller model"
+        )
 
 
 @cache
@@ -333,15 +332,6 @@ def slow_network():
     except ModuleNotFoundError:
         fail(f"argument --network: copy the repository's 01_allreduce/slow_network to {folder}")
     return slow_network
-
-
-def network(text: str) -> str:
-    """A type for argparse: a rate and a delay, such as 1gbit,1ms."""
-    try:
-        slow_network().read_network(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-    return text
 
 
 def name_of_backend(args: argparse.Namespace) -> str:
@@ -392,34 +382,47 @@ def without_gloo_greeting():
         os.close(nowhere)
 
 
+# Groups that were left. If a DDP model frees the group it may wait for ever: it keeps Python's lock
+# while it waits for gloo's threads, and these want it. At Python's end no model is there any more.
+LEFT = []
+atexit.register(LEFT.clear)
+
+
 @contextmanager
 def process_group(args: argparse.Namespace):
     """Join the group that torchrun describes, yield this rank's torch.device, and always leave."""
     if "RANK" not in os.environ:
         fail(f"start this script with torchrun --standalone --nproc-per-node 2 {sys.argv[0]}")
     device = choose_device(args)
-    device_id = device if args.backend == "nccl" else None
-    master = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    address = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     timeout = timedelta(seconds=min(args.timeout, 1e6))
     try:
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            socket.create_connection(master, 10).close()  # fails at once if torchrun has ended
-        store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
-        member = {"store": store, "rank": rank, "world_size": size, "device_id": device_id}
+            socket.create_connection(address, 10).close()  # fails at once if torchrun has ended
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
         with without_gloo_greeting():
-            dist.init_process_group(name_of_backend(args), timeout=timeout, **member)
+            dist.init_process_group(
+                name_of_backend(args),
+                timeout=timeout,
+                store=store,
+                rank=rank,
+                world_size=world_size,
+                device_id=device if args.backend == "nccl" else None,
+            )
     except (RuntimeError, ValueError, OSError) as error:
-        reason = str(error).splitlines()[0]
-        question = f"have all {os.environ['WORLD_SIZE']} ranks started, and is it reachable?"
-        fail(f"cannot join the process group at {':'.join(master)}: {question} ({reason})")
+        fail(
+            f"cannot join the process group at {':'.join(address)}: have all "
+            f"{os.environ['WORLD_SIZE']} ranks started, and is it reachable? "
+            f"({str(error).splitlines()[0]})"
+        )
     try:
         yield device
     except KeyboardInterrupt:  # Ctrl-C reaches all ranks
         sys.exit("interrupted" if rank == 0 else 1)
-    except RuntimeError as error:
+    except RuntimeError as error:  # gloo has no other class, and two ways to say timeout
         message = str(error)
-        if "imed out" in message or "Application timeout" in message:  # gloo has two ways to say it
-            name_the_missing(store, rank, size, error, args.timeout)
+        if "imed out" in message or "timeout" in message:
+            name_the_missing(store, rank, world_size, error, args.timeout)
         if "out of memory" in message or "can't allocate memory" in message:
             fail(f"not enough memory; choose a smaller run ({message.splitlines()[0]})")
         raise
@@ -428,68 +431,22 @@ def process_group(args: argparse.Namespace):
         dist.destroy_process_group()
 
 
-# Groups that were left. If a DDP model frees the group it may wait for ever: it keeps Python's lock
-# while it waits for gloo's threads, and these want it. At Python's end no model is there any more.
-LEFT = []
-atexit.register(LEFT.clear)
-
-
 def name_the_missing(store, rank: int, world_size: int, error: Exception, timeout: float):
     """After a timeout every rank that noticed signs in; say which did not, and where we waited."""
-    store.set(f"timed out/{rank}", "")
+    signs = [f"timed out/{other}" for other in range(world_size)]
+    store.set(signs[rank], "")
     with suppress(RuntimeError):
-        store.wait([f"timed out/{other}" for other in range(world_size)], timedelta(seconds=5))
-    missing = [str(other) for other in range(world_size) if not store.check([f"timed out/{other}"])]
+        store.wait(signs, timedelta(seconds=5))
+    missing = [str(other) for other, sign in enumerate(signs) if not store.check([sign])]
     frames = traceback.extract_tb(error.__traceback__)[1:]
     place = " > ".join(frame.name for frame in frames if "/torch/" not in frame.filename)
-    who = ", ".join(missing) or "unknown: all have timed out"
-    waited = f"rank {rank} waited more than --timeout {timeout:g} s in {place}"
-    sys.exit(f"error: {waited}; no answer from rank {who}")
+    sys.exit(
+        f"error: rank {rank} waited more than --timeout {timeout:g} s in {place}; "
+        f"no answer from rank {', '.join(missing) or 'unknown: all have timed out'}"
+    )
 
 
-def threads_per_rank(local_world_size: int) -> int:
-    """Cores that this process may use, divided by the ranks of this machine; at least 1."""
-    allowed = getattr(os, "sched_getaffinity", lambda process: range(os.cpu_count() or 1))
-    cores = min(len(allowed(0)), cgroup_limit("cpu.max"))
-    return max(1, int(cores // local_world_size))
-
-
-def cgroup_limit(name: str, folder: Path = Path("/sys/fs/cgroup")) -> float:
-    """What a container may use: cores by cpu.max (quota and period), bytes by memory.max."""
-    with suppress(OSError, ValueError):
-        limit, *period = (folder / name).read_text().split()  # "max" is no number: no limit
-        return int(limit) / int(*period or [1])
-    return float("inf")
-
-
-def available_memory() -> int:
-    """Bytes that processes can still have: what Linux calls available, elsewhere all there is."""
-    system = Path("/proc/meminfo")
-    if system.exists():
-        for line in system.read_text().splitlines():
-            if line.startswith("MemAvailable"):
-                return int(min(1024 * int(line.split()[1]), cgroup_limit("memory.max")))
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-TORCH_BYTES = 4e8  # that a rank has for itself once torch is imported (2.15, on Linux)
-
-
-def check_memory(ranks: int, per_rank: float = 0, what: str = "0 B for a model") -> None:
-    """End the run if this host has too little memory for its ranks.
-
-    Each needs `per_rank` bytes, `what` in words, and those of torch itself.
-    """
-    needed = ranks * (per_rank + TORCH_BYTES)
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    memory = min(memory, cgroup_limit("memory.max"))
-    if needed > memory:
-        each = f"({what} + {TORCH_BYTES / 1e9:.1f} GB for torch)"
-        need = f"{ranks} ranks × {each} need {needed / 1e9:.1f} GB of memory"
-        fail(f"{need}, and this host has {memory / 1e9:.1f}: use fewer ranks or a smaller model")
-
-
-def load_images(data: str | None, download: bool, device="cpu") -> list[torch.Tensor]:
+def load_images(data: str | None, download: bool) -> list[torch.Tensor]:
     """Training images, their labels, test images, their labels: float64 [n, pixels], int64 [n].
 
     MNIST from the folder `data`, or else our 1,797 digits: 297 held out, the others ten times.
@@ -497,8 +454,8 @@ def load_images(data: str | None, download: bool, device="cpu") -> list[torch.Te
     if data is None:
         digits = numpy.load(Path(__file__).with_name("digits.npz"))
         order = numpy.random.default_rng(0).permutation(len(digits["labels"]))
-        images = torch.tensor(digits["images"][order]).to(device, torch.float64).flatten(1) - 8
-        labels = torch.tensor(digits["labels"][order]).to(device).long()
+        images = torch.tensor(digits["images"][order]).double().flatten(1) - 8
+        labels = torch.tensor(digits["labels"][order]).long()
         return [images[297:].repeat(10, 1), labels[297:].repeat(10), images[:297], labels[:297]]
     try:
         from torchvision.datasets import MNIST
@@ -506,14 +463,27 @@ def load_images(data: str | None, download: bool, device="cpu") -> list[torch.Te
         if download and dist.get_rank() == 0:
             MNIST(data, download=True)
         dist.barrier()
-        parts = []
-        for train in (True, False):
-            split = MNIST(data, train=train)
+        tensors = []
+        for split in (MNIST(data, train=True), MNIST(data, train=False)):
             pixels = split.data.double().flatten(1) / 255
-            parts += [(pixels - 0.1307) / 0.3081, split.targets]  # MNIST's mean and deviation
+            tensors += [(pixels - 0.1307) / 0.3081, split.targets]  # MNIST's mean and deviation
     except Exception as error:  # torchvision has many kinds: files missing, cut short, not MNIST
         fail(f"argument --data: {data!r} holds no readable MNIST ({error!r}); use --download")
-    return [part.to(device) for part in parts]
+    return tensors
+
+
+def load_equal_shares(args: argparse.Namespace, device: torch.device) -> list[torch.Tensor]:
+    """load_images for what verifies; of the training images as many as the ranks can share."""
+    tensors = load_images(args.data, args.download)
+    images, labels, *held_out = [tensor.to(device) for tensor in tensors]
+    world_size = dist.get_world_size()
+    used = len(images) // world_size * world_size  # equal shares, in the last batch too
+    if args.log_every or used < len(images):
+        say(
+            f"verify: rank r takes images r, r + {world_size}, … of every {64 * world_size}; "
+            f"{used} of {len(images)} are used"
+        )
+    return [images[:used], labels[:used], *held_out]
 
 
 def classifier(seed: int, images: torch.Tensor) -> torch.nn.Module:
@@ -521,15 +491,4 @@ def classifier(seed: int, images: torch.Tensor) -> torch.nn.Module:
     torch.manual_seed(seed)
     hidden = [torch.nn.Linear(images.shape[1], 50), torch.nn.ReLU()]
     hidden += [torch.nn.Linear(50, 50), torch.nn.ReLU()]
-    return torch.nn.Sequential(*hidden, torch.nn.Linear(50, 10)).to(images.device, images.dtype)
-
-
-def load_equal_shares(args: argparse.Namespace, device: torch.device) -> list[torch.Tensor]:
-    """load_images for what verifies; of the training images as many as the ranks can share."""
-    images, labels, *held_out = load_images(args.data, args.download, device)
-    world_size = dist.get_world_size()
-    used = len(images) // world_size * world_size  # equal shares, in the last batch too
-    if args.log_every or used < len(images):
-        share = f"rank r takes images r, r + {world_size}, … of every {64 * world_size}"
-        say(f"verify: {share}; {used} of {len(images)} are used")
-    return [images[:used], labels[:used], *held_out]
+    return torch.nn.Sequential(*hidden, torch.nn.Linear(50, 10)).to(images)

@@ -1,6 +1,5 @@
 """A stopwatch for CPU and CUDA, and the loop that measures candidates side by side."""
 
-import inspect
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -20,14 +19,6 @@ def torch_ddp(args) -> dict[str, Callable]:
     """torch's own, by name, with buckets of the same size as ours."""
     size = min(args.bucket_size_mb, 1e6)  # torch cannot have infinite ones
     return {"torch DDP": partial(DistributedDataParallel, bucket_cap_mb=size)}
-
-
-def tuned_torch_ddp(args) -> dict[str, Callable]:
-    """The same with options that save copies and calls, where every step is like the first."""
-    options = {"gradient_as_bucket_view": True, "static_graph": True}
-    if "batched_grad_copy" in inspect.signature(DistributedDataParallel).parameters:
-        options["batched_grad_copy"] = True  # older torch lacks it
-    return {"torch DDP, tuned": partial(torch_ddp(args)["torch DDP"], **options)}
 
 
 class Stopwatch:
@@ -93,14 +84,15 @@ def measure(candidates: dict[str, Callable[[], dict]], steps: int, warmup: int) 
                 progress(f"step {i + 1} of {rounds}{left}: {name}")
                 dist.barrier()
                 mine[name].append(step())
-    of_ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, mine)
+    all_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(all_ranks, mine)
     samples = {}
     for name in candidates:
-        with_part = [of_rank[name][warmup:] for of_rank in of_ranks if of_rank[name][0] is not None]
-        samples[name] = {}
-        for quantity in with_part[0][0]:
-            samples[name][quantity] = [[times[quantity] for times in steps] for steps in with_part]
+        steps_of_ranks = [rank[name][warmup:] for rank in all_ranks if rank[name][0] is not None]
+        samples[name] = {
+            quantity: [[times[quantity] for times in steps] for steps in steps_of_ranks]
+            for quantity in steps_of_ranks[0][0]
+        }
     return samples
 
 
@@ -121,8 +113,9 @@ def all_reduce_costs(device: torch.device) -> dict[str, float]:
     small, large = torch.zeros(2**10, device=device), torch.zeros(2**21, device=device)
     candidates = {"small": partial(all_reduces, 10, small), "large": partial(all_reduces, 1, large)}
     samples = measure(candidates, steps=7, warmup=2)
-    call, transfer = (numpy.median(samples[name]["seconds"]) for name in candidates)
-    return {"call_seconds": call, "bytes_per_second": large.nbytes / max(transfer - call, 1e-9)}
+    call = numpy.median(samples["small"]["seconds"])
+    transfer = numpy.median(samples["large"]["seconds"]) - call
+    return {"call_seconds": call, "bytes_per_second": large.nbytes / max(transfer, 1e-9)}
 
 
 class CollectiveCounter(TorchDispatchMode):

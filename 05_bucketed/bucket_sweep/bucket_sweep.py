@@ -85,11 +85,11 @@ def print_rows(result: dict) -> None:
         rows.append(row_of(candidate, cells))
     header = ["step, ms", "buckets", "p50", "p75", "p90", "p95", "exposed", "overhead"]
     report.print_table([*header, "formula", "simulated"], rows)
-    say("Percentiles over all steps of all ranks; exposed: p50, from the last gradient until all")
     say(
-        "are averaged; overhead: p50 less that of no communication; formula: s/(n·w) + n·o with the"
+        "Percentiles over all steps of all ranks; exposed: p50, from the last gradient until all\n"
+        "are averaged; overhead: p50 minus that of no communication; formula: s/(n·w) + n·o with\n"
+        "the row's n buckets; simulated: by predict.py, with the o and w above."
     )
-    say("row's n buckets; simulated: by predict.py, with the o and w above.")
 
 
 def row_of(candidate: dict, cells: list[str]) -> list[str]:

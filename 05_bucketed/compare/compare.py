@@ -12,6 +12,7 @@ and tuned, one process with the batch of all, and again), so that they can be co
 medians.py puts the results of several runs beside each other.
 """
 
+import inspect
 import os
 import sys
 from functools import partial
@@ -19,6 +20,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parent.parent
@@ -41,11 +43,18 @@ def read_arguments():
     between = "what is between the ranks; for the table and the picture (default: the network)"
     parser.add_argument("--label", metavar="TEXT", help=between)
     setup.add_plot_arguments(parser, "compare.png")
-    file = setup.ROOT / "results" / "compare.json"
-    if setup.can_be_written(file):
-        parser.set_defaults(json=file)
     parser.set_defaults(warmup=2, trace=None)  # no flag here: what a stage has besides
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.json = args.json or setup.result_file("compare.json")
+    return args
+
+
+def tuned_torch_ddp(args) -> dict:
+    """torch's DDP with options that save copies and calls, where every step is like the first."""
+    options = {"gradient_as_bucket_view": True, "static_graph": True}
+    if "batched_grad_copy" in inspect.signature(DistributedDataParallel).parameters:
+        options["batched_grad_copy"] = True  # older torch lacks it
+    return {"torch DDP, tuned": partial(timing.torch_ddp(args)["torch DDP"], **options)}
 
 
 def one_process(args, device, model: dict):
@@ -72,7 +81,7 @@ def main():
         wrappers = {"no communication": lambda module: module}
         wrappers |= {"NaiveDDP": naive_ddp.NaiveDDP, "FlatDDP": FlatDDP, "OverlapDDP": OverlapDDP}
         wrappers |= {"BucketedDDP": bucketed, **setup.users_wrapper(args)}
-        wrappers |= timing.torch_ddp(args) | timing.tuned_torch_ddp(args)
+        wrappers |= timing.torch_ddp(args) | tuned_torch_ddp(args)
         result = report.begin("05_bucketed/compare", args, device)
         model = result["model"] = report.describe(naive_ddp.LanguageModel, args, len(wrappers) + 1)
         others = {"one process": one_process(args, device, model)}

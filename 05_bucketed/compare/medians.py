@@ -173,9 +173,9 @@ def draw_panel(axis, runs: list[Run]) -> None:
         line = {"color": "#CC79A7", "linestyle": "--", "label": "one process with the whole batch"}
         axis.axhline(median(ratios(runs, "one process", floor)), **line)
     places = range(len(names))
-    axis.bar(places, computes, color="#56B4E9", label="compute")
-    orange = {"color": "#D55E00", "label": "exposed communication"}
-    bars = axis.bar(places, waits, bottom=computes, **orange)
+    axis.bar(places, computes, color="#56B4E9", label="everything else")
+    exposed = {"color": "#F0E442", "label": "exposed communication"}  # timeline.py's colour of it
+    bars = axis.bar(places, waits, bottom=computes, **exposed)
     for text in axis.bar_label(bars, [f"{step:.2f}" for step in steps], padding=3, fontsize=9):
         text.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.5})  # no line crosses it
     axis.set_xticks(places, [BARS.get(name, name.replace(" ", "\n")) for name in names], fontsize=8)

@@ -63,7 +63,7 @@ class Step(NamedTuple):
 
     def in_words(self) -> str:
         count = len(self.all_reduces)
-        return f"{count} all-reduce" + "s" * (count != 1)
+        return "1 all-reduce" if count == 1 else f"{count} all-reduces"
 
 
 def training(wrapper, size: str, device: torch.device):

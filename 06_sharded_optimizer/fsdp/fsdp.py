@@ -18,7 +18,6 @@ import weakref
 from collections.abc import Mapping
 from contextlib import contextmanager
 from functools import cache, partial
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -73,9 +72,10 @@ class FlatParameter:
 
     def reshard(self) -> None:
         """Give up the memory. Autograd keeps the empty weights: backward fills them again."""
-        self.wait_for_unshard()
-        self.unsharded.untyped_storage().resize_(0)
-        set_version(self.unsharded, NO_MEMORY)  # autograd refuses to read it until it is filled
+        if self.users == 0:
+            self.wait_for_unshard()
+            self.unsharded.untyped_storage().resize_(0)
+            set_version(self.unsharded, NO_MEMORY)  # autograd refuses to read it until it is filled
 
 
 class FSDP(nn.Module):
@@ -87,14 +87,13 @@ class FSDP(nn.Module):
 
     def __init__(self, module, compute_dtype=None, process_group=None, prefetch=True, units=None):
         super().__init__()
-        check_and_broadcast(module, process_group)
+        units = units or choose_units(module)
+        check_and_broadcast(module, units, process_group)
         self.module, self.process_group = module, process_group
-        self.flats_of = shard_weights(module, units, compute_dtype, process_group)
-        self.flats = list(dict.fromkeys(flat for flats in self.flats_of.values() for flat in flats))
-        modules = list(self.flats_of) if prefetch else []
-        self.next_in_forward = dict(pairwise(modules))
-        self.next_in_backward = dict(pairwise(reversed(modules)))
-        self.agreement = Agreement(process_group)  # on what is gathered next
+        self.flats, uses = shard_weights(module, units, compute_dtype, process_group)
+        self.uses = [flat for _, flat in uses]  # modules need them in this order, mostly
+        self.ahead = 3 if prefetch else 1
+        self.agreement = Agreement(self.flats, process_group)  # on what is gathered next
         self.order = [flat for flat in reversed(self.flats) if flat.requires_grad]
         self.waiting = self.order.copy()  # they are reduced in this order
         self.reduction = None  # the one that is reduced now
@@ -103,39 +102,39 @@ class FSDP(nn.Module):
         hook = partial(FSDP._gradient_is_there, weakref.proxy(self))  # or it is never freed
         for weight in self.flat_of:
             weight.register_post_accumulate_grad_hook(hook)
-        for module in self.flats_of:
-            module.register_forward_pre_hook(self._before_forward, prepend=True)
-            module.register_forward_hook(self._after_forward, always_call=True)
+        for number, (module, _) in enumerate(uses):
+            module.register_forward_pre_hook(partial(self._before_forward, number), prepend=True)
+            module.register_forward_hook(partial(self._after_forward, number), always_call=True)
         self.layout = layout_of(self.module)
 
     def forward(self, *inputs, **kwargs):
         check_before_forward(self)
-        reshard_unused(self.flats)  # what an earlier forward has gathered in vain
+        reshard_all(self)  # what an earlier forward has gathered in vain
         return self.module(*inputs, **kwargs)
 
-    def _unshard(self, module: nn.Module, order: dict) -> None:
-        """Gather its weights, begin to gather the next module's, announce those of one more."""
-        following = order.get(module)
-        modules = module, following, order.get(following)
-        self.agreement.unshard(*[self.flats_of.get(each, []) for each in modules])
+    def _unshard(self, number: int) -> None:
+        """Gather the weights of this use, begin to gather the next, announce those of one more."""
+        coming = self.uses[number::-1] if self.in_backward else self.uses[number:]
+        self.agreement.unshard(*coming[: self.ahead])
 
-    def _before_forward(self, module: nn.Module, *_) -> None:
+    def _before_forward(self, number: int, *_) -> None:
         """Hook 1, before a module's forward. In backward a checkpoint calls it again."""
-        self._unshard(module, self.next_in_backward if self.in_backward else self.next_in_forward)
-        use_unsharded_params(self.flats_of[module])  # now module.weight is the whole weight
+        self._unshard(number)
+        use_unsharded_params(self.uses[number])  # now module.weight is the whole weight
 
-    def _after_forward(self, module: nn.Module, inputs, outputs) -> None:
+    def _after_forward(self, number: int, module: nn.Module, inputs, outputs) -> None:
         """Hook 2, after a module's forward."""
-        use_sharded_params(self.flats_of[module])  # module.weight is this rank's shard again
-        for tensor in tensors_in_backward(module, self.flats_of[module], inputs, outputs):
-            tensor.register_hook(partial(self._before_backward, module))
+        flat = self.uses[number]
+        use_sharded_params(flat)  # module.weight is this rank's shard again
+        for tensor in tensors_in_backward(module, flat, inputs, outputs):
+            tensor.register_hook(partial(self._before_backward, number))
         if not self.in_backward:  # there a checkpoint's own backward comes next
-            reshard_unused(self.flats_of[module])
+            flat.reshard()
 
-    def _before_backward(self, module: nn.Module, _) -> None:
+    def _before_backward(self, number: int, _) -> None:
         """Hook 3, when backward comes to what a module returned."""
         self.in_backward = True
-        self._unshard(module, self.next_in_backward)
+        self._unshard(number)
 
     def _gradient_is_there(self, weight: torch.Tensor) -> None:
         """Hook 4, when a weight's gradient is complete. All ranks reduce in one order."""
@@ -146,7 +145,7 @@ class FSDP(nn.Module):
         self.in_backward = True
         flat.missing.remove(weight)
         if not flat.missing:
-            reshard_unused([flat])
+            flat.reshard()
         while self.waiting and not self.waiting[0].missing:
             begin_reduction(self, self.waiting.pop(0))
 
@@ -157,7 +156,7 @@ class FSDP(nn.Module):
             begin_reduction(self, self.waiting.pop(0))  # with zeros for the missing
         end_reduction(self)
         average_replicated(self)  # biases, norms
-        reshard_unused(self.flats)  # frozen ones, and what was gathered in vain
+        reshard_all(self)  # frozen ones, and what was gathered in vain
         self.waiting = self.order.copy()
         self.in_backward = False
 
@@ -182,6 +181,7 @@ class FSDP(nn.Module):
 # torch has renamed them (2.13, 2.14), and warns of the old names.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+SAME_UNITS = "all ranks must use the same units in the same order, or units=[that module]"
 CAME_TWICE = """\
 a weight's gradient came twice before the finish. Either backward() ran twice: finish in between.
 Or one backward did it, with two re-entrant checkpoints of a layer, or a head in chunks that each
@@ -199,65 +199,57 @@ def split_like(tensors, flat: torch.Tensor) -> list[torch.Tensor]:
     """Views into flat memory, one after another, in the shapes of these tensors."""
     sizes = [tensor.numel() for tensor in tensors]
     pieces = flat[: sum(sizes)].split(sizes)
-    return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
-
-
-def reshard_unused(flats: list[FlatParameter]) -> None:
-    """Those that no forward computes with now."""
-    for flat in flats:
-        if flat.users == 0:
-            flat.reshard()
+    return [piece.view_as(tensor) for piece, tensor in zip(pieces, tensors, strict=True)]
 
 
 class Agreement:
     """All ranks must gather the same in the same order: where sizes differ, gloo ends the process.
 
-    So each rank announces ahead, by its name in a second group, what it gathers next. When all have
-    announced the same it is gathered, in the order of announcement; if not, all ranks raise.
+    So each rank announces ahead, in a second group, the number of what it gathers next. When all
+    have announced the same it is gathered; if they differ, all ranks raise.
     """
 
     second_groups = weakref.WeakKeyDictionary()  # of the same ranks, by the first group
 
-    def __init__(self, process_group):
+    def __init__(self, flats: list[FlatParameter], process_group):
+        self.numbers = {flat: number for number, flat in enumerate([*flats, None])}  # None: no more
+        self.announced = {}  # one of them -> (all ranks' numbers, work), in order
         first = process_group or dist.group.WORLD
         if first not in self.second_groups:
             ranks, backend = dist.get_process_group_ranks(first), dist.get_backend(first)
-            backend = "gloo" if "nccl" in backend else backend  # names are on the CPU
+            backend = "gloo" if "nccl" in backend else backend  # numbers are on the CPU
             group = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
             self.second_groups[first] = group
         self.group = self.second_groups[first]
-        self.announced = {}  # FlatParameter, or None at the end -> (name, all ranks' names, work)
 
     def announce(self, flat: FlatParameter | None) -> None:
-        name = flat.name if flat else "nothing more"
-        letters = name[-80:].ljust(80).encode("ascii", "replace")
-        mine = torch.tensor(list(letters), dtype=torch.uint8, device="cpu")
-        names = mine.new_empty(dist.get_world_size(self.group) * len(mine))
-        work = all_gather_single(names, mine, self.group, async_op=True)
-        self.announced[flat] = name, names.view(-1, len(mine)), work
+        number = torch.tensor([self.numbers[flat]], device="cpu")
+        numbers = number.new_empty(dist.get_world_size(self.group))
+        work = all_gather_single(numbers, number, self.group, async_op=True)
+        self.announced[flat] = numbers, work
 
-    def unshard(self, now: list, prefetched=(), later=()) -> None:
-        """Wait for some, begin to gather others, announce what probably comes then."""
-        for flat in [*now, *prefetched, *later]:
+    def unshard(self, now: FlatParameter, *ahead: FlatParameter) -> None:
+        """Wait for it, begin to gather the next one, announce what probably comes then."""
+        for flat in (now, *ahead):
             if flat.unsharded.untyped_storage().size() == 0 and flat not in self.announced:
                 self.announce(flat)
-        while not self.announced.keys().isdisjoint([*now, *prefetched]):
+        while not self.announced.keys().isdisjoint([now, *ahead[:1]]):
             self.unshard_first()
-        for flat in now:
-            flat.wait_for_unshard()
+        now.wait_for_unshard()
 
     def unshard_first(self) -> None:
         """What was announced first, and now all have announced."""
         flat = next(iter(self.announced))
-        name, names, work = self.announced.pop(flat)
-        remedy = "all ranks must use the same units in the same order, or units=[that module]"
+        numbers, work = self.announced.pop(flat)
         try:
             work.wait()
         except RuntimeError as error:
-            raise RuntimeError(f"not all ranks gather {name}: {remedy} ({error})") from error
-        if (names != names[0]).any():
-            found = [bytes(letters).decode().strip() for letters in names.tolist()]
-            raise RuntimeError(f"rank by rank {found} are gathered: {remedy}")
+            name = flat.name if flat else "nothing more"
+            raise RuntimeError(f"not all ranks gather {name}: {SAME_UNITS} ({error})") from error
+        if (numbers != numbers[0]).any():
+            names = [each.name if each else "nothing more" for each in self.numbers]
+            found = [names[number] for number in numbers.tolist()]
+            raise RuntimeError(f"rank by rank {found} are gathered: {SAME_UNITS}")
         if flat:
             flat.unshard()
 
@@ -319,7 +311,7 @@ def average_replicated(model: FSDP) -> None:
     """With one all-reduce per dtype. What this rank did not use has a gradient of zeros."""
     alike = {}
     for parameter in model.module.parameters():
-        if parameter.requires_grad and not is_shard(parameter):
+        if parameter.requires_grad and not hasattr(parameter, "is_shard"):
             parameter.grad = gradient_or_zeros(parameter)
             alike.setdefault(parameter.dtype, []).append(parameter.grad)
     for gradients in alike.values():
@@ -358,12 +350,13 @@ def norms_of_whole(gradients, p="fro", ord=2, **options) -> list[torch.Tensor]:
         part = gradient.as_subclass(torch.Tensor)
         dtype = torch.promote_types(part.dtype, torch.float32)
         squares.append(torch.linalg.vector_norm(part, dtype=dtype).square())
-    mine = torch.stack(squares)
-    sharded = [isinstance(gradient, ShardedGradient) for gradient in gradients]
-    summed = mine.clone()
-    if any(sharded):
-        dist.all_reduce(summed, group=gradients[sharded.index(True)].group)
-    return torch.where(mine.new_tensor(sharded).bool(), summed, mine).sqrt().unbind()
+    squares = torch.stack(squares)
+    sharded = [i for i, each in enumerate(gradients) if isinstance(each, ShardedGradient)]
+    if sharded:
+        summed = squares[sharded]
+        dist.all_reduce(summed, group=gradients[sharded[0]].group)
+        squares[sharded] = summed
+    return squares.sqrt().unbind()
 
 
 def clip_grad_norm(model: FSDP, max_norm: float) -> torch.Tensor:
@@ -379,57 +372,61 @@ def clip_grad_norm(model: FSDP, max_norm: float) -> torch.Tensor:
     return norm
 
 
-def use_unsharded_params(flats: list[FlatParameter]) -> None:
+def reshard_all(model: FSDP) -> None:
+    for flat in model.flats:
+        flat.reshard()
+
+
+def use_unsharded_params(flat: FlatParameter) -> None:
     """Hide the shards behind the whole weights: Python finds attributes before parameters."""
-    for flat in flats:
-        flat.users += 1
-        for module, name, weight in flat.owners:
-            module.__dict__[name] = weight.to(flat.unsharded.dtype)  # a bias, too
+    flat.users += 1
+    for module, name, weight in flat.owners:
+        module.__dict__[name] = weight.to(flat.unsharded.dtype)  # a bias, too
 
 
-def use_sharded_params(flats: list[FlatParameter]) -> None:
+def use_sharded_params(flat: FlatParameter) -> None:
     """Take the whole weights away, when the last forward that needs them is over."""
-    for flat in flats:
-        flat.users -= 1
-        if flat.users == 0:
-            for module, name, _ in flat.owners:
-                del module.__dict__[name]
+    flat.users -= 1
+    if flat.users == 0:
+        for module, name, _ in flat.owners:
+            del module.__dict__[name]
 
 
 @contextmanager
 def all_unsharded(model: FSDP):
     """For what reads weights without a forward, such as model.module.generate()."""
     with torch.no_grad():
-        model.agreement.unshard(model.flats)
-        use_unsharded_params(model.flats)
+        for flat in model.flats:
+            model.agreement.unshard(flat)
+            use_unsharded_params(flat)
         try:
             yield
         finally:
-            use_sharded_params(model.flats)
-            reshard_unused(model.flats)
+            for flat in model.flats:
+                use_sharded_params(flat)
+                flat.reshard()
 
 
-def tensors_in_backward(module: nn.Module, flats, inputs, outputs) -> list[torch.Tensor]:
+def tensors_in_backward(module: nn.Module, flat, inputs, outputs) -> list[torch.Tensor]:
     """Those of a module that backward comes to before its weights: it returned them or keeps them.
 
     RuntimeError for a weight among them: it has no memory soon. No gradient says when backward is
     done with frozen weights: those of the module's inputs do.
     """
-    memory = {memory_of(flat.unsharded) for flat in flats}
     returned = leaves_of(outputs)
-    if any(torch.is_tensor(leaf) and memory_of(leaf) in memory for leaf in returned):
+    whole = memory_of(flat.unsharded)
+    if any(torch.is_tensor(leaf) and memory_of(leaf) == whole for leaf in returned):
         raise RuntimeError("a module returned its weight, or a view of it: return a clone()")
     if not torch.is_grad_enabled():
         return []
-    frozen = [flat for flat in flats if not flat.requires_grad]
-    if frozen and with_gradient(inputs):
-        register_multi_grad_hook(with_gradient(inputs), lambda _: reshard_unused(frozen))
+    if with_gradient(inputs) and not flat.requires_grad:
+        register_multi_grad_hook(with_gradient(inputs), lambda _: flat.reshard())
     tensors = with_gradient(returned)
     plain = torch.Tensor | int | float | str | None
     unknown = {type(leaf).__name__ for leaf in returned if not isinstance(leaf, plain)}
     if unknown and not tensors:
         raise RuntimeError(
-            f"{flats[0].name} returned {unknown}, in which FSDP sees no tensor with a gradient:"
+            f"{flat.name} returned {unknown}, in which FSDP sees no tensor with a gradient:"
             " return tensors, or lists, tuples, dicts, namespaces or dataclasses of them"
         )
     for each in module.modules():
@@ -470,11 +467,11 @@ def choose_units(module: nn.Module) -> list[nn.Module]:
     return chosen
 
 
-def shard_weights(module, units, compute_dtype, process_group) -> dict:
+def shard_weights(module, units, compute_dtype, process_group) -> tuple[list, list]:
     """Put shards in place of the weights of each unit, and of what is in none of them.
 
     Weights that differ in dtype, or in whether they are trained, are not in one FlatParameter.
-    Returns which ones a module's forward needs; with a tied weight several need the same one.
+    Returns all, and who needs which: (module, flat). A tied weight is needed by several modules.
     """
     names = {}
     owners = {}  # weight -> [(module, name), …]
@@ -484,11 +481,12 @@ def shard_weights(module, units, compute_dtype, process_group) -> dict:
             if parameter is not None and parameter.ndim >= 2 and parameter.numel():
                 owners.setdefault(parameter, []).append((owner, own_name))
     weights_of = {}
-    for unit in units or choose_units(module):
+    for unit in units:
         weights_of[unit] = [weight for weight in unit.parameters() if weight in owners]
     in_units = set().union(*weights_of.values()) - set(module.parameters(recurse=False))
     weights_of = {module: [weight for weight in owners if weight not in in_units]} | weights_of
-    flat_of, needed = {}, {}
+    flat_of = {}
+    uses = []
     for unit, weights in weights_of.items():
         alike = {}
         for weight in weights:
@@ -497,13 +495,13 @@ def shard_weights(module, units, compute_dtype, process_group) -> dict:
         for (dtype, _), members in alike.items():
             dtype = compute_dtype if compute_dtype and dtype.is_floating_point else dtype
             flat = FlatParameter(names[unit], members, dtype, process_group)
-            flat_of |= dict.fromkeys(members, flat)
             put_shards_in(flat, members, owners)
-        if weights:
-            needed[unit] = list(dict.fromkeys(flat_of[weight] for weight in weights))
+            flat_of |= dict.fromkeys(members, flat)
+        uses += dict.fromkeys((unit, flat_of[weight]) for weight in weights)
+    flats = list(dict.fromkeys(flat_of.values()))
     if compute_dtype:
-        compute_in(compute_dtype, module, set(flat_of.values()))
-    return needed
+        compute_in(compute_dtype, module, flats)
+    return flats, uses
 
 
 def put_shards_in(flat: FlatParameter, weights: list[nn.Parameter], owners: dict) -> None:
@@ -519,17 +517,13 @@ def put_shards_in(flat: FlatParameter, weights: list[nn.Parameter], owners: dict
             flat.owners.append((module, name, whole))
 
 
-def is_shard(parameter: nn.Parameter) -> bool:
-    """And not what every rank has whole: a bias, a norm."""
-    return hasattr(parameter, "is_shard")
-
-
-def compute_in(dtype: torch.dtype, module: nn.Module, flats: set[FlatParameter]) -> None:
+def compute_in(dtype: torch.dtype, module: nn.Module, flats: list[FlatParameter]) -> None:
     """Modules with weights compute in this dtype, those without, such as norms, in their own."""
-    flat_of = {owner: flat for flat in flats for owner, _, _ in flat.owners}
+    rounded = [flat for flat in flats if flat.unsharded.dtype == dtype]
+    flat_of = {owner: flat for flat in rounded for owner, _, _ in flat.owners}
     for owner in module.modules():
         own = owner.named_parameters(recurse=False)
-        small = [(owner, name, p) for name, p in own if p.ndim < 2]
+        small = [(owner, name, parameter) for name, parameter in own if parameter.ndim < 2]
         if owner in flat_of:
             flat_of[owner].owners += small
             cast_inputs = partial(cast, dtype)
@@ -564,9 +558,9 @@ def full_state(model: FSDP) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def load_full_state(model: FSDP, state: dict[str, torch.Tensor]) -> None:
-    reshard_unused(model.flats)
     whole = {}
     for flat in model.flats:
+        flat.reshard()
         whole |= zip(flat.sharded_params, flat.unsharded_params, strict=True)
     values = {}
     for name, tensor in model.module.state_dict(keep_vars=True).items():
@@ -581,10 +575,11 @@ def load_full_state(model: FSDP, state: dict[str, torch.Tensor]) -> None:
         buffer.copy_(value)
 
 
-def check_and_broadcast(module: nn.Module, process_group) -> None:
+def check_and_broadcast(module: nn.Module, units: list[nn.Module], process_group) -> None:
     """Give every rank the parameters and buffers of rank 0. ValueError, on all, if they differ."""
+    names = {part: name for name, part in module.named_modules()}
+    mine = [f"unit {names[unit]}" for unit in units]
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    mine = []
     for name, p in tensors.items():
         mine.append(f"{name} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}")
     all_ranks = [None] * dist.get_world_size(process_group)
@@ -593,7 +588,7 @@ def check_and_broadcast(module: nn.Module, process_group) -> None:
         if theirs != all_ranks[0]:
             differing = sorted(set(theirs) ^ set(all_ranks[0]))[:2] or "their order"
             raise ValueError(f"models differ on ranks 0 and {rank}: {differing}")
-    for name, part in module.named_modules():
+    for part, name in names.items():
         if hasattr(part, "finish_gradient_synchronization"):
             raise ValueError("a module can be wrapped only once: wrap the plain one, model.module")
         if getattr(part, "max_norm", None) is not None:
@@ -616,8 +611,9 @@ def refuse_hooks(module: nn.Module) -> None:
     for name, parameter in module.named_parameters():
         of_gradient, after_it = hooks_of(parameter)
         if of_gradient or (after_it and parameter.ndim < 2):
-            can = "only weights can have hooks, by register_post_accumulate_grad_hook"
-            raise RuntimeError(f"{name}: {can}")
+            raise RuntimeError(
+                f"{name}: only weights can have hooks, by register_post_accumulate_grad_hook"
+            )
 
 
 def layout_of(module: nn.Module) -> list[tuple]:
@@ -628,8 +624,9 @@ def check_before_forward(model: FSDP) -> None:
     if model.in_backward:
         raise RuntimeError("call finish_gradient_synchronization() after every backward()")
     if layout_of(model.module) != model.layout:
-        changed = "frozen, unfrozen, replaced, moved or cast"
-        raise RuntimeError(f"parameters were {changed}: wrap the module again")
+        raise RuntimeError(
+            "parameters were frozen, unfrozen, replaced, moved or cast: wrap the module again"
+        )
     refuse_hooks(model.module)
 
 
@@ -643,11 +640,11 @@ def refuse_optimizers() -> None:
     """From the first FSDP on: some look at a whole weight, and here it is a shard."""
 
     def before_step(optimizer: torch.optim.Optimizer, *_) -> None:
-        names = {kind.__name__ for kind in type(optimizer).__mro__}  # a torch may lack one
-        found = names & {"Adafactor", "LBFGS", "Muon"}
+        refused = torch.optim.Adafactor | torch.optim.LBFGS | torch.optim.Muon
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if found and any(map(is_shard, parameters)):
-            raise RuntimeError(f"{found.pop()} needs whole weights, and FSDP's are sharded")
+        if isinstance(optimizer, refused) and any(hasattr(p, "is_shard") for p in parameters):
+            name = type(optimizer).__name__
+            raise RuntimeError(f"{name} needs whole weights, and FSDP's are sharded")
 
     register_optimizer_step_pre_hook(before_step)
 

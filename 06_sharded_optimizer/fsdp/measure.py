@@ -9,7 +9,7 @@ import sharded_optimizer as stage
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from sharded_optimizer import ADAMW, Training, classifier
+from sharded_optimizer import ADAMW, Training
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -46,8 +46,8 @@ def verify(args, device, wrap) -> dict:
     """Train a classifier on shards, and a twin in one process on their union; compare weights."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     images, labels, *held_out = setup.load_equal_shares(args, device)
-    twin = classifier(images, args.seed)
-    model = wrap(classifier(images, args.seed + rank))  # rank 0's weights must win
+    twin = setup.classifier(args.seed, images)
+    model = wrap(setup.classifier(args.seed + rank, images))  # rank 0's weights must win
     optimizer = torch.optim.Adam([*twin.parameters(), *model.parameters()], lr=1e-3)
     watch = timing.Stopwatch(device)
     shuffle = torch.Generator().manual_seed(args.seed)
@@ -63,15 +63,18 @@ def verify(args, device, wrap) -> dict:
             model.finish_gradient_synchronization()
             watch.mark("synchronized")
             optimizer.step()
-            times = {"gradients": watch.seconds("start", "synchronized")}
-            report.log_step(args, epoch, step, loss, times)
+            seconds = watch.seconds("start", "synchronized")
+            report.log_step(args, epoch, step, loss, {"gradients": seconds})
         accuracy = report.evaluate(epoch, model, *held_out)
     if not hasattr(model, "gather_full_params"):
         sys.exit("error: argument --mine: verify needs its gather_full_params(), or --no-verify")
     full = model.gather_full_params()
-    ours, theirs = "passed, the shards of all ranks are together", "single-process training"
-    worst = stage.check_weights(full, twin.state_dict(), TOLERANCE, ours, theirs)
-    setup.say()
+    expected = twin.state_dict()
+    worst = stage.largest_distance(full, expected, TOLERANCE, "single-process training")
+    setup.say(
+        f"verify: passed, the shards of all ranks are together at most {worst:.1e} away from"
+        f" single-process training (allowed: {TOLERANCE:.0e})\n"
+    )
     report.save(args.save, full)
     return {"max_abs_diff": worst, "tolerance": TOLERANCE, "passed": True, "accuracy": accuracy}
 
@@ -88,18 +91,17 @@ def sent_bytes(step) -> int | None:
     return written[1] - written[0]
 
 
-def benchmark(args, device, model, wrap, choose_units) -> list[dict]:
+def benchmark(args, device, model, wraps, choose_units) -> list[dict]:
     """Time steps of a language model: no communication, torch's DDP and fully_shard, FSDP."""
-    wraps = {"FSDP": wrap} | setup.users_wrapper(args)
     if not args.no_baseline:
         baselines = {"no communication": None, "torch DDP": DistributedDataParallel}
         baselines["torch fully_shard"] = partial(fully_sharded, choose_units)
-        baselines["FSDP, no prefetch"] = partial(wrap, prefetch=False)
+        baselines["FSDP, no prefetch"] = partial(wraps["FSDP"], prefetch=False)
         wraps = baselines | wraps
     batch_shape = model["batch_size"], model["context_length"]
     steps = {}
-    for name, how in wraps.items():
-        steps[name] = Training(args, device, batch_shape, ADAMW, how, finish).step
+    for name, wrap in wraps.items():
+        steps[name] = Training(args, device, batch_shape, ADAMW, wrap, finish).step
     samples = timing.measure(steps, args.steps, args.warmup)
     for name, step in steps.items():
         samples[name]["sent_bytes"] = sent_bytes(step)
@@ -111,20 +113,20 @@ def benchmark(args, device, model, wrap, choose_units) -> list[dict]:
 
 def print_steps(samples: dict[str, dict]) -> None:
     """The table: a row per candidate."""
+    baseline = samples.get("torch fully_shard", {}).get("step_seconds")
+    alone = None  # forward and backward of the first candidate, no communication
     rows = []
-    bare = None  # forward and backward of the first candidate, no communication
     for name, times in samples.items():
         parts = [times[f"{part}_seconds"] for part in ("forward", "backward", "optimizer")]
-        parts = [1000 * report.percentiles(seconds)[0] for seconds in parts]
-        bare = sum(parts[:2]) if name == "no communication" else bare
-        sent = times["sent_bytes"]
+        forward, backward, optimizer = [1000 * report.percentiles(part)[0] for part in parts]
+        if name == "no communication":
+            alone = forward + backward
+        beyond = "-" if alone is None else f"{forward + backward - alone:.1f}"
+        sent = "-" if times["sent_bytes"] is None else f"{times['sent_bytes'] / 2**20:.1f}"
         row = [name, *report.milliseconds(times["step_seconds"])]
-        row += [f"{part:.1f}" for part in parts]
-        row.append("-" if bare is None else f"{sum(parts[:2]) - bare:.1f}")
-        row.append("-" if sent is None else f"{sent / 2**20:.1f}")
+        row += [f"{forward:.1f}", f"{backward:.1f}", f"{optimizer:.1f}", beyond, sent]
         row.append(str(times["collectives_per_step"]))
-        baseline = samples.get("torch fully_shard", {})
-        rows.append([*row, report.ratio(times["step_seconds"], baseline.get("step_seconds"))])
+        rows.append([*row, report.ratio(times["step_seconds"], baseline)])
     header = ["step, ms", "p50", "p75", "p90", "p95", "forward", "backward", "optimizer"]
     report.print_table([*header, "beyond", "sent MB", "collectives", "/fully_shard"], rows)
     setup.say(LEGEND)
@@ -139,25 +141,26 @@ in flight: the most that there is beside the others at any time of forward and b
 
 def account(args, device, wrap, choose_units) -> dict:
     """{candidate: [rank][bytes of each of PARTS]}, for AdamW."""
-    candidates = {}
-    if not args.no_baseline:
-        ddp = partial(DistributedDataParallel, gradient_as_bucket_view=True)
-        candidates["unsharded"] = ADAMW, ddp
-        candidates["ShardedOptimizer"] = stage.SHARDED_ADAMW, ddp
-        candidates["torch fully_shard"] = ADAMW, partial(fully_sharded, choose_units)
-    candidates["FSDP"] = ADAMW, wrap
+    ddp = partial(DistributedDataParallel, gradient_as_bucket_view=True)
+    candidates = {
+        "unsharded": (ADAMW, ddp),
+        "ShardedOptimizer": (stage.SHARDED_ADAMW, ddp),
+        "torch fully_shard": (ADAMW, partial(fully_sharded, choose_units)),
+        "FSDP": (ADAMW, wrap),
+    }
     memory = {}
-    for name, how in candidates.items():
-        memory[name] = stage.gather_objects(held_bytes(args, device, *how))
+    for name, (make_optimizer, wrapper) in candidates.items():
+        if name == "FSDP" or not args.no_baseline:
+            training = Training(args, device, (1, 8), make_optimizer, wrapper, finish)
+            memory[name] = stage.gather_objects(held_bytes(training, device))
     return memory
 
 
-def held_bytes(args, device, make_optimizer, wrap) -> list[int]:
+def held_bytes(training: Training, device) -> list[int]:
     """What a rank keeps, and what it holds at most beside that in forward and backward.
 
     The batch is one short sequence, so that activations hardly count.
     """
-    training = Training(args, device, (1, 8), make_optimizer, wrap, finish)
     for _ in range(2):
         training.step()
     peaks = []  # the profiler may miss what gloo gives back, or gloo be quicker: the median
@@ -172,14 +175,18 @@ def held_bytes(args, device, make_optimizer, wrap) -> list[int]:
 def print_memory(result, plot):
     """The table, and the picture if there is a path for it."""
     most = {name: max(all_ranks, key=sum) for name, all_ranks in result["memory_bytes"].items()}
-    rows = []
-    for name, parts in most.items():
-        rows.append([name, *[f"{part / 2**20:.1f}" for part in [*parts, sum(parts)]]])
-    report.print_table(["MB", *PARTS, "at most"], rows)
+    print_parts(most, "{:.1f}")
     setup.say(MEMORY_LEGEND)
     if plot and dist.get_rank() == 0:
         draw(result, most, plot)
         setup.say(f"written: {plot}")
+
+
+def print_parts(held: dict[str, list[int]], number: str) -> None:
+    rows = []
+    for name, parts in held.items():
+        rows.append([name, *[number.format(part / 2**20) for part in [*parts, sum(parts)]]])
+    report.print_table(["MB", *PARTS, "at most"], rows)
 
 
 def draw(result, most, path):
@@ -228,13 +235,12 @@ def by_formula(size: str, world_size: int) -> dict[str, list[float]]:
 
 def print_accounting(args) -> None:
     """A table of what the formula says, for each number of ranks."""
-    rows = []
+    held = {}
     for world_size in args.accounting:
         for name, parts in by_formula(args.size, world_size).items():
-            megabytes = [f"{part / 2**20:,.0f}" for part in [*parts, sum(parts)]]
-            rows.append([f"{world_size} ranks, {name}", *megabytes])
+            held[f"{world_size} ranks, {name}"] = parts
     setup.say(f"{args.size} model, float32, AdamW; a rank by the formula, without activations")
-    report.print_table(["MB", *PARTS, "at most"], rows)
+    print_parts(held, "{:,.0f}")
 
 
 def main(description: str, wrap, choose_units) -> None:
@@ -246,8 +252,8 @@ def main(description: str, wrap, choose_units) -> None:
     setup.add_plot_arguments(parser, "fsdp.png")
     parser.set_defaults(warmup=2)  # five candidates, and all within a minute
     numbers = {"type": setup.list_of(setup.whole_number(2)), "nargs": "?", "metavar": "N,N,…"}
-    only = "only what one of so many ranks would hold, by a formula (8,64,1024)"
-    parser.add_argument("--accounting", **numbers, const=[8, 64, 1024], help=only)
+    formula = "only what one of so many ranks would hold, by a formula (8,64,1024)"
+    parser.add_argument("--accounting", **numbers, const=[8, 64, 1024], help=formula)
     args = parser.parse_args()
     if args.save and args.no_verify:
         parser.error("argument --save: not with --no-verify, which trains no classifier")
@@ -269,5 +275,5 @@ def main(description: str, wrap, choose_units) -> None:
                 result["verify"] = verify(args, device, wraps[name])
         result["memory_bytes"] = account(args, device, wrap, choose_units)
         print_memory(result, args.plot)
-        result["candidates"] = benchmark(args, device, model, wrap, choose_units)
+        result["candidates"] = benchmark(args, device, model, wraps, choose_units)
         report.write_json(args.json, result)

@@ -35,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import fsdp
 import measure
 from fsdp import FSDP, clip_grad_norm, main
+from sharded_optimizer import gather_objects
 
 SCRIPT = Path(__file__).with_name("fsdp.py")
 FOLDER = "06_sharded_optimizer/fsdp"
@@ -62,6 +63,17 @@ def test_keeps_the_promises_of_fsdp(ranks):
     assert {verdict["verdict"] for verdict in verdicts.values()} == {"passed"}, verdicts
 
 
+class Calls(nn.Module):
+    """Its forward is a function of its layers and its inputs."""
+
+    def __init__(self, function, *layers):
+        super().__init__()
+        self.function, self.layers = function, nn.ModuleList(layers)
+
+    def forward(self, *inputs):
+        return self.function(self.layers, *inputs)
+
+
 class Net(nn.Module):
     """Odd sizes, biases, a norm, a layer used twice, one that is never used."""
 
@@ -87,9 +99,8 @@ class Net(nn.Module):
 
 def frozen():
     net = Net()
-    net.up.requires_grad_(False)
-    net.twice.requires_grad_(False)
-    net.embedding.requires_grad_(False)
+    for part in (net.up, net.twice, net.embedding):
+        part.requires_grad_(False)
     return net
 
 
@@ -129,13 +140,10 @@ class Unusual(nn.Module):
         return self.statistic(self.head(x).flatten(0, 1)).view(*tokens.shape, 11)
 
 
-class ReturnsView(nn.Linear):
-    def forward(self, x):
-        return super().forward(x)[:]
-
-
 def in_place():
-    layers = [ReturnsView(5, 9), nn.SiLU(inplace=True), nn.Linear(9, 11)]
+    """What a layer returns is a view, and is changed in place."""
+    returns_view = Calls(lambda layers, x: layers[0](x)[:], nn.Linear(5, 9))
+    layers = [returns_view, nn.SiLU(inplace=True), nn.Linear(9, 11)]
     return nn.Sequential(nn.Embedding(11, 5), *layers)
 
 
@@ -170,17 +178,20 @@ def unsharded(model):
 
 @contextmanager
 def watched(model):
-    """What a model launches, in order; and how many units are whole at each of these moments."""
+    """What a model launches, in order, and how many units are whole at each of these moments.
+
+    g3: unit 3 is gathered; r3: its gradients are reduced.
+    """
     launched, whole = [], []
     unshard, begin_reduction = fsdp.FlatParameter.unshard, fsdp.begin_reduction
 
     def noting_unshard(flat):
         unshard(flat)
         whole.append(unsharded(model))
-        launched.append(f"gather {model.flats.index(flat)}")
+        launched.append(f"g{model.flats.index(flat)}")
 
     def noting_reduction(model, flat):
-        launched.append(f"reduce {model.flats.index(flat)}")
+        launched.append(f"r{model.flats.index(flat)}")
         begin_reduction(model, flat)
         assert model.reduction[0] is flat
 
@@ -219,9 +230,8 @@ def gradients_agree(model, twin, tolerance=1e-12):
         expected = gradient_or_zeros(twin.get_parameter(name))
         mine = gradient_or_zeros(parameter).as_subclass(torch.Tensor)
         if parameter in sharded:
-            of_ranks = [None] * dist.get_world_size()
-            dist.all_gather_object(of_ranks, mine.flatten())
-            mine = torch.cat(of_ranks).view(expected.shape)
+            parts = gather_objects(mine.flatten())
+            mine = torch.cat(parts).view(expected.shape)
         torch.testing.assert_close(mine, expected, rtol=0, atol=tolerance)
 
 
@@ -232,24 +242,32 @@ def twins(build):
     return FSDP(copy.deepcopy(twin)), twin
 
 
-def compute_gradients(model, *inputs):
+def square_mean(output):
+    return output.square().mean()
+
+
+def compute_gradients(model, *inputs, loss=square_mean):
     """All ranks have the same inputs, so that those of a twin are the same."""
     model.zero_grad()
-    model(*inputs).square().mean().backward()
+    loss(model(*inputs)).backward()
     if isinstance(model, FSDP):
         model.finish_gradient_synchronization()
 
 
-def agree(model, twin, *inputs):
+def agree(model, twin, *inputs, loss=square_mean):
     """Its gradients are the twin's, in two steps."""
     for _ in range(2):
         for one in (model, twin):
-            compute_gradients(one, *inputs)
+            compute_gradients(one, *inputs, loss=loss)
         gradients_agree(model, twin)
 
 
 def ones():
     return torch.ones(2, 6, dtype=torch.float64, requires_grad=True)
+
+
+def linear():
+    return nn.Linear(6, 6)
 
 
 def chain():
@@ -265,7 +283,7 @@ def trains_like_one_process(build, optimizer_cls, options, prefetch):
     dimensions = [[p.ndim for p in one.parameters()] for one in (model, twin)]
     assert dimensions[0] == dimensions[1]  # a recipe decays what has two of them
     optimizer = optimizer_cls(model.parameters(), lr=0.05, **options)
-    of_twin = optimizer_cls(twin.parameters(), lr=0.05, **options)
+    twin_optimizer = optimizer_cls(twin.parameters(), lr=0.05, **options)
     with watched(model) as (_, whole):
         for step in range(4):
             tokens, mine = batch_of(step)
@@ -281,7 +299,7 @@ def trains_like_one_process(build, optimizer_cls, options, prefetch):
                     parameter.grad = torch.zeros_like(parameter)  # as FSDP does
             norms = clip_grad_norm(model, 0.5), nn.utils.clip_grad_norm_(twin.parameters(), 0.5)
             torch.testing.assert_close(*norms, rtol=1e-10, atol=0)
-            for one in (optimizer, of_twin):
+            for one in (optimizer, twin_optimizer):
                 one.step()
                 one.zero_grad(set_to_none=step % 2 == 0)
     assert (max(whole), unsharded(model)) == (MOST[build][0 if prefetch else 1], 0), build
@@ -311,20 +329,16 @@ def test_trains_like_one_process(ranks, world_size, builds):
 
 
 def small():
-    layers = nn.Linear(8, 12), nn.LayerNorm(12), nn.SiLU(), nn.Linear(12, 11)
+    layers = nn.Linear(8, 12), nn.LayerNorm(12), nn.Linear(12, 11)
     return nn.Sequential(nn.Embedding(11, 8), *layers)
 
 
 def rounded_by_hand(net, dtype, tokens):
     """What small() gives in this dtype: weights, biases, inputs are rounded, the norm's are not."""
-    embedding, first, norm, silu, second = net
+    embedding, first, norm, second = net
     x = embedding.weight.to(dtype)[tokens]
-    x = silu(norm(F.linear(x, first.weight.to(dtype), first.bias.to(dtype)).float()))
+    x = norm(F.linear(x, first.weight.to(dtype), first.bias.to(dtype)).float())
     return F.linear(x.to(dtype), second.weight.to(dtype), second.bias.to(dtype))
-
-
-def keep_output(outputs, module, inputs, output):
-    outputs.append(output)
 
 
 @on_two_ranks
@@ -334,8 +348,8 @@ def computes_in_another_dtype():
         torch.manual_seed(0)
         twin = small()
         model = FSDP(copy.deepcopy(twin), dtype)
-        outputs = []  # of the norm
-        model.module[2].register_forward_hook(partial(keep_output, outputs))
+        dtypes = set()  # of what the norm returns
+        model.module[2].register_forward_hook(lambda *args, to=dtypes: to.add(args[-1].dtype))
         optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, twin)]
         for step in range(3):
             tokens, mine = batch_of(step)
@@ -348,59 +362,38 @@ def computes_in_another_dtype():
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-        assert model(mine).dtype == dtype and {y.dtype for y in outputs} == {torch.float32}
+        assert model(mine).dtype == dtype and dtypes == {torch.float32}
         assert_same_weights(model, twin, 1e-6)
 
 
 @on_two_ranks
-def sums_in_float32():
-    """1 and 2^-12 have no sum in bfloat16, and a shard's gradient has a larger dtype."""
-    model = FSDP(nn.Sequential(nn.Linear(3, 3, bias=False)), torch.bfloat16)
-    x = torch.full((1, 3), [1.0, 2**-12][dist.get_rank()])
-    model(x).sum().backward()
-    model.finish_gradient_synchronization()
-    assert model.module[0].weight.grad.eq((1 + 2**-12) / 2).all()
-
-
-@on_two_ranks
 def prefetches_one_ahead():
-    for prefetch, most in ((True, 2), (False, 1)):
+    for prefetch, most, backward in (
+        (True, 2, "g4 g3 r4 g2 r3 g1 r2 g0 r1 r0"),
+        (False, 1, "g4 r4 g3 r3 g2 r2 g1 r1 g0 r0"),
+    ):
         model = FSDP(chain(), prefetch=prefetch)
         with watched(model) as (launched, whole):
             compute_gradients(model, ones())
         assert max(whole) == most and unsharded(model) == 0
-        forward = [f"gather {layer}" for layer in range(5)]
-        expected = "gather 4, gather 3, reduce 4, gather 2, reduce 3, gather 1, reduce 2, gather 0"
-        expected += ", reduce 1"
-        if not prefetch:
-            expected = "gather 4, reduce 4, gather 3, reduce 3, gather 2, reduce 2, gather 1"
-            expected += ", reduce 1, gather 0"
-        assert launched == forward + f"{expected}, reduce 0".split(", "), launched
+        assert " ".join(launched) == f"g0 g1 g2 g3 g4 {backward}"
 
 
-class Branches(nn.Module):
-    """Every step may be told another way."""
-
-    def __init__(self):
-        super().__init__()
-        self.parts = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
-
-    def forward(self, x, way):
-        for part in way:
-            x = torch.tanh(self.parts[part](x))
-        return x
+def any_way(layers, x, way):
+    for number in way:
+        x = torch.tanh(layers[number](x))
+    return x
 
 
 @on_two_ranks
 def takes_any_way_together():
     """Other units in another order than registered, in every step; and none at all."""
-    model, twin = twins(Branches)
+    model, twin = twins(lambda: Calls(any_way, *[linear() for _ in range(4)]))
     with watched(model) as (launched, _):
         for way in [(0, 1, 2, 3), (3, 1, 0), (2,), (1, 2, 1), ()]:
             launched.clear()
             agree(model, twin, ones(), way)
-            reduced = [launch for launch in launched if "reduce" in launch]
-            assert reduced == 2 * ["reduce 3", "reduce 2", "reduce 1", "reduce 0"], way
+            assert [each for each in launched if "r" in each] == 2 * ["r3", "r2", "r1", "r0"], way
 
 
 @on_two_ranks
@@ -415,7 +408,7 @@ def takes_units_of_the_user():
         twin = copy.deepcopy(net)
         model = FSDP(net, units=choose(net))
         agree(model, twin, ones())
-        assert len(model.flats_of) == expected
+        assert len(model.uses) == expected
 
 
 class Adapted(nn.Linear):
@@ -423,6 +416,7 @@ class Adapted(nn.Linear):
 
     def __init__(self):
         super().__init__(6, 6, bias=False)
+        self.weight.requires_grad_(False)
         self.before, self.after = nn.Linear(6, 2, bias=False), nn.Linear(2, 6, bias=False)
         self.norm = nn.LayerNorm(6, elementwise_affine=False)
 
@@ -430,16 +424,9 @@ class Adapted(nn.Linear):
         return self.after(self.before(self.norm(x))) + super().forward(x)
 
 
-def two_adapted():
-    net = nn.Sequential(Adapted(), Adapted())
-    for part in net:
-        part.weight.requires_grad_(False)
-    return net
-
-
 @on_two_ranks
 def nests():
-    model, twin = twins(two_adapted)
+    model, twin = twins(lambda: nn.Sequential(Adapted(), Adapted()))
     model(ones())
     assert unsharded(model) == 0
     agree(model, twin, ones())
@@ -447,73 +434,70 @@ def nests():
     compute_gradients(FSDP(twin, compute_dtype=torch.bfloat16), ones())
 
 
+def recomputed_twice(layers, x):
+    for _ in range(2):
+        x = checkpoint(layers[0], x, use_reentrant=True)
+    return x
+
+
 @on_two_ranks
-def runs_a_retained_graph_twice():
+def notices_a_gradient_that_comes_twice():
     """With a finish in between the gradients add up; when it is forgotten, all ranks raise.
 
     What was refused is not in the gradients of the next step.
     """
+    twice = "(?s)backward.. ran twice: finish in between.*two re-entrant checkpoints.*in chunks"
     model, twin = twins(chain)
     for _ in range(2):
         model.zero_grad()
         twin.zero_grad()
-        loss, expected = model(ones()).square().mean(), twin(ones()).square().mean()
+        loss, expected = square_mean(model(ones())), square_mean(twin(ones()))
         for _ in range(2):
             loss.backward(retain_graph=True)
             model.finish_gradient_synchronization()
             expected.backward(retain_graph=True)
         gradients_agree(model, twin)
         loss.backward(retain_graph=True)
-        with pytest.raises(RuntimeError, match="backward.. ran twice: finish in between"):
+        with pytest.raises(RuntimeError, match=twice):
             loss.backward()
         model.finish_gradient_synchronization()
+    model = FSDP(Calls(recomputed_twice, linear()).double())
+    with pytest.raises(RuntimeError, match=twice):
+        compute_gradients(model, ones())
 
 
-class Fails(nn.Module):
-    """Raises when told to, in forward or in backward, between its two layers."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second, self.fail = nn.Linear(6, 6), nn.Linear(6, 6), ""
-
-    def forward(self, x):
-        x = self.first(x)
-        if self.fail == "forward":
-            raise ArithmeticError("on purpose")
-        if self.fail == "backward":
-            x.register_hook(lambda _: (_ for _ in ()).throw(ArithmeticError("on purpose")))
-        return self.second(x)
+def fail(*_):
+    raise ArithmeticError("on purpose")
 
 
 @on_two_ranks
 def goes_on_after_an_exception():
     """A step is given up, on all ranks: finish and zero_grad; the next one is clean."""
+
+    def fails(layers, x, where=""):
+        x = layers[0](x)
+        if where == "forward":
+            fail()
+        if where == "backward":
+            x.register_hook(fail)
+        return layers[1](x)
+
+    model, twin = twins(lambda: Calls(fails, linear(), linear()))
     for where in ("forward", "backward"):
-        model, twin = twins(Fails)
-        model.module.fail = where
         with pytest.raises(ArithmeticError):
-            compute_gradients(model, ones())
+            compute_gradients(model, ones(), where)
         model.finish_gradient_synchronization()
-        model.module.fail = ""
         agree(model, twin, ones())
 
 
 @on_two_ranks
 def computes_with_new_weights():
-    """Those of before are not hidden by what was gathered: for backward, or in vain."""
+    """Those of before are not hidden by what a forward has gathered in vain."""
     model, twin = twins(chain)
-    loss = model(ones()).square().mean()
-    with torch.no_grad():
-        torch.testing.assert_close(model(ones()), twin(ones()))
-    loss.backward()
-    model.finish_gradient_synchronization()
-    compute_gradients(twin, ones())
-    gradients_agree(model, twin)
     model(ones())  # nobody follows it with a backward
     with torch.no_grad():
-        for one in (model, twin):
-            for parameter in one.parameters():
-                parameter.mul_(2)
+        for parameter in (*model.parameters(), *twin.parameters()):
+            parameter.mul_(2)
         torch.testing.assert_close(model(ones()), twin(ones()))
     torch.testing.assert_close(model(ones()), twin(ones()))
 
@@ -522,7 +506,7 @@ def computes_with_new_weights():
 def notices_a_step_before_backward():
     model = FSDP(chain())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    first, second = model(ones()).square().mean(), model(ones()).square().mean()
+    first, second = square_mean(model(ones())), square_mean(model(ones()))
     second.backward()
     model.finish_gradient_synchronization()
     optimizer.step()
@@ -542,24 +526,9 @@ def is_freed():
     assert not any(reference() for reference in alive)
 
 
-class Positions(nn.Linear):
-    """Returns a view of its weight, whose memory is given up then."""
-
-    def forward(self, x):
-        return self.weight[: len(x)]
-
-
-class Leaks(nn.Linear):
-    """Backward comes to its weight by another way than its output."""
-
-    def forward(self, x):
-        self.leak = {"y": super().forward(x.requires_grad_())}
-        return x + 1
-
-
 @on_two_ranks
 def refuses_wrong_use():
-    x = ones().detach()
+    x = ones()
     model = FSDP(chain())
     model(x).sum().backward()
     with pytest.raises(RuntimeError, match=r"call finish_gradient_synchronization\(\) after every"):
@@ -567,25 +536,29 @@ def refuses_wrong_use():
     with pytest.raises(RuntimeError, match=r"call finish_gradient_synchronization\(\) before clip"):
         clip_grad_norm(model, 1.0)
     model.finish_gradient_synchronization()
-    with pytest.raises(ValueError, match="wrapped only once"):
-        FSDP(nn.Sequential(model))
-    with pytest.raises(ValueError, match="^0: max_norm"):
-        FSDP(nn.Sequential(nn.Embedding(3, 4, max_norm=1.0)))
-    rank = dist.get_rank()
-    with pytest.raises(ValueError, match=r"ranks 0 and 1: \['0.bias \(4,\).*'0.bias \(5,\)"):
-        FSDP(nn.Sequential(nn.Linear(3, 4 + rank)))
+    for wrong, message in (
+        (model, "wrapped only once"),
+        (nn.Embedding(3, 4, max_norm=1.0), "^0: max_norm"),
+        (nn.Linear(3, 4 + dist.get_rank()), r"ranks 0 and 1: \['0.bias \(4,\).*'0.bias \(5,\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            FSDP(nn.Sequential(wrong))
+    layers = chain()
+    with pytest.raises(ValueError, match=r"ranks 0 and 1: \['unit 0', 'unit 1'\]"):
+        FSDP(layers, units=[layers[dist.get_rank()]])
+    model = FSDP(nn.Sequential(Calls(lambda layers, x: layers[0].weight[: len(x)], linear())))
     for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
-        model = FSDP(nn.Sequential(Positions(6, 6)))
         with mode(), pytest.raises(RuntimeError, match=r"a view of it: return a clone\(\)"):
             model(x)
-    model = FSDP(nn.Sequential(Leaks(6, 6)))
+    leaks = []  # backward comes to the weight by another way than the output
+    model = FSDP(nn.Sequential(Calls(lambda layers, x: leaks.append(layers[0](x)), linear())))
     model(x.float())
     with pytest.raises(RuntimeError, match="has been modified by an inplace operation"):
-        model.module[0].leak["y"].sum().backward()
+        leaks[0].sum().backward()
     for change in (
         lambda module: module[0].requires_grad_(False),
         lambda module: module.float(),
-        lambda module: module.append(nn.Linear(6, 6)),
+        lambda module: module.append(linear()),
     ):
         model = FSDP(chain())
         change(model.module)
@@ -615,25 +588,19 @@ def saves_nothing_by_halves():
         model.load_full_params(full)
 
 
-def two_layers():
-    return nn.Sequential(nn.Linear(8, 4, bias=False), nn.Tanh(), nn.Linear(4, 8, bias=False))
-
-
 @on_two_ranks
 def every_optimizer_is_right_or_refused():
     """Beside one process: those that work element by element; others end in an error."""
-    x = torch.linspace(-1, 1, 32, dtype=torch.float64).view(4, 8)
     refused = set()
     for name in torch.optim.__all__:
         if name[0].islower() or name in ("Optimizer", "SparseAdam"):
             continue  # SparseAdam takes sparse gradients alone, and FSDP has none
-        model, twin = twins(two_layers)
-        make = getattr(torch.optim, name)
-        optimizers = [make(one.parameters(), lr=0.01) for one in (model, twin)]
+        model, twin = twins(lambda: nn.Sequential(nn.Linear(6, 4, bias=False), nn.Tanh()))
+        optimizers = [getattr(torch.optim, name)(one.parameters()) for one in (model, twin)]
         try:
             for _ in range(3):
                 for one, optimizer in zip((model, twin), optimizers, strict=True):
-                    compute_gradients(one, x)
+                    compute_gradients(one, ones())
                     optimizer.step(*[lambda: 0.0] * (name == "LBFGS"))
         except RuntimeError as error:
             assert f"{name} needs whole weights" in str(error)
@@ -645,50 +612,43 @@ def every_optimizer_is_right_or_refused():
 
 
 @on_two_ranks
-def clips_what_there_is():
-    """In float16 the squares overflow."""
-    torch.manual_seed(0)
-    module = nn.Linear(64, 64).half()
-    twin = copy.deepcopy(module)
-    model = FSDP(module)
-    x = torch.ones(8, 64).half()
-    for trained in (model, twin):
-        (trained(x).sum() * 50).backward()
-    model.finish_gradient_synchronization()
-    expected = torch.stack([p.grad.double().norm() for p in twin.parameters()]).norm()
-    norm = clip_grad_norm(model, 1.0)
-    torch.testing.assert_close(norm.double(), expected, rtol=1e-3, atol=0)
-    assert norm.dtype == torch.float32 and model.module.weight.grad.abs().max() > 0
+def adds_up_squares_in_float32():
+    """In float16 they overflow, in bfloat16 they get lost; so they would in a default dtype."""
+    for dtype in (torch.float16, torch.bfloat16):
+        torch.manual_seed(0)
+        twin = nn.Linear(64, 64).to(dtype)
+        model = FSDP(copy.deepcopy(twin))
+        for one in (model, twin):
+            compute_gradients(one, torch.ones(8, 64).to(dtype), loss=lambda y: y.sum() * 50)
+        expected = torch.stack([p.grad.double().norm() for p in twin.parameters()]).norm()
+        torch.set_default_dtype(dtype)
+        try:
+            norm = clip_grad_norm(model, 1.0)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert norm.dtype == torch.float32 and model.module.weight.grad.abs().max() > 0
+        torch.testing.assert_close(norm.double(), expected, rtol=1e-3, atol=0)
 
 
-class Chooses(nn.Module):
-    """One of two layers, of equal size or not, and one for all."""
-
-    def __init__(self, sizes):
-        super().__init__()
-        self.first = nn.Linear(6, 6)
-        self.experts = nn.ModuleList(nn.Linear(6, size) for size in sizes)
-
-    def forward(self, x, choice):
-        x = self.first(x)
-        return self.experts[choice](x) if choice is not None else x
+def one_of_two(layers, x, choice):
+    x = layers[2](x)
+    return layers[choice](x) if choice is not None else x
 
 
 def raises_and_ends(sizes, choices, expected):
     """In a process group of its own, which the ranks leave with a collective that never ends."""
-    model = FSDP(Chooses(sizes).double())
+    experts = [nn.Linear(6, size) for size in sizes]
+    model = FSDP(Calls(one_of_two, *experts, linear()).double())
     with pytest.raises(RuntimeError, match=expected):
-        model(ones(), choices[dist.get_rank()]).square().mean().backward()
-        model.finish_gradient_synchronization()
+        compute_gradients(model, ones(), choices[dist.get_rank()])
 
 
 @pytest.mark.parametrize(
     "world_size, sizes, choices, expected",
     [
-        (2, [6, 6], [0, 1], "'experts.[01]'. are gathered.*units="),
-        (2, [6, 9], [0, 1], "'experts.[01]'. are gathered.*units="),
-        (3, [6, 6], [0, 0, 1], "'experts.[01]'. are gathered.*units="),
-        (2, [6, 6], [1, None], "('experts.1', 'first'|'first', 'experts.1'). are gathered"),
+        (2, [6, 9], [0, 1], "'layers.[01]'. are gathered.*units="),
+        (3, [6, 6], [0, 0, 1], "'layers.[01]'. are gathered.*units="),
+        (2, [6, 6], [1, None], "('layers.1', 'layers.2'|'layers.2', 'layers.1'). are gathered"),
     ],
 )
 def test_ranks_that_use_other_units_get_an_error(world_size, sizes, choices, expected):
@@ -704,67 +664,54 @@ def test_ranks_that_use_other_units_get_an_error(world_size, sizes, choices, exp
 def notices_a_rank_that_gathers_less():
     """It is at the finish, or gone on with other units, when another one still gathers."""
     model = FSDP(chain())
-    agreement = model.agreement
-    if dist.get_rank() == 0:
-        agreement.announce(None)
-        with pytest.raises(RuntimeError, match="'nothing more', '0'. are gathered"):
-            agreement.unshard_first()
-    else:
-        flat = model.flats[0]
-        with pytest.raises(RuntimeError, match="'nothing more', '0'. are gathered"):
-            agreement.unshard([flat])
-        flat.reshard()
+    model.agreement.announce(model.flats[0] if dist.get_rank() else None)
+    with pytest.raises(RuntimeError, match="'nothing more', '0'. are gathered"):
+        model.agreement.unshard_first()
 
 
 @on_two_ranks
 def calls_hooks_of_weights():
-    """With this rank's part of the averaged gradient; and refuses hooks that nobody would call."""
-    model, twin = twins(chain)
-    seen = []
-    for shard in model.parameters():
-        shard.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
-    compute_gradients(model, ones())
-    assert len(seen) == 5
-    for gradient, shard in zip(seen, reversed(list(model.parameters())), strict=True):
-        assert torch.equal(gradient, shard.grad)
-    early = nn.Sequential(nn.Linear(6, 6)).double()
-    early[0].weight.register_post_accumulate_grad_hook(lambda p: seen.append(p))
-    early[0].weight.no_decay = True
-    model = FSDP(early)
-    compute_gradients(model, ones())
-    assert seen[-1] is model.module[0].weight and model.module[0].weight.no_decay
-    for which in ("weight", "bias"):
-        hooked = nn.Sequential(nn.Linear(6, 6)).double()
-        getattr(hooked[0], which).register_hook(print)
-        with pytest.raises(RuntimeError, match=f"^0.{which}: only weights can have hooks"):
-            FSDP(hooked)
-        model = FSDP(nn.Sequential(nn.Linear(6, 6)).double())
-        getattr(model.module[0], which).register_hook(print)
-        with pytest.raises(RuntimeError, match=f"^0.{which}: only weights can have hooks"):
-            model(ones())
-    model = FSDP(nn.Sequential(nn.Linear(6, 6)).double())
-    model.module[0].bias.register_post_accumulate_grad_hook(print)  # sees one rank's gradient
-    with pytest.raises(RuntimeError, match="^0.bias: only weights can have hooks"):
-        model(ones())
-
-
-@on_two_ranks
-def steps_within_a_hook():
-    """An optimizer for each weight, stepped as soon as its gradient is averaged."""
-    model, twin = twins(chain)
+    """With this rank's part of the averaged gradient; set before wrapping or after."""
+    torch.manual_seed(0)
+    twin = chain()
+    module = copy.deepcopy(twin)
+    module[0].weight.no_decay = True
     optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    stepped = []
 
     def step(shard):
+        stepped.append(shard)
         torch.optim.SGD([shard], lr=0.1).step()
         shard.grad = None
 
-    for shard in model.parameters():
+    module[0].weight.register_post_accumulate_grad_hook(step)
+    model = FSDP(module)
+    shards = list(model.parameters())
+    for shard in shards[1:]:
         shard.register_post_accumulate_grad_hook(step)
     for _ in range(2):
         compute_gradients(model, ones())
         compute_gradients(twin, ones())
         optimizer.step()
     assert_same_weights(model, twin, 1e-12)
+    assert [id(shard) for shard in stepped] == 2 * [id(shard) for shard in reversed(shards)]
+    assert module[0].weight.no_decay
+
+
+@on_two_ranks
+def refuses_hooks_that_nobody_would_call():
+    """Or with one rank's gradient; before wrapping and after."""
+    refused = [(name, nn.Parameter.register_hook) for name in ("weight", "bias")]
+    for name, register in [*refused, ("bias", nn.Parameter.register_post_accumulate_grad_hook)]:
+        message = f"^0.{name}: only weights can have hooks"
+        module = nn.Sequential(linear()).double()
+        model = FSDP(copy.deepcopy(module))
+        register(getattr(module[0], name), print)
+        with pytest.raises(RuntimeError, match=message):
+            FSDP(module)
+        register(getattr(model.module[0], name), print)
+        with pytest.raises(RuntimeError, match=message):
+            model(ones())
 
 
 @on_two_ranks
@@ -772,19 +719,16 @@ def torch_clips_as_in_one_process():
     """Its line that every script has, the norm alone, and one weight's, of all ranks' parts."""
     for most in (0.01, 100.0):
         model, twin = twins(Net)
-        tokens = batch_of(0)[0]
         for one in (model, twin):
-            one.zero_grad()
-            loss_of(one, tokens).backward()
-        model.finish_gradient_synchronization()
+            compute_gradients(one, batch_of(0)[0])
         for parameter in twin.parameters():
             parameter.grad = gradient_or_zeros(parameter)
-        torch.testing.assert_close(
-            model.module.up.weight.grad.norm(), twin.up.weight.grad.norm(), rtol=1e-6, atol=0
-        )
         layers = model.module.up, twin.up
-        norms = [torch._foreach_norm([up.weight.grad, up.bias.grad], 2.0) for up in layers]
-        torch.testing.assert_close(*norms, rtol=1e-12, atol=0)  # on a GPU it takes this one
+        for norm in (
+            lambda up: up.weight.grad.norm(),
+            lambda up: torch._foreach_norm([up.weight.grad, up.bias.grad], 2.0),  # as on a GPU
+        ):
+            torch.testing.assert_close(*map(norm, layers), rtol=1e-12, atol=0)
         norms = [nn.utils.clip_grad_norm_(one.parameters(), most) for one in (model, twin)]
         torch.testing.assert_close(*norms, rtol=1e-12, atol=0)
         gradients_agree(model, twin)
@@ -793,25 +737,6 @@ def torch_clips_as_in_one_process():
     for order in (1, torch.inf):
         with pytest.raises(RuntimeError, match="of a sharded gradient there is only the 2-norm"):
             nn.utils.clip_grad_norm_(model.parameters(), 1.0, order)
-
-
-@on_two_ranks
-def clips_under_another_default_dtype():
-    """The squares are added up in float32 there, too."""
-    torch.manual_seed(0)
-    model = FSDP(nn.Sequential(nn.Linear(64, 64, bias=False)).bfloat16())
-    compute_gradients(model, torch.ones(3, 64).bfloat16())
-    squares = [parameter.grad.double().square().sum() for parameter in model.parameters()]
-    expected = sum(squares).as_subclass(torch.Tensor)
-    dist.all_reduce(expected)
-    before = torch.get_default_dtype()
-    try:
-        torch.set_default_dtype(torch.bfloat16)
-        norm = clip_grad_norm(model, 1e9)
-    finally:
-        torch.set_default_dtype(before)
-    assert norm.dtype == torch.float32
-    torch.testing.assert_close(norm.double(), expected.sqrt(), rtol=1e-5, atol=0)
 
 
 @dataclass
@@ -823,26 +748,6 @@ class Record(dict):
     """As the outputs of some libraries."""
 
 
-BOXES = {
-    "dataclass": Box,
-    "nested": lambda h: [{"a": Box(h)}, 1, None],
-    "namespace": lambda h: SimpleNamespace(h=h),
-    "subclass of dict": lambda h: Record(h=h),
-    "mapping": lambda h: UserDict(h=h),
-}
-
-
-class Boxed(nn.Module):
-    """Layers that hand each other a box."""
-
-    def __init__(self, box):
-        super().__init__()
-        self.layer, self.box = nn.Linear(6, 6), box
-
-    def forward(self, value):
-        return BOXES[self.box](torch.tanh(self.layer(fsdp.with_gradient(value)[0])))
-
-
 class Opaque:
     __slots__ = ("h",)
 
@@ -850,128 +755,92 @@ class Opaque:
         self.h = h
 
 
+BOXES = [
+    Box,
+    lambda h: [{"a": Box(h)}, 1, None],
+    lambda h: SimpleNamespace(h=h),
+    lambda h: Record(h=h),
+    lambda h: UserDict(h=h),
+]
+
+
 @on_two_ranks
 def finds_tensors_in_what_modules_return():
+    """Layers hand each other a box."""
+
+    def boxed(box, layers, value):
+        return box(torch.tanh(layers[0](fsdp.with_gradient(value)[0])))
+
     for box in BOXES:
-        model, twin = twins(lambda box=box: nn.Sequential(*[Boxed(box) for _ in range(3)]))
-        for one in (model, twin):
-            one.zero_grad()
-            fsdp.with_gradient(one(ones()))[0].square().mean().backward()
-        model.finish_gradient_synchronization()
-        gradients_agree(model, twin)
-    BOXES["opaque"] = Opaque
-    model = FSDP(nn.Sequential(Boxed("opaque")).double())
+        layers = [Calls(partial(boxed, box), linear()) for _ in range(3)]
+        model, twin = twins(partial(nn.Sequential, *layers))
+        agree(model, twin, ones(), loss=lambda box: square_mean(fsdp.with_gradient(box)[0]))
+    model = FSDP(nn.Sequential(Calls(partial(boxed, Opaque), linear())).double())
     with pytest.raises(RuntimeError, match="^0 returned {'Opaque'}, in which FSDP sees no tensor"):
         model(ones())
-    BOXES.pop("opaque")
 
 
-class Keeps(nn.Module):
-    """A loss on what a block keeps, beside what it returns."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer, self.head = nn.Linear(6, 6), nn.Linear(6, 6, bias=False)
-
-    def forward(self, x):
-        y = self.layer(x).tanh()
-        self.kept = self.head(y)
-        return y + self.head(y)
+def keeps(layers, x):
+    y = layers[0](x).tanh()
+    layers.kept = layers[1](y)
+    return y + layers[1](y)
 
 
 @on_two_ranks
 def a_loss_may_use_what_modules_keep():
+    """Beside what they return, or alone."""
+
+    def loss(blocks, only, y):
+        kept = sum(square_mean(block.layers.kept) for block in blocks)
+        return kept if only else kept + square_mean(y)
+
     for only in (False, True):
-        model, twin = twins(lambda: nn.Sequential(nn.ModuleList([Keeps()])[0], Keeps()))
-        for one in (model, twin):
-            one.zero_grad()
-            loss = one(ones()).square().mean()
-            kept = sum(part.kept.square().mean() for part in getattr(one, "module", one))
-            (kept if only else kept + loss).backward()
-        model.finish_gradient_synchronization()
+        blocks = [Calls(keeps, linear(), linear()) for _ in range(2)]
+        model, twin = twins(partial(nn.Sequential, *blocks))
+        compute_gradients(model, ones(), loss=partial(loss, model.module, only))
+        compute_gradients(twin, ones(), loss=partial(loss, twin, only))
         gradients_agree(model, twin)
 
 
-class Generates(nn.Module):
-    """Reads a weight of its own, and one of a child, beside forward."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding, self.positions = nn.Embedding(11, 6), nn.Parameter(torch.randn(5, 6))
-        self.head = nn.Linear(6, 6)
-
-    def forward(self, tokens):
-        return self.head(self.embedding(tokens) + self.positions)
-
-    def generate(self, tokens):
-        return Generates.forward(self, tokens) @ self.embedding.weight.T
+def generate(net, tokens):
+    """Reads a weight beside forward."""
+    return net.head(net.embedding(tokens)) @ net.head.weight
 
 
 @on_two_ranks
 def has_whole_weights_for_what_is_no_forward():
-    model, twin = twins(Generates)
+    model, twin = twins(Net)
     tokens = batch_of(0)[0]
     with pytest.raises(RuntimeError):
-        model.module.generate(tokens)
+        generate(model.module, tokens)
     for _ in range(2):
         with model.whole():
-            torch.testing.assert_close(model.module.generate(tokens), twin.generate(tokens))
+            torch.testing.assert_close(generate(model.module, tokens), generate(twin, tokens))
             assert unsharded(model) == len(model.flats)
         assert unsharded(model) == 0
         agree(model, twin, tokens)
 
 
-def reentrant_twice():
-    layer = nn.Linear(6, 6)
-
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = layer
-
-        def forward(self, x):
-            for _ in range(2):
-                x = checkpoint(self.layer, x, use_reentrant=True)
-            return x
-
-    return Twice()
-
-
-@on_two_ranks
-def says_why_a_gradient_comes_twice():
-    model = FSDP(reentrant_twice().double())
-    with pytest.raises(RuntimeError, match="(?s)backward.. ran twice.*two re-entrant.*in chunks"):
-        compute_gradients(model, ones())
-
-
 @on_two_ranks
 def trains_conjugated_weights_and_expanded_buffers():
-    class Conjugated(nn.Linear):
-        def forward(self, x):
-            return (x.to(self.weight.dtype) @ self.weight.mH).abs()
+    def conjugated(layers, x):
+        return (x.to(torch.complex128) @ layers[0].weight.mH).abs()
 
-    model, twin = twins(lambda: nn.Sequential(Conjugated(6, 6, bias=False)).to(torch.complex64))
-    for one in (model, twin):
-        compute_gradients(one, torch.ones(2, 6))
-    weight = model.gather_full_params()["0.weight"]
-    assert weight.is_complex() and model.module[0].weight.grad is not None
+    build = partial(Calls, conjugated, nn.Linear(6, 6, bias=False, dtype=torch.complex128))
+    agree(*twins(lambda: nn.Sequential(build())), ones())
     net = nn.Linear(6, 6)
     net.register_buffer("mask", torch.eye(3).add(dist.get_rank()).expand(2, 3, 3))
     net.register_buffer("gaps", torch.zeros(4, 4).add(dist.get_rank())[:, ::2])
-    model = FSDP(net)
+    FSDP(net)
     assert torch.equal(net.mask, torch.eye(3).expand(2, 3, 3)) and not net.gaps.any()
 
 
-class Notes(nn.Module):
+class Notes(nn.Linear):
     """Appends to a list and writes into a dict that it is given."""
 
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, 8))
-
     def forward(self, x, losses, cache):
-        y = F.linear(x, self.weight)
-        losses.append(y.square().mean())
+        y = super().forward(x)
+        losses.append(y)
         cache["y"] = y
         return y
 
@@ -995,7 +864,7 @@ class Integers(nn.Module):
 def casts_only_what_it_should():
     for compute_dtype in (None, torch.bfloat16):
         losses, cache = [], {}
-        y = FSDP(Notes(), compute_dtype)(torch.ones(2, 8), losses, cache=cache)
+        y = FSDP(Notes(8, 4), compute_dtype)(torch.ones(2, 8), losses, cache=cache)
         assert len(losses) == 1 and cache["y"] is y
     model = FSDP(Integers(), torch.bfloat16)
     for _ in range(2):
@@ -1060,23 +929,6 @@ def test_a_process_group_of_some_ranks(ranks):
     ranks(3).run(in_a_subgroup)
 
 
-@pytest.mark.parametrize("world_size", [2, *(pytest.param(n, marks=FULL) for n in (3, 4))])
-def test_formula_of_the_memory(forked, tmp_path, world_size):
-    """Within 5 % of what real ranks keep, part by part, and of what they hold at most.
-
-    What is in flight alone is not: gloo is sometimes done with its copy before the gradients come.
-    """
-    words = "--size mini --device cpu --no-verify --no-baseline --no-plot --steps 1 --warmup 0"
-    status, output = forked(world_size, SCRIPT, *words.split(), "--json", tmp_path / "json")
-    assert status == 0, output
-    [all_ranks] = harness.read_json(tmp_path / "json", FOLDER)["memory_bytes"].values()
-    expected = measure.by_formula("mini", world_size)["FSDP"]
-    for parts in all_ranks:
-        pairs = [*zip(parts[:3], expected[:3], strict=True), (sum(parts), sum(expected))]
-        for held, by_formula in pairs:
-            assert 0.95 < held / by_formula < 1.05, (parts, expected)
-
-
 def test_accounting_needs_no_ranks(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--accounting", "8,64,1024", "--size", "10b"])
     main()
@@ -1085,33 +937,41 @@ def test_accounting_needs_no_ranks(monkeypatch, capsys):
     assert len(rows) == 3 and held == sorted(held, reverse=True)
 
 
-QUICK = "--size nano --device cpu --batch-size 1 --context-length 8 --steps 1 --warmup 0".split()
+QUICK = "--device cpu --batch-size 1 --context-length 8 --steps 1 --warmup 0".split()
 
 
-def test_script_alone(forked, tmp_path):
-    """Without what it is compared with: what it prints has the form of the recorded output."""
+@pytest.mark.parametrize("world_size", [2, *(pytest.param(n, marks=FULL) for n in (3, 4))])
+def test_script_alone(forked, tmp_path, world_size):
+    """Without what it is compared with: what it prints has the form of the recorded output.
+
+    Part by part and together, ranks hold within 5 % of what the formula says. Not so what is in
+    flight alone: gloo is sometimes done with its copy before the gradients come.
+    """
     harness.write_mnist(tmp_path / "data", 700, 10)  # the last batch is not full
-    files = "--json", tmp_path / "x.json", "--data", tmp_path / "data", "--no-plot"
-    status, output = forked(2, SCRIPT, *QUICK, *files, "--no-baseline")
+    files = "--json", tmp_path / "json", "--data", tmp_path / "data", "--no-plot"
+    status, output = forked(world_size, SCRIPT, *QUICK, *files, "--no-baseline")
     assert status == 0, output
-    result = harness.read_json(tmp_path / "x.json", "06_sharded_optimizer/fsdp")
+    result = harness.read_json(tmp_path / "json", FOLDER)
     assert result["verify"]["passed"] and result["verify"]["max_abs_diff"] <= 1e-10
     recorded = masked(output_of(SCRIPT.with_name("reference_output.txt")))
-    starts = "#_sharded", "verify: epoch", "verify: passed", "MB", "in flight", "Percentiles"
+    starts = "#_sharded", "mini", "verify: ", "MB", "in flight", "Percentiles"
     missing = [line for line in recorded if line.startswith(starts) and line not in masked(output)]
     assert not missing, missing
+    expected = measure.by_formula("mini", world_size)["FSDP"]
+    for parts in result["memory_bytes"]["FSDP"]:
+        ratios = [held / formula for held, formula in zip(parts[:3], expected[:3], strict=True)]
+        ratios.append(sum(parts) / sum(expected))
+        assert all(0.95 < ratio < 1.05 for ratio in ratios), (parts, expected)
 
 
-@pytest.mark.full
+@FULL
 def test_script(script, tmp_path):
-    words = [*QUICK, *harness.files_in(tmp_path), "--plot", tmp_path / "x.png"]
+    """Whole, with all that it is compared with; and it writes its files."""
+    words = [*QUICK, *harness.files_in(tmp_path), "--size", "nano", "--plot", tmp_path / "x.png"]
     status, output = script(torchrun(2, SCRIPT, *words)).wait()
     assert status == 0, output
-    result = harness.read_json(tmp_path / "json", "06_sharded_optimizer/fsdp")
+    result = harness.read_json(tmp_path / "json", FOLDER)
     whole = 4 * result["model"]["parameters"]
-    for parts in result["memory_bytes"]["FSDP"]:
-        for part, expected in zip(parts, (whole / 2, whole / 2, whole), strict=False):
-            assert 0.99 < part / expected < 1.01
     for parts in result["memory_bytes"]["unsharded"]:
         assert all(part >= whole for part in parts[:2]) and parts[2] >= 2 * whole
     if sys.platform == "linux":
@@ -1122,10 +982,10 @@ def test_script(script, tmp_path):
     assert (tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG"
 
 
-@pytest.mark.full
+@FULL
 def test_a_class_of_the_users_own_has_a_row(script):
     """Verified like ours, also without compute_dtype."""
-    words = f"--mine {SCRIPT}:FSDP --no-baseline --no-plot".split()
+    words = f"--size nano --mine {SCRIPT}:FSDP --no-baseline --no-plot".split()
     status, output = script(torchrun(2, SCRIPT, *QUICK, *words)).wait()
     assert status == 0 and output.count("verify: passed") == 2 and "FSDP (mine)" in output, output
 

@@ -57,10 +57,16 @@ class Configuration(NamedTuple):
 
     @property
     def name(self) -> str:
-        # "eager" is also a backend of torch.compile, which leaves the graphs as they are.
-        backend = {None: "eager", "eager": "dynamo only"}.get(self.backend, self.backend)
-        words = {"wrap": self.wrap, "checkpoint": self.checkpoint, "whole graph": not self.split}
-        return " ".join([self.how, backend, *(word for word in words if words[word])])
+        name = f"{self.how} {self.backend or 'eager'}"
+        if self.backend == "eager":  # that of torch.compile, which leaves the graphs as they are
+            name = f"{self.how} dynamo only"
+        if self.wrap:
+            name += " wrap"
+        if self.checkpoint:
+            name += " checkpoint"
+        if not self.split:
+            name += " whole graph"
+        return name
 
 
 def blocks_of(module: nn.Module) -> list[nn.Module]:
@@ -285,7 +291,8 @@ def problem_of(backend: str | None, device) -> str | None:
         problem = f"{message} (rank {dist.get_rank()})"
     problems = [None] * dist.get_world_size()
     dist.all_gather_object(problems, problem)
-    return next(filter(None, problems), None)
+    problems = [problem for problem in problems if problem]
+    return problems[0] if problems else None
 
 
 def prepare_all(args, device, wanted: list[Configuration]) -> tuple[dict, dict]:
@@ -309,12 +316,15 @@ def prepare_all(args, device, wanted: list[Configuration]) -> tuple[dict, dict]:
             prepared[name] = prepare(args, device, configuration, expected)
         outputs = prepared[name]["found"]["output_difference"]
         gradients = prepared[name]["found"]["gradient_difference"]
-        text = (
-            f"outputs within {outputs:.1e}, gradients within {gradients:.1e} of eager single-device"
-        )
         if not (outputs <= tolerance and gradients <= tolerance):  # so that nan is caught, too
-            sys.exit(f"{name}, rank {dist.get_rank()}: only {text}; allowed: {tolerance:.0e}")
-        say(f"{name}: {text} (allowed: {tolerance:.0e})")
+            sys.exit(
+                f"{name}, rank {dist.get_rank()}: only outputs within {outputs:.1e}, gradients "
+                f"within {gradients:.1e} of eager single-device; allowed: {tolerance:.0e}"
+            )
+        say(
+            f"{name}: outputs within {outputs:.1e}, gradients within {gradients:.1e} of eager "
+            f"single-device (allowed: {tolerance:.0e})"
+        )
     return prepared, left_out
 
 

@@ -9,14 +9,12 @@ FSDP as Mine(module) or Mine(module, compute_dtype=...); a function that returns
 Exit status: 0 if all that has to hold holds, 1 if not, 2 if the class cannot be called so.
 """
 
-import importlib
 import inspect
 import signal
 import sys
 import textwrap
 from datetime import datetime, timezone
 from functools import partial
-from itertools import product
 from pathlib import Path
 
 import torch
@@ -25,11 +23,12 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
 from common import report, setup  # noqa: E402
-from common.check import adapters, findings, runner  # noqa: E402
+from common.check import adapters, runner  # noqa: E402
 from common.check import checks_of_fsdp as fsdp  # noqa: E402
 from common.check import checks_of_functions as functions  # noqa: E402
 from common.check import checks_of_optimizers as optimizers  # noqa: E402
 from common.check import checks_of_wrappers as wrappers  # noqa: E402
+from common.check.findings import UNUSABLE  # noqa: E402
 
 KINDS = {"wrapper": wrappers, "function": functions, "optimizer": optimizers, "fsdp": fsdp}
 HEADINGS = {
@@ -38,10 +37,8 @@ HEADINGS = {
     "beyond": "Beyond, partly more than torch's own classes do",
     "facts": "Facts",
 }
-DECIDES = {"course": ["course"], "meaning": ["course", "data parallelism"]}  # by --level
 WIDTH = 89  # of a line, beside its verdict
 SECONDS = 8.0  # for one check
-SECONDS_ONCE_STUCK = 2.5  # for those after one that hangs
 
 
 def main() -> int:
@@ -49,14 +46,21 @@ def main() -> int:
     args = read_arguments()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the ranks are ended, too
     setup.say(f"torch {torch.__version__}, {args.nproc} ranks, gloo on a network that is late")
-    result = head(args)
-    texts = [args.mine]
-    if args.mine.endswith(".py"):
-        names = trial(args.mine, adapters.names_in, setup.load_module)
-        texts = [f"{args.mine}:{name}" for name in names]
-    verdicts = [check_one(args, text, result) for text in texts]
-    written = [verdict for verdict in verdicts if verdict is not None]
-    result["passed"] = bool(written) and all(written)
+    result = {"stage": "check", "torch": torch.__version__, "backend": "gloo", "device": "cpu"}
+    result |= {"device_name": report.processor_name(), "world_size": args.nproc}
+    result |= {"threads_per_rank": 1, "options": dict(vars(args))}
+    result |= {"started": datetime.now(timezone.utc), "not_written": [], "checks": []}
+    passed = []
+    for text, kind, missing in find(args):
+        setup.say(f"\n{text}, as {kind}")
+        for name in missing:
+            setup.say(f"not written yet: {name}")
+        result["not_written"] += missing
+        if not missing:
+            checks = run_checks(args, KINDS[kind], *choose_form(args, text, kind))
+            result["checks"] += [{"mine": text, "kind": kind, **check} for check in checks]
+            passed.append(summarize(args, checks))
+    result["passed"] = bool(passed) and all(passed)
     report.write_json(args.json, result)
     return 0 if result["passed"] else 1
 
@@ -66,7 +70,8 @@ def read_arguments():
     add = parser.add_argument
     add("mine", metavar="MINE", help="FILE.py:NAME, class or function; or a course's adapters.py")
     add("--kind", choices=KINDS, help="by default what its base class and its arguments say")
-    add("--level", choices=DECIDES, default="meaning", help="what decides the exit status")
+    levels = {"choices": ["course", "meaning"], "default": "meaning"}
+    add("--level", **levels, help="what decides the exit status")
     own = "a module with the Linear and Embedding that your FSDP shards (default: found)"
     add("--layers", default="", metavar="MODULE", help=own)
     add("--nproc", type=setup.whole_number(2, 64), default=2, help="ranks")
@@ -74,133 +79,65 @@ def read_arguments():
     return parser.parse_args()
 
 
-def head(args) -> dict:
-    """What every result of --json begins with, as common/README.md lists it."""
-    result = {"stage": "check", "torch": torch.__version__, "backend": "gloo"}
-    result |= {"device": "cpu", "device_name": report.processor_name(), "world_size": args.nproc}
-    result |= {"threads_per_rank": 1, "options": dict(vars(args))}
-    return result | {"started": datetime.now(timezone.utc), "not_written": [], "checks": []}
-
-
-def trial(text: str, function, load):
-    """What a function says of what is loaded, in a process of its own: files may hang or end."""
-    tried = runner.run(function, partial(load, text), 1, "gloo", limit=60)
-    if tried["verdict"] != "fact":
-        for line in tried["lines"]:
+def find(args) -> list[tuple[str, str, list[str]]]:
+    """What adapters.describe says, in a process of its own: a user's file may hang or end."""
+    found = runner.run(1, "gloo", 60, adapters.describe, args.mine, args.kind, args.layers)
+    if found["verdict"] == "failed":
+        for line in found["lines"]:
             print(line, file=sys.stderr)
-        reason = tried["seen"].removeprefix("rank 0: ").removeprefix("ValueError: ")
-        setup.fail(f"argument MINE: {text}: {reason}")
-    return tried["seen"]
+        reason = found["seen"].removeprefix("rank 0: ").removeprefix("ValueError: ")
+        setup.fail(f"argument MINE: {args.mine}: {reason}")
+    return found["seen"]
 
 
-def check_one(args, text: str, result: dict) -> bool | None:
-    """Whether what has to hold holds; None for what is not written yet."""
-    kind, missing = trial(text, partial(describe, args.kind, args.layers), setup.load)
-    setup.say(f"\n{text}, as {kind}")
-    for name in missing:
-        setup.say(f"not written yet: {name}")
-    if missing:
-        result["not_written"] += missing
-        return None
+def choose_form(args, text: str, kind: str) -> tuple:
+    """What adapters.prepare is given: an FSDP may shard only its own layers, or keep float32."""
     if runner.FORKS:
         # The ranks inherit what is imported here: the class, and what the first optimizer imports.
         torch.set_num_threads(1)  # a process with more should not be forked
         setup.load(text)
         torch.optim.SGD([torch.zeros(1)], lr=0.1)
-    load = choose_form(args, text, kind)
-    checks = run_checks(args, load, KINDS[kind]) if load else []
-    result["checks"] += [{"mine": text, "kind": kind, **check} for check in checks]
-    return summarize(args, checks)
-
-
-def describe(given: str | None, layers: str, mine) -> tuple[str, list[str]]:
-    """Its kind, given or found, and what of it is not written yet.
-
-    ValueError if it cannot be called as the checks call it, or there are no such layers.
-    """
-    if layers and not hasattr(importlib.import_module(layers), "Linear"):
-        raise ValueError(f"--layers {layers} has no Linear")
-    kind = given or adapters.kind_of(mine)
-    names = list(inspect.signature(mine).parameters)
-    arguments = ["params", "optimizer_cls"] if kind == "optimizer" else ["module"]
-    options = {"bucket_size_mb": 25.0} if "bucket_size_mb" in names else {}
-    try:
-        inspect.signature(mine).bind(*arguments, **options)
-    except TypeError as error:
-        raise ValueError(f"cannot be called with {', '.join(arguments)}: {error}") from None
-    return kind, adapters.not_written(mine)
-
-
-def choose_form(args, text: str, kind: str):
-    """A function that loads the class on a rank, with models that it bears; None if there are none.
-
-    An FSDP may shard only its own layers, keep float32, or refuse sizes that ranks do not divide.
-    """
+    on_ranks = partial(runner.run, args.nproc, "late", SECONDS, adapters.call)
     layers = args.layers
-    forms = [(layers, False, torch.float64)]
-    if kind == "fsdp":
-        if not layers:
-            load = partial(adapters.prepare, text, kind)
-            found = runner.run(fsdp.own_layers, load, args.nproc, "late", SECONDS)
-            layers = found["seen"] if found["verdict"] == "fact" else ""
-        sizes = [True] if layers else [False, True]
-        forms = list(product([layers], sizes, [torch.float64, torch.float32]))
-    failures = []
-    for form in forms:
-        load = partial(adapters.prepare, text, kind, *form)
-        result = runner.run(KINDS[kind].can_be_used, load, args.nproc, "late", SECONDS)
-        if result["verdict"] == "passed":
-            say_form(*form, failures)
-            return load
-        failures.append({"promise": inspect.getdoc(KINDS[kind].can_be_used), **result})
-    if failures[0]["means"] == findings.UNUSABLE and text == args.mine:
-        setup.fail(f"argument MINE: {text}: {failures[0]['seen'].partition(': ')[2]}")
-    show({"as_in": None, **failures[0]})
-    setup.say("nothing else was tried")
-    return None
-
-
-def say_form(layers: str, is_even: bool, dtype: torch.dtype, failures: list[dict]) -> None:
-    """With what models it is judged, where they are not the usual ones."""
+    if kind == "fsdp" and not layers:
+        found = on_ranks(fsdp.own_layers, text, kind)
+        layers = found["seen"] if found["verdict"] == "passed" else ""
     if layers:
-        setup.say(f"models of the layers of {layers}, in sizes that the ranks divide")
-    elif is_even:
-        setup.say(f"refuses sizes that the ranks do not divide: {failures[0]['seen']}")
-    if dtype == torch.float32:
-        setup.say(
-            "judged in float32, gradients to 0.001 of their size, as it keeps float32 weights"
-        )
+        setup.say(f"models of the layers of {layers}")
+    form = text, kind, layers
+    tried = on_ranks(KINDS[kind].can_be_used, *form)
+    if kind == "fsdp" and tried["verdict"] == "failed":
+        with_float32 = *form, torch.float32
+        if on_ranks(fsdp.can_be_used, *with_float32)["verdict"] == "passed":
+            setup.say("judged in float32, to 0.001 of a gradient, as it keeps float32 weights")
+            return with_float32
+    if tried["means"] == UNUSABLE and text == args.mine:
+        setup.fail(f"argument MINE: {text}: {tried['seen'].partition(': ')[2]}")
+    return form
 
 
-def run_checks(args, load, module) -> list[dict]:
+def run_checks(args, module, *form) -> list[dict]:
     """All checks in turn, each printed when it is over."""
     groups = [module.COURSE, module.MEANING, module.BEYOND, module.FACTS]
-    left = sum(len(checks) for checks in groups)
-    crowd = max(1, args.nproc / setup.threads_per_rank(1))  # ranks that take turns on a core
-    limit = SECONDS * crowd
     results = []
     for group, checks in zip(HEADINGS, groups, strict=True):
         if checks:
             setup.say(f"\n{HEADINGS[group]}")
         for check in checks:
             promise = inspect.getdoc(check).splitlines()[0]
-            setup.progress(f"{left} checks left: {promise}")
-            left -= 1
+            setup.progress(promise)
             network = "gloo" if group == "facts" else "late"
-            result = runner.run(check, load, args.nproc, network, limit)
-            if result["seconds"] > limit:
-                limit = SECONDS_ONCE_STUCK * crowd
-            if group == "facts":
-                result["verdict"] = result["verdict"].replace("failed", "not tried")
-                result["lines"] = []  # what it prints was shown above
-            elif result["verdict"] == "fact":  # it passed, and has something to say
-                result["verdict"] = "passed"
-            result = {"check": check.__name__, "promise": promise, "group": group, **result}
+            result = {"check": check.__name__, "promise": promise, "group": group}
+            result |= runner.run(args.nproc, network, SECONDS, adapters.call, check, *form)
             same = [each["check"] for each in results if each["means"] == result["means"] != ""]
             result["as_in"] = same[0] if same else None  # it has failed for the same reason
+            if group == "facts":
+                if result["verdict"] == "failed":
+                    continue
+                result |= {"verdict": "fact", "lines": []}  # what it prints was shown above
             results.append(result)
             show(result)
-            if result["verdict"] == "failed" and check in module.NEEDED:
+            if result["verdict"] == "failed" and check in (module.can_be_used, fsdp.splits_weights):
                 setup.say("nothing else was tried")
                 return results
     return results
@@ -211,38 +148,35 @@ def show(result: dict) -> None:
     verdict = result["verdict"].replace("failed", "FAILED").replace("fact", "")
     texts = [result["promise"]]
     if result["as_in"]:
-        texts = [f"{result['promise']} (as above: {result['means'].partition(': ')[0]})"]
+        texts[0] += f" (as above: {result['means'].partition(': ')[0]})"
     elif result["verdict"] == "failed":
         texts += [f"seen: {result['seen']}", f"mostly: {result['means']}"]
     elif result["seen"]:
         texts[0] += f": {result['seen']}"
+    if not result["as_in"]:
+        texts += [f"| {line}" for line in result["lines"]]
     for text in texts:
         for line in textwrap.wrap(text, WIDTH):
             setup.say(f"{verdict:<10} {line}".rstrip())
             verdict = ""
-    for line in [] if result["as_in"] else result["lines"]:
-        setup.say(f"{'':<10} | {line}")
 
 
 def summarize(args, results: list[dict]) -> bool:
     """Print what passed of each group, and what did not; whether all that decides holds."""
     setup.say()
-    for group in ("course", "data parallelism", "beyond"):
-        count(HEADINGS[group], [result for result in results if result["group"] == group])
-    decisive = [result for result in results if result["group"] in DECIDES[args.level]]
-    return count("has to hold", decisive)
-
-
-def count(what: str, results: list[dict]) -> bool:
-    verdicts = [result["verdict"] for result in results]
-    tried = len(verdicts) - verdicts.count("not tried")
-    text = f"{what}: {verdicts.count('passed')} of {tried} passed"
-    wrong = [result["promise"] for result in results if result["verdict"] == "failed"]
-    if wrong and what != "has to hold":
-        text += f"; not: {wrong[0]}" + (f", and {len(wrong) - 1} more" if len(wrong) > 1 else "")
-    for line in textwrap.wrap(text, WIDTH, subsequent_indent="    "):
-        setup.say(line)
-    return bool(results) and not wrong
+    decides = ["course"] if args.level == "course" else ["course", "data parallelism"]
+    for groups in (["course"], ["data parallelism"], ["beyond"], decides):
+        some = [result for result in results if result["group"] in groups]
+        wrong = [result["promise"] for result in some if result["verdict"] == "failed"]
+        passed = sum(result["verdict"] == "passed" for result in some)
+        what = "has to hold" if groups is decides else HEADINGS[groups[0]]
+        text = f"{what}: {passed} of {passed + len(wrong)} passed"
+        if wrong and groups is not decides:
+            more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+            text += f"; not: {wrong[0]}{more}"
+        for line in textwrap.wrap(text, WIDTH, subsequent_indent="    "):
+            setup.say(line)
+    return bool(some) and not wrong
 
 
 if __name__ == "__main__":

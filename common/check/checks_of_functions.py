@@ -12,7 +12,6 @@ OF_WRAPPERS = (
     wrappers.starts_with_the_buffers_of_rank_0,
     wrappers.accumulates_with_no_sync,
 )
-NEEDED = []
 COURSE = [check for check in wrappers.COURSE if check not in OF_WRAPPERS]
 MEANING = [check for check in wrappers.MEANING if check not in OF_WRAPPERS]
 BEYOND = [check for check in wrappers.BEYOND if check is not wrappers.keeps_buffers_equal]

@@ -110,12 +110,14 @@ def shares_the_state_out(mine):
     dist.all_gather_object(of_ranks, held)
     seen = ", ".join(f"{100 * each / whole:.0f} %" for each in of_ranks)
     seen = f"of AdamW's state the ranks keep {seen}"
+    share = torch.tensor([whole / len(of_ranks)])
+    evidence = [evidence_of("bytes of state", torch.tensor([held]), share)]
     if max(of_ranks) == whole:
-        raise Failed(seen, "every rank steps all parameters")
+        raise Failed(seen, "every rank steps all parameters", evidence)
     if sum(of_ranks) != whole:
-        raise Failed(seen, "some parameters have no owner, or several")
+        raise Failed(seen, "some parameters have no owner, or several", evidence)
     if max(of_ranks) > 2 * whole / len(of_ranks):
-        raise Failed(seen, "parameters are shared out unevenly")
+        raise Failed(seen, "parameters are shared out unevenly", evidence)
 
 
 def keeps_groups_apart(mine):
@@ -186,8 +188,7 @@ def collects_its_state(mine):
         raise Failed(seen, "a checkpoint of rank 0 lacks what other ranks keep")
 
 
-NEEDED = []
-COURSE = [steps_like_sgd, steps_like_adamw, skips_frozen_parameters]
+COURSE = [can_be_used, steps_like_sgd, steps_like_adamw, skips_frozen_parameters]
 MEANING = [
     shares_the_state_out,
     keeps_groups_apart,

@@ -1,4 +1,4 @@
-"""The small models of the checks, and the gradients that one process computes of them."""
+"""The small models of the checks, and the loss of a share of a batch."""
 
 import importlib
 
@@ -6,17 +6,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from common.check.findings import UNUSABLE, Failed
+
 layers = nn  # a module with Linear and Embedding
-rows, width = 6, 7  # of an embedding: of odd length, which no two ranks halve
 dtype = torch.float64
 
 
-def choose(of_user: str, is_even: bool, of_weights: torch.dtype) -> None:
-    """Build models of a module's own layers, in sizes that the ranks divide, in a dtype."""
-    global layers, rows, width, dtype
+def choose(of_user: str, of_weights: torch.dtype, is_sharded: bool) -> None:
+    """Build models of a module's own layers, in a dtype; what is sharded the ranks can divide."""
+    global layers, dtype
     layers = importlib.import_module(of_user) if of_user else nn
-    rows, width = [6 * dist.get_world_size()] * 2 if is_even else (6, 7)
     dtype = of_weights
+    Plain.rows, Plain.width = [6 * dist.get_world_size()] * 2 if is_sharded else (6, 7)
 
 
 def linear(inputs: int, outputs: int, bias: bool = True) -> nn.Module:
@@ -28,9 +29,11 @@ class Plain(nn.Module):
     """Some of its parameters have a shape in common."""
 
     rank = 0  # on which some of the others take another way
+    rows, width = 6, 7  # of the embedding
 
     def __init__(self):
         super().__init__()
+        rows, width = self.rows, self.width
         self.embedding = getattr(layers, "Embedding", nn.Embedding)(rows, width)
         self.first = linear(width, width)
         self.norm = nn.LayerNorm(width)
@@ -46,15 +49,19 @@ class Plain(nn.Module):
         return self.second(self.norm(self.first(x).tanh())).tanh()
 
 
+class Uneven(Plain):
+    rows, width = 7, 11
+
+
 class Tied(Plain):
     """Its last weight is its first one; of layers of the user's, if there is no Embedding, two."""
 
     def __init__(self):
         super().__init__()
-        if hasattr(layers, "Embedding"):
-            self.last.weight = self.embedding.weight
-        else:
-            self.second.weight = self.first.weight
+        has_own = hasattr(layers, "Embedding")
+        one, other = (self.last, self.embedding) if has_own else (self.second, self.first)
+        name, weight = next(other.named_parameters())  # a course may call it W
+        setattr(one, name, weight)
 
 
 class Frozen(Plain):
@@ -66,7 +73,7 @@ class Frozen(Plain):
 class UsedByNobody(Plain):
     def __init__(self):
         super().__init__()
-        self.never = linear(width, width).to(dtype)
+        self.never = linear(self.width, self.width).to(dtype)
 
 
 class UsedByRank0(UsedByNobody):
@@ -86,9 +93,8 @@ class Branches(Plain):
 
     def __init__(self):
         super().__init__()
-        self.first = linear(width, width, bias=False).to(
-            dtype
-        )  # so that gloo cannot tell them apart
+        # Without a bias gloo cannot tell it from the second.
+        self.first = linear(self.width, self.width, bias=False).to(dtype)
         self.scale = nn.Parameter(torch.ones(self.shape, dtype=dtype))
 
     def between(self, x):
@@ -120,7 +126,7 @@ class ChannelsLast(Plain):
         self.convolution = nn.Conv2d(6, 6, 3).to(dtype, memory_format=torch.channels_last)
 
     def between(self, x):
-        images = x[..., None, None].flatten(0, 1).expand(-1, width, 3, 3)[:, :6]
+        images = x[..., None, None].flatten(0, 1).expand(-1, self.width, 3, 3)[:, :6]
         return super().between(x + self.convolution(images).mean())
 
 
@@ -141,34 +147,13 @@ def new(build, seed: int = 0) -> nn.Module:
 def loss_of(model: nn.Module, step: int, part: int, rank: int) -> torch.Tensor:
     """The loss of a rank's share of a batch; a step has several parts where it accumulates."""
     generator = torch.Generator().manual_seed(10_000 * step + 100 * part + rank)
-    inputs = torch.randn(4, 6, generator=generator, dtype=torch.float64)
-    return model(inputs).square().mean()
+    output = model(torch.randn(4, 6, generator=generator, dtype=torch.float64))
+    if not isinstance(output, torch.Tensor):
+        kind = type(output).__name__
+        raise Failed(f"its forward returns {kind}, and not what the module returns", UNUSABLE)
+    return output.square().mean()
 
 
 def finish(model: nn.Module) -> None:
     if hasattr(model, "finish_gradient_synchronization"):
         model.finish_gradient_synchronization()
-
-
-def gradients_of_ranks(twin: Plain, step: int, parts: int) -> dict[str, torch.Tensor]:
-    """{name: [part, rank, *shape]}, computed by this process alone; zeros where there is none.
-
-    The twin is left with the mean over the ranks, added up over the parts.
-    """
-    world_size = dist.get_world_size()
-    parameters = dict(twin.named_parameters())
-    gradients = {}
-    for name, parameter in parameters.items():
-        shape = parts, world_size, *parameter.shape
-        gradients[name] = torch.zeros(shape, dtype=parameter.dtype)
-    for part in range(parts):
-        for twin.rank in range(world_size):
-            twin.zero_grad()
-            loss_of(twin, step, part, twin.rank).backward()
-            for name, parameter in parameters.items():
-                if parameter.grad is not None:
-                    gradients[name][part, twin.rank] = parameter.grad
-    for name, parameter in parameters.items():
-        parameter.grad = torch.empty_like(parameter)  # in its memory format, for fused optimizers
-        parameter.grad.copy_(gradients[name].sum(0).mean(0))
-    return gradients

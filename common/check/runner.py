@@ -21,65 +21,61 @@ import torch
 import torch.distributed as dist
 
 from common import setup
-from common.check.findings import MIXED, Failed, NotTried
+from common.check.findings import MIXED, UNUSABLE, Failed, NotTried
 
 FORKS = sys.platform == "linux"
 SECONDS_TO_START = 0 if FORKS else 30  # in which a rank imports torch
+SECONDS_TO_WRITE = 0.5  # of a rank that hangs
 SECONDS_TO_FOLLOW = 1.0  # of the other ranks, once one has failed
 LONGEST_LIFE = 300  # seconds of a rank, whatever becomes of the process that started it
 ENDING = {signal.SIGINT, signal.SIGTERM}
 KEPT_LINES = 3  # of what a rank prints
 OTHER_SIZE = "Received data size doesn't match expected size"  # what gloo says of mixed calls
-NOISE = "CPUAllocator.cpp"  # what torch's profiler says of memory from before it
+OURS = setup.ROOT / "common", setup.ROOT / "01_allreduce" / "slow_network"
 LIBRARIES = Path(os.__file__).parent, Path(torch.__file__).parent.parent
-COMMON = Path(__file__).resolve().parent.parent
-NETWORK = COMMON.parent / "01_allreduce" / "slow_network"
 
 
-def answer(verdict: str, seen="", means="", lines: list[str] = (), evidence=()) -> dict:
-    """What comes of a check: a verdict, what was seen, what that means, lines to show, numbers."""
-    texts = {"verdict": verdict, "seen": seen, "means": means, "lines": list(lines)}
-    return texts | {"evidence": list(evidence)}
+def answer(verdict: str, seen="", means="", evidence=(), lines=()) -> dict:
+    """What comes of a check: a verdict, what was seen, what that means, numbers, lines to show."""
+    texts = {"verdict": verdict, "seen": seen, "means": means}
+    return texts | {"evidence": list(evidence), "lines": list(lines)}
 
 
-def judge(check, mine) -> dict:
+def judge(check, *arguments) -> dict:
     """Call a check on this rank; its answer."""
     try:
-        fact = check(mine)
+        return answer("passed", check(*arguments) or "")
     except NotTried as reason:
         return answer("not tried", str(reason))
     except Failed as failure:
-        return answer("failed", failure.seen, failure.means, evidence=failure.evidence)
+        return answer("failed", *failure.args)
     except BaseException as error:  # sys.exit(), too
-        message = " ".join(f"{type(error).__name__}: {error}".split())
+        seen = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         lines = lines_of_user("".join(traceback.format_tb(error.__traceback__)[::-1]))
-        if not lines:
-            return answer("failed", message[:300], "the class cannot be used as the check uses it")
-        if isinstance(error, NotImplementedError) and not str(error):
-            return answer("failed", f"not written yet: {lines[0]}", "not written yet")
-        return answer("failed", message[:300], f"see {lines[0]}", lines[1:])
-    return answer("fact", fact) if fact else answer("passed")
+        means = f"see {lines[0]}" if lines else UNUSABLE
+        if isinstance(error, NotImplementedError) and lines and not str(error):
+            seen, means = f"not written yet: {lines[0]}", "not written yet"
+        return answer("failed", seen, means, lines=lines[1:])
 
 
 def lines_of_user(stack: str) -> list[str]:
     """The user's lines in a stack, whose innermost is its first; never one of ours or torch's."""
-    frames = re.findall(r'File "(.*)", line (\d+),? in (.*)', stack)
     lines = []
-    for file, line, name in [frame for frame in frames if is_of_user(frame[0])]:
-        code = linecache.getline(file, int(line)).strip()
-        lines.append(f"{Path(file).name}:{line} in {name}: {code}")
+    for file, line, name in re.findall(r'File "(.*)", line (\d+),? in (.*)', stack):
+        if is_of_user(file):
+            code = linecache.getline(file, int(line)).strip()
+            lines.append(f"{Path(file).name}:{line} in {name}: {code}")
     return lines
 
 
 def is_of_user(file: str) -> bool:
     """Neither of Python and its packages nor of the checks."""
     path = Path(file)
-    if path.name == "mistakes.py":
-        return True
-    return path.is_file() and not {COMMON, NETWORK, *LIBRARIES}.intersection(path.parents)
+    is_ours = {*OURS, *LIBRARIES}.intersection(path.parents) and path.name != "mistakes.py"
+    return path.is_file() and not is_ours
 
 
-def serve(check, load, rank: int, world_size: int, network: str, folder: str, pipe) -> None:
+def serve(rank: int, world_size: int, network: str, limit: float, output: Path, pipe, call) -> None:
     """A rank: joins the others, calls the check, tells what came of it, and waits for its end.
 
     It does not leave by itself: the others would miss it.
@@ -89,120 +85,97 @@ def serve(check, load, rank: int, world_size: int, network: str, folder: str, pi
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
     signal.alarm(LONGEST_LIFE)
-    output = open(f"{folder}/output{rank}", "a")
+    file = open(output, "a")
     for descriptor in (1, 2):
-        os.dup2(output.fileno(), descriptor)
+        os.dup2(file.fileno(), descriptor)
     sys.stdout.reconfigure(line_buffering=True)
-    stack = open(f"{folder}/stack{rank}", "a")
-    # SIGUSR1 makes it write where it stands, and then it ends.
-    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False, chain=True)
+    faulthandler.dump_traceback_later(limit, file=file)  # where it stands then
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
+    store = dist.FileStore(str(output.with_name("store")), world_size)
+    member = {"store": store, "rank": rank, "world_size": world_size}
+    backend = setup.late_network() if network == "late" else network
     with setup.without_gloo_greeting():
-        dist.init_process_group(
-            setup.late_network() if network == "late" else "gloo",
-            store=dist.FileStore(f"{folder}/store", world_size),
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=LONGEST_LIFE),
-        )
-    pipe.send(judge(lambda load: check(load()), load))
+        dist.init_process_group(backend, timeout=timedelta(seconds=LONGEST_LIFE), **member)
+    pipe.send(judge(*call))
     with suppress(EOFError):
         pipe.recv()
 
 
-def run(check, load, world_size: int, network: str, limit: float) -> dict:
-    """Run a check on so many ranks, each a process; at most `limit` seconds.
+def run(world_size: int, network: str, limit: float, check, *arguments) -> dict:
+    """Call check(*arguments) on ranks that are processes of their own, for at most limit seconds.
 
-    load(), on each of them, returns the user's class. network: gloo, or late.
+    network: gloo, or late. Ranks that have to take turns on a core are given more time.
     """
     began = time.perf_counter()
+    limit *= max(1, world_size / setup.threads_per_rank(1))
     context = multiprocessing.get_context("fork" if FORKS else "spawn")
     processes = []
-    pipes = []
+    pipes = {}  # to its rank
     with tempfile.TemporaryDirectory() as folder:
-        outputs = [Path(folder, f"output{rank}") for rank in range(world_size)]
-        stacks = [Path(folder, f"stack{rank}") for rank in range(world_size)]
-        for file in outputs + stacks:
-            file.touch()
+        outputs = [Path(folder, f"rank{rank}") for rank in range(world_size)]
         try:
             # Python ignores what a signal raises while it forks, and nobody would hear of it.
             signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
-            for rank in range(world_size):
+            for rank, output in enumerate(outputs):
+                output.touch()
                 ours, theirs = context.Pipe()
-                arguments = (check, load, rank, world_size, network, folder, theirs)
-                processes.append(context.Process(target=serve, args=arguments))
+                pipes[ours] = rank
+                member = rank, world_size, network, limit, output, theirs, (check, *arguments)
+                processes.append(context.Process(target=serve, args=member))
                 processes[-1].start()
                 theirs.close()
-                pipes.append(ours)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
-            answers = collect(processes, pipes, SECONDS_TO_START + limit)
-            stuck = sorted(set(range(world_size)) - set(answers))
-            for rank in stuck:
-                os.kill(processes[rank].pid, signal.SIGUSR1)
-            for rank in stuck:
-                processes[rank].join(2)
-                answers[rank] = where_it_stood(stacks[rank].read_text())
+            answers = collect(processes, pipes, SECONDS_TO_START + limit + SECONDS_TO_WRITE)
+            texts = [output.read_text(errors="replace") for output in outputs]
         finally:
             end(processes)
-        result = verdict_of(answers)
-        for rank, file in enumerate(outputs):
-            result["lines"] += printed_by(rank, file.read_text(errors="replace"))
-    if any(OTHER_SIZE in line for line in result["lines"]):
+    lines = []
+    for rank, text in enumerate(texts):
+        printed, _, stacks = text.partition("Timeout (")  # by faulthandler
+        if rank not in answers:
+            stack = lines_of_user(stacks.rpartition("Thread ")[2])  # the main one is the last
+            place = stack[0] if stack else "a call of the check's own"
+            means = f"a rank waits for a collective that another one does not make: see {place}"
+            answers[rank] = answer("stuck", f"hangs at {place}", means)
+        last = list(filter(str.strip, printed.splitlines()))[: -KEPT_LINES - 1 : -1]
+        lines += [f"rank {rank} printed: {line[:120]}" for line in last]
+    result = verdict_of(answers)
+    if any(OTHER_SIZE in text for text in texts):
         result["means"] = MIXED
-    return result | {"seconds": time.perf_counter() - began}
+    return result | {"lines": result["lines"] + lines, "seconds": time.perf_counter() - began}
 
 
-def collect(processes: list, pipes: list, limit: float) -> dict[int, dict]:
-    """What the ranks answer until the limit, in the order of time; who does not is missing."""
+def collect(processes: list, pipes: dict, limit: float) -> dict[int, dict]:
+    """What ranks answer until the limit, in the order of time; who does not is missing."""
     answers = {}
-    waiting = {pipe: rank for rank, pipe in enumerate(pipes)}
     deadline = time.monotonic() + limit
-    while waiting and time.monotonic() < deadline:
-        left = deadline - time.monotonic()
-        for pipe in multiprocessing.connection.wait(list(waiting), left):
-            rank = waiting.pop(pipe)
+    while pipes and (left := deadline - time.monotonic()) > 0:
+        for pipe in multiprocessing.connection.wait(list(pipes), left):
+            rank = pipes.pop(pipe)
             try:
                 answers[rank] = pipe.recv()
-            except EOFError:
-                answers[rank] = how_it_ended(processes[rank])
+            except EOFError:  # it is no longer there
+                processes[rank].join()
+                code = processes[rank].exitcode
+                how = f"status {code}" if code >= 0 else signal.Signals(-code).name
+                answers[rank] = answer(
+                    "failed", f"it ended with {how}", "the process ended in the class"
+                )
             if answers[rank]["verdict"] == "failed":
                 deadline = min(deadline, time.monotonic() + SECONDS_TO_FOLLOW)
     return answers
 
 
-def how_it_ended(process) -> dict:
-    """The answer of a rank that is no longer there."""
-    process.join()
-    how = f"ended with status {process.exitcode}"
-    if process.exitcode < 0:
-        how = f"was ended by {signal.Signals(-process.exitcode).name}"
-    return answer("failed", f"it {how}", "the process ended in the class")
-
-
-def where_it_stood(stack: str) -> dict:
-    """The answer of a rank that has given none, from what faulthandler has written."""
-    place = [*lines_of_user(stack), "a call of the check's own"][0]
-    means = f"a rank waits for a collective that another one does not make: see {place}"
-    return answer("stuck", f"hangs at {place}", means)
-
-
 def verdict_of(answers: dict[int, dict]) -> dict:
-    """One verdict of all ranks: the failure that came first, and where the others are stuck."""
+    """One verdict of all ranks: the failure that came first, else where some are stuck."""
     failed = [rank for rank in answers if answers[rank]["verdict"] == "failed"]
-    stuck = [rank for rank in answers if answers[rank]["verdict"] == "stuck"]
-    told = failed[:1] + stuck
+    told = failed[:1] or [rank for rank in answers if answers[rank]["verdict"] == "stuck"]
     if not told:
         return answers[0]
     seen = "; ".join(f"rank {rank}: {answers[rank]['seen']}" for rank in told)
-    evidence = sum([answers[rank]["evidence"] for rank in failed], [])
+    evidence = [numbers for rank in failed for numbers in answers[rank]["evidence"]]
     return answers[told[0]] | {"verdict": "failed", "seen": seen, "evidence": evidence}
-
-
-def printed_by(rank: int, text: str) -> list[str]:
-    """The last lines that a rank has printed, the last one first."""
-    lines = [line for line in text.splitlines() if line.strip() and NOISE not in line]
-    return [f"rank {rank} printed: {line[:120]}" for line in lines[: -KEPT_LINES - 1 : -1]]
 
 
 def end(processes: list) -> None:

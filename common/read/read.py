@@ -133,7 +133,8 @@ def changed_words(old: str, new: str) -> tuple[Spans, Spans]:
             between = "".join(old_words[place[0] : place[1]])
             joined = bool(changes) and not re.search(r"\w", between)
         elif joined:
-            changes[-1][1::2] = place[1::2]  # it ends where this one does
+            changes[-1][1] = place[1]  # it ends where this one does
+            changes[-1][3] = place[3]
         else:
             changes.append(place)
     old_starts = list(accumulate(map(len, old_words), initial=0))
@@ -208,7 +209,7 @@ def syntax(lines: list[str]) -> list[list[str]]:
         start = starts[first - 1] + column
         end = starts[last - 1] + last_column
         classes[start:end] = [kind] * (end - start)
-    return [classes[start:][: len(line)] for start, line in zip(starts, lines, strict=False)]
+    return [classes[start : start + len(line)] for start, line in zip(starts, lines, strict=False)]
 
 
 def code_html(line: str, classes: list[str], spans: Spans) -> str:
@@ -235,7 +236,8 @@ def rows_html(old: Lesson, new: Lesson, rows: list[Row]) -> list[str]:
             old_spans, new_spans = changed_words(old.lines[row.left], new.lines[row.right])
         left = cell("a", old, row.left, old_spans, moved_to)
         right = cell("b", new, row.right, new_spans, moved_from)
-        first = " first" if before == "same" != row.kind else ""  # of a change
+        is_first = before == "same" and row.kind != "same"  # of a change
+        first = " first" if is_first else ""
         before = row.kind
         found.append(f'<div class="r {row.kind}{first}">{left}{right}</div>')
     return found

@@ -15,7 +15,6 @@ range (05_bucketed/compare/medians.py).
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -30,136 +29,145 @@ from common.recordings import figures
 from common.report import processor_name
 from common.setup import ROOT, Parser, fail, say
 
+COMPARE = "05_bucketed/compare"
+SWEEP = "05_bucketed/bucket_sweep"
+PREDICT = "05_bucketed/predict"
+FSDP = "06_sharded_optimizer/fsdp"
+LADDER = ["02_naive_ddp", "03_flat_ddp", "04_overlap_ddp", "05_bucketed"]
+ONCE = [*LADDER, PREDICT, "01_allreduce/slow_network", "08_ddp_rpc"]
+ONCE += ["07_resnet_ddp/sweep", "07_resnet_ddp/compile_ddp"]
+TORCHRUN = "python -m common.launch.torchrun --standalone --nproc-per-node 2"
+RESNET = "07_resnet_ddp/resnet_ddp.py --results results/07_loading --epochs 1 --log-every 1000"
+JPEGS = "--data synthetic --decode 500 --steps-per-epoch 12 --held-out 64"
+EMULATED = "NETWORK=1gbit,1ms"
+HOSTS = "RATE=1gbit DELAY=1ms"
+MEDIANS = "python 05_bucketed/compare/medians.py"
+NETWORKS = "loopback=results/loopback_{1..5}.json '1 Gbit/s, 1 ms='results/emulated_{1..3}.json"
 
-def make(target: str, flags: str = "", **variables) -> str:
-    words = ["make", target]
-    words += [f"{name}={value}" for name, value in variables.items()]
-    if flags:
-        words.append(f'ARGS="{flags}"')
-    return " ".join(words)
 
-
-def runs(count: int, name: str, target: str, **variables) -> list[str]:
-    """Runs that leave a JSON file each; only the last one's output is recorded."""
+def runs(count: int, name: str, command: str) -> list[str]:
+    """Runs that leave results/NAME_1.json and so on; only the last one's output is recorded."""
     commands = []
     for number in range(1, count + 1):
-        command = make(target, f"--json results/{name}_{number}.json", **variables)
-        commands.append(command if number == count else f"{command} > /dev/null")
-    return commands
-
-
-def medians(count: int, name: str, label: str) -> str:
-    """What medians.py needs to know of these runs."""
-    return "".join(f" '{label}=results/{name}_{number}.json'" for number in range(1, count + 1))
-
-
-def three_runs(target: str) -> list[str]:
-    return [*runs(3, "run", target), MEDIANS + medians(3, "run", "three runs")]
+        commands.append(f'{command} ARGS="--json results/{name}_{number}.json"')
+    return [f"{command} > /dev/null" for command in commands[:-1]] + commands[-1:]
 
 
 def networks() -> list[str]:
     """make compare on loopback, on an emulated network and on a real one like it, in turn."""
-    loopback = runs(5, "loopback", "compare")
-    emulated = runs(3, "emulated", "compare", NETWORK=EMULATED)
-    hosts = runs(3, "slow", "hosts", **SLOW)
     commands = []
-    for turn in zip_longest(loopback, emulated, hosts):
-        commands += [command for command in turn if command]
-    two = medians(5, "loopback", "loopback") + medians(3, "emulated", "1 Gbit/s, 1 ms")
-    between_hosts = medians(3, "slow", "between hosts")
-    commands.append(MEDIANS + two + between_hosts)
-    return [*commands, f"{MEDIANS}{two} --plot results/networks.png > /dev/null"]
-
-
-MEDIANS = "python 05_bucketed/compare/medians.py"
-LADDER = ["02_naive_ddp", "03_flat_ddp", "04_overlap_ddp", "05_bucketed"]
-EMULATED = "1gbit,1ms"
-SLOW = {"RATE": "1gbit", "DELAY": "1ms"}
-SHARED = "01_allreduce/shared_memory"
-NETWORK = "01_allreduce/slow_network"
-COMPARE = "05_bucketed/compare"
-SPREAD = f"{COMPARE}/reference_output.txt"
-SWEEP = "05_bucketed/bucket_sweep"
-PREDICT = "05_bucketed/predict"
-FSDP = "06_sharded_optimizer/fsdp"
-TORCHRUN = "python -m common.launch.torchrun --standalone --nproc-per-node 2"
-RESNET = "07_resnet_ddp/resnet_ddp.py --results results/07_loading --epochs 1 --log-every 1000"
-ON_ONE = f"python {RESNET}"
-ON_TWO = f"{TORCHRUN} {RESNET}"
-WATERFALL = f"{TORCHRUN} 07_resnet_ddp/waterfall.py"
-JPEGS = "--data synthetic --decode 500 --steps-per-epoch 12 --held-out 64"
-
-
-def loading() -> list[str]:
-    """One device and two ranks, without and with processes that decode pictures."""
-    commands = []
-    for workers in (0, 2):
-        commands += [f"{command} {JPEGS} --workers {workers}" for command in (ON_ONE, ON_TWO)]
+    for turn in zip_longest(
+        runs(5, "loopback", "make compare"),
+        runs(3, "emulated", f"make compare {EMULATED}"),
+        runs(3, "slow", f"make hosts {HOSTS}"),
+    ):
+        commands += filter(None, turn)
     return commands
 
 
-RECORDINGS = {  # the commands whose output is recorded
-    SPREAD: networks(),
-    f"{COMPARE}/reference_output_timeline.txt": [make("timeline", NETWORK="1gbit,1ms")],
-    "06_sharded_optimizer/reference_output.txt": three_runs("06_sharded_optimizer"),
-    f"{FSDP}/reference_output.txt": three_runs(FSDP),
-    "07_resnet_ddp/reference_output.txt": 3 * [make("07_resnet_ddp")],
-    "08_ddp_rpc/reference_output_8x8.txt": 3
-    * [make("08_ddp_rpc", "--lookup both --steps 100", NPROC=8)],
-    "01_allreduce/reference_output.txt": [make("01_allreduce")],
-    f"{SHARED}/reference_output.txt": [make(SHARED)],
-    f"{NETWORK}/reference_output.txt": [make(NETWORK)],
-    **{f"{stage}/reference_output.txt": [make(stage)] for stage in LADDER},
-    **{f"{stage}/reference_output_1gbit.txt": [make(stage, NETWORK=EMULATED)] for stage in LADDER},
-    f"{SWEEP}/reference_output.txt": [make(SWEEP)],
-    f"{SWEEP}/reference_output_1gbit.txt": [make(SWEEP, NETWORK="1gbit,1ms")],
-    f"{PREDICT}/reference_output.txt": [make(PREDICT)],
-    f"{PREDICT}/reference_output_1gbit.txt": [make(PREDICT, NETWORK="1gbit,1ms")],
-    f"{PREDICT}/reference_output_hosts.txt": [
-        make("hosts", SCRIPT=f"{PREDICT}/predict.py", **SLOW)
+SPREAD = f"{COMPARE}/reference_output.txt"  # its commands lie in between those of all others
+RECORDINGS = {  # the commands whose output is recorded, and those that put pictures beside it
+    SPREAD: [
+        *networks(),
+        f"{MEDIANS} {NETWORKS} 'between hosts='results/slow_{{1..3}}.json",
+        f"{MEDIANS} {NETWORKS} --plot {COMPARE}/compare.png > /dev/null",
     ],
-    f"{PREDICT}/reference_output_extrapolate.txt": [make(PREDICT, "--extrapolate 10,100,400")],
+    f"{COMPARE}/reference_output_timeline.txt": [
+        f"make timeline {EMULATED}",
+        f"cp results/timeline.png {COMPARE}/timeline.png",
+        *[f"cp results/timeline_{stage}.png {stage}/timeline.png" for stage in LADDER],
+    ],
+    "06_sharded_optimizer/reference_output.txt": [
+        *runs(3, "run", "make 06_sharded_optimizer"),
+        f"{MEDIANS} 'three runs='results/run_{{1..3}}.json",
+    ],
+    f"{FSDP}/reference_output.txt": [
+        *runs(3, "run", f"make {FSDP}"),
+        f"{MEDIANS} 'three runs='results/run_{{1..3}}.json",
+        f"cp results/fsdp.png {FSDP}/fsdp.png",
+    ],
+    "07_resnet_ddp/reference_output.txt": [
+        *3 * ["make 07_resnet_ddp"],
+        "cp results/speedup.png 07_resnet_ddp/speedup.png",
+    ],
+    "08_ddp_rpc/reference_output_8x8.txt": [
+        *3 * ['make 08_ddp_rpc NPROC=8 ARGS="--lookup both --steps 100"']
+    ],
+    "01_allreduce/reference_output.txt": [
+        "make 01_allreduce",
+        "cp results/01_allreduce.png 01_allreduce/allreduce.png",
+    ],
+    "01_allreduce/shared_memory/reference_output.txt": [
+        "make 01_allreduce/shared_memory",
+        "cp results/shared_memory.png 01_allreduce/shared_memory/shared_memory.png",
+    ],
+    f"{SWEEP}/reference_output.txt": [
+        f"make {SWEEP}",
+        f"cp results/bucket_sweep.png {SWEEP}/bucket_sweep.png",
+    ],
+    f"{SWEEP}/reference_output_1gbit.txt": [
+        f"make {SWEEP} {EMULATED}",
+        f"cp results/bucket_sweep.png {SWEEP}/bucket_sweep_1gbit.png",
+    ],
+    **{f"{folder}/reference_output.txt": [f"make {folder}"] for folder in ONCE},
+    **{
+        f"{folder}/reference_output_1gbit.txt": [f"make {folder} {EMULATED}"]
+        for folder in [*LADDER, PREDICT]
+    },
+    f"{PREDICT}/reference_output_hosts.txt": [f"make hosts SCRIPT={PREDICT}/predict.py {HOSTS}"],
+    f"{PREDICT}/reference_output_extrapolate.txt": [
+        f'make {PREDICT} ARGS="--extrapolate 10,100,400"'
+    ],
     f"{FSDP}/reference_output_accounting.txt": [
-        make(FSDP, f"--accounting --size {size}") for size in ("xl", "10b")
+        f'make {FSDP} ARGS="--accounting --size xl"',
+        f'make {FSDP} ARGS="--accounting --size 10b"',
     ],
     "07_resnet_ddp/reference_output_waterfall.txt": [
-        WATERFALL,
-        f"{WATERFALL} --image-size 224 --steps 3 --warmup 1 --no-plot",
+        f"{TORCHRUN} 07_resnet_ddp/waterfall.py",
+        f"{TORCHRUN} 07_resnet_ddp/waterfall.py --image-size 224 --steps 3 --warmup 1 --no-plot",
+        "cp results/waterfall.png 07_resnet_ddp/waterfall.png",
     ],
-    "07_resnet_ddp/reference_output_loading.txt": loading(),
-    "07_resnet_ddp/sweep/reference_output.txt": [make("07_resnet_ddp/sweep")],
+    "07_resnet_ddp/reference_output_loading.txt": [
+        f"python {RESNET} {JPEGS} --workers 0",
+        f"{TORCHRUN} {RESNET} {JPEGS} --workers 0",
+        f"python {RESNET} {JPEGS} --workers 2",
+        f"{TORCHRUN} {RESNET} {JPEGS} --workers 2",
+    ],
     "07_resnet_ddp/sweep/reference_output_full.txt": [
-        make("07_resnet_ddp/sweep", "--full --batch-size 2 --steps 2 --warmup 1")
+        'make 07_resnet_ddp/sweep ARGS="--full --batch-size 2 --steps 2 --warmup 1"'
     ],
     "07_resnet_ddp/sweep/reference_output_hosts.txt": [
-        make("hosts", SCRIPT="07_resnet_ddp/sweep/sweep.py")
+        "make hosts SCRIPT=07_resnet_ddp/sweep/sweep.py"
     ],
-    "07_resnet_ddp/compile_ddp/reference_output.txt": [make("07_resnet_ddp/compile_ddp")],
     "07_resnet_ddp/compile_ddp/reference_output_variants.txt": [
-        make("07_resnet_ddp/compile_ddp", "--variants --batch-size 8 --steps 3")
+        'make 07_resnet_ddp/compile_ddp ARGS="--variants --batch-size 8 --steps 3"'
     ],
-    "08_ddp_rpc/reference_output.txt": [make("08_ddp_rpc")],
     "08_ddp_rpc/reference_output_round_trip.txt": 3
-    * [make("08_ddp_rpc", "--trainers 1 --servers 8 --lookup both --round-trip 2ms --steps 100")],
+    * [
+        'make 08_ddp_rpc ARGS="--trainers 1 --servers 8 --lookup both --round-trip 2ms --steps 100"'
+    ],
     "08_ddp_rpc/reference_output_tables.txt": [
-        make("08_ddp_rpc", f"--steps 100 --embeddings {rows}") for rows in (300, 100_000)
+        'make 08_ddp_rpc ARGS="--steps 100 --embeddings 300"',
+        'make 08_ddp_rpc ARGS="--steps 100 --embeddings 100000"',
     ],
     "common/docs/reference_output_hang.txt": ["bash common/docs/hang.sh python"],
 }
-PICTURES = {  # of a recording: what lies beside it, and what its commands leave in results/
-    SPREAD: {"compare.png": "networks.png"},
-    f"{COMPARE}/reference_output_timeline.txt": {
-        "timeline.png": "timeline.png",
-        **{f"../../{stage}/timeline.png": f"timeline_{stage}.png" for stage in LADDER},
-    },
-    f"{FSDP}/reference_output.txt": {"fsdp.png": "fsdp.png"},
-    "07_resnet_ddp/reference_output.txt": {"speedup.png": "speedup.png"},
-    "07_resnet_ddp/reference_output_waterfall.txt": {"waterfall.png": "waterfall.png"},
-    "01_allreduce/reference_output.txt": {"allreduce.png": "01_allreduce.png"},
-    f"{SHARED}/reference_output.txt": {"shared_memory.png": "shared_memory.png"},
-    f"{SWEEP}/reference_output.txt": {"bucket_sweep.png": "bucket_sweep.png"},
-    f"{SWEEP}/reference_output_1gbit.txt": {"bucket_sweep_1gbit.png": "bucket_sweep.png"},
-}
+
+
+def in_order(names: list[str]) -> list[tuple[str, str]]:
+    """(recording, command) for all commands: those of SPREAD evenly in between the others."""
+    names = sorted(names, key=lambda name: name == SPREAD)
+    spread = []
+    if SPREAD in names:
+        spread = [(SPREAD, command) for command in RECORDINGS[SPREAD]]
+    commands = []
+    for number, name in enumerate(names, 1):
+        if name != SPREAD:
+            commands += [(name, command) for command in RECORDINGS[name]]
+        due = len(spread) // (len(names) - number + 1)
+        commands += spread[:due]
+        del spread[:due]
+    return commands
 
 
 def git(*words: str) -> str:
@@ -169,26 +177,20 @@ def git(*words: str) -> str:
 def commit() -> str:
     """The last commit that changed more than pages and recordings, and whether more is changed."""
     code = [".", ":!*.md", ":!*.png", ":!*reference_output*.txt"]
-    changed = git("status", "--porcelain", "--", *code)
-    return git("log", "-1", "--format=%h", "--abbrev=9", "--", *code) + ", changed" * bool(changed)
+    last = git("log", "-1", "--format=%h", "--abbrev=9", "--", *code)
+    return f"{last}, changed" if git("status", "--porcelain", "--", *code) else last
 
 
-def head(seconds: float) -> str:
-    now = datetime.now(timezone.utc)
-    return (
-        f"commit     {commit()}\n"
-        f"torch      {torch.__version__}\n"
-        f"processor  {processor_name()}, {os.cpu_count()} cores\n"
-        f"date       {now:%Y-%m-%d %H:%M} UTC; it took {seconds:.0f} s\n"
-    )
+def run(command: str) -> tuple[str, float]:
+    """A command and what it prints, but for names of files; and the seconds that it took.
 
-
-def printed_by(command: str) -> str:
-    """What a shell prints; all that it has started ends with this process."""
-    command = re.sub(r"(?<!\S)python(?!\S)", shlex.quote(sys.executable), command)
-    command = re.sub(r"^make ", "make --silent --no-print-directory ", command)
+    All that it has started ends with this process. CalledProcessError if it fails.
+    """
+    began = time.monotonic()
+    words = re.sub(r"(?<!\S)python(?!\S)", shlex.quote(sys.executable), command)
+    words = re.sub(r"^make ", "make --silent --no-print-directory ", words)
     options = {"stdout": subprocess.PIPE, "encoding": "utf-8", "start_new_session": True}
-    with subprocess.Popen(command, shell=True, cwd=ROOT, **options) as shell:
+    with subprocess.Popen(["bash", "-c", words], cwd=ROOT, **options) as shell:
         try:
             output, _ = shell.communicate()
         except KeyboardInterrupt:
@@ -196,26 +198,21 @@ def printed_by(command: str) -> str:
             raise
     if shell.returncode:
         raise subprocess.CalledProcessError(shell.returncode, command)
-    return output
-
-
-def run(command: str) -> tuple[str, float]:
-    """A command and what it prints, but for names of files; and the seconds that it took."""
-    began = time.monotonic()
-    text = f"\n$ {command}\n"
-    for line in printed_by(command).splitlines():
-        if not line.startswith("written: "):
-            text += f"{line}\n"
-    return text, time.monotonic() - began
+    lines = [line for line in output.splitlines() if not line.startswith("written: ")]
+    return "\n".join(["", f"$ {command}", *lines, ""]), time.monotonic() - began
 
 
 def write(name: str, outputs: list[tuple[str, float]]) -> None:
-    """A recording: what run() gave of each command, and the pictures that they have left."""
-    path = ROOT / name
-    for picture, result in PICTURES.get(name, {}).items():
-        shutil.copy(ROOT / "results" / result, path.parent / picture)
+    """A recording: what run() gave of each command."""
     texts, seconds = zip(*outputs, strict=True)
-    path.write_text(head(sum(seconds)) + "".join(texts))
+    now = datetime.now(timezone.utc)
+    head = (
+        f"commit     {commit()}\n"
+        f"torch      {torch.__version__}\n"
+        f"processor  {processor_name()}, {os.cpu_count()} cores\n"
+        f"date       {now:%Y-%m-%d %H:%M} UTC; it took {sum(seconds):.0f} s\n"
+    )
+    (ROOT / name).write_text(head + "".join(texts))
 
 
 def output_of(path: Path) -> str:
@@ -227,7 +224,7 @@ def output_of(path: Path) -> str:
 
 def is_recorded(path: Path) -> bool:
     """Whether the present code has recorded it."""
-    return path.exists() and f"\ncommit     {commit()}\n" in "\n" + path.read_text()
+    return path.exists() and path.read_text().startswith(f"commit     {commit()}\n")
 
 
 def main() -> int:
@@ -244,29 +241,29 @@ def main() -> int:
         say(f"warning: the load is {load:.2f}: what keeps the cores busy will be in the figures")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does
     (ROOT / "results").mkdir(exist_ok=True)
-    all_of_them = f"{len(RECORDINGS)} recordings, all within an hour and a half"
-    say(f"{len(names)} of {all_of_them}, commit {commit()}")
-    failed = []
-    names.sort(key=lambda name: name == SPREAD)  # it comes last
-    spread = RECORDINGS[SPREAD] if SPREAD in names else []
-    done = []  # of its commands
-    for number, name in enumerate(names, 1):
-        say(f"{number} of {len(names)}: {name}")
+    say(
+        f"{len(names)} of {len(RECORDINGS)} recordings, all within an hour and a half, "
+        f"commit {commit()}"
+    )
+    outputs = {name: [] for name in names}
+    failures = {}
+    commands = in_order(names)
+    for number, (name, command) in enumerate(commands, 1):
+        if name in failures:
+            continue
+        say(f"{number} of {len(commands)}, {name}: {command}")
         try:
-            if name != SPREAD:
-                write(name, [run(command) for command in RECORDINGS[name]])
-            due = spread[len(done) : len(spread) * number // len(names)]
-            done += [run(command) for command in due]
-            if name == SPREAD:
-                write(name, done)
+            outputs[name].append(run(command))
+            if len(outputs[name]) == len(RECORDINGS[name]):
+                write(name, outputs.pop(name))
         except (subprocess.CalledProcessError, OSError) as error:
-            failed.append(f"FAILED at {name}, old recordings stay: {error}")
+            failures[name] = error
         except KeyboardInterrupt:
-            say(f"interrupted: make reference goes on with the {len(names) - number + 1} left")
+            say(f"interrupted: make reference goes on with the {len(outputs)} left")
             return 130
-    for line in failed:
-        say(line)
-    return figures.main() or bool(failed)
+    for name, error in failures.items():
+        say(f"FAILED at {name}, whose old recording stays: {error}")
+    return figures.main() or bool(failures)
 
 
 if __name__ == "__main__":

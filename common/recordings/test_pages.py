@@ -20,16 +20,22 @@ def test_every_figure_is_recorded(capsys):
         ("[34.5 ms](reference_output.txt)", ["34.5"]),
         ("`[34.5](reference_output.txt)`\n\n```\n[34.5](reference_output.txt)\n```", []),
         ("[34.5](reference_output_x.txt)", ["34.5"]),  # there is no such file
+        ('[34.6](reference_output.txt "p50") and [7.2](reference_output.txt "p75")', []),
+        (
+            '[7.2](reference_output.txt "p50") and [34.6](reference_output.txt "p7")',
+            ["7.2", "34.6"],
+        ),
         (
             "<!-- figures: reference_output.txt -->\n| 9.9 |\n|---|\n| 9.9 | 482 of 9 | 1,468 |\n",
             [],
         ),
         ("<!-- figures: reference_output.txt -->\n\n| |\n|---|\n| x | 482.2 |\n", ["482.2"]),
+        ("<!-- figures: reference_output.txt -->\n| |\n|-|\n| p75 | 34.6 | 7.2 |\n", ["34.6"]),
         ("<!-- figures: none -->\n| x |\n|---|\n| x | 482.2 |\n", []),
     ],
 )
 def test_figures_that_are_not_recorded_are_found(text, wrong, tmp_path):
-    (tmp_path / "reference_output.txt").write_text("p50 482.1  34.6  7.2 %  1468.1")
+    (tmp_path / "reference_output.txt").write_text("p50 482.1  34.6  1468.1\np75  7.2 %")
     page = tmp_path / "README.md"
     page.write_text(text)
     assert [line.split()[1] for line in figures.wrong_figures(page)] == wrong

@@ -14,10 +14,8 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from common.check.runner import judge, verdict_of
-from common.recordings.record import output_of
 from common.setup import ROOT
 from common.testing.processes import Forked, Script
 
@@ -129,35 +127,6 @@ def files_in(folder: Path) -> list:
     return words
 
 
-def check_run(run, path: Path, folder: Path, world_size: int, device="cpu", words=()) -> dict:
-    """A whole script of 02 to 05, small: its output is what is recorded, and its files are right.
-
-    run: the fixture `forked` or `launched`. Returns the JSON.
-    """
-    words = [*QUICK, "--device", device, *files_in(folder), *words]
-    status, output = run(world_size, path, *words, cwd=folder)
-    assert status == 0, output
-    result = read_json(folder / "json", path.parent.name)
-    recorded = output_of(path.parent / "reference_output.txt")
-    recorded = recorded.replace("gloo on cpu", f"{result['backend']} on {device}")
-    recorded = recorded.replace("mini model", "nano model")
-    assert masked(output) == masked(recorded), output
-    gpu_per_rank = device == "cuda" and torch.cuda.device_count() >= world_size
-    assert (result["backend"] == "nccl") == gpu_per_rank
-    assert result["world_size"] == world_size
-    assert [one["passed"] for one in result["verify"].values()] == [True]
-    counts = {one["name"]: one["collectives_per_step"] for one in result["candidates"]}
-    assert counts == {name: NANO_CALLS[name] for name in counts} and len(counts) == 3
-    for one in result["candidates"]:
-        for times in ("step_seconds", "exposed_comm_seconds", "optimizer_seconds"):
-            assert [len(of_rank) for of_rank in one[times]] == world_size * [2], times
-    assert len(torch.load(folder / "save", weights_only=True)) == 6
-    trace = json.loads((folder / "trace").read_text())
-    spans = {event["name"] for event in trace["traceEvents"]}
-    assert {"forward", "backward", "sync", "optimizer", *counts} <= spans
-    return result
-
-
 HEAD = {  # of every JSON file; common/README.md explains it
     "stage": str,
     "torch": str,
@@ -185,20 +154,8 @@ def read_json(path: Path, stage: str) -> dict:
     return result
 
 
-def check_wrong_input(main, path: Path, option: str, value: str, monkeypatch, capsys) -> None:
-    """One line names option and value; exit status 2. Not under torchrun, but as its only rank."""
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    for name in ("RANK", "LOCAL_RANK", "MASTER_PORT"):
-        monkeypatch.setenv(name, "0")
-    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        monkeypatch.setenv(name, "1")
-    monkeypatch.setattr(sys, "argv", [str(path), option, value])
-    with pytest.raises(SystemExit) as end:
-        main()
-    error = capsys.readouterr().err
-    assert end.value.code == 2, error
-    assert error.startswith(f"{path.name}: error: argument {option}: "), error
-    assert error.count("\n") == 1 and value in error, error
+ONLY_RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+ONLY_RANK |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 
 def wait_for_line(run: Script, start: str) -> None:

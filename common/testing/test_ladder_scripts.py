@@ -4,6 +4,7 @@ Below their markers they are the same, so most of it is tried with one of them.
 """
 
 import importlib
+import json
 import os
 import re
 import signal
@@ -11,13 +12,43 @@ import signal
 import pytest
 import torch
 
+from common.recordings.record import output_of
 from common.testing import harness
-from common.testing.harness import ROOT
+from common.testing.harness import FAULTS, ROOT
 
 STAGES = ["02_naive_ddp", "03_flat_ddp", "04_overlap_ddp", "05_bucketed"]
 SCRIPTS = [ROOT / stage / f"{stage[3:]}.py" for stage in STAGES]
 NAIVE, FLAT, _, BUCKETED = SCRIPTS
 each = pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+
+
+def check_run(run, path, folder, world_size, device="cpu", words=()) -> dict:
+    """A whole script, small: its output is what is recorded, and its files are right.
+
+    run: the fixture `forked` or `launched`. Returns the JSON.
+    """
+    words = [*harness.QUICK, "--device", device, *harness.files_in(folder), *words]
+    status, output = run(world_size, path, *words, cwd=folder)
+    assert status == 0, output
+    result = harness.read_json(folder / "json", path.parent.name)
+    recorded = output_of(path.parent / "reference_output.txt")
+    recorded = recorded.replace("gloo on cpu", f"{result['backend']} on {device}")
+    recorded = recorded.replace("mini model", "nano model")
+    assert harness.masked(output) == harness.masked(recorded), output
+    gpu_per_rank = device == "cuda" and torch.cuda.device_count() >= world_size
+    assert (result["backend"] == "nccl") == gpu_per_rank
+    assert result["world_size"] == world_size
+    assert [one["passed"] for one in result["verify"].values()] == [True]
+    counts = {one["name"]: one["collectives_per_step"] for one in result["candidates"]}
+    assert counts == {name: harness.NANO_CALLS[name] for name in counts} and len(counts) == 3
+    for one in result["candidates"]:
+        for times in ("step_seconds", "exposed_comm_seconds", "optimizer_seconds"):
+            assert [len(rank_times) for rank_times in one[times]] == world_size * [2], times
+    assert len(torch.load(folder / "save", weights_only=True)) == 6
+    trace = json.loads((folder / "trace").read_text())
+    spans = {event["name"] for event in trace["traceEvents"]}
+    assert {"forward", "backward", "sync", "optimizer", *counts} <= spans
+    return result
 
 
 @each
@@ -28,14 +59,14 @@ def test_file_alone(path, tmp_path):
 @each
 def test_run_on_a_small_mnist(forked, tmp_path, path):
     harness.write_mnist(tmp_path / "data", 320, 10)
-    harness.check_run(forked, path, tmp_path, 2, words=["--data", tmp_path / "data"])
+    check_run(forked, path, tmp_path, 2, words=["--data", tmp_path / "data"])
 
 
 @pytest.mark.parametrize(
     "world_size", [2, *(pytest.param(other, marks=pytest.mark.full) for other in (1, 3))]
 )
 def test_run_under_torchrun(launched, tmp_path, world_size):
-    result = harness.check_run(launched, BUCKETED, tmp_path, world_size)
+    result = check_run(launched, BUCKETED, tmp_path, world_size)
     assert result["verify"]["BucketedDDP"]["accuracy"] > 0.9
 
 
@@ -43,7 +74,7 @@ def test_run_under_torchrun(launched, tmp_path, world_size):
 @each
 @pytest.mark.parametrize("world_size", [1, 2])  # with one GPU: nccl, then gloo, which can share it
 def test_on_a_gpu(launched, tmp_path, path, world_size):
-    harness.check_run(launched, path, tmp_path, world_size, "cuda")
+    check_run(launched, path, tmp_path, world_size, "cuda")
 
 
 @pytest.mark.parametrize("name, status", [("Right", 0), ("SumForMean", 1)])
@@ -62,17 +93,16 @@ def test_a_class_of_the_users_own_is_verified_and_has_a_row(forked, tmp_path, na
     assert result["candidates"][1]["collectives_per_step"] == harness.NANO_CALLS["NaiveDDP"]
 
 
-EVERY = [(fault, moment) for fault in harness.FAULTS for moment in ("", "verify: ", "mini model: ")]
-FAST = ("SIGKILL of a rank", "mini model: ")
+FULL = pytest.mark.full
+QUICKLY = "mini model: ", ["--no-verify", "--no-baseline"]  # these lead to it
 
 
 @harness.needs_proc
+@pytest.mark.parametrize("moment, words", [QUICKLY, pytest.param("", [], marks=FULL)])
 @pytest.mark.parametrize(
-    "fault, moment",
-    [FAST, *(pytest.param(*one, marks=pytest.mark.full) for one in EVERY if one != FAST)],
+    "fault", [FAULTS[0], *(pytest.param(other, marks=FULL) for other in FAULTS[1:])]
 )
-def test_faults(script, fault, moment, tmp_path):
-    words = ["--no-verify", "--no-baseline"] if moment == "mini model: " else []
+def test_faults(script, fault, moment, words, tmp_path):
     command = harness.torchrun(2, BUCKETED, *words, *harness.LONG)
     harness.check_fault(script, command, moment, fault, tmp_path)
 
@@ -104,18 +134,10 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="is right wit
         pytest.param(NAIVE, "--backend", "nccl", marks=without_gpu),
     ],
 )
-def test_wrong_input(path, option, value, monkeypatch, capsys):
+def test_wrong_input(refusal, monkeypatch, path, option, value):
     monkeypatch.syspath_prepend(path.parent)
-    main = importlib.import_module(path.stem).main
-    harness.check_wrong_input(main, path, option, value, monkeypatch, capsys)
-
-
-@pytest.mark.full
-def test_wrong_input_under_torchrun(script):
-    """Said once for all ranks, and not a success; torchrun's own report may follow."""
-    status, output = script(harness.torchrun(3, NAIVE, "--size", "huge")).wait(60)
-    assert status != 0 and output.count("error: argument --size: ") == 1, output
-    assert f'File "{NAIVE}"' not in output, output
+    said = refusal(importlib.import_module(path.stem).main, path, option, value)
+    assert said.startswith(f"argument {option}: ") and value in said
 
 
 @pytest.mark.parametrize(

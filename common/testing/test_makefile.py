@@ -40,37 +40,39 @@ def test_an_interpreter_without_torch_is_one_line(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "word, said",
+    "target, word, said",
     [
-        ("NPROC=0", "NPROC='0' is not a whole number of at least 1"),
-        ("NPROC=two", "NPROC='two' is not a whole number of at least 1"),
-        ("NNODES=2", "NNODES=2 needs NODE_RANK=0, 1, … and MASTER_ADDR="),
+        ("05_bucketed", "NPROC=0", "NPROC='0' is not a whole number of at least 1"),
+        ("05_bucketed", "NPROC=two", "NPROC='two' is not a whole number of at least 1"),
+        ("05_bucketed", "NNODES=2", "NNODES=2 needs NODE_RANK=0, 1, … and MASTER_ADDR="),
+        ("hosts", "NPROC=2", "NPROC='2': make hosts starts one rank on each of two hosts"),
     ],
 )
-def test_wrong_numbers_are_one_line(word, said):
-    status, output = make("05_bucketed", word)
+def test_wrong_numbers_are_one_line(target, word, said):
+    status, output = make(target, word, f"PYTHON={sys.executable}")
     assert status == 2 and said in output and len(output.splitlines()) == 1, output
 
 
-@pytest.mark.parametrize(
-    "target, word",
-    [("check", "NETWORK=1gbit,1ms"), ("hosts", "NETWORK=x"), ("hosts", "MINE=a.py:A")],
-)
-def test_what_a_target_does_not_take_is_one_line(target, word):
-    status, output = make(target, word)
-    assert status == 2 and word.split("=")[0] in output and len(output.splitlines()) == 1, output
-
-
 def test_variables_are_handed_on():
-    assert "bucketed.py --mine 'my ddp.py:My'" in would_make("05", "MINE=my ddp.py:My")
-    command = would_make("check", "MINE=my ddp.py:My", "KIND=fsdp", "NPROC=3")
-    assert "common/check/check.py 'my ddp.py:My' --kind fsdp --nproc 3" in command
-    for target in ("05", "compare", "timeline", "07_resnet_ddp", "01_allreduce/slow_network"):
-        command = would_make(target, "NETWORK=1gbit,1ms", "BACKEND=gloo")
-        assert "--backend gloo --network '1gbit,1ms'" in command, target
+    """To all that run a script; what that does not take it refuses itself."""
+    command = would_make("check", "MINE=my ddp.py:My", "KIND=fsdp", "NPROC=3", "NETWORK=x")
+    assert "check/check.py 'my ddp.py:My' --kind fsdp --nproc 3 --network 'x'" in command
+    given = "NETWORK=1gbit,1ms", "BACKEND=gloo", "MINE=my ddp.py:My", "ARGS=--steps 3"
+    for target in ("05", "compare", "timeline", "07_resnet_ddp", "01_allreduce", "hosts"):
+        command = would_make(target, *given)
+        flags = "--mine 'my ddp.py:My' --backend gloo --network '1gbit,1ms' --steps 3"
+        assert f".py {flags}\n" in command, target
     assert "'1gbit' '0.2ms' 05_bucketed/compare/compare.py" in would_make("hosts", "RATE=")
-    commands = would_make("hosts", "SCRIPT=my.py", "DELAY=5ms", "ARGS=--steps 3")
-    assert "'1gbit' '5ms' my.py --steps 3" in commands
+    assert "'1gbit' '5ms' my.py" in would_make("hosts", "SCRIPT=my.py", "DELAY=5ms")
+
+
+def test_the_very_command_is_shown():
+    _, output = make("05_bucketed", f"PYTHON={sys.executable}", "ARGS=--size huge")
+    shown = f'"{sys.executable}" -m common.launch.torchrun --standalone --nproc-per-node 2'
+    assert output.startswith(f"{shown} 05_bucketed/bucketed.py --size huge\n"), output
+    _, output = make("check", f"PYTHON={sys.executable}", "NETWORK=1gbit,1ms", "MINE=a.py:A")
+    assert output.startswith(f'"{sys.executable}" -m common.launch.alone common/check/check.py ')
+    assert "error: unrecognized arguments: --network 1gbit,1ms" in output, output
 
 
 STAGE = " ".join([*QUICK, "--no-verify", "--no-baseline", "--device cpu"])

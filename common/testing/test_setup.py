@@ -60,8 +60,13 @@ def test_old_names_are_understood_and_not_shown(monkeypatch, capsys):
 
 
 def test_plot_has_a_default_and_can_be_left_out(monkeypatch, tmp_path):
+    """The folder is made when it is needed, not for --help."""
     monkeypatch.setattr(setup, "ROOT", tmp_path)
+    with pytest.raises(SystemExit):
+        parse(monkeypatch, "--help")
+    assert not (tmp_path / "results").exists()
     assert parse(monkeypatch).plot == tmp_path / "results" / "x.png"
+    assert (tmp_path / "results").is_dir()
     assert parse(monkeypatch, "--plot", str(tmp_path / "y.png")).plot == tmp_path / "y.png"
     assert parse(monkeypatch, "--no-plot").plot is None
     monkeypatch.setattr(setup, "ROOT", tmp_path / "is" / "not" / "there")
@@ -202,7 +207,7 @@ def test_percentiles_are_of_all_ranks():
     assert report.ratio(of_ranks, [[0.006]]) == "0.500" and report.ratio(of_ranks, None) == "-"
 
 
-def test_a_container_has_the_cores_and_the_memory_of_its_cgroup(tmp_path, monkeypatch):
+def test_a_container_has_the_cores_and_the_memory_of_its_cgroup(tmp_path, monkeypatch, capsys):
     limit = partial(setup.cgroup_limit, folder=tmp_path)
     assert limit("cpu.max") == limit("memory.max") == float("inf")  # no such files
     for text, expected in (("max 100000", float("inf")), ("150000 100000", 1.5)):
@@ -213,5 +218,7 @@ def test_a_container_has_the_cores_and_the_memory_of_its_cgroup(tmp_path, monkey
     monkeypatch.setattr(setup, "cgroup_limit", limit)
     assert setup.threads_per_rank(1) == 1
     assert setup.available_memory() <= 2**30
+    setup.check_memory(1e6, "a small model")
     with pytest.raises(SystemExit):
-        setup.check_memory(2, 1e9)
+        setup.check_memory(1e12, "2 models")
+    assert "2 models need 1000.0 GB of memory, and this host has 1." in capsys.readouterr().err
