@@ -31,7 +31,7 @@ wait
 
 echo; echo '$ make 02_naive_ddp ARGS="--timeout 5", and kill -STOP of rank 1'
 make --no-print-directory 02_naive_ddp PYTHON="$python" ARGS="--timeout 5 --no-verify" > results/hang.txt 2>&1 &
-until grep -q '^tiny model' results/hang.txt; do sleep 0.2; done
+until grep -q '^mini model' results/hang.txt; do sleep 0.2; done
 sleep 3
 for pid in $(started_by $!); do
   if tr '\0' '\n' 2> /dev/null < "/proc/$pid/environ" | grep -qx RANK=1; then stopped=$pid; fi
