@@ -35,7 +35,7 @@ class Bucket:
         self.parameters = parameters
         sizes = [parameter.numel() for parameter in parameters]
         self.flat = parameters[0].new_zeros(sum(sizes), dtype=gradient_dtype(parameters[0]))
-        self.views = {}  # parameter -> the place of its gradient in the buffer
+        self.views = {}  # parameter -> the place of its gradient in flat
         for parameter, piece in zip(parameters, self.flat.split(sizes), strict=True):
             # The parameter's own strides, because fused optimizers need them.
             strides = torch.empty_like(parameter, device="meta").stride()
