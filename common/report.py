@@ -209,12 +209,8 @@ def write_json(path: Path | None, result: dict) -> None:
 
 def held_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """The bytes of tensors on this rank: of a DTensor, those of its shard."""
-    held = 0
-    for tensor in tensors:
-        if hasattr(tensor, "to_local"):
-            tensor = tensor.to_local()
-        held += tensor.nbytes
-    return held
+    local = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
+    return sum(tensor.nbytes for tensor in local)
 
 
 def peak_bytes(function: Callable[[], object], device: torch.device) -> int:
@@ -230,26 +226,8 @@ def peak_bytes(function: Callable[[], object], device: torch.device) -> int:
         function()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
-    blocks = {}  # that the function has taken and not given back: address -> bytes
-    total = 0
-    peak = 0
-    for event in allocations(function):
-        # What is given back is looked up here: for a block from before the call the profiler may
-        # say the size of an older one at that address.
-        total -= blocks.pop(event["Addr"], 0)
-        if event["Bytes"] > 0:
-            blocks[event["Addr"]] = event["Bytes"]
-            total += event["Bytes"]
-            peak = max(peak, total)
-    return peak
-
-
-def allocations(function: Callable[[], object]) -> list[dict]:
-    """Call a function: "Addr" and "Bytes" of all blocks that torch's allocator for CPUs has taken.
-
-    In order; bytes below 0 are given back. torch's profiler sees gloo's and compiled code's, too.
-    (torch's MemTracker does not, and takes the gradients of DDP and FSDP for temporary memory.)
-    """
+    # torch's profiler sees what gloo and compiled code take, too. (torch's MemTracker does not, and
+    # takes the gradients of DDP and FSDP for temporary memory.)
     # acc_events: torch 2.12 warns that a profiler without it forgets earlier cycles.
     cpu = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=cpu, profile_memory=True, acc_events=True) as profiler:
@@ -260,5 +238,16 @@ def allocations(function: Callable[[], object]) -> list[dict]:
         profiler.export_chrome_trace(trace.name)
         events = json.loads(Path(trace.name).read_text())["traceEvents"]
     events = [event for event in events if event.get("name") == "[memory]"]
-    events.sort(key=lambda event: event["ts"])
-    return [event["args"] for event in events]
+    blocks = {}  # that the function has taken and not given back: address -> bytes
+    total = 0
+    peak = 0
+    for event in sorted(events, key=lambda event: event["ts"]):
+        address, size = event["args"]["Addr"], event["args"]["Bytes"]  # below 0: given back
+        # What is given back is looked up here: for a block from before the call the profiler may
+        # say the size of an older one at that address.
+        total -= blocks.pop(address, 0)
+        if size > 0:
+            blocks[address] = size
+            total += size
+            peak = max(peak, total)
+    return peak

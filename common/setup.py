@@ -162,12 +162,8 @@ def add_process_group_arguments(parser: Parser) -> None:
     backends = ["auto", "gloo", "nccl"]
     add("--device", choices=devices, default="auto", help="auto: CUDA if there is one")
     add("--backend", choices=backends, default="auto", help="auto: nccl if a GPU per rank")
-    add(
-        "--network",
-        type=network,
-        metavar="RATE,DELAY",
-        help="measure on an emulated network of this rate, and this delay one way: 1gbit,1ms",
-    )
+    emulated = "measure on an emulated network of this rate, and this delay one way: 1gbit,1ms"
+    add("--network", type=network, metavar="RATE,DELAY", help=emulated)
     add("--timeout", type=positive_number, default=300.0, help="seconds to wait for other ranks")
 
 
@@ -200,13 +196,8 @@ def add_verify_arguments(parser: Parser) -> None:
     add("--data", metavar="DIR", help="verify on MNIST from this folder instead of the digits")
     add("--download", action="store_true", help="fetch MNIST into --data first")
     add("--save", type=output_file, metavar="FILE", help="the verified classifier's state_dict")
-    add(
-        "--log-every",
-        type=whole_number(0),
-        default=0,
-        metavar="N",
-        help="verify: loss and times of rank 0 every N steps; 0: none",
-    )
+    every = "verify: loss and times of rank 0 every N steps; 0: none"
+    add("--log-every", type=whole_number(0), default=0, metavar="N", help=every)
     trace = "Chrome trace of three more steps of each row, on rank 0"
     add("--trace", type=output_file, metavar="FILE", help=trace)
 
