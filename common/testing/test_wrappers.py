@@ -304,7 +304,8 @@ def refuses_parameters_frozen_or_replaced_later(wrapper):
         with pytest.raises(RuntimeError, match="frozen or replaced: wrap the module again"):
             model.finish_gradient_synchronization()
         net.requires_grad_(True).zero_grad()
-        follow(wrapper(net), copy.deepcopy(net))
+        model = wrapper(net)  # the old one is gone, and its hooks with it
+        follow(model, copy.deepcopy(net))
 
 
 def refuses_to_be_copied(wrapper):
