@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 MIXED = "order: ranks call in different orders, and calls are matched by their order alone"
 NOT_WAITED = "read before it arrived: an asynchronous call is not waited for, or not every one"
+OF_TORCH = "an error from within torch: no line of the class was being run"
 UNUSABLE = "it cannot be called as the checks call it"
 
 

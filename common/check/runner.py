@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from common import setup
-from common.check.findings import MIXED, UNUSABLE, Failed, NotTried
+from common.check.findings import MIXED, OF_TORCH, UNUSABLE, Failed, NotTried
 
 FORKS = sys.platform == "linux"
 SECONDS_TO_START = 0 if FORKS else 30  # in which a rank imports torch
@@ -52,7 +52,9 @@ def judge(check, *arguments) -> dict:
     except BaseException as error:  # sys.exit(), too
         seen = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         lines = lines_of_user("".join(traceback.format_tb(error.__traceback__)[::-1]))
-        means = f"see {lines[0]}" if lines else UNUSABLE
+        means = UNUSABLE if isinstance(error, TypeError) else OF_TORCH
+        if lines:
+            means = f"see {lines[0]}"
         if isinstance(error, NotImplementedError) and lines and not str(error):
             seen, means = f"not written yet: {lines[0]}", "not written yet"
         return answer("failed", seen, means, lines=lines[1:])

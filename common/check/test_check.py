@@ -246,7 +246,9 @@ def test_full_parameters_have_names_and_shapes_of_the_module(late_ranks, mine, s
     ],
 )
 def test_ours_and_torchs_pass(late_ranks, module, mine, beyond):
-    assert failed(judged(late_ranks, mine, [*module.HAS_TO_HOLD, *module.BEYOND])) == beyond
+    verdicts = judged(late_ranks, mine, [*module.HAS_TO_HOLD, *module.BEYOND])
+    late_ranks(2).end()  # an error that FSDP was asked for leaves calls behind, not as many on all
+    assert failed(verdicts) == beyond
 
 
 ODD = f"""
