@@ -20,7 +20,7 @@ import torch.distributed as dist
 # argument, so that gloo's threads outlive the group, and Python is sometimes aborted at its end.
 import torch.distributed.nn  # noqa: F401
 
-from common.check.loading import load, load_module, loadable, with_bucket_size  # noqa: F401
+from common.check.loading import load, loadable, with_bucket_size
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # keeps torch.profiler's own log off the screen
 

@@ -13,8 +13,8 @@ from functools import partial, wraps
 import torch
 from torch import nn
 
-from common import setup
 from common.check import models
+from common.check.loading import load, load_module
 
 OF_COURSES = ("get_ddp_individual_parameters", "get_ddp_bucketed", "get_ddp", "get_fsdp")
 OF_COURSES += ("get_sharded_optimizer",)
@@ -44,10 +44,10 @@ class Adapted(nn.Module):
 
 def load_all(text: str) -> list:
     """What FILE.py:NAME names, and the functions AROUND it; None for those that are not there."""
-    mine = setup.load(text)
+    mine = load(text)
     file, _, name = text.rpartition(":")
     names = [f"{name.removeprefix('get_')}_{each}" for each in AROUND]
-    return [mine, *[getattr(setup.load_module(file), each, None) for each in names]]
+    return [mine, *[getattr(load_module(file), each, None) for each in names]]
 
 
 def prepare(text: str, kind: str, layers="", dtype=torch.float64):
@@ -77,7 +77,7 @@ def describe(text: str, kind: str | None, layers: str) -> list[tuple[str, str, l
     """Of what MINE names: FILE.py:NAME, its kind, and what of it is not written yet."""
     texts = [text]
     if text.endswith(".py"):
-        module = setup.load_module(text)
+        module = load_module(text)
         texts = [f"{text}:{name}" for name in OF_COURSES if hasattr(module, name)]
         if not texts:
             raise ValueError(f"has none of {', '.join(OF_COURSES)}; a class is FILE.py:NAME")

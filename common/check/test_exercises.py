@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from common import setup
 from common.check.check import KINDS
+from common.check.loading import load_module
 from common.check.runner import judge, verdict_of
 from common.testing.harness import ROOT
 
@@ -44,7 +44,7 @@ def judge_filled(folder: str, name: str, missing: list[str], checks: list) -> li
     stage = ROOT / folder
     sys.path[:0] = [str(stage), str(stage.parent)]
     lesson = getattr(importlib.import_module(stage.name.lstrip("0123456789_")), name)
-    exercise = getattr(setup.load_module(str(stage / "exercise.py")), name)
+    exercise = getattr(load_module(str(stage / "exercise.py")), name)
     methods = {key: each for key, each in vars(exercise).items() if inspect.isfunction(each)}
     for key in ("__init__", *missing):
         methods.pop(key, None)
