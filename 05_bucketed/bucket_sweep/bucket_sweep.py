@@ -112,15 +112,12 @@ def draw(result: dict, path: Path) -> None:
     for way, (color, line) in LINES.items():
         heights = [1000 * row[way] for row in rows]
         axes.plot(buckets, heights, line, color=color, linewidth=2, label=way)
-    best = min(rows, key=lambda row: row["measured"])
     for row in rows:
         size = row["name"].partition(", ")[2]
-        look = {"weight": "bold"} if row is best else {}
         place = row["buckets"], 1000 * row["measured"]
-        axes.annotate(size, place, (0, 10), textcoords="offset points", ha="center", **look)
+        axes.annotate(size, place, (0, 10), textcoords="offset points", ha="center")
     where = result["network"] or result["backend"]
-    best_size = best["name"].partition(", ")[2]
-    axes.set_title(f"{where}: buckets of {best_size} cost least")
+    axes.set_title(f"What communication adds to a step: {where}")
     axes.set_xlabel("all-reduces in a step (smaller buckets →)")
     axes.set_ylabel("overhead: step − no communication, ms")
     axes.set_xscale("log")

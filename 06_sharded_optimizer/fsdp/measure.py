@@ -135,7 +135,7 @@ def print_steps(samples: dict[str, dict]) -> None:
 PARTS = "parameters", "gradients", "optimizer state", "in flight"
 MEMORY_LEGEND = """\
 MB: 2^20 bytes, of the rank that has most; batch: one sequence of 8 tokens;
-in flight: the most that there is beside the others at any time of forward and backward.
+in flight: the peak of everything else during forward and backward.
 """
 
 
