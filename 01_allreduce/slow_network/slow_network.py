@@ -264,6 +264,14 @@ class SlowProcessGroup(dist.ProcessGroup):
             sleep_until(max(self.places))
         return getattr(self.gloo, name)(*arguments, **options)
 
+    def launch_each(self, name: str, outputs: list, inputs: list, *options) -> dist.Work:
+        """What torch's C++ asks for a DTensor, nearly always of one tensor; returns the last."""
+        pairs = zip(outputs, inputs, strict=True)
+        *others, last = [self.launch(name, *pair, *options) for pair in pairs]
+        for work in others:
+            work.wait()
+        return last
+
     def pending_calls(self) -> list[SlowWork]:
         """Calls of this group that have no delivery time yet, in order."""
         return [call for call in list(wire.pending) if call.group is self]
@@ -317,6 +325,13 @@ for method in set(dir(dist.ProcessGroup)) & set(dir(dist.ProcessGroupGloo)):
         setattr(SlowProcessGroup, method, partialmethod(SlowProcessGroup.launch, method))
     elif method.startswith(HANDED_ON):
         setattr(SlowProcessGroup, method, partialmethod(SlowProcessGroup.hand_on, method))
+# Gloo has these in C++ alone.
+SlowProcessGroup.allgather_into_tensor_coalesced = partialmethod(
+    SlowProcessGroup.launch_each, "_allgather_base"
+)
+SlowProcessGroup.reduce_scatter_tensor_coalesced = partialmethod(
+    SlowProcessGroup.launch_each, "_reduce_scatter_base"
+)
 
 dist.Backend.register_backend("slow_network", SlowProcessGroup, devices=["cpu"])
 
