@@ -83,9 +83,9 @@ def everyday() -> list[torch.Tensor]:
 
     before = weight.clone()
     empty = inputs[: 4 * rank], targets[: 4 * rank]  # of rank 0
-    run("A rank with a NaN, or an empty batch", loss=F.cross_entropy(model(empty[0]), empty[1]))
+    run("A rank whose loss is NaN", loss=F.cross_entropy(model(empty[0]), empty[1]))
     assert torch.equal(weight, before)
-    exec(blocks()["A rank with a NaN, or an empty batch"], names | {"loss": model(inputs).sum()})
+    exec(blocks()["A rank whose loss is NaN"], names | {"loss": model(inputs).sum()})
     assert not torch.equal(weight, before)
 
     run("Print the mean loss", loss=torch.tensor(float(rank)))
