@@ -90,9 +90,9 @@ class OverlapDDP(nn.Module):
         while self.waiting:  # what backward did not reach
             self._launch_next()
         changed = False
-        for work, gradient, version in self.in_flight:
+        for work, tensor, version in self.in_flight:
             work.wait()
-            changed |= gradient.is_cpu and gradient._version != version
+            changed |= tensor.is_cpu and tensor._version != version
         self.waiting.extend(self.order)
         self.ready.clear()
         self.in_flight.clear()

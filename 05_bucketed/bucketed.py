@@ -119,9 +119,9 @@ class BucketedDDP(nn.Module):
         while self.waiting:  # what backward did not reach
             self._launch_next()
         changed = False
-        for work, flat, version in self.in_flight:
+        for work, tensor, version in self.in_flight:
             work.wait()
-            changed |= flat.is_cpu and flat._version != version
+            changed |= tensor.is_cpu and tensor._version != version
         self.waiting.extend(self.buckets)
         self.ready.clear()
         self.in_flight.clear()

@@ -241,10 +241,7 @@ def main() -> int:
         say(f"warning: the load is {load:.2f}: what keeps the cores busy will be in the figures")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does
     (ROOT / "results").mkdir(exist_ok=True)
-    say(
-        f"{len(names)} of {len(RECORDINGS)} recordings, all within an hour and a half, "
-        f"commit {commit()}"
-    )
+    say(f"{len(names)} of {len(RECORDINGS)} recordings, all within 50 minutes, commit {commit()}")
     outputs = {name: [] for name in names}
     failures = {}
     commands = in_order(names)
