@@ -8,7 +8,7 @@ asked at once, and their answers are awaited together.
     make 08_ddp_rpc                                     (2 trainers and 2 servers)
     make 08_ddp_rpc NPROC=8                             (8 and 8, as upstream)
     python 08_ddp_rpc/ddp_rpc.py --trainers 1 --servers 8 --lookup both --round-trip 2ms
-                        (both kinds of lookup, epoch by epoch in turn, on a network of such a delay)
+                        (both kinds of lookup, epoch by epoch in turn; each takes at least 2 ms)
 
 The processes, all on this host, are the trainers, then the servers, then a master. All join one RPC
 world, the trainers a process group besides. The master alone acts by itself: the others do what
