@@ -1,17 +1,15 @@
 r"""02: all-reduce every gradient on its own, after backward.
 
 Data parallelism in its plainest form: every rank holds the whole model and a shard of the batch.
-After backward each gradient is averaged, one blocking all-reduce per parameter, so that all ranks
-take the step of one process with the whole batch. Nothing is computed meanwhile, and every call
-costs latency.
+After backward each gradient is averaged, with one blocking all-reduce per parameter, so that all
+ranks take the step of one process with the whole batch. Every call costs latency.
 
     make 02_naive_ddp NPROC=2                                           (see also ARGS="--help")
     torchrun --standalone --nproc-per-node 2 02_naive_ddp/naive_ddp.py  (one host)
-    torchrun --nnodes 2 --node-rank R --nproc-per-node 8 --master-addr HOST0 --master-port 29400 \
-        02_naive_ddp/naive_ddp.py    (two hosts; R is 0 on HOST0, else 1)
+    Two hosts (R is 0 on HOST0, else 1), instead of --standalone:
+        --nnodes 2 --node-rank R --master-addr HOST0 --master-port 29400
 
-Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB
-2020, sections 3.1 and 3.2; Stanford CS336, assignment 2.
+Source: Li et al., "PyTorch Distributed", VLDB 2020, 3.1 and 3.2; Stanford CS336, assignment 2.
 """
 
 import sys
@@ -54,10 +52,11 @@ class NaiveDDP(nn.Module):
         """Average all gradients. Call it after backward(), before optimizer.step()."""
         if not self.synchronizing:
             return
-        for parameter in trainable_parameters(self.module):
-            gradient = gradient_or_zeros(parameter)  # an unused one counts as zero
-            gradient.mul_(1 / self.world_size)  # before the sum, which could overflow
-            dist.all_reduce(gradient, group=self.process_group)
+        for parameter in self.module.parameters():
+            if parameter.requires_grad:
+                gradient = gradient_or_zeros(parameter)  # an unused one counts as zero
+                gradient.mul_(1 / self.world_size)  # before the sum, which could overflow
+                dist.all_reduce(gradient, group=self.process_group)
 
     def no_sync(self):
         """A context in which gradients are only accumulated; nothing is communicated."""
@@ -69,7 +68,7 @@ def main():
 
 
 # ==================================================================================================
-# Below this line stages 02 to 05 are the same, to the byte: helpers, model, verify, benchmark.
+# Below this line stages 02 to 05 are the same, to the byte: helpers, model, verify, run.
 
 
 def broadcast_from_rank_0(module: nn.Module, process_group: dist.ProcessGroup | None) -> None:
@@ -93,10 +92,6 @@ def broadcast_from_rank_0(module: nn.Module, process_group: dist.ProcessGroup | 
         contiguous = tensor.detach().contiguous()  # as collectives need it
         dist.broadcast(contiguous, group=process_group, group_src=0)
         tensor.detach().copy_(contiguous)
-
-
-def trainable_parameters(module: nn.Module) -> list[nn.Parameter]:
-    return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
 def gradient_or_zeros(parameter: nn.Parameter) -> torch.Tensor:
@@ -181,33 +176,21 @@ def verify(wrap, args, device):
     return verdict | {"accuracy": accuracy}
 
 
-def benchmark(wrappers, args, device, described, others=None):
-    """Time a step of each in turn; `others`: functions that run a step and return its times."""
-    from common import report, setup, timing
+def make_step(wrap, args, device, described):
+    """A function that trains a model of its own for a step, and returns the times of its phases."""
+    from common import setup, timing
 
     shape = setup.SIZES[args.size][:5]
-    torch.manual_seed(args.seed + dist.get_rank())
     batch_shape = described["batch_size"], described["context_length"]
+    torch.manual_seed(args.seed + dist.get_rank())
     tokens, targets = torch.randint(shape[-1], (2, *batch_shape), device=device)
-
-    def candidate(wrap):
-        """The function that trains a model of its own for a step, and returns its times."""
-        torch.manual_seed(args.seed)
-        with device:
-            model = wrap(LanguageModel(*shape).to(getattr(torch, args.dtype)))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-        watch = timing.Stopwatch(device)
-        watch.mark_last_gradient(next(model.parameters()))  # torch's DDP waits within backward
-        return lambda: train_step(model, optimizer, watch, tokens, targets)[1]
-
-    candidates = {name: candidate(wrap) for name, wrap in wrappers.items()} | (others or {})
-    costs = timing.all_reduce_costs(device)
-    samples = timing.measure(candidates, args.steps, args.warmup)
-    for name, step in candidates.items():
-        samples[name]["collectives_per_step"] = timing.count_collectives(step)
-    timing.profile(candidates, args.trace)
-    report.print_steps(samples, tokens.numel() * dist.get_world_size(), described, costs)
-    return {"all_reduce": costs, "candidates": [{"name": n, **samples[n]} for n in samples]}
+    torch.manual_seed(args.seed)
+    with device:
+        model = wrap(LanguageModel(*shape).to(getattr(torch, args.dtype)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    watch = timing.Stopwatch(device)
+    watch.mark_last_gradient(next(model.parameters()))  # torch's DDP waits within backward
+    return lambda: train_step(model, optimizer, watch, tokens, targets)[1]
 
 
 def run(wrapper, **options):
@@ -223,7 +206,7 @@ def run(wrapper, **options):
     with setup.process_group(args) as device:
         result = report.begin(folder.name, args, device)
         wrappers = setup.users_wrapper(args) | {wrapper.__name__: wrap}
-        result["model"] = report.describe(LanguageModel, args, replicas=len(wrappers) + 2)
+        model = result["model"] = report.describe(LanguageModel, args, replicas=len(wrappers) + 2)
         result["verify"] = {}
         if not args.no_verify:
             for name in wrappers:
@@ -232,7 +215,10 @@ def run(wrapper, **options):
         if not args.no_baseline:
             no_communication = {"no communication": lambda module: module}
             wrappers = no_communication | wrappers | timing.torch_ddp(args)
-        result |= benchmark(wrappers, args, device, result["model"])
+        steps = {name: make_step(wrap, args, device, model) for name, wrap in wrappers.items()}
+        result |= timing.benchmark(steps, args, device)
+        timing.profile(steps, args.trace)
+        report.print_steps(result)
         report.write_json(args.json, result)
 
 

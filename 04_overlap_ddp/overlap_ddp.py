@@ -1,21 +1,18 @@
 r"""04: all-reduce every gradient on its own, while backward is still running.
 
-Backward computes the gradients of the last layers first, and does not touch a complete one again.
-So its all-reduce can start at once, in the background, while backward goes on to the layers below:
-one call per parameter again, but most of the communication is hidden.
+Backward computes the gradients of the last layers first. Once one is complete its all-reduce runs
+in the background, while backward goes on to the layers below: most of the communication is hidden.
 
     make 04_overlap_ddp NPROC=2                                             (see also ARGS="--help")
     torchrun --standalone --nproc-per-node 2 04_overlap_ddp/overlap_ddp.py  (one host)
-    torchrun --nnodes 2 --node-rank R --nproc-per-node 8 --master-addr HOST0 --master-port 29400 \
-        04_overlap_ddp/overlap_ddp.py    (two hosts; R is 0 on HOST0, else 1)
+    Two hosts (R is 0 on HOST0, else 1), instead of --standalone:
+        --nnodes 2 --node-rank R --master-addr HOST0 --master-port 29400
 
-Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB
-2020, sections 3.1 and 3.2; Stanford CS336, assignment 2.
+Source: Li et al., "PyTorch Distributed", VLDB 2020, 3.1 and 3.2; Stanford CS336, assignment 2.
 """
 
 import sys
 import weakref
-from collections import deque
 from contextlib import contextmanager
 from functools import partial
 from itertools import zip_longest
@@ -32,7 +29,7 @@ class OverlapDDP(nn.Module):
 
     model = OverlapDDP(module)                  # on every rank; takes rank 0's weights
     loss_fn(model(x), y).backward()             # of this rank's share of the batch
-    model.finish_gradient_synchronization()     # waits until all gradients are averaged
+    model.finish_gradient_synchronization()     # averages all gradients
     optimizer.step()                            # the same step on every rank
     optimizer.zero_grad()
 
@@ -47,14 +44,13 @@ class OverlapDDP(nn.Module):
         self.world_size = dist.get_world_size(process_group)
         self.synchronizing = True  # False within no_sync()
         broadcast_from_rank_0(module, process_group)
-        # All-reduces are matched by their order alone. On arrival two ranks could add up gradients
-        # of different parameters, so all ranks launch in one fixed order, nearly that of backward.
-        self.order = trainable_parameters(module)[::-1]
-        self.waiting = deque(self.order)  # what is not launched yet
+        # All-reduces are matched by their order alone: all ranks need one order, nearly backward's.
+        self.order = [p for p in module.parameters() if p.requires_grad][::-1]
+        self.waiting = self.order.copy()  # what is not launched yet
         self.ready = set()  # parameters whose gradient is complete
         self.in_flight = []  # (work, tensor, its version): launched, and not waited for yet
         self.in_step = False  # True from a forward to the finish; otherwise hooks do nothing
-        hook = partial(OverlapDDP._gradient_is_ready, weakref.proxy(self))
+        hook = partial(type(self)._gradient_is_ready, weakref.proxy(self))
         for parameter in self.order:
             handle = parameter.register_post_accumulate_grad_hook(hook)
             weakref.finalize(self, handle.remove)  # the hooks end with the wrapper
@@ -76,16 +72,16 @@ class OverlapDDP(nn.Module):
             self._launch_next()
 
     def _launch_next(self):
-        gradient = gradient_or_zeros(self.waiting.popleft())  # an unused one counts as zero
-        gradient.mul_(1 / self.world_size)  # before the sum, which could overflow
-        work = dist.all_reduce(gradient, group=self.process_group, async_op=True)
-        self.in_flight.append((work, gradient, gradient._version))
+        tensor = gradient_or_zeros(self.waiting.pop(0))  # an unused one counts as zero
+        tensor.mul_(1 / self.world_size)  # before the sum, which could overflow
+        work = dist.all_reduce(tensor, group=self.process_group, async_op=True)
+        self.in_flight.append((work, tensor, tensor._version))
 
     def finish_gradient_synchronization(self) -> None:
-        """Launch the rest and wait for all. Call it after backward(), before optimizer.step()."""
+        """Average all gradients. Call it after backward(), before optimizer.step()."""
         if not self.synchronizing:
             return
-        if set(trainable_parameters(self.module)) != set(self.order):
+        if {p for p in self.module.parameters() if p.requires_grad} != set(self.order):
             raise RuntimeError("parameters were frozen or replaced: wrap the module again")
         while self.waiting:  # what backward did not reach
             self._launch_next()
@@ -93,7 +89,7 @@ class OverlapDDP(nn.Module):
         for work, tensor, version in self.in_flight:
             work.wait()
             changed |= tensor.is_cpu and tensor._version != version
-        self.waiting.extend(self.order)
+        self.waiting = self.order.copy()
         self.ready.clear()
         self.in_flight.clear()
         self.in_step = False
@@ -113,7 +109,7 @@ def main():
 
 
 # ==================================================================================================
-# Below this line stages 02 to 05 are the same, to the byte: helpers, model, verify, benchmark.
+# Below this line stages 02 to 05 are the same, to the byte: helpers, model, verify, run.
 
 
 def broadcast_from_rank_0(module: nn.Module, process_group: dist.ProcessGroup | None) -> None:
@@ -137,10 +133,6 @@ def broadcast_from_rank_0(module: nn.Module, process_group: dist.ProcessGroup | 
         contiguous = tensor.detach().contiguous()  # as collectives need it
         dist.broadcast(contiguous, group=process_group, group_src=0)
         tensor.detach().copy_(contiguous)
-
-
-def trainable_parameters(module: nn.Module) -> list[nn.Parameter]:
-    return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
 def gradient_or_zeros(parameter: nn.Parameter) -> torch.Tensor:
@@ -225,33 +217,21 @@ def verify(wrap, args, device):
     return verdict | {"accuracy": accuracy}
 
 
-def benchmark(wrappers, args, device, described, others=None):
-    """Time a step of each in turn; `others`: functions that run a step and return its times."""
-    from common import report, setup, timing
+def make_step(wrap, args, device, described):
+    """A function that trains a model of its own for a step, and returns the times of its phases."""
+    from common import setup, timing
 
     shape = setup.SIZES[args.size][:5]
-    torch.manual_seed(args.seed + dist.get_rank())
     batch_shape = described["batch_size"], described["context_length"]
+    torch.manual_seed(args.seed + dist.get_rank())
     tokens, targets = torch.randint(shape[-1], (2, *batch_shape), device=device)
-
-    def candidate(wrap):
-        """The function that trains a model of its own for a step, and returns its times."""
-        torch.manual_seed(args.seed)
-        with device:
-            model = wrap(LanguageModel(*shape).to(getattr(torch, args.dtype)))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-        watch = timing.Stopwatch(device)
-        watch.mark_last_gradient(next(model.parameters()))  # torch's DDP waits within backward
-        return lambda: train_step(model, optimizer, watch, tokens, targets)[1]
-
-    candidates = {name: candidate(wrap) for name, wrap in wrappers.items()} | (others or {})
-    costs = timing.all_reduce_costs(device)
-    samples = timing.measure(candidates, args.steps, args.warmup)
-    for name, step in candidates.items():
-        samples[name]["collectives_per_step"] = timing.count_collectives(step)
-    timing.profile(candidates, args.trace)
-    report.print_steps(samples, tokens.numel() * dist.get_world_size(), described, costs)
-    return {"all_reduce": costs, "candidates": [{"name": n, **samples[n]} for n in samples]}
+    torch.manual_seed(args.seed)
+    with device:
+        model = wrap(LanguageModel(*shape).to(getattr(torch, args.dtype)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    watch = timing.Stopwatch(device)
+    watch.mark_last_gradient(next(model.parameters()))  # torch's DDP waits within backward
+    return lambda: train_step(model, optimizer, watch, tokens, targets)[1]
 
 
 def run(wrapper, **options):
@@ -267,7 +247,7 @@ def run(wrapper, **options):
     with setup.process_group(args) as device:
         result = report.begin(folder.name, args, device)
         wrappers = setup.users_wrapper(args) | {wrapper.__name__: wrap}
-        result["model"] = report.describe(LanguageModel, args, replicas=len(wrappers) + 2)
+        model = result["model"] = report.describe(LanguageModel, args, replicas=len(wrappers) + 2)
         result["verify"] = {}
         if not args.no_verify:
             for name in wrappers:
@@ -276,7 +256,10 @@ def run(wrapper, **options):
         if not args.no_baseline:
             no_communication = {"no communication": lambda module: module}
             wrappers = no_communication | wrappers | timing.torch_ddp(args)
-        result |= benchmark(wrappers, args, device, result["model"])
+        steps = {name: make_step(wrap, args, device, model) for name, wrap in wrappers.items()}
+        result |= timing.benchmark(steps, args, device)
+        timing.profile(steps, args.trace)
+        report.print_steps(result)
         report.write_json(args.json, result)
 
 

@@ -125,16 +125,16 @@ beside nothing, all-reduces · o + bytes / w, measured here: o = {:.2f} ms a cal
 /torch DDP: below 1 is faster (p50)."""
 
 
-def print_steps(samples: dict[str, dict], tokens: int, model: dict, costs: dict) -> None:
-    """The table of stages 02 to 05, a row per candidate.
-
-    `tokens`: of all ranks in a step; `model`: "model" of the JSON; `costs`: of an all-reduce.
-    """
+def print_steps(result: dict) -> None:
+    """The table of stages 02 to 05, a row per candidate of the JSON."""
+    model, costs = result["model"], result["all_reduce"]
     call, bandwidth = costs["call_seconds"], costs["bytes_per_second"]
     transfer = model["parameters"] * getattr(torch, model["dtype"]).itemsize / bandwidth
-    baseline = samples.get("torch DDP", {}).get("step_seconds")
+    tokens = model["batch_size"] * model["context_length"] * result["world_size"]
+    candidates = {candidate["name"]: candidate for candidate in result["candidates"]}
+    baseline = candidates.get("torch DDP", {}).get("step_seconds")
     rows = []
-    for name, times in samples.items():
+    for name, times in candidates.items():
         seconds, calls = times["step_seconds"], times["collectives_per_step"]
         exposed = percentiles(times["exposed_comm_seconds"])[0]
         alone = calls * call + transfer if calls else 0.0

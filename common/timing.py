@@ -162,3 +162,13 @@ def count_collectives(step: Callable[[], object], trace: Path | None = None) -> 
         step()
     profile({"step": step}, trace)
     return counter.count
+
+
+def benchmark(candidates: dict[str, Callable[[], dict]], args, device: torch.device) -> dict:
+    """Measure candidates, as `measure` has them: "all_reduce" and "candidates" of the JSON."""
+    costs = all_reduce_costs(device)
+    samples = measure(candidates, args.steps, args.warmup)
+    for name, step in candidates.items():
+        samples[name]["collectives_per_step"] = count_collectives(step)
+    measured = [{"name": name, **samples[name]} for name in samples]
+    return {"all_reduce": costs, "candidates": measured}

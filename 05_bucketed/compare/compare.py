@@ -57,6 +57,10 @@ def tuned_torch_ddp(args) -> dict:
     return {"torch DDP, tuned": partial(timing.torch_ddp(args)["torch DDP"], **options)}
 
 
+def no_communication(module: torch.nn.Module) -> torch.nn.Module:
+    return module
+
+
 def one_process(args, device, model: dict):
     """A step of rank 0 alone, with the batches of all ranks, while these wait: what DDP replaces.
 
@@ -64,28 +68,26 @@ def one_process(args, device, model: dict):
     """
     if dist.get_rank() > 0:
         return lambda: None
-    shape = setup.SIZES[args.size][:5]
-    with device:
-        network = naive_ddp.LanguageModel(*shape).to(getattr(torch, args.dtype))
-    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-4, fused=True)
-    batch_shape = model["batch_size"] * dist.get_world_size(), model["context_length"]
-    batch = torch.randint(shape[-1], (2, *batch_shape), device=device)
-    watch = timing.Stopwatch(device)
-    return lambda: naive_ddp.train_step(network, optimizer, watch, *batch)[1]
+    whole_batch = model | {"batch_size": model["batch_size"] * dist.get_world_size()}
+    return naive_ddp.make_step(no_communication, args, device, whole_batch)
 
 
 def main():
     args = read_arguments()
     bucketed = partial(BucketedDDP, bucket_size_mb=args.bucket_size_mb)
     with setup.process_group(args) as device:
-        wrappers = {"no communication": lambda module: module}
+        wrappers = {"no communication": no_communication}
         wrappers |= {"NaiveDDP": naive_ddp.NaiveDDP, "FlatDDP": FlatDDP, "OverlapDDP": OverlapDDP}
         wrappers |= {"BucketedDDP": bucketed, **setup.users_wrapper(args)}
         wrappers |= timing.torch_ddp(args) | tuned_torch_ddp(args)
         result = report.begin("05_bucketed/compare", args, device)
         model = result["model"] = report.describe(naive_ddp.LanguageModel, args, len(wrappers) + 1)
-        others = {"one process": one_process(args, device, model)}
-        result |= naive_ddp.benchmark(wrappers, args, device, model, others)
+        steps = {}
+        for name, wrap in wrappers.items():
+            steps[name] = naive_ddp.make_step(wrap, args, device, model)
+        steps["one process"] = one_process(args, device, model)
+        result |= timing.benchmark(steps, args, device)
+        report.print_steps(result)
         is_one_host = os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]
         label = "loopback" if is_one_host and args.backend == "gloo" else args.backend
         if args.network:
