@@ -87,7 +87,6 @@ endif
 ##   make timeline                           a step of 02 to 05 on one axis: results/timeline.png
 COMPARE := 05_bucketed/compare
 compare: $(COMPARE)
-timeline: NETWORK ?= 1gbit,1ms
 timeline: $(RUNTIME)
 	$(TORCHRUN) $(COMPARE)/timeline.py $(FLAGS_GIVEN)
 

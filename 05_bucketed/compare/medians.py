@@ -15,7 +15,6 @@ of the same run.
 """
 
 import json
-import os
 import sys
 from pathlib import Path
 from statistics import fmean, median
@@ -27,7 +26,7 @@ from common import report, setup  # noqa: E402
 
 # What a reader must know if it differs; and of the options all but these.
 HEAD = ("torch", "backend", "device", "device_name", "world_size", "threads_per_rank")
-NAMES = ("json", "plot", "trace", "save", "label")
+NAMES = ("--json", "--plot", "--trace", "--save", "--label")
 OF_TORCH = ("torch DDP", "torch ZeRO", "torch ZeRO view", "torch fully_shard")
 BARS = {  # what stands below them; other names as they are
     "no communication": "no com-\nmunication",
@@ -41,21 +40,16 @@ Run = dict[str, dict[str, float]]  # {candidate: {quantity: p50 in seconds}}
 
 
 def samples_of(candidate: dict) -> dict[str, list[list[float]]]:
-    """{quantity: [rank][step]}, what was measured of a candidate: the step first, and no nulls."""
-    samples = {"step_seconds": []}
-    for key, by_rank in candidate.items():
-        if key.endswith("_seconds") and isinstance(by_rank, list):
-            samples[key] = [[x for x in steps if x is not None] for steps in by_rank]
-    return {key: by_rank for key, by_rank in samples.items() if any(by_rank)}
+    """{quantity: [rank][step]}: what was measured of a candidate."""
+    return {key: samples for key, samples in candidate.items() if key.endswith("_seconds")}
 
 
 def p50s(result: dict) -> Run:
     """Of each candidate the p50 of every quantity, over all steps of all ranks."""
     run = {}
     for candidate in result["candidates"]:
-        run[candidate["name"]] = {}
-        for quantity, by_rank in samples_of(candidate).items():
-            run[candidate["name"]][quantity] = report.percentiles(sum(by_rank, []))[0]
+        samples = samples_of(candidate)
+        run[candidate["name"]] = {key: report.percentiles(samples[key])[0] for key in samples}
     return run
 
 
@@ -77,12 +71,11 @@ def print_differences(results: list[tuple[str, dict]]) -> None:
     for label, result in results:
         values = {key: result.get(key) for key in HEAD}
         for option, value in result["options"].items():
-            if option not in NAMES:
-                values["--" + option.replace("_", "-")] = value
+            values["--" + option.replace("_", "-")] = value
         for key, value in values.items():
             found.setdefault(key, {}).setdefault(label, set()).add(str(value))
     for key, by_label in found.items():
-        if len(set.union(*by_label.values())) > 1:
+        if key not in NAMES and len(set.union(*by_label.values())) > 1:
             texts = [f"{label}: {' and '.join(sorted(by_label[label]))}" for label in by_label]
             setup.say(f"{key} differs: {'; '.join(texts)}")
 
@@ -121,13 +114,10 @@ def in_words(quantity: str) -> str:
 
 def print_milliseconds(label: str, runs: list[Run]) -> None:
     """The table of one label, with a column per quantity."""
-    quantities = dict.fromkeys(key for times in runs[0].values() for key in times)
     rows = []
-    for name in runs[0]:
-        row = [name]
-        for key in quantities:
-            row.append(cell([1000 * run[name][key] for run in runs if key in run[name]], digits=1))
-        rows.append(row)
+    for name, quantities in runs[0].items():
+        cells = [cell([1000 * run[name][key] for run in runs], digits=1) for key in quantities]
+        rows.append([name, *cells])
     report.print_table([f"ms, {label}", *map(in_words, quantities)], rows)
 
 
@@ -137,21 +127,20 @@ def print_per_rank(label: str, candidates: list[dict]) -> None:
     for candidate in candidates:
         for quantity, by_rank in samples_of(candidate).items():
             for rank, seconds in enumerate(by_rank):
-                row = [candidate["name"], in_words(quantity), str(rank)]
-                for function in (fmean, min, max):
-                    row.append(f"{1000 * function(seconds):.1f}" if seconds else "-")
-                rows.append(row)
+                times = fmean(seconds), min(seconds), max(seconds)
+                cells = [f"{1000 * time:.1f}" for time in times]
+                rows.append([candidate["name"], in_words(quantity), str(rank), *cells])
     report.print_table([f"ms, {label}", "quantity", "rank", "mean", "min", "max"], rows)
     setup.say("Over the steps of a rank. In an all-reduce the ranks wait for the slowest:")
     setup.say("their steps are as long as its, and it is the one that exposes least.")
 
 
 def draw(columns: dict[str, list[Run]], path: Path) -> None:
-    """A panel per label: median steps ÷ the first one's; a dashed line: one process."""
+    """A panel per label, all on one scale: median steps ÷ the first one's."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4.2 * max(len(columns), 1.4), 3.6), dpi=200, layout="constrained")
-    panels = figure.subplots(1, len(columns), squeeze=False)[0]
+    panels = figure.subplots(1, len(columns), squeeze=False, sharey=True)[0]
     for axis, (label, runs) in zip(panels, columns.items(), strict=True):
         draw_panel(axis, runs)
         axis.set_title(label, fontsize=11)
@@ -163,11 +152,11 @@ def draw(columns: dict[str, list[Run]], path: Path) -> None:
 
 
 def draw_panel(axis, runs: list[Run]) -> None:
-    """A bar per candidate, with its number; orange is communication that nothing hides."""
+    """A bar per candidate, with its number; yellow is communication that nothing hides."""
     floor = next(iter(runs[0]))
     names = [name for name in runs[0] if name not in ("one process", "torch DDP, tuned")]
-    steps = [median(ratios(runs, name, floor) or [0.0]) for name in names]
-    waits = [median(ratios(runs, name, floor, "exposed_comm_seconds") or [0.0]) for name in names]
+    steps = [median(ratios(runs, name, floor)) for name in names]
+    waits = [median(ratios(runs, name, floor, "exposed_comm_seconds")) for name in names]
     computes = [step - wait for step, wait in zip(steps, waits, strict=True)]
     if "one process" in runs[0]:
         line = {"color": "#CC79A7", "linestyle": "--", "label": "one process with the whole batch"}
@@ -180,12 +169,11 @@ def draw_panel(axis, runs: list[Run]) -> None:
         text.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.5})  # no line crosses it
     axis.set_xticks(places, [BARS.get(name, name.replace(" ", "\n")) for name in names], fontsize=8)
     axis.margins(y=0.12)
-    axis.locator_params(axis="y", nbins=5)
     axis.spines[["top", "right"]].set_visible(False)
 
 
 def main() -> None:
-    os.environ["RANK"] = "0"  # whatever the shell's is: this is the only process
+    setup.forget_launcher()
     parser = setup.Parser(__doc__)
     add = parser.add_argument
     add("files", nargs="+", metavar="[LABEL=]FILE.json", help="written by --json")

@@ -1,62 +1,56 @@
-"""05: one training step of each stage on one time axis, as torch.profiler recorded it.
+"""05: one training step of each stage on one time axis, on an emulated network.
 
-    make timeline                       (on an emulated network of 1 Gbit/s and 1 ms, to be seen)
-    make timeline NETWORK=              (between the ranks of this machine, or GPUs, as they are)
-    torchrun --standalone --nproc-per-node 2 05_bucketed/compare/timeline.py --network 1gbit,1ms
+    make timeline                       (1 Gbit/s, and 1 ms one way)
+    make timeline NETWORK=100mbit,5ms
+    torchrun --standalone --nproc-per-node 2 05_bucketed/compare/timeline.py
 
 `no communication` and stages 02 to 05 train in turn in one process group, because the machine's
-speed changes from second to second; three steps of each are profiled in each of three rounds. The
-one of median length is drawn: what computes above, what is sent below, in two rows, because gloo
-sends two messages at a time. Beside the picture lie one of each stage alone, on the same axis, and
-the traces, with the emulated network's calls, for chrome://tracing and ui.perfetto.dev.
+speed changes from second to second. Of nine steps of each the one of median length is drawn: what
+computes above, what the network carries below, in two rows, because gloo sends two messages at a
+time. Beside the picture lies one of each stage alone, on the same axis.
+
+On other networks, and on GPUs, --trace of a stage shows its steps in torch.profiler's own form.
 """
 
-import json
 import math
 import re
 import sys
 import textwrap
-import time
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.profiler import record_function
 
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parent.parent
 sys.path[:0] = [str(ROOT), str(FOLDER)]
 
-from compare import BucketedDDP, FlatDDP, OverlapDDP, naive_ddp  # noqa: E402
+from compare import BucketedDDP, FlatDDP, OverlapDDP, naive_ddp, no_communication  # noqa: E402
 
 from common import setup, timing  # noqa: E402
 
 STAGES = {
-    "no communication": lambda module: module,
+    "no communication": no_communication,
     "02_naive_ddp": naive_ddp.NaiveDDP,
     "03_flat_ddp": FlatDDP,
     "04_overlap_ddp": OverlapDDP,
     "05_bucketed": lambda module: BucketedDDP(module, bucket_size_mb=5.0),
 }
-ROUNDS = 3
-PHASES = ["forward", "backward", "sync", "optimizer"]
+STEPS = 9
+PHASES = ["forward", "backward", "optimizer"]
 WAITING = "waiting for what is in flight"
 PACKING = "pack, unpack"
 COLORS = {"forward": "#56B4E9", "backward": "#0072B2", PACKING: "#009E73"}
 COLORS |= {WAITING: "#F0E442", "optimizer": "#999999", "all-reduce": "#D55E00"}
-CALL = "dist.all_reduce"  # names of events in a trace: the call, which may wait or not
-CLOCK = "time.monotonic() = "
-GLOO = "gloo:all_reduce"
-ALL_REDUCES = (GLOO, "ncclDevKernel", "ncclKernel")  # what their names begin with
-NOTE = "one profiled step: its times differ from the tables', which are medians of unprofiled steps"
+NOTE = f"one of {STEPS} steps: its times differ from the tables', which are medians of other runs"
 
 
 class Step(NamedTuple):
     """One training step: all times in ms from its start."""
 
     phases: list[tuple[str, float, float]]  # key of COLORS, start and end of each, in order
-    all_reduces: list[tuple[float, float, int]]  # start, end, thread or CUDA stream
+    all_reduces: list[tuple[float, float, int]]  # start, end, row
 
     def duration(self) -> float:
         return self.phases[-1][2]
@@ -67,63 +61,46 @@ class Step(NamedTuple):
 
 
 def training(wrapper, size: str, device: torch.device):
-    """A model of its own, and the function that trains it for a step."""
+    """A model of its own, and the function that trains it for a step: its times as a `Step`."""
     *shape, batch_size, context_length = setup.SIZES[size]
     with device:
         model = wrapper(naive_ddp.LanguageModel(*shape))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     watch = timing.Stopwatch(device)
     tokens, targets = torch.randint(shape[-1], (2, batch_size, context_length), device=device)
-    return model, lambda: naive_ddp.train_step(model, optimizer, watch, tokens, targets)
+    spans = setup.slow_network().wire.spans
+
+    def train():
+        spans.clear()
+        naive_ddp.train_step(model, optimizer, watch, tokens, targets)
+        return {"step": step_of(watch.marks, [span[-3:] for span in spans])}
+
+    return model, train
 
 
-def record(args, device: torch.device) -> tuple[list[dict], list[str]]:
-    """Profile all stages in turn, rank 0's steps: the traces, and what 05's buckets hold."""
-    trained = {name: training(wrapper, args.size, device) for name, wrapper in STAGES.items()}
-    steps = {name: step for name, (_, step) in trained.items()}
-    all_reduce = dist.all_reduce
+def step_of(marks: dict[str, float], calls: list[tuple[float, float, float]]) -> Step:
+    """A step by the marks of its stopwatch, and by when each call is launched, begins and arrives.
 
-    def all_reduce_with_a_label(*arguments, **options):
-        with record_function(CALL):
-            return all_reduce(*arguments, **options)
-
-    dist.all_reduce = all_reduce_with_a_label
-    traces = []
-    with setup.on_the_network():
-        for number in range(1, ROUNDS + 1):
-            setup.progress(f"round {number} of {ROUNDS}")
-            for step in steps.values():
-                step()
-            file = args.plot.with_name(f"timeline_{number}.json")
-            timing.profile({"clock": show_clock, **steps}, file)
-            if dist.get_rank() == 0:
-                traces.append(json.loads(file.read_text()))
-                if args.network:
-                    add_network(traces[-1], setup.slow_network().wire.spans)
-                    file.write_text(json.dumps(traces[-1]))
-    wrapper = trained["05_bucketed"][0]
-    names = {parameter: name for name, parameter in wrapper.module.named_parameters()}
-    return traces, [contents([names[p] for p in bucket.parameters]) for bucket in wrapper.buckets]
-
-
-def show_clock() -> None:
-    """Leave the time in the trace: the emulated network's times are by this clock."""
-    with record_function(f"{CLOCK}{time.monotonic()}"):
-        pass
-
-
-def add_network(trace: dict, spans) -> None:
-    """Put into a trace when the emulated network carried each call, in place of when gloo did."""
-    events = [event for event in trace["traceEvents"] if event["name"] != GLOO]
-    clock = next(event for event in events if event["name"].startswith(CLOCK))
-    began = float(clock["name"].removeprefix(CLOCK))
+    All in seconds by one clock: time.perf_counter and time.monotonic are the same. What surrounds a
+    single call in `sync` packs and unpacks.
+    """
+    sync_starts, sync_ends = marks["sync starts"], marks["sync ends"]
+    phases = [(name, marks[f"{name} starts"], marks[f"{name} ends"]) for name in PHASES]
+    within = [call for call in calls if call[0] >= sync_starts]
+    if len(within) == 1:
+        launched, _, arrives = within[0]
+        phases += [(PACKING, sync_starts, launched), (PACKING, arrives, sync_ends)]
+        sync_starts, sync_ends = launched, arrives
+    phases.append((WAITING, sync_starts, sync_ends))
+    start = marks["forward starts"]
+    phases = [(name, 1000 * (a - start), 1000 * (b - start)) for name, a, b in phases]
+    all_reduces = []
     free_at = [-math.inf, -math.inf]  # of two rows
-    for begin, end in [span[-2:] for span in spans if span[-2] > began]:
-        row = 0 if begin >= free_at[0] else 1
-        free_at[row] = end
-        times = {"ts": clock["ts"] + 1e6 * (begin - began), "dur": 1e6 * (end - begin)}
-        events.append({"ph": "X", "name": GLOO, "pid": "network", "tid": row, **times})
-    trace["traceEvents"] = events
+    for _, begins, arrives in calls:
+        row = 0 if begins >= free_at[0] else 1
+        free_at[row] = arrives
+        all_reduces.append((1000 * (begins - start), 1000 * (arrives - start), row))
+    return Step(sorted(phases, key=lambda phase: phase[1:]), all_reduces)
 
 
 def contents(names: list[str]) -> str:
@@ -134,47 +111,6 @@ def contents(names: list[str]) -> str:
         in_layer = re.search(r"\.\d+\.", name)
         parts.append(f"layers {layers[0]} to {layers[-1]}" if in_layer else name.split(".")[-2])
     return ", ".join(dict.fromkeys(parts))
-
-
-def steps_of(trace: dict, stage: str) -> list[Step]:
-    """A stage's training steps in a Chrome trace.
-
-    Where it has the phases as the GPU ran them, these are taken, not their launches by the CPU.
-    """
-    events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
-    on_gpu = any(event.get("cat") == "gpu_user_annotation" for event in events)
-    kind = "gpu_user_annotation" if on_gpu else "user_annotation"
-    steps = []
-    for whole in sorted(events, key=lambda event: event["ts"]):
-        if whole["name"] != stage or whole.get("cat") != kind:
-            continue
-        last = whole["ts"] + whole["dur"]
-        inside = [event for event in events if whole["ts"] <= event["ts"] <= last]
-        labels = [event for event in inside if event.get("cat") == kind]
-        start = next(event["ts"] for event in labels if event["name"] == "forward")
-
-        def span(event, start=start):
-            return (event["ts"] - start) / 1000, (event["ts"] + event["dur"] - start) / 1000
-
-        phases = {event["name"]: span(event) for event in labels if event["name"] in PHASES}
-        calls = [span(event) for event in labels if event["name"] == CALL]
-        sent = [event for event in inside if event["name"].startswith(ALL_REDUCES)]
-        all_reduces = sorted((*span(event), event["tid"]) for event in sent)
-        steps.append(Step(phases_of(phases, calls), all_reduces))
-    return steps
-
-
-def phases_of(spans: dict, calls: list[tuple[float, float]]) -> list[tuple[str, float, float]]:
-    """The phases as they are drawn: what surrounds a single call in `sync` packs and unpacks."""
-    phases = [(name, *times) for name, times in spans.items() if name != "sync"]
-    if "sync" in spans:
-        start, end = first, last = spans["sync"]
-        within = [call for call in calls if start <= call[0] < end]
-        if len(within) == 1:
-            first, last = within[0]
-            phases += [(PACKING, start, first), (PACKING, last, end)]
-        phases.append((WAITING, first, last))
-    return sorted(phases, key=lambda phase: phase[1:])
 
 
 def draw(steps: dict[str, Step], path: Path, end: float, buckets: list[str]) -> None:
@@ -194,7 +130,7 @@ def draw(steps: dict[str, Step], path: Path, end: float, buckets: list[str]) -> 
             ticks[top - 1.05] = step.in_words()
             draw_all_reduces(axes, step, top - 1.05)
             top -= 1.05
-        if label == "05_bucketed" and len(step.all_reduces) == len(buckets):
+        if label == "05_bucketed":
             numbered = [f"{number}: {words}" for number, words in enumerate(buckets, 1)]
             unbroken = [words.replace(" ", "\xa0") for words in numbered]
             text = textwrap.fill("    ".join(unbroken), 80)
@@ -221,7 +157,7 @@ def draw_phases(axes, step: Step, middle: float, end: float) -> None:
     for name, start, stop in step.phases:
         axes.barh(middle, stop - start, 0.9, start, color=COLORS[name])
         center = {"x": (start + stop) / 2, "ha": "center", "fontsize": 8}
-        if name == PACKING and stop - start > 0.004 * end:
+        if name == PACKING:
             axes.text(y=middle + 0.5, s=next(packing), va="bottom", **center)
         if name == WAITING and stop - start > 0.06 * end:
             axes.text(y=middle, s=f"{stop - start:.0f} ms", va="center", **center)
@@ -229,11 +165,11 @@ def draw_phases(axes, step: Step, middle: float, end: float) -> None:
 
 
 def draw_all_reduces(axes, step: Step, middle: float) -> None:
-    """A row per thread, or two of a network; numbers, where there are few."""
-    threads = sorted({thread for _, _, thread in step.all_reduces})
-    height = 0.9 / len(threads)
-    for number, (start, stop, thread) in enumerate(step.all_reduces, 1):
-        place = middle + 0.45 - (threads.index(thread) + 0.5) * height
+    """One row or two; numbers, where there are few."""
+    rows = 1 + max(row for _, _, row in step.all_reduces)
+    height = 0.9 / rows
+    for number, (start, stop, row) in enumerate(step.all_reduces, 1):
+        place = middle + 0.45 - (row + 0.5) * height
         color = COLORS["all-reduce"]
         axes.barh(place, stop - start, height, start, color=color, edgecolor="white", linewidth=0.3)
         if 1 < len(step.all_reduces) <= 12:
@@ -247,17 +183,23 @@ def main() -> None:
     size = "the model of stages 02 to 05"
     parser.add_argument("--size", choices=setup.SIZES, default="mini", help=size)
     setup.add_process_group_arguments(parser)
+    parser.set_defaults(device="cpu", network="1gbit,1ms")
     args = parser.parse_args()
     if args.plot is None:
-        parser.error("argument --plot: a picture is needed, and the traces lie beside it")
+        parser.error("argument --plot: a picture is needed")
     with setup.process_group(args) as device:
-        traces, buckets = record(args, device)
+        trained = {name: training(wrapper, args.size, device) for name, wrapper in STAGES.items()}
+        candidates = {name: train for name, (_, train) in trained.items()}
+        samples = timing.measure(candidates, STEPS, warmup=2)
         if dist.get_rank() > 0:
             return
+        bucketed = trained["05_bucketed"][0]
+        names = {parameter: name for name, parameter in bucketed.module.named_parameters()}
+        buckets = [contents([names[p] for p in bucket.views]) for bucket in bucketed.buckets]
         steps = {}
         for name in STAGES:
-            found = [step for trace in traces for step in steps_of(trace, name)]
-            steps[name] = sorted(found, key=Step.duration)[len(found) // 2]
+            of_rank_0 = sorted(samples[name]["step"][0], key=Step.duration)
+            steps[name] = of_rank_0[STEPS // 2]
             setup.say(f"{name}: {steps[name].in_words()} in {steps[name].duration():.0f} ms")
         end = 1.08 * max(step.duration() for step in steps.values())
         draw(steps, args.plot, end, buckets)
