@@ -76,13 +76,15 @@ def sweep(args, device: torch.device) -> dict:
 
 def print_rows(result: dict) -> None:
     """A row per candidate, in ms."""
-    alone, *candidates = result["candidates"]
-    rows = [row_of(alone, ["-", "-", "-"])]
-    for candidate, row in zip(candidates, result["overheads"], strict=True):
-        cells = []
+    rows = []
+    overheads = [{}, *result["overheads"]]  # no communication has none
+    for candidate, ways in zip(result["candidates"], overheads, strict=True):
+        row = [candidate["name"], str(candidate["collectives_per_step"])]
+        row += report.milliseconds(candidate["step_seconds"])
+        row.append(report.milliseconds(candidate["exposed_comm_seconds"])[0])
         for way in ("measured", "formula", "simulated"):
-            cells.append("-" if row[way] is None else f"{1000 * row[way]:.1f}")
-        rows.append(row_of(candidate, cells))
+            row.append("-" if ways.get(way) is None else f"{1000 * ways[way]:.1f}")
+        rows.append(row)
     header = ["step, ms", "buckets", "p50", "p75", "p90", "p95", "exposed", "overhead"]
     report.print_table([*header, "formula", "simulated"], rows)
     say(
@@ -90,12 +92,6 @@ def print_rows(result: dict) -> None:
         "are averaged; overhead: p50 minus that of no communication; formula: s/(n·w) + n·o with\n"
         "the row's n buckets; simulated: by predict.py, with the o and w above."
     )
-
-
-def row_of(candidate: dict, cells: list[str]) -> list[str]:
-    row = [candidate["name"], str(candidate["collectives_per_step"])]
-    row += report.milliseconds(candidate["step_seconds"])
-    return [*row, report.milliseconds(candidate["exposed_comm_seconds"])[0], *cells]
 
 
 LINES = {"measured": ("#0072B2", "o-"), "simulated": ("#0072B2", "--"), "formula": ("black", ":")}

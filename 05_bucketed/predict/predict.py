@@ -115,12 +115,7 @@ def measure(args, device: torch.device, wrappers: dict) -> tuple[list[nn.Paramet
 
     steps = {"no communication": step_alone}
     steps |= {name: partial(step, wrap(model)) for name, wrap in wrappers.items()}
-    costs = timing.all_reduce_costs(device)
-    samples = timing.measure(steps, args.steps, args.warmup)
-    for name in steps:
-        samples[name]["collectives_per_step"] = timing.count_collectives(steps[name])
-    candidates = [{"name": name, **samples[name]} for name in samples]
-    return gradients, {"model": described, "all_reduce": costs, "candidates": candidates}
+    return gradients, {"model": described, **timing.benchmark(steps, args, device)}
 
 
 def predict(gradients: list[nn.Parameter], result: dict, ways: dict) -> dict[str, float]:
@@ -207,29 +202,26 @@ def closed_form(gbit: float, tflops: float) -> float:
 
 
 def extrapolate(args) -> list[dict]:
-    """Print a table for each network: "networks" of the JSON."""
+    """Print a table for each network: "simulated" of the JSON."""
     with torch.device("meta"):
         model = LanguageModel(*setup.SIZES[args.size][:5])
     parameters = sum(parameter.numel() for parameter in model.parameters())
     say(f"{args.size} model, {parameters / 1e6:.0f} million parameters")
     say(f"global batch {GLOBAL_BATCH} tokens; a rank: {args.tflops:g} TFLOP/s")
+    header = ["no communication ÷ step", *(f"{ranks} ranks" for ranks in RANKS)]
     entries = []
     for gbit in args.extrapolate:
-        entry = {"gbit": gbit, "closed_form": closed_form(gbit, args.tflops), "rows": []}
-        table = []
+        rows = []
         for name, way in SCALED.items():
             setup.progress(f"{gbit:g} Gbit/s: {name}")
             of_ranks = partial(efficiency, model, way, gbit, args.tflops)
-            kept = [of_ranks(ranks) for ranks in RANKS]
             most = 1 + bisect_left(MORE, True, key=lambda ranks: of_ranks(ranks) < KEPT)
-            entry["rows"].append({"name": name, "efficiencies": kept, "most_ranks": most})
-            cells = [f"{100 * value:.1f} %" for value in kept]
-            table.append([name, *cells, f"{most}" if most < MORE[-1] else f"≥ {most}"])
+            kept = [of_ranks(ranks) for ranks in RANKS]
+            rows.append([name, *(f"{100 * value:.1f} %" for value in kept), str(most)])
+            entries.append({"gbit": gbit, "name": name, "efficiencies": kept, "most_ranks": most})
         say(f"\n{gbit:g} Gbit/s, {1e6 * LATENCY:g} µs from rank to rank")
-        header = ["no communication ÷ step", *(f"{ranks} ranks" for ranks in RANKS)]
-        report.print_table([*header, f"≥ {100 * KEPT:.0f} % up to"], table)
-        say(f"closed form: all can hide up to N = {math.floor(entry['closed_form'])}")
-        entries.append(entry)
+        report.print_table([*header, f"≥ {100 * KEPT:.0f} % up to"], rows)
+        say(f"closed form: all can hide up to N = {math.floor(closed_form(gbit, args.tflops))}")
     say("\nThe global batch is the same for all numbers of ranks. Simulated, never measured.")
     return entries
 
@@ -248,7 +240,7 @@ def main():
     with setup.process_group(args) as device:
         result = report.begin("05_bucketed/predict", args, device)
         if args.extrapolate:
-            result["networks"] = extrapolate(args)
+            result["simulated"] = extrapolate(args)
         else:
             gradients, measured = measure(args, device, WRAPPERS)
             result |= measured | {"predicted": predict(gradients, measured, WAYS)}
