@@ -127,8 +127,7 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="is right wit
 @pytest.mark.parametrize(
     "path, option, value",
     [
-        (NAIVE, "--size", "huge"),  # one of many: test_setup.py has what the parser refuses
-        (BUCKETED, "--bucket-size-mb", "nan"),
+        (BUCKETED, "--bucket-size-mb", "nan"),  # test_setup.py has what all others are
         (NAIVE, "--mine", "nowhere.py:X"),
         pytest.param(NAIVE, "--device", "cuda", marks=without_gpu),
         pytest.param(NAIVE, "--backend", "nccl", marks=without_gpu),
