@@ -24,11 +24,10 @@ def test_every_all_reduce_starts_in_backward(ranks):
 
 def lengths_in_order_of_launching():
     """Even ranks use the layers in the other order: their gradients arrive in the other order."""
-    layers = nn.ModuleList(nn.Linear(3, 3, bias=False) for _ in range(2))
-    layers.insert(1, nn.Linear(4, 4, bias=False))  # used by nobody
+    layers = nn.ModuleList(nn.Linear(width, width, bias=False) for width in (3, 4, 3))
     model = OverlapDDP(layers)
     first, last = (0, 2) if dist.get_rank() == 0 else (2, 0)
-    layers.forward = lambda x: layers[last](layers[first](x))
+    layers.forward = lambda x: layers[last](layers[first](x))  # nobody uses the one between
     model(torch.ones(2, 3)).sum().backward()
     launched = len(model.in_flight)
     while model.waiting:

