@@ -196,11 +196,6 @@ def efficiency(model: nn.Module, way: tuple, gbit: float, tflops: float, ranks: 
     return (ready[-1] + update) / (averaged + update)
 
 
-def closed_form(gbit: float, tflops: float) -> float:
-    """The number of ranks up to which backward is as long as the ring's transfer, or longer."""
-    return 1 + GLOBAL_BATCH * gbit * 1e9 / 8 / (2 * 1e12 * tflops)
-
-
 def extrapolate(args) -> list[dict]:
     """Print a table for each network: "simulated" of the JSON."""
     with torch.device("meta"):
@@ -221,7 +216,9 @@ def extrapolate(args) -> list[dict]:
             entries.append({"gbit": gbit, "name": name, "efficiencies": kept, "most_ranks": most})
         say(f"\n{gbit:g} Gbit/s, {1e6 * LATENCY:g} µs from rank to rank")
         report.print_table([*header, f"≥ {100 * KEPT:.0f} % up to"], rows)
-        say(f"closed form: all can hide up to N = {math.floor(closed_form(gbit, args.tflops))}")
+        # As long as backward takes as long as the ring's transfer, or longer.
+        all_hide = 1 + GLOBAL_BATCH * gbit * 1e9 / 8 / (2 * 1e12 * args.tflops)
+        say(f"closed form: all can hide up to N = {math.floor(all_hide)}")
     say("\nThe global batch is the same for all numbers of ranks. Simulated, never measured.")
     return entries
 
