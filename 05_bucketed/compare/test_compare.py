@@ -4,6 +4,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -121,6 +122,8 @@ def test_all_stages_with_a_class_of_the_users_own(forked, tmp_path):
     others = {"torch DDP": 6, "torch DDP, tuned": 6, "one process": 0}
     assert counts == {"no communication": 0, **ours, **others}
     assert [len(one["step_seconds"]) for one in candidates] == 8 * [2] + [1]
+    tokens_per_second = 2 * 8 / median(sum(candidates[0]["step_seconds"], []))
+    assert f" {tokens_per_second:.0f} " in output.splitlines()[3]
     ratios = tables(output)["step ÷ no communication"]
     assert [row[0] for row in ratios[:9]] == list(counts) and ratios[0][1] == "1.00"
     assert "step ÷ no communication  1 Gbit/s, 0" in output
