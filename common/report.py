@@ -131,16 +131,15 @@ def print_steps(result: dict) -> None:
     call, bandwidth = costs["call_seconds"], costs["bytes_per_second"]
     transfer = model["parameters"] * getattr(torch, model["dtype"]).itemsize / bandwidth
     tokens = model["batch_size"] * model["context_length"] * result["world_size"]
-    candidates = {candidate["name"]: candidate for candidate in result["candidates"]}
-    baseline = candidates.get("torch DDP", {}).get("step_seconds")
+    steps = {times["name"]: times["step_seconds"] for times in result["candidates"]}
     rows = []
-    for name, times in candidates.items():
+    for times in result["candidates"]:
         seconds, calls = times["step_seconds"], times["collectives_per_step"]
         exposed = percentiles(times["exposed_comm_seconds"])[0]
         alone = calls * call + transfer if calls else 0.0
-        row = [name, *milliseconds(seconds), f"{tokens / percentiles(seconds)[0]:.0f}"]
+        row = [times["name"], *milliseconds(seconds), f"{tokens / percentiles(seconds)[0]:.0f}"]
         row += [f"{1000 * exposed:.1f}", f"{1000 * alone:.1f}", str(calls)]
-        rows.append([*row, ratio(seconds, baseline)])
+        rows.append([*row, ratio(seconds, steps.get("torch DDP"))])
     header = ["step, ms", "p50", "p75", "p90", "p95", "tokens/s"]
     print_table([*header, "exposed", "alone", "all-reduces", "/torch DDP"], rows)
     say(STEPS_LEGEND.format(1000 * call, bandwidth / 1e9))

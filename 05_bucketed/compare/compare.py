@@ -43,7 +43,7 @@ def read_arguments():
     between = "what is between the ranks; for the table and the picture (default: the network)"
     parser.add_argument("--label", metavar="TEXT", help=between)
     setup.add_plot_arguments(parser, "compare.png")
-    parser.set_defaults(warmup=2, trace=None)  # no flag here: what a stage has besides
+    parser.set_defaults(warmup=2)
     args = parser.parse_args()
     args.json = args.json or setup.result_file("compare.json")
     return args
