@@ -39,7 +39,7 @@ STAGES = {
 }
 STEPS = 9
 PHASES = ["forward", "backward", "optimizer"]
-WAITING = "waiting for what is in flight"
+WAITING = "exposed communication"
 PACKING = "pack, unpack"
 COLORS = {"forward": "#56B4E9", "backward": "#0072B2", PACKING: "#009E73"}
 COLORS |= {WAITING: "#F0E442", "optimizer": "#999999", "all-reduce": "#D55E00"}
