@@ -3,9 +3,8 @@
     make reference                        what the present code has not recorded yet
     make reference ONLY=05_bucketed       everything whose path begins so, again
 
-Use the machine for nothing else meanwhile: it would be in the figures. Its speed changes within
-minutes: the runs of `make compare` lie in between all others. What fails is named in the end, and
-its old recording stays. Those on two "hosts" need Linux, that of runs that hang py-spy.
+Use the machine for nothing else meanwhile: it would be in the figures. What fails is named in the
+end, and its old recording stays. Those on two "hosts" need Linux, that of runs that hang py-spy.
 
 A recording is what its commands printed, one after another. Of what ran several times either every
 output is there, or that of the last run and, from the JSON files of all, the medians with their
@@ -18,9 +17,8 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from datetime import datetime, timezone
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
 
 import torch
@@ -29,18 +27,9 @@ from common.recordings import figures
 from common.report import processor_name
 from common.setup import ROOT, Parser, fail, say
 
-COMPARE = "05_bucketed/compare"
-SWEEP = "05_bucketed/bucket_sweep"
-PREDICT = "05_bucketed/predict"
-FSDP = "06_sharded_optimizer/fsdp"
-LADDER = ["02_naive_ddp", "03_flat_ddp", "04_overlap_ddp", "05_bucketed"]
-ONCE = [*LADDER, PREDICT, "01_allreduce/slow_network", "08_ddp_rpc"]
-ONCE += ["07_resnet_ddp/sweep", "07_resnet_ddp/compile_ddp"]
 TORCHRUN = "python -m common.launch.torchrun --standalone --nproc-per-node 2"
 RESNET = "07_resnet_ddp/resnet_ddp.py --results results/07_loading --epochs 1 --log-every 1000"
 JPEGS = "--data synthetic --decode 500 --steps-per-epoch 12 --held-out 64"
-EMULATED = "NETWORK=1gbit,1ms"
-HOSTS = "RATE=1gbit DELAY=1ms"
 MEDIANS = "python 05_bucketed/compare/medians.py"
 NETWORKS = "loopback=results/loopback_{1..5}.json '1 Gbit/s, 1 ms='results/emulated_{1..3}.json"
 
@@ -53,46 +42,10 @@ def runs(count: int, name: str, command: str) -> list[str]:
     return [f"{command} > /dev/null" for command in commands[:-1]] + commands[-1:]
 
 
-def networks() -> list[str]:
-    """make compare on loopback, on an emulated network and on a real one like it, in turn."""
-    commands = []
-    for turn in zip_longest(
-        runs(5, "loopback", "make compare"),
-        runs(3, "emulated", f"make compare {EMULATED}"),
-        runs(3, "slow", f"make hosts {HOSTS}"),
-    ):
-        commands += filter(None, turn)
-    return commands
-
-
-SPREAD = f"{COMPARE}/reference_output.txt"  # its commands lie in between those of all others
+LOOPBACK = runs(5, "loopback", "make compare")
+ON_1GBIT = runs(3, "emulated", "make compare NETWORK=1gbit,1ms")
+BETWEEN_HOSTS = runs(3, "slow", "make hosts RATE=1gbit DELAY=1ms")
 RECORDINGS = {  # the commands whose output is recorded, and those that put pictures beside it
-    SPREAD: [
-        *networks(),
-        f"{MEDIANS} {NETWORKS} 'between hosts='results/slow_{{1..3}}.json",
-        f"{MEDIANS} {NETWORKS} --plot {COMPARE}/compare.png > /dev/null",
-    ],
-    f"{COMPARE}/reference_output_timeline.txt": [
-        f"make timeline {EMULATED}",
-        f"cp results/timeline.png {COMPARE}/timeline.png",
-        *[f"cp results/timeline_{stage}.png {stage}/timeline.png" for stage in LADDER],
-    ],
-    "06_sharded_optimizer/reference_output.txt": [
-        *runs(3, "run", "make 06_sharded_optimizer"),
-        f"{MEDIANS} 'three runs='results/run_{{1..3}}.json",
-    ],
-    f"{FSDP}/reference_output.txt": [
-        *runs(3, "run", f"make {FSDP}"),
-        f"{MEDIANS} 'three runs='results/run_{{1..3}}.json",
-        f"cp results/fsdp.png {FSDP}/fsdp.png",
-    ],
-    "07_resnet_ddp/reference_output.txt": [
-        *3 * ["make 07_resnet_ddp"],
-        "cp results/speedup.png 07_resnet_ddp/speedup.png",
-    ],
-    "08_ddp_rpc/reference_output_8x8.txt": [
-        *3 * ['make 08_ddp_rpc NPROC=8 ARGS="--lookup both --steps 100"']
-    ],
     "01_allreduce/reference_output.txt": [
         "make 01_allreduce",
         "cp results/01_allreduce.png 01_allreduce/allreduce.png",
@@ -101,26 +54,64 @@ RECORDINGS = {  # the commands whose output is recorded, and those that put pict
         "make 01_allreduce/shared_memory",
         "cp results/shared_memory.png 01_allreduce/shared_memory/shared_memory.png",
     ],
-    f"{SWEEP}/reference_output.txt": [
-        f"make {SWEEP}",
-        f"cp results/bucket_sweep.png {SWEEP}/bucket_sweep.png",
+    "01_allreduce/slow_network/reference_output.txt": ["make 01_allreduce/slow_network"],
+    "02_naive_ddp/reference_output.txt": ["make 02_naive_ddp"],
+    "02_naive_ddp/reference_output_1gbit.txt": ["make 02_naive_ddp NETWORK=1gbit,1ms"],
+    "03_flat_ddp/reference_output.txt": ["make 03_flat_ddp"],
+    "03_flat_ddp/reference_output_1gbit.txt": ["make 03_flat_ddp NETWORK=1gbit,1ms"],
+    "04_overlap_ddp/reference_output.txt": ["make 04_overlap_ddp"],
+    "04_overlap_ddp/reference_output_1gbit.txt": ["make 04_overlap_ddp NETWORK=1gbit,1ms"],
+    "05_bucketed/reference_output.txt": ["make 05_bucketed"],
+    "05_bucketed/reference_output_1gbit.txt": ["make 05_bucketed NETWORK=1gbit,1ms"],
+    "05_bucketed/bucket_sweep/reference_output.txt": [
+        "make 05_bucketed/bucket_sweep",
+        "cp results/bucket_sweep.png 05_bucketed/bucket_sweep/bucket_sweep.png",
     ],
-    f"{SWEEP}/reference_output_1gbit.txt": [
-        f"make {SWEEP} {EMULATED}",
-        f"cp results/bucket_sweep.png {SWEEP}/bucket_sweep_1gbit.png",
+    "05_bucketed/bucket_sweep/reference_output_1gbit.txt": [
+        "make 05_bucketed/bucket_sweep NETWORK=1gbit,1ms",
+        "cp results/bucket_sweep.png 05_bucketed/bucket_sweep/bucket_sweep_1gbit.png",
     ],
-    **{f"{folder}/reference_output.txt": [f"make {folder}"] for folder in ONCE},
-    **{
-        f"{folder}/reference_output_1gbit.txt": [f"make {folder} {EMULATED}"]
-        for folder in [*LADDER, PREDICT]
-    },
-    f"{PREDICT}/reference_output_hosts.txt": [f"make hosts SCRIPT={PREDICT}/predict.py {HOSTS}"],
-    f"{PREDICT}/reference_output_extrapolate.txt": [
-        f'make {PREDICT} ARGS="--extrapolate 10,100,400"'
+    "05_bucketed/compare/reference_output.txt": [
+        *filter(None, chain(*zip_longest(LOOPBACK, ON_1GBIT, BETWEEN_HOSTS))),  # in turn
+        f"{MEDIANS} {NETWORKS} 'between hosts='results/slow_{{1..3}}.json",
+        f"{MEDIANS} {NETWORKS} --plot 05_bucketed/compare/compare.png > /dev/null",
     ],
-    f"{FSDP}/reference_output_accounting.txt": [
-        f'make {FSDP} ARGS="--accounting --size xl"',
-        f'make {FSDP} ARGS="--accounting --size 10b"',
+    "05_bucketed/compare/reference_output_timeline.txt": [
+        "make timeline NETWORK=1gbit,1ms",
+        "cp results/timeline.png 05_bucketed/compare/timeline.png",
+        "cp results/timeline_02_naive_ddp.png 02_naive_ddp/timeline.png",
+        "cp results/timeline_03_flat_ddp.png 03_flat_ddp/timeline.png",
+        "cp results/timeline_04_overlap_ddp.png 04_overlap_ddp/timeline.png",
+        "cp results/timeline_05_bucketed.png 05_bucketed/timeline.png",
+    ],
+    "05_bucketed/predict/reference_output.txt": ["make 05_bucketed/predict"],
+    "05_bucketed/predict/reference_output_1gbit.txt": [
+        "make 05_bucketed/predict NETWORK=1gbit,1ms"
+    ],
+    "05_bucketed/predict/reference_output_hosts.txt": [
+        "make hosts SCRIPT=05_bucketed/predict/predict.py RATE=1gbit DELAY=1ms"
+    ],
+    "05_bucketed/predict/reference_output_extrapolate.txt": [
+        'make 05_bucketed/predict ARGS="--extrapolate 10,100,400"'
+    ],
+    "06_sharded_optimizer/reference_output.txt": [
+        *runs(3, "run", "make 06_sharded_optimizer"),
+        f"{MEDIANS} 'three runs='results/run_{{1..3}}.json",
+    ],
+    "06_sharded_optimizer/fsdp/reference_output.txt": [
+        *runs(3, "run", "make 06_sharded_optimizer/fsdp"),
+        f"{MEDIANS} 'three runs='results/run_{{1..3}}.json",
+        "cp results/fsdp.png 06_sharded_optimizer/fsdp/fsdp.png",
+    ],
+    "06_sharded_optimizer/fsdp/reference_output_accounting.txt": [
+        'make 06_sharded_optimizer/fsdp ARGS="--accounting --size xl"',
+        'make 06_sharded_optimizer/fsdp ARGS="--accounting --size 10b"',
+    ],
+    "07_resnet_ddp/reference_output.txt": [
+        "make 07_resnet_ddp",
+        "make 07_resnet_ddp",
+        "make 07_resnet_ddp",
+        "cp results/speedup.png 07_resnet_ddp/speedup.png",
     ],
     "07_resnet_ddp/reference_output_waterfall.txt": [
         f"{TORCHRUN} 07_resnet_ddp/waterfall.py",
@@ -133,15 +124,20 @@ RECORDINGS = {  # the commands whose output is recorded, and those that put pict
         f"python {RESNET} {JPEGS} --workers 2",
         f"{TORCHRUN} {RESNET} {JPEGS} --workers 2",
     ],
+    "07_resnet_ddp/sweep/reference_output.txt": ["make 07_resnet_ddp/sweep"],
     "07_resnet_ddp/sweep/reference_output_full.txt": [
         'make 07_resnet_ddp/sweep ARGS="--full --batch-size 2 --steps 2 --warmup 1"'
     ],
     "07_resnet_ddp/sweep/reference_output_hosts.txt": [
         "make hosts SCRIPT=07_resnet_ddp/sweep/sweep.py"
     ],
+    "07_resnet_ddp/compile_ddp/reference_output.txt": ["make 07_resnet_ddp/compile_ddp"],
     "07_resnet_ddp/compile_ddp/reference_output_variants.txt": [
         'make 07_resnet_ddp/compile_ddp ARGS="--variants --batch-size 8 --steps 3"'
     ],
+    "08_ddp_rpc/reference_output.txt": ["make 08_ddp_rpc"],
+    "08_ddp_rpc/reference_output_8x8.txt": 3
+    * ['make 08_ddp_rpc NPROC=8 ARGS="--lookup both --steps 100"'],
     "08_ddp_rpc/reference_output_round_trip.txt": 3
     * [
         'make 08_ddp_rpc ARGS="--trainers 1 --servers 8 --lookup both --round-trip 2ms --steps 100"'
@@ -152,22 +148,6 @@ RECORDINGS = {  # the commands whose output is recorded, and those that put pict
     ],
     "common/docs/reference_output_hang.txt": ["bash common/docs/hang.sh python"],
 }
-
-
-def in_order(names: list[str]) -> list[tuple[str, str]]:
-    """(recording, command) for all commands: those of SPREAD evenly in between the others."""
-    names = sorted(names, key=lambda name: name == SPREAD)
-    spread = []
-    if SPREAD in names:
-        spread = [(SPREAD, command) for command in RECORDINGS[SPREAD]]
-    commands = []
-    for number, name in enumerate(names, 1):
-        if name != SPREAD:
-            commands += [(name, command) for command in RECORDINGS[name]]
-        due = len(spread) // (len(names) - number + 1)
-        commands += spread[:due]
-        del spread[:due]
-    return commands
 
 
 def git(*words: str) -> str:
@@ -181,12 +161,11 @@ def commit() -> str:
     return f"{last}, changed" if git("status", "--porcelain", "--", *code) else last
 
 
-def run(command: str) -> tuple[str, float]:
-    """A command and what it prints, but for names of files; and the seconds that it took.
+def run(command: str) -> str:
+    """A command and what it prints, but for names of files; CalledProcessError if it fails.
 
-    All that it has started ends with this process. CalledProcessError if it fails.
+    All that it has started ends with this process.
     """
-    began = time.monotonic()
     words = re.sub(r"(?<!\S)python(?!\S)", shlex.quote(sys.executable), command)
     words = re.sub(r"^make ", "make --silent --no-print-directory ", words)
     options = {"stdout": subprocess.PIPE, "encoding": "utf-8", "start_new_session": True}
@@ -199,18 +178,22 @@ def run(command: str) -> tuple[str, float]:
     if shell.returncode:
         raise subprocess.CalledProcessError(shell.returncode, command)
     lines = [line for line in output.splitlines() if not line.startswith("written: ")]
-    return "\n".join(["", f"$ {command}", *lines, ""]), time.monotonic() - began
+    return "\n".join(["", f"$ {command}", *lines, ""])
 
 
-def write(name: str, outputs: list[tuple[str, float]]) -> None:
-    """A recording: what run() gave of each command."""
-    texts, seconds = zip(*outputs, strict=True)
+def record(name: str) -> None:
+    """Run the commands of a recording in turn and write what they print."""
+    began = datetime.now(timezone.utc)
+    texts = []
+    for command in RECORDINGS[name]:
+        say(f"  {command}")
+        texts.append(run(command))
     now = datetime.now(timezone.utc)
     head = (
         f"commit     {commit()}\n"
         f"torch      {torch.__version__}\n"
         f"processor  {processor_name()}, {os.cpu_count()} cores\n"
-        f"date       {now:%Y-%m-%d %H:%M} UTC; it took {sum(seconds):.0f} s\n"
+        f"date       {now:%Y-%m-%d %H:%M} UTC; it took {(now - began).total_seconds():.0f} s\n"
     )
     (ROOT / name).write_text(head + "".join(texts))
 
@@ -236,30 +219,21 @@ def main() -> int:
         fail(f"argument ONLY: no recording's path begins with {args.only}")
     if not args.only:
         names = [name for name in names if not is_recorded(ROOT / name)]
-    load = os.getloadavg()[0]
-    if load > 0.5:
-        say(f"warning: the load is {load:.2f}: what keeps the cores busy will be in the figures")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does
     (ROOT / "results").mkdir(exist_ok=True)
     say(f"{len(names)} of {len(RECORDINGS)} recordings, all within 50 minutes, commit {commit()}")
-    outputs = {name: [] for name in names}
-    failures = {}
-    commands = in_order(names)
-    for number, (name, command) in enumerate(commands, 1):
-        if name in failures:
-            continue
-        say(f"{number} of {len(commands)}, {name}: {command}")
+    failures = []
+    for number, name in enumerate(names, 1):
+        say(f"{number} of {len(names)}, {name}")
         try:
-            outputs[name].append(run(command))
-            if len(outputs[name]) == len(RECORDINGS[name]):
-                write(name, outputs.pop(name))
-        except (subprocess.CalledProcessError, OSError) as error:
-            failures[name] = error
+            record(name)
+        except subprocess.CalledProcessError as error:
+            failures.append(f"FAILED at {name}, whose old recording stays: {error}")
         except KeyboardInterrupt:
-            say(f"interrupted: make reference goes on with the {len(outputs)} left")
+            say(f"interrupted: make reference goes on with the {len(names) - number + 1} left")
             return 130
-    for name, error in failures.items():
-        say(f"FAILED at {name}, whose old recording stays: {error}")
+    for failure in failures:
+        say(failure)
     return figures.main() or bool(failures)
 
 

@@ -31,7 +31,6 @@ def test_every_figure_is_recorded(capsys):
         ),
         ("<!-- figures: reference_output.txt -->\n\n| |\n|---|\n| x | 482.2 |\n", ["482.2"]),
         ("<!-- figures: reference_output.txt -->\n| |\n|-|\n| p75 | 34.6 | 7.2 |\n", ["34.6"]),
-        ("<!-- figures: none -->\n| x |\n|---|\n| x | 482.2 |\n", []),
     ],
 )
 def test_figures_that_are_not_recorded_are_found(text, wrong, tmp_path):
