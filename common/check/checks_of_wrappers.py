@@ -99,14 +99,10 @@ def weights_of(model, twin: nn.Module) -> dict[str, torch.Tensor]:
     like = dict(twin.named_parameters())
     if hasattr(model, "gather_full_params"):
         found = model.gather_full_params()
-        if not isinstance(found, dict):
-            raise Failed(f"gather_full_params() returns {type(found).__name__}, no dict", UNUSABLE)
         for name, weight in like.items():
-            if name not in found:
-                raise Failed(f"gather_full_params() has {', '.join(found)}, no {name}", NAMES)
-            if found[name].shape != weight.shape:
-                seen = f"{name} has the shape {tuple(found[name].shape)}, not {tuple(weight.shape)}"
-                raise Failed(f"gather_full_params(): {seen}", NAMES)
+            if not found or name not in found or found[name].shape != weight.shape:
+                seen = f"gather_full_params() has no {name} of the shape {tuple(weight.shape)}"
+                raise Failed(seen, NAMES)
         return {name: found[name].detach().clone() for name in like}
     weights = [parameter.detach() for parameter in model.parameters()]
     weights = [each.full_tensor() if hasattr(each, "full_tensor") else each for each in weights]

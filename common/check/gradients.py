@@ -5,7 +5,7 @@ from collections import Counter
 import torch
 import torch.distributed as dist
 
-from common.check.findings import MIXED, Failed, check_arrived, evidence_of, is_close, ratio_of
+from common.check.findings import MIXED, check_arrived, fail, is_close, ratio_of
 from common.check.models import Plain, loss_of
 
 SUMMED = "summed, not averaged: nothing divides by the number of ranks"
@@ -58,11 +58,7 @@ def check_gradients(found: dict, gradients: dict) -> None:
     # A gradient may look like two things at once. It is what most of the others are, too.
     means = Counter(means for _, means in told.values()).most_common(1)[0][0]
     names = [name for name in wrong if told[name][1] == means]
-    some = ", ".join(names[:2]) + (", …" if len(names) > 2 else "")
-    seen = f"{len(names)} of {len(found)} gradients ({some}): {told[names[0]][0]}"
-    if len(names) < len(wrong):
-        seen += f"; {len(wrong) - len(names)} more are wrong in another way"
-    raise Failed(seen, means, [evidence_of(name, found[name], mean[name]) for name in wrong])
+    fail("gradients", f"are {told[names[0]][0]}", means, names, found, mean)
 
 
 def explain(name: str, found: torch.Tensor, gradients: dict) -> tuple[str, str]:
