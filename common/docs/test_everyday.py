@@ -3,6 +3,7 @@
 import multiprocessing
 import re
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,119 +18,106 @@ from common.testing.harness import ROOT
 sys.path.insert(0, str(ROOT / "06_sharded_optimizer" / "fsdp"))
 from fsdp import FSDP  # noqa: E402
 
-# Blocks that other tests run, and the one for GPUs.
-ELSEWHERE = ["Device", "A stream", "Unequal lengths", "Experts", "Save and resume"]
+PAGE = "**.**" + (ROOT / "common" / "docs" / "everyday.md").read_text()
+BLOCKS = {}  # of code, by the words in bold in front of them; the imports are ""
+for bold, part in re.findall(r"^\*\*(.*?)\*\*(.*?)(?=^\*\*|\Z)", PAGE, re.DOTALL | re.MULTILINE):
+    BLOCKS[bold.strip(".")] = re.search(r"```python\n(.*?)```", part, re.DOTALL)[1]
+INPUTS = torch.randn(21, 4, generator=torch.Generator().manual_seed(0))
+TARGETS = torch.arange(21) % 3
+DATA = TensorDataset(INPUTS, TARGETS)
 
 
-def blocks() -> dict[str, str]:
-    """By the words in bold in front of them; the imports are ""."""
-    text = "**.**" + (ROOT / "common" / "docs" / "everyday.md").read_text()
-    parts = re.split(r"^\*\*(.*?)\*\*", text, flags=re.MULTILINE)[1:]
-    found = {}
-    for title, part in zip(parts[::2], parts[1::2], strict=True):
-        found[title.strip(".")] = re.search(r"```python\n(.*?)```", part, re.DOTALL)[1]
-    return found
+def execute(title: str, **names) -> dict:
+    """On a rank: the page's imports and one of its blocks, with these names; all names after it."""
+    names |= {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
+    names |= {"device": torch.device("cpu")}
+    exec(BLOCKS[""] + BLOCKS[title], names)
+    return names
 
 
-def everyday() -> list[torch.Tensor]:
-    """On a rank: runs what ELSEWHERE has not; returns what the ranks must agree in, or not.
-
-    What a block has to give is computed by one process from the samples of all.
-    """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    code = blocks()
-    for title in ELSEWHERE:
-        code.pop(title)
-    generator = torch.Generator().manual_seed(0)
-    inputs = torch.randn(21, 4, generator=generator)
-    targets = torch.randint(3, (21,), generator=generator)
-    data = TensorDataset(inputs, targets)
-    torch.manual_seed(rank)
+def check_gradient(title: str, samples: list[torch.Tensor], of_all, **names) -> None:
+    """A block leaves the gradient of the mean over the samples of all ranks in one process."""
     model = DistributedDataParallel(nn.Linear(4, 3))
-    weight = model.module.weight
-    names = {"torch": torch, "dist": dist, "F": F, "rank": rank, "world_size": world_size}
-    exec(code.pop(""), names)
-    names |= {"train_set": data, "test_set": data, "batch_size": 8, "epoch": 1, "seed": 5}
-    names |= {"accumulation_steps": 3, "batch_size_that_lr_was_chosen_for": 8}
-    names |= {"model": model, "device": torch.device("cpu"), "max_norm": 1e-3}
-    names |= {"loss_function": nn.CrossEntropyLoss()}
-    names["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = [(INPUTS[chosen], TARGETS[chosen]) for chosen in samples]
+    execute(title, model=model, micro_batches=batches, loss_function=F.cross_entropy, **names)
+    loss = F.cross_entropy(model.module(INPUTS[of_all]), TARGETS[of_all])
+    expected = torch.autograd.grad(loss, model.module.weight)[0]
+    torch.testing.assert_close(model.module.weight.grad, expected)
 
-    def run(title: str, **variables) -> None:
-        names.update(variables)
-        exec(code.pop(title), names)
 
-    def gradient_of_mean(indices) -> torch.Tensor:
-        """Of the mean loss over these samples, in one process."""
-        loss = F.cross_entropy(model.module(inputs[indices]), targets[indices])
-        return torch.autograd.grad(loss, [weight])[0]
+def seeds():
+    execute("Seeds", seed=5)
+    numbers = [None, None]
+    dist.all_gather_object(numbers, torch.rand(1))
+    assert numbers[0] != numbers[1]
 
-    run("Shares")
+
+def shares():
+    names = execute("Shares", train_set=DATA, batch_size=8, epoch=1)
     assert [len(x) for x, _ in names["loader"]] == [4, 4], "10 of each rank, the last 2 dropped"
-    run("Learning rate")
+    options = {"accumulation_steps": 3, "batch_size_that_lr_was_chosen_for": 8}
+    names = execute("Learning rate", loader=names["loader"], **options)
     assert names["effective"] == 24 and names["scale"] == 3
 
-    mine = torch.arange(rank, 18, 2)
-    run("Accumulation", micro_batches=[(inputs[i], targets[i]) for i in mine.split(3)])
-    torch.testing.assert_close(weight.grad, gradient_of_mean(range(18)))
 
-    model.zero_grad()
+def means():
+    rank = dist.get_rank()
+    check_gradient("Accumulation", torch.arange(rank, 18, 2).split(3), range(18))
     uneven = [torch.arange(7), torch.arange(7, 9)] if rank == 0 else [torch.arange(9, 10)]
-    run("Mean over tokens", micro_batches=[(inputs[i], targets[i]) for i in uneven])
-    torch.testing.assert_close(weight.grad, gradient_of_mean(range(10)))
+    check_gradient("Mean over tokens", uneven, range(10))
 
-    run("Clipping")
-    assert weight.grad.norm() < 1e-3 and names["norm"] > 1e-3
+
+def steps():
+    model = DistributedDataParallel(nn.Linear(4, 3))
+    weight = model.module.weight
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    names = {"model": model, "optimizer": optimizer, "loss_function": F.cross_entropy}
+    execute("Mixed precision", **names, inputs=INPUTS, targets=TARGETS)
+    assert weight.grad.dtype == torch.float32
+    norm = execute("Clipping", **names, max_norm=1e-3)["norm"]
+    assert weight.grad.norm() < 1e-3 < norm
 
     before = weight.clone()
-    empty = inputs[: 4 * rank], targets[: 4 * rank]  # of rank 0
-    run("A rank whose loss is NaN", loss=F.cross_entropy(model(empty[0]), empty[1]))
+    empty = INPUTS[: 4 * dist.get_rank()], TARGETS[: 4 * dist.get_rank()]  # of rank 0
+    execute("A rank whose loss is NaN", **names, loss=F.cross_entropy(model(empty[0]), empty[1]))
     assert torch.equal(weight, before)
-    exec(blocks()["A rank whose loss is NaN"], names | {"loss": model(inputs).sum()})
+    execute("A rank whose loss is NaN", **names, loss=model(INPUTS).sum())
     assert not torch.equal(weight, before)
 
-    run("Print the mean loss", loss=torch.tensor(float(rank)))
-    assert names["mean_loss"] == (world_size - 1) / 2
+
+def losses():
+    rank = dist.get_rank()
+    names = execute("Print the mean loss", loss=torch.tensor(float(rank)), epoch=1)
+    assert names["mean_loss"] == 0.5
     best, loss = 1.0, 1 + 0.1 * (-1) ** rank  # only on rank 0 it is not better
-    run("Early stopping", best=best, loss=loss, bad_epochs=2, patience=3)
+    names = execute("Early stopping", best=best, loss=loss, bad_epochs=2, patience=3)
     assert names["stop"] and names["best"] == min(best, loss)
     assert names["bad_epochs"] == (3 if rank == 0 else 0)
-    run("Evaluate")
-    model.train()
-    assert list(names["share"].indices) == list(range(rank, 21, 2))
-    assert names["right"] == (model.module(inputs).argmax(1) == targets).sum()
-
-    model.zero_grad()
-    run("Mixed precision", inputs=inputs, targets=targets)
-    assert weight.grad.dtype == torch.float32
-    run("Seeds")
-    assert not code, f"not executed: {list(code)}"
-    return [weight.grad, torch.rand(1)]
 
 
-def test_the_blocks(ranks):
-    (gradient, number), (gradient_of_1, number_of_1) = ranks(2).run(everyday)
-    assert torch.equal(gradient, gradient_of_1) and number != number_of_1
-
-
-def evaluate() -> list[list[float]]:
-    """On a rank: BatchNorm's statistics once they are evaluated; a mask is as long as it was."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+def evaluation():
+    """With BatchNorm's statistics of rank 0; a mask is as long as it was."""
+    rank = dist.get_rank()
     model = DistributedDataParallel(nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3)))
     model.module.register_buffer("mask", torch.ones(1 + rank))
+    model.module[0].running_mean.fill_(5 + rank)
+    model.module[0].running_var.fill_(5 + rank)
+    right = execute("Evaluate", model=model, test_set=DATA)["right"]
+    assert right == (model.module(INPUTS).argmax(1) == TARGETS).sum()
     for statistic in (model.module[0].running_mean, model.module[0].running_var):
-        statistic.fill_(5 + rank)
-    inputs, targets = torch.linspace(-1, 1, 40).view(10, 4), torch.arange(10) % 3
-    names = {"torch": torch, "dist": dist, "rank": rank, "world_size": world_size}
-    names |= {"model": model, "device": torch.device("cpu")}
-    exec(blocks()[""], names)
-    exec(blocks()["Evaluate"], names | {"test_set": TensorDataset(inputs, targets)})
+        assert statistic.tolist() == 4 * [5.0]
     assert len(model.module.mask) == 1 + rank
-    return [model.module[0].running_mean.tolist(), model.module[0].running_var.tolist()]
 
 
-def test_all_evaluate_with_the_statistics_of_rank_0(ranks):
-    assert ranks(2).run(evaluate) == 2 * [2 * [4 * [5.0]]]
+@pytest.mark.parametrize("drill", [seeds, shares, means, steps, losses, evaluation])
+def test_blocks(ranks, drill):
+    ranks(2).run(drill)
+
+
+def test_no_block_is_left_out():
+    """But the one for GPUs, which is "Device"."""
+    code = Path(__file__).read_text()
+    assert [title for title in BLOCKS if f'"{title}"' not in code] == []
 
 
 class Mixture(nn.Module):
@@ -141,25 +129,22 @@ class Mixture(nn.Module):
         self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3)).double()
 
     def forward(self, tokens, choice):
-        names = {"torch": torch, "experts": self.experts, "tokens": tokens, "choice": choice}
-        exec(blocks()["Experts"], names)
+        names = execute("Experts", experts=self.experts, tokens=tokens, choice=choice)
         return names["outputs"]
 
 
 def train_experts(wrap) -> None:
     """A rank's tokens all go to an expert of its own, and no token to the last one."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     tokens = torch.linspace(-1, 1, 24, dtype=torch.float64).view(6, 4)
-    choice = torch.arange(6) % world_size
+    choice = torch.arange(6) % 2
     model, twin = wrap(Mixture()), Mixture()
-    shares = [slice(rank, None, world_size), slice(None)]
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, twin)]
     for _ in range(3):
-        for each, optimizer, share in zip((model, twin), optimizers, shares, strict=True):
+        for each, share in ((model, slice(rank, None, 2)), (twin, slice(None))):
             each(tokens[share], choice[share]).square().mean().backward()
             getattr(each, "finish_gradient_synchronization", lambda: None)()
-            optimizer.step()
-            optimizer.zero_grad()
+            torch.optim.SGD(each.parameters(), lr=0.5).step()
+            each.zero_grad()
     whole = model.gather_full_params() if wrap is FSDP else model.module.state_dict()
     torch.testing.assert_close(dict(whole), dict(twin.state_dict()), rtol=0, atol=1e-12)
 
@@ -208,50 +193,37 @@ dist.destroy_process_group()
 )
 def test_streams_of_unequal_lengths(forked, tmp_path):
     """With worker processes: no sample is left out or seen twice, and steps are of all samples."""
-    code = blocks()
-    script = STREAMS.format(stream=code["A stream"], unequal=code["Unequal lengths"])
+    script = STREAMS.format(stream=BLOCKS["A stream"], unequal=BLOCKS["Unequal lengths"])
     path = tmp_path / "train.py"
-    path.write_text(code[""] + script)
+    path.write_text(BLOCKS[""] + script)
     status, output = forked(2, path)
     assert status == 0 and output.count("both are right") == 2, output
 
 
-def resumable(folder, **changes):
-    """The page's program in float64, with some of its text replaced; returns its path."""
-    program = blocks()[""] + blocks()["Save and resume"]
-    in_float64 = "torch.set_default_dtype(torch.float64)\ntorch.manual_seed(0)"
-    for old, new in {"torch.manual_seed(0)": in_float64, **changes}.items():
+LAYER = "torch.nn.Linear(4, 1)"
+
+
+@pytest.mark.parametrize(
+    "ranks_in_the_end, before_it, apart", [(3, "", 1e-12), (2, "torch.nn.Dropout(), ", 0)]
+)
+def test_training_goes_on(forked, tmp_path, ranks_in_the_end, before_it, apart):
+    """In float64: with another number of ranks, and with the same dropout."""
+    program = BLOCKS[""] + BLOCKS["Save and resume"]
+    for old, new in (
+        ("torch.manual_seed(0)", "torch.set_default_dtype(torch.float64)\ntorch.manual_seed(0)"),
+        (LAYER, f"torch.nn.Sequential({before_it}{LAYER})"),
+        ("network.weight.tolist()", "''"),
+    ):
         assert program.count(old) == 1, old
         program = program.replace(old, new)
-    path = folder / "train.py"
+    path = tmp_path / "train.py"
     path.write_text(program)
-    return path
-
-
-def weights_of(forked, path, name: str, *runs) -> list[torch.Tensor]:
-    """What is saved after runs on so many ranks, up to such a step."""
-    for world_size, last_step in runs:
-        status, output = forked(world_size, path, last_step, path.with_name(name))
+    for world_size, last_step, name in (
+        (2, 13, "undisturbed.pt"),
+        (2, 7, "run.pt"),
+        (ranks_in_the_end, 13, "run.pt"),
+    ):
+        status, output = forked(world_size, path, last_step, tmp_path / name)
         assert status == 0 and f"step {last_step}: " in output, output
-    return list(torch.load(path.with_name(name))["network"].values())
-
-
-def test_training_goes_on_with_another_number_of_ranks(forked, tmp_path):
-    path = resumable(tmp_path)
-    undisturbed = weights_of(forked, path, "undisturbed.pt", (2, 13))
-    resumed = weights_of(forked, path, "run.pt", (2, 7), (3, 13))
-    torch.testing.assert_close(resumed, undisturbed, rtol=0, atol=1e-12)
-
-
-def test_training_goes_on_with_the_same_dropout(forked, tmp_path):
-    layer = "torch.nn.Linear(4, 1)"
-    path = resumable(
-        tmp_path,
-        **{
-            layer: f"torch.nn.Sequential(torch.nn.Dropout(), {layer})",
-            "network.weight": "network[1].weight",
-        },
-    )
-    undisturbed = weights_of(forked, path, "undisturbed.pt", (2, 13))
-    resumed = weights_of(forked, path, "run.pt", (2, 7), (2, 13))
-    torch.testing.assert_close(resumed, undisturbed, rtol=0, atol=0)
+    undisturbed, resumed = (torch.load(tmp_path / name) for name in ("undisturbed.pt", "run.pt"))
+    torch.testing.assert_close(resumed["network"], undisturbed["network"], rtol=0, atol=apart)

@@ -21,8 +21,8 @@ PAGE = (ROOT / "common" / "docs" / "everyday.md").read_text()
 COLUMNS = ["ShardedOptimizer", "ZeroRedundancyOptimizer", "FSDP", "fully_shard"]
 
 
-class KeepsList(torch.optim.Optimizer):
-    """Momentum as a list of tensors, element by element."""
+class OfOurOwn(torch.optim.Optimizer):
+    """A weight steps by the learning rate times change(weight, its group)."""
 
     def __init__(self, params, lr=0.1):
         super().__init__(params, {"lr": lr})
@@ -31,41 +31,34 @@ class KeepsList(torch.optim.Optimizer):
     def step(self, closure=None):
         for group in self.param_groups:
             for parameter in group["params"]:
-                means = self.state[parameter].setdefault("means", [torch.zeros_like(parameter)])
-                means[0].lerp_(parameter.grad, 0.5)
-                parameter.sub_(means[0], alpha=group["lr"])
+                parameter.sub_(self.change(parameter, group), alpha=group["lr"])
 
 
-class WantsFlag(torch.optim.Optimizer):
+class KeepsList(OfOurOwn):
+    """Momentum as a list of tensors, element by element."""
+
+    def change(self, parameter, group):
+        means = self.state[parameter].setdefault("means", [torch.zeros_like(parameter)])
+        return means[0].lerp_(parameter.grad, 0.5)
+
+
+class WantsFlag(OfOurOwn):
     """Every group must say whether it steps by signs: there is no default."""
 
     def __init__(self, params, lr=0.1):
         groups = list(params)
-        for group in groups:
-            if "sign" not in group:
-                raise ValueError("every group needs sign")
-        super().__init__(groups, {"lr": lr})
+        assert all("sign" in group for group in groups)
+        super().__init__(groups, lr)
 
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                change = parameter.grad.sign() if group["sign"] else parameter.grad
-                parameter.sub_(change, alpha=group["lr"])
+    def change(self, parameter, group):
+        return parameter.grad.sign() if group["sign"] else parameter.grad
 
 
-class ByNorms(torch.optim.Optimizer):
+class ByNorms(OfOurOwn):
     """As LARS and LAMB: the larger the weight, the larger its step."""
 
-    def __init__(self, params, lr=0.1):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                scale = parameter.norm() / parameter.grad.norm()
-                parameter.sub_(parameter.grad * scale, alpha=group["lr"])
+    def change(self, parameter, group):
+        return parameter.grad * (parameter.norm() / parameter.grad.norm())
 
 
 ROWS = {  # of the page: its classes
