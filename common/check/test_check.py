@@ -11,14 +11,19 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from common import setup
-from common.check import checks_of_fsdp, checks_of_optimizers, checks_of_wrappers, facts, mistakes
+from common.check import (
+    checks_of_fsdp,
+    checks_of_optimizers,
+    checks_of_wrappers,
+    facts,
+    mistakes,
+    models,
+)
 from common.check.adapters import kind_of
 from common.testing import harness
 from common.testing.harness import ROOT, failed, judged
@@ -80,50 +85,32 @@ STEPS = {check.__name__ for check in checks_of_optimizers.HAS_TO_HOLD}  # what a
 STEPS -= {"can_be_used", "shares_the_state_out", "zeroes_all_gradients"}
 
 
-class Classifier(nn.Module):
-    """Of 64 pixels. Two weights are tied, a buffer is used, ranks go through two layers in turn."""
+class Everything(models.Branches):
+    """Ranks go through two layers in turn, two weights are tied, and a buffer is used."""
 
     def __init__(self):
         super().__init__()
-        self.left = nn.Linear(64, 64)
-        self.right = nn.Linear(64, 64)
-        self.tied = nn.Linear(64, 64)
-        self.tied.weight = self.left.weight
-        self.last = nn.Linear(64, 10)
-        self.register_buffer("scale", torch.full((), 0.2))
+        self.last.weight = self.embedding.weight
+        self.register_buffer("factor", torch.ones((), dtype=torch.float64))
 
-    def forward(self, x, rank):
-        layers = [self.left, self.right] if rank % 2 == 0 else [self.right, self.left]
-        x = self.scale * x
-        for layer in [*layers, self.tied]:
-            x = layer(x).tanh()
-        return self.last(x)
+    def between(self, x):
+        return super().between(self.factor * x)
 
 
 def consequences(mistake):
     """does the loss fall, are the ranks equal, are the weights those of one process?"""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    images, labels, *_ = setup.load_images(None, False)
-
-    def build(seed):
-        torch.manual_seed(seed)
-        model = Classifier().double()
-        model.scale *= 1 + seed
-        return model
-
-    def loss_of(model, batch, rank):
-        share = batch[rank::world_size]
-        return F.cross_entropy(model(images[share], rank), labels[share])
-
-    twin = build(0)
-    model = mistake(build(rank))
-    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9) for net in (twin, model)]
+    twin, module = models.new(Everything), models.new(Everything, seed=rank)
+    module.rank = rank
+    module.factor *= 1 + rank
+    model = mistake(module)
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.03, momentum=0.9) for net in (twin, model)]
     losses = []
-    for batches in torch.arange(30 * 2 * 60).view(30, 2, 60):  # two micro-batches in every step
-        for batch in batches:
-            for other in range(world_size):
-                (loss_of(twin, batch, other) / world_size).backward()
-            loss = loss_of(model, batch, rank)
+    for step in range(30):
+        for part in range(2):
+            for twin.rank in range(world_size):
+                (models.loss_of(twin, step, part, twin.rank) / world_size).backward()
+            loss = models.loss_of(model, step, part, rank)
             loss.backward()
             model.finish_gradient_synchronization()
         losses.append(loss.item())
