@@ -29,6 +29,9 @@ class OfOurOwn(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
+        if closure:
+            with torch.enable_grad():
+                closure()
         for group in self.param_groups:
             for parameter in group["params"]:
                 parameter.sub_(self.change(parameter, group), alpha=group["lr"])
@@ -79,15 +82,13 @@ def layers() -> nn.Sequential:
 
 
 def groups_of(model: nn.Module, optimizer_cls) -> list[dict]:
-    groups = [{"params": [parameter]} for parameter in model.parameters()]
+    first, last = model.parameters()
     if optimizer_cls is torch.optim.LBFGS:  # takes one group only
-        groups = [{"params": list(model.parameters())}]
-    if optimizer_cls is WantsFlag:
-        groups[0]["sign"], groups[1]["sign"] = True, False
-    return groups
+        return [{"params": [first, last]}]
+    return [{"params": [first], "sign": True}, {"params": [last], "sign": False}]
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, takes_closure: bool) -> None:
+def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Three steps on one batch, the same on every rank: gradients need no average."""
     inputs = torch.randn(32, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
@@ -99,11 +100,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, takes_closure: boo
         return loss
 
     for _ in range(3):
-        if takes_closure:
-            optimizer.step(closure)
-        else:
-            closure()
-            optimizer.step()
+        optimizer.step(closure)
 
 
 def sharded(column: str, optimizer_cls) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -125,11 +122,10 @@ def sharded(column: str, optimizer_cls) -> tuple[nn.Module, torch.optim.Optimize
 def outcome(column: str, optimizer_cls) -> str:
     """On a rank: what becomes of three steps, compared with those of one process."""
     start, twin = layers().state_dict(), layers()
-    takes_closure = optimizer_cls is torch.optim.LBFGS
-    train(twin, optimizer_cls(groups_of(twin, optimizer_cls), lr=0.05), takes_closure)
+    train(twin, optimizer_cls(groups_of(twin, optimizer_cls), lr=0.05))
     try:
         model, optimizer = sharded(column, optimizer_cls)
-        train(model, optimizer, takes_closure)
+        train(model, optimizer)
     except Exception:
         return "an error"
     whole = model.gather_full_params() if column == "FSDP" else model.state_dict()
