@@ -164,16 +164,21 @@ def show(result: dict) -> None:
 
 
 def summarize(args, results: list[dict]) -> bool:
-    """Print how many passed of each group; whether all that decides holds."""
+    """Print what passed of each group, and what did not; whether all that decides holds."""
     setup.say()
     decides = ["course"] if args.level == "course" else ["course", "data parallelism"]
     for groups in (["course"], ["data parallelism"], ["beyond"], decides):
         some = [result for result in results if result["group"] in groups]
-        failed = sum(result["verdict"] == "failed" for result in some)
+        wrong = [result["promise"] for result in some if result["verdict"] == "failed"]
         passed = sum(result["verdict"] == "passed" for result in some)
         what = "has to hold" if groups is decides else HEADINGS[groups[0]]
-        setup.say(f"{what}: {passed} of {passed + failed} passed")
-    return bool(some) and not failed
+        text = f"{what}: {passed} of {passed + len(wrong)} passed"
+        if wrong and groups is not decides:
+            more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+            text += f"; not: {wrong[0]}{more}"
+        for line in textwrap.wrap(text, WIDTH, subsequent_indent="    "):
+            setup.say(line)
+    return bool(some) and not wrong
 
 
 if __name__ == "__main__":
