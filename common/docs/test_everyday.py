@@ -3,6 +3,7 @@
 import multiprocessing
 import re
 import sys
+from collections import OrderedDict
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,24 @@ def steps():
     assert not torch.equal(weight, before)
 
 
+def stack() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    return nn.Sequential(OrderedDict(layers=layers, last=nn.Linear(4, 3)))
+
+
+def larger_models():
+    """Every weight is split, and its gradient is that of one process, up to bfloat16's rounding."""
+    network, twin = stack(), stack()
+    execute("Larger models", network=network)
+    for model, share in ((network, slice(dist.get_rank(), 20, 2)), (twin, slice(20))):
+        F.cross_entropy(model(INPUTS[share]).float(), TARGETS[share]).backward()
+    for weight, expected in zip(network.parameters(), twin.parameters(), strict=True):
+        assert weight.to_local().numel() < expected.numel() and weight.dtype == torch.float32
+        apart = (weight.grad.full_tensor() - expected.grad).norm()
+        assert apart < 0.05 * expected.grad.norm()
+
+
 def losses():
     rank = dist.get_rank()
     names = execute("Print the mean loss", loss=torch.tensor(float(rank)), epoch=1)
@@ -109,7 +128,7 @@ def evaluation():
     assert len(model.module.mask) == 1 + rank
 
 
-@pytest.mark.parametrize("drill", [seeds, shares, means, steps, losses, evaluation])
+@pytest.mark.parametrize("drill", [seeds, shares, means, steps, larger_models, losses, evaluation])
 def test_blocks(ranks, drill):
     ranks(2).run(drill)
 
