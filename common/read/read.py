@@ -105,16 +105,15 @@ def align(old: list[str], new: list[str]) -> list[Row]:
 
 def changed_words(old: str, new: str) -> tuple[set[int], set[int]]:
     """Where the words stand that differ: positions in the old line and in the new one."""
-    old_words, new_words = (re.findall(r"\w+|\s+|.", line) for line in (old, new))
-    old_starts, new_starts = (
-        list(accumulate(map(len, words), initial=0)) for words in (old_words, new_words)
-    )
+    words = [re.findall(r"\w+|\s+|.", line) for line in (old, new)]
+    starts = [list(accumulate(map(len, of_line), initial=0)) for of_line in words]
+    plain = [[word.strip() for word in of_line] for of_line in words]  # blanks are alike
     in_old, in_new = set(), set()
-    matcher = difflib.SequenceMatcher(None, old_words, new_words, autojunk=False)
+    matcher = difflib.SequenceMatcher(None, *plain, autojunk=False)
     for tag, old_from, old_to, new_from, new_to in matcher.get_opcodes():
         if tag != "equal":
-            in_old.update(range(old_starts[old_from], old_starts[old_to]))
-            in_new.update(range(new_starts[new_from], new_starts[new_to]))
+            in_old.update(range(starts[0][old_from], starts[0][old_to]))
+            in_new.update(range(starts[1][new_from], starts[1][new_to]))
     return in_old, in_new
 
 
