@@ -227,9 +227,9 @@ def fit(args, network, model, train_set, test_set, device: torch.device) -> dict
         batches = iter(train_batches)
         measured = train_epoch(args, model, optimizer, scheduler, batches, steps, progress, device)
         dist.all_gather_object(all_ranks, measured)
-        for rank, rank_measured in enumerate(all_ranks):
+        for rank, of_rank in enumerate(all_ranks):
             for name in MEASURED:
-                progress[name][rank] += [step[name] for step in rank_measured]
+                progress[name][rank] += of_rank[name]
         setup.progress(f"epoch {epoch}: images held out")
         evaluation = evaluate(network, test_batches, device, args.amp)
         progress["evaluations"].append(evaluation)
@@ -245,8 +245,8 @@ def fit(args, network, model, train_set, test_set, device: torch.device) -> dict
 
 def train_epoch(
     args, model, optimizer, scheduler, batches, steps: int, progress: dict, device: torch.device
-) -> list[dict]:
-    """Train on so many batches, with a line every --log-every steps; returns MEASURED of each.
+) -> dict[str, list]:
+    """Train on so many batches, with a line every --log-every steps; returns lists of MEASURED.
 
     A line has rank 0's times, and loss and accuracy over all ranks. Adds seconds to `progress`.
     """
@@ -255,7 +255,7 @@ def train_epoch(
 
     ranks = dist.get_world_size()
     epoch = progress["epoch"]
-    taken = []
+    watches, losses, accuracies = [], [], []
     model.train()
     dist.barrier()  # rank 0 may still be saving, and nobody's first batch should count that
     began = time.perf_counter() - progress["train_seconds"]  # as if all epochs came in a row
@@ -269,7 +269,9 @@ def train_epoch(
         labels = labels.to(device, non_blocking=True)
         watch.mark("data")
         loss, accuracy = train_step(model, images, labels, optimizer, scheduler, watch, args.amp)
-        taken.append((watch, loss, accuracy))
+        watches.append(watch)
+        losses.append(loss)
+        accuracies.append(accuracy)
         if step % args.log_every == 0 or step == steps:
             means = torch.tensor([loss, accuracy], device=device) / ranks
             dist.all_reduce(means)
@@ -280,17 +282,12 @@ def train_epoch(
                 f"{name}  data {1000 * data:.1f} ms  compute+sync {1000 * compute:.1f} ms  "
                 f"{rate:.1f} images/s  loss {means[0]:.4f}  accuracy {means[1]:.1%}{left}"
             )
-    measured = [read(*step) for step in taken]
+    # Here we wait for a GPU.
+    measured = {"loss": torch.stack(losses).tolist(), "accuracy": torch.stack(accuracies).tolist()}
+    for name, (_, start, end) in SECONDS.items():
+        measured[name] = [watch.seconds(start, end) for watch in watches]
     progress["train_seconds"] = time.perf_counter() - began
     return measured
-
-
-def read(watch, loss: torch.Tensor, accuracy: torch.Tensor) -> dict:
-    """The numbers of a step: here we wait for a GPU."""
-    numbers = {"loss": loss.item(), "accuracy": accuracy.item()}
-    for name, (_, start, end) in SECONDS.items():
-        numbers[name] = watch.seconds(start, end)
-    return numbers
 
 
 def print_report(result: dict, images: int) -> None:
