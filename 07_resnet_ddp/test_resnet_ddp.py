@@ -404,7 +404,7 @@ def test_bad_input_is_one_line(refusal, words, tmp_path, monkeypatch):
 
 def test_a_batch_that_the_ranks_cannot_share(refusal, tmp_path):
     environment = ONLY_RANK | {"WORLD_SIZE": "3"}
-    words = ["--device", "cpu", "--results", tmp_path]
+    words = ["--device", "cpu", "--timeout", 5, "--results", tmp_path]
     said = refusal(resnet_ddp.main, SCRIPT, *words, environment=environment)
     assert said.startswith("argument --global-batch: '64' cannot be divided by 3 ranks")
 
