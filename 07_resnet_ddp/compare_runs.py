@@ -22,20 +22,15 @@ PHASES = {
     "exposed_comm_seconds": ("exposed all-reduce", "#D55E00"),
     "optimizer_seconds": ("optimizer", "#999999"),
 }
-PANELS = {  # what the picture shows of a run: title, unit, how a bar's number is written
-    "train_seconds": ("Total time", "s", "%.1f"),
-    "batch": ("Mean time of a batch", "ms", "%.0f"),
-    "images_per_second": ("Throughput", "images/s over all ranks", "%.0f"),
-    "speedup": ("Speed-up in throughput, dashed: ideal", "× one device", "%.2f"),
-}
-# What runs must have in common to be compared; a checkpoint, too, belongs to these.
-SETTINGS = ["device", "threads_per_rank", "data", "scaling", "epochs", "image_size", "global_batch"]
-SETTINGS += ["steps_per_epoch", "lr", "amp", "workers", "seed"]
-
-
-def settings_of(result: dict) -> dict:
-    known = result["options"] | result
-    return {name: known[name] for name in SETTINGS}
+PANELS = [  # of a run: what is shown, title, unit, how a bar's number is written
+    ("train_seconds", "Total time", "s", "%.1f"),
+    ("batch", "Mean time of a batch", "ms", "%.0f"),
+    ("images_per_second", "Throughput", "images/s over all ranks", "%.0f"),
+    ("speedup", "Speed-up in throughput, dashed: ideal", "× one device", "%.2f"),
+]
+# The options that runs must have in common to be compared; a checkpoint, too, belongs to these.
+SETTINGS = ["device", "threads", "data", "decode", "scaling", "epochs", "image_size"]
+SETTINGS += ["global_batch", "steps_per_epoch", "lr", "amp", "workers", "seed"]
 
 
 def find_runs(folder: Path) -> list[dict]:
@@ -45,21 +40,17 @@ def find_runs(folder: Path) -> list[dict]:
     """
     runs = [json.loads(path.read_text()) for path in folder.glob("07_resnet_ddp_*.json")]
     runs.sort(key=lambda run: run["world_size"])
-    if runs[0]["world_size"] > 1:
+    single = runs[0]
+    if single["world_size"] > 1:
         return []
     comparable = []
-    settings = settings_of(runs[0])
     for run in runs:
         run["phases"] = {phase: 1000 * numpy.mean(run[phase]) for phase in PHASES}
         run["batch"] = sum(run["phases"].values())
-        run["speedup"] = run["images_per_second"] / runs[0]["images_per_second"]
-        others = [
-            f"{name} {value}" for name, value in settings_of(run).items() if value != settings[name]
-        ]
+        run["speedup"] = run["images_per_second"] / single["images_per_second"]
+        others = [name for name in SETTINGS if run["options"][name] != single["options"][name]]
         if others:
-            say(
-                f"{run['name']} is not compared, because one device has not its {', '.join(others)}"
-            )
+            say(f"{run['name']} is not compared: {', '.join(others)} differ from one device's")
         else:
             comparable.append(run)
     return comparable
@@ -88,25 +79,25 @@ def print_comparison(runs: list[dict]) -> None:
 def draw(runs: list[dict], path: Path) -> None:
     """Total time, time of a batch with its phases, throughput and speed-up: a bar for each run."""
     figure = Figure(figsize=(9, 6), dpi=120, layout="constrained")
-    caption = "ResNet-18, {data}, {image_size} px, --global-batch {global_batch}, {scaling} scaling"
-    figure.suptitle(caption.format(**settings_of(runs[0])))
+    caption = "ResNet-18, {image_size} px, --global-batch {global_batch}, {scaling} scaling"
+    figure.suptitle(caption.format(**runs[0]["options"]))
     names = [run["name"] for run in runs]
-    panels = dict(zip(PANELS, figure.subplots(2, 2).flat, strict=True))
-    for quantity, axes in panels.items():
-        title, unit, number_format = PANELS[quantity]
-        heights = [run[quantity] for run in runs]
-        bars = axes.bar(names, heights, width=0.6, color="#009E73")
+    for axes, panel in zip(figure.subplots(2, 2).flat, PANELS, strict=True):
+        quantity, title, unit, number_format = panel
+        bars = axes.bar(names, [run[quantity] for run in runs], width=0.6, color="#009E73")
         axes.bar_label(bars, fmt=number_format, padding=2)
-        axes.set(title=title, ylabel=unit, ylim=(0, 1.2 * max(heights)))
-    below = numpy.zeros(len(runs))
-    for phase, (name, colour) in PHASES.items():  # over the bars of the whole
-        heights = [run["phases"][phase] for run in runs]
-        panels["batch"].bar(names, heights, width=0.6, bottom=below, color=colour, label=name)
-        below += heights
-    panels["batch"].legend(reverse=True, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
-    ideal = [run["world_size"] for run in runs]
-    panels["speedup"].bar(names, ideal, width=0.6, fill=False, linestyle="dashed")
-    panels["speedup"].set_ylim(0, 1.2 * max(ideal))
+        axes.set(title=title, ylabel=unit)
+        axes.margins(y=0.2)
+        if quantity == "batch":
+            below = numpy.zeros(len(runs))
+            for phase, (name, colour) in PHASES.items():  # over the bars of the whole
+                heights = [run["phases"][phase] for run in runs]
+                axes.bar(names, heights, width=0.6, bottom=below, color=colour, label=name)
+                below += heights
+            axes.legend(reverse=True, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+        if quantity == "speedup":
+            ideal = [run["world_size"] for run in runs]
+            axes.bar(names, ideal, width=0.6, fill=False, linestyle="dashed")
     figure.savefig(path)
 
 

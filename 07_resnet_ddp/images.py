@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from PIL import Image  # torchvision brings it along
 from torch.utils.data import Dataset
-from torchvision.datasets import CIFAR10, FakeData
+from torchvision.datasets import CIFAR10
 from torchvision.transforms import v2
 
 from common.setup import ROOT, fail
@@ -44,21 +44,19 @@ def to_input(image_size: int, mean: list[float], std: list[float]) -> v2.Compose
 
 
 def load_images(
-    data: str | None, download: bool, image_size: int, decode: int | None = None
+    data: str, download: bool, image_size: int, decode: int | None = None
 ) -> tuple[Dataset, Dataset]:
     """Training and held-out images.
 
-    The digits (1,500 and 297), CIFAR-10 from the folder `data` (50,000 and 10,000), or for
-    "synthetic" noise of CIFAR-10's shapes; or JPEGs of `decode` pixels a side, as many.
+    "digits" (1,500 and 297); "synthetic": as many as CIFAR-10 has, JPEGs of `decode` pixels a side
+    (32 if it is None); or CIFAR-10 from the folder `data` (50,000 and 10,000).
     """
-    if data is None:
+    if data == "digits":
         return load_digits(to_input(image_size, 3 * [0.287], 3 * [0.354]))
     if data == "synthetic":
-        transform = to_input(image_size, 3 * [0.5], 3 * [0.25])
-        if decode:
-            return make_jpegs(decode, 50_000, transform), make_jpegs(decode, 10_000, transform)
-        train_set = FakeData(50_000, (3, 32, 32), transform=transform)
-        return train_set, FakeData(10_000, (3, 32, 32), transform=transform, random_offset=50_000)
+        transform = v2.Compose([Image.open, to_input(image_size, 3 * [0.5], 3 * [0.25])])
+        pixels = decode or 32
+        return make_jpegs(pixels, 50_000, transform), make_jpegs(pixels, 10_000, transform)
     try:
         if download and os.environ["LOCAL_RANK"] == "0":
             CIFAR10(data, download=True)
@@ -95,4 +93,4 @@ def make_jpegs(pixels: int, count: int, transform: Callable) -> Images:
         files.append(io.BytesIO())
         v2.functional.to_pil_image(image).save(files[-1], "JPEG")
     labels = torch.randint(10, [count], generator=random)
-    return Images((files * (count // 64 + 1))[:count], labels, v2.Compose([Image.open, transform]))
+    return Images((files * (count // 64 + 1))[:count], labels, transform)

@@ -2,8 +2,7 @@ r"""07: ResNet-18 on one device against torch's DDP on N, and where the time goe
 
 The same script does both: started by torchrun it trains with DDP on that many ranks, started by
 plain python it trains on a single device. Each writes results/07_resnet_ddp_N.json, N ranks, and
-compare_runs.py compares and draws what is there. The images come from images.py; what --checkpoint
-does is in checkpoints.py.
+compare_runs.py compares and draws what is there. The images come from images.py.
 
     make 07_resnet_ddp NPROC=2                                (DDP, then single, then a picture)
     python 07_resnet_ddp/resnet_ddp.py                                                 (single)
@@ -22,9 +21,8 @@ import copy
 import math
 import os
 import sys
-import tempfile
 import time
-from itertools import islice
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -133,8 +131,7 @@ def build_model(seed: int, device: torch.device, ddp: bool) -> tuple[nn.Module, 
         return network, network
     # With views a gradient lies in its bucket from the start. find_unused_parameters stays off: it
     # would walk through the graph in every step, and ResNet uses all its parameters.
-    devices = [device] if device.type == "cuda" else None
-    return network, DistributedDataParallel(network, devices, gradient_as_bucket_view=True)
+    return network, DistributedDataParallel(network, gradient_as_bucket_view=True)
 
 
 def build_optimizer(args, model: nn.Module, steps_per_epoch: int):
@@ -159,12 +156,54 @@ SECONDS = {  # what is measured of a step: its row in the report, from one mark 
 MEASURED = [*SECONDS, "loss", "accuracy"]  # of a rank's step
 
 
-def fit(args, network, model, train_set, test_set, settings: dict, device: torch.device) -> dict:
+def save(path: Path, settings: dict, progress: dict, modules: dict) -> None:
+    """Write all that the rest of the training depends on, after an epoch, on rank 0.
+
+    `modules`: what has a state_dict, by name. Nothing is random but the order of the images, which
+    comes from the seed and the epoch; with dropout or augmentation save torch.get_rng_state() too.
+    """
+    checkpoint = {name: module.state_dict() for name, module in modules.items()}
+    beside = path.with_name(path.name + ".part")
+    torch.save({"settings": settings, "progress": progress, **checkpoint}, beside)
+    beside.replace(path)  # the old one or the new one, and at no time half of it
+
+
+def resume(path: Path, settings: dict, modules: dict) -> dict | None:
+    """Restore what `save` wrote, and return its progress; None if rank 0 finds nothing there.
+
+    Rank 0 reads and all get it. Ends the run if other settings wrote it; only epochs may be added.
+    """
+    from common.setup import fail, say
+
+    checkpoint = None
+    if dist.get_rank() == 0 and path.exists():
+        try:
+            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+            for name, value in settings.items():
+                written = checkpoint["settings"][name]
+                is_longer = name == "epochs" and written < value
+                if written != value and not is_longer:
+                    raise ValueError(f"it was written with {name} {written}, not {value}")
+        except Exception as error:  # torch.load has many kinds: cut short, not a checkpoint
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            fail(f"argument --checkpoint: cannot resume from '{path}' ({reason})")
+    found = [checkpoint]
+    dist.broadcast_object_list(found)
+    [checkpoint] = found
+    if checkpoint is None:
+        return None
+    for name, module in modules.items():
+        module.load_state_dict(checkpoint[name])
+    say(f"resumed from {path} after epoch {checkpoint['progress']['epoch']}")
+    return checkpoint["progress"]
+
+
+def fit(args, network, model, train_set, test_set, device: torch.device) -> dict:
     """Train, evaluating and saving after each epoch; returns the progress, with what was measured.
 
     MEASURED are lists of it, [rank][step].
     """
-    import checkpoints
+    from compare_runs import SETTINGS
 
     from common import setup
 
@@ -177,19 +216,20 @@ def fit(args, network, model, train_set, test_set, settings: dict, device: torch
     warm_up(model, args.image_size, device)
     modules = {"model": network, "optimizer": optimizer, "scheduler": scheduler}
     all_ranks = [None] * dist.get_world_size()
-    progress = {"epoch": 0, "step": 0, "train_seconds": 0.0, "evaluations": []}
+    progress = {"epoch": 0, "train_seconds": 0.0, "evaluations": []}
     progress |= {name: [[] for _ in all_ranks] for name in MEASURED}
+    settings = {"world_size": len(all_ranks)} | {name: vars(args)[name] for name in SETTINGS}
     if args.checkpoint:
-        progress = checkpoints.resume(args.checkpoint, progress, settings, modules, device)
+        progress = resume(args.checkpoint, settings, modules) or progress
 
     for epoch in range(progress["epoch"] + 1, args.epochs + 1):
         train_batches.sampler.set_epoch(epoch)  # else every epoch has the same order
-        batches = islice(train_batches, steps)
+        batches = iter(train_batches)
         measured = train_epoch(args, model, optimizer, scheduler, batches, steps, progress, device)
         dist.all_gather_object(all_ranks, measured)
-        for rank, rank_measured in enumerate(all_ranks):
+        for rank, of_rank in enumerate(all_ranks):
             for name in MEASURED:
-                progress[name][rank] += [step[name] for step in rank_measured]
+                progress[name][rank] += of_rank[name]
         setup.progress(f"epoch {epoch}: images held out")
         evaluation = evaluate(network, test_batches, device, args.amp)
         progress["evaluations"].append(evaluation)
@@ -199,81 +239,69 @@ def fit(args, network, model, train_set, test_set, settings: dict, device: torch
             f"accuracy {evaluation['accuracy']:.2%} of {evaluation['images']} images"
         )
         if args.checkpoint and dist.get_rank() == 0:
-            checkpoints.save(args.checkpoint, settings, progress, modules)
+            save(args.checkpoint, settings, progress, modules)
     return progress
 
 
 def train_epoch(
     args, model, optimizer, scheduler, batches, steps: int, progress: dict, device: torch.device
-) -> list[dict]:
-    """Train on the batches, with a line every --log-every steps; returns MEASURED of each step.
+) -> dict[str, list]:
+    """Train on so many batches, with a line every --log-every steps; returns lists of MEASURED.
 
-    Adds steps and seconds to `progress`.
+    A line has rank 0's times, and loss and accuracy over all ranks. Adds seconds to `progress`.
     """
     from common import setup
     from common.timing import Stopwatch
 
-    taken = []
+    ranks = dist.get_world_size()
+    epoch = progress["epoch"]
+    watches, losses, accuracies = [], [], []
     model.train()
     dist.barrier()  # rank 0 may still be saving, and nobody's first batch should count that
     began = time.perf_counter() - progress["train_seconds"]  # as if all epochs came in a row
-    watch = Stopwatch(device)
-    watch.mark("start")
-    for step, (images, labels) in enumerate(batches, 1):
-        name = f"epoch {progress['epoch'] + 1} step {step:3}/{steps}"
+    for step in range(1, steps + 1):
+        name = f"epoch {epoch + 1} step {step:3}/{steps}"
         setup.progress(name)
+        watch = Stopwatch(device)
+        watch.mark("start")
+        images, labels = next(batches)
         images = images.to(device, non_blocking=True)
         labels = labels.to(device, non_blocking=True)
         watch.mark("data")
         loss, accuracy = train_step(model, images, labels, optimizer, scheduler, watch, args.amp)
-        taken.append((watch, loss, accuracy))
+        watches.append(watch)
+        losses.append(loss)
+        accuracies.append(accuracy)
         if step % args.log_every == 0 or step == steps:
-            numbers = read(watch, loss, accuracy)
-            progress["train_seconds"] = time.perf_counter() - began
-            left = setup.time_left(began, progress["step"] + step, args.epochs * steps)
-            print_step(name, numbers, len(images), left, device)
-        watch = Stopwatch(device)
-        watch.mark("start")
-    progress["step"] += steps
-    return [read(*step) for step in taken]
-
-
-def read(watch, loss: torch.Tensor, accuracy: torch.Tensor) -> dict:
-    """The numbers of a step. Here, and only here, we wait for a GPU."""
-    numbers = {"loss": loss.item(), "accuracy": accuracy.item()}
+            means = torch.tensor([loss, accuracy], device=device) / ranks
+            dist.all_reduce(means)
+            data, compute = watch.seconds("start", "data"), watch.seconds("data", "end")
+            rate = args.batch_per_rank * ranks / (data + compute)
+            left = setup.time_left(began, epoch * steps + step, args.epochs * steps)
+            setup.say(
+                f"{name}  data {1000 * data:.1f} ms  compute+sync {1000 * compute:.1f} ms  "
+                f"{rate:.1f} images/s  loss {means[0]:.4f}  accuracy {means[1]:.1%}{left}"
+            )
+    # Here we wait for a GPU.
+    measured = {"loss": torch.stack(losses).tolist(), "accuracy": torch.stack(accuracies).tolist()}
     for name, (_, start, end) in SECONDS.items():
-        numbers[name] = watch.seconds(start, end)
-    return numbers
-
-
-def print_step(name: str, numbers: dict, batch_size: int, left: str, device: torch.device) -> None:
-    """Rank 0's times of a step; loss and accuracy over all ranks, so all have to call this."""
-    from common.setup import say
-
-    sums = torch.tensor([numbers["loss"], numbers["accuracy"]], device=device)
-    dist.all_reduce(sums)
-    loss, accuracy = (sums / dist.get_world_size()).tolist()
-    data = numbers["data_seconds"]
-    compute = numbers["compute_sync_seconds"]
-    rate = batch_size * dist.get_world_size() / (data + compute)
-    say(
-        f"{name}  data {1000 * data:.1f} ms  compute+sync {1000 * compute:.1f} ms  "
-        f"{rate:.1f} images/s  loss {loss:.4f}  accuracy {accuracy:.1%}{left}"
-    )
+        measured[name] = [watch.seconds(start, end) for watch in watches]
+    progress["train_seconds"] = time.perf_counter() - began
+    return measured
 
 
 def print_report(result: dict, images: int) -> None:
     """Where the time of a batch went, over all steps of all ranks, and what came out."""
     from common import report, setup
 
-    quantities = {}
+    times = {}
     for name, (row, _, _) in SECONDS.items():
-        quantities[row] = torch.tensor(result[name], dtype=torch.float64)
-    quantities["batch"] = quantities["data"] + quantities["compute+sync"]
+        times[row] = torch.tensor(result[name], dtype=torch.float64)
+    times["batch"] = times["data"] + times["compute+sync"]
     rows = []
-    for name, seconds in quantities.items():
+    for name, seconds in times.items():
         total = seconds.sum() / result["world_size"]
-        share = seconds.sum() / quantities["batch"].sum()
+        share = seconds.sum() / times["batch"].sum()
         row = [name, f"{total:.1f}", f"{share:.1%}", f"{1000 * seconds.mean():.1f}"]
         rows.append(row + report.milliseconds(seconds.tolist()))
     report.print_table(["", "total s", "share", "mean ms", "p50", "p75", "p90", "p95"], rows)
@@ -310,9 +338,9 @@ def add_arguments(parser) -> None:
     workers = "loading processes per rank (default: 0 on CPU, 4 on CUDA)"
     add("--workers", type=whole(0, 64), help=workers)
     add("--log-every", type=whole(1), default=5, metavar="STEPS", help="between lines")
-    images = "CIFAR-10 from this folder instead of the digits; synthetic: noise of its shapes"
-    add("--data", metavar="DIR|synthetic", help=images)
-    decode = "synthetic: JPEGs of N × N pixels, decoded when they are asked for"
+    images = "CIFAR-10 from this folder; synthetic: JPEGs of noise"
+    add("--data", metavar="DIR|digits|synthetic", default="digits", help=images)
+    decode = "synthetic: of N × N pixels, decoded when they are asked for (default: 32)"
     add("--decode", type=whole(8, 4096), metavar="N", help=decode)
     add("--download", action="store_true", help="fetch CIFAR-10 into --data first")
     saved = "saved after each epoch, resumed from if there"
@@ -333,31 +361,25 @@ def choose_sizes(args) -> None:
         args.workers = 4 if has_gpu else 0
     ranks_that_share = int(os.environ["WORLD_SIZE"]) if args.scaling == "strong" else 1
     args.batch_per_rank = args.global_batch // ranks_that_share
-    if args.global_batch % ranks_that_share:
+    if args.global_batch % ranks_that_share or args.batch_per_rank < 2:
         fail(
             f"argument --global-batch: '{args.global_batch}' cannot be divided by "
-            f"{ranks_that_share} ranks"
-        )
-    if args.batch_per_rank < 2:
-        fail(
-            f"argument --global-batch: '{args.global_batch}' is one image per rank, and BatchNorm "
-            f"needs at least two"
+            f"{ranks_that_share} ranks into batches of at least 2, as BatchNorm needs them"
         )
 
 
 def check(args) -> None:
     """Refuse what does not go together, and make the folder of the results."""
-    from common.setup import fail
+    from common.setup import can_be_written, fail
 
-    if args.download and args.data in (None, "synthetic"):
+    if args.download and args.data in ("digits", "synthetic"):
         fail("argument --download: needs --data DIR, the folder for CIFAR-10")
     if args.decode and args.data != "synthetic":
         fail("argument --decode: needs --data synthetic, because other images are no JPEGs")
-    try:
+    with suppress(OSError):
         args.results.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=args.results).close()
-    except OSError as error:
-        fail(f"argument --results: cannot write to '{args.results}': {error.strerror}")
+    if not can_be_written(args.results / "a file"):
+        fail(f"argument --results: cannot write to '{args.results}'")
 
 
 def be_the_only_rank() -> None:
@@ -366,43 +388,37 @@ def be_the_only_rank() -> None:
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
 
 
-def describe(args) -> dict:
-    """Print what is trained with what; returns it for the JSON."""
-    import torchvision
-
+def describe(args) -> str:
+    """Print what is trained with what; returns a name for the run."""
     from common.setup import say
 
     ranks = dist.get_world_size()
-    gpus, cuda = torch.cuda.device_count(), torch.version.cuda or "none"
-    say(f"torchvision {torchvision.__version__}, CUDA {cuda}, {gpus} GPUs on this host")
     name = "single" if ranks == 1 else f"DDP × {ranks}"
-    data = args.data or "digits"
+    data, rate = args.data, f"{args.lr:g}"
     if args.decode:
         data += f" JPEGs of {args.decode} × {args.decode} pixels"
-    rate = f"{args.lr:g}"
     if args.scaling == "weak":
         rate += f" to {args.lr * ranks:g} in the first epoch"
     say(
         f"{name}: {args.scaling} scaling, batch {ranks} × {args.batch_per_rank}, "
         f"{args.image_size} pixels, {data}, learning rate {rate}"
     )
-    return {"name": name, "data": data, "batch_per_rank": args.batch_per_rank}
+    return name
 
 
 def main():
     folder = Path(__file__).resolve().parent
     sys.path[:0] = [str(folder), str(folder.parent)]
     try:
-        import checkpoints  # noqa: F401 (fit needs it; what is missing is said here)
         import compare_runs
-        import torchvision  # noqa: F401
+        import torchvision  # noqa: F401 (what is missing is said here)
         from images import load_images
 
         from common import report, setup
     except ModuleNotFoundError as error:
         sys.exit(
             f"error: {error}: pip install torchvision, and copy the repository's folder common/, "
-            f"checkpoints.py, compare_runs.py and images.py into {folder}"
+            f"compare_runs.py and images.py into {folder}"
         )
 
     parser = setup.Parser(__doc__)
@@ -424,13 +440,12 @@ def main():
         if args.held_out:
             test_set = Subset(test_set, range(min(args.held_out, len(test_set))))
 
-        result = report.begin(folder.name, args, device) | describe(args)
-        settings = compare_runs.settings_of(result) | {"world_size": result["world_size"]}
+        result = report.begin(folder.name, args, device) | {"name": describe(args)}
         network, model = build_model(args.seed, device, ddp=result["world_size"] > 1)
         with setup.on_the_network():
-            result |= fit(args, network, model, train_set, test_set, settings, device)
+            result |= fit(args, network, model, train_set, test_set, device)
         if dist.get_rank() == 0:
-            images = result["step"] * images_per_step
+            images = len(result["loss"][0]) * images_per_step
             result["images_per_second"] = images / result["train_seconds"]
             print_report(result, images)
             file = args.results / f"{folder.name}_{result['world_size']}.json"

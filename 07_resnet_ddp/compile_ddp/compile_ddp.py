@@ -38,7 +38,7 @@ from torch.utils.checkpoint import checkpoint
 FOLDER = Path(__file__).resolve().parent
 sys.path[:0] = [str(FOLDER), str(FOLDER.parent), str(FOLDER.parent.parent)]
 
-from compile_models import create_inputs, create_model  # noqa: E402
+from compile_models import create  # noqa: E402
 from resnet_ddp import be_the_only_rank  # noqa: E402
 from upstream import as_ours  # noqa: E402
 
@@ -104,8 +104,7 @@ def distribute(model: nn.Module, configuration: Configuration) -> tuple[nn.Modul
     if configuration.how == "fsdp":
         return shard(model, configuration, compiled), graphs
     if configuration.how == "ddp":
-        device = next(model.parameters()).device
-        model = DistributedDataParallel(model, [device] if device.type == "cuda" else None)
+        model = DistributedDataParallel(model)
     return compiled(model), graphs
 
 
@@ -192,27 +191,24 @@ def floats(values) -> list[torch.Tensor]:
 
 
 def gradients_of(model: nn.Module) -> list[torch.Tensor]:
-    """Copies of all gradients; FSDP's shards are gathered. Zeros for a parameter without one."""
-    gradients = []
-    for parameter in model.parameters():
-        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        if isinstance(gradient, DTensor):
-            gradient = gradient.full_tensor()
-        gradients.append(gradient.detach().clone())
-    return gradients
+    """All gradients; FSDP's shards are gathered."""
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return [
+        gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+        for gradient in gradients
+    ]
 
 
 def reference(args, device) -> dict[str, list[torch.Tensor]]:
-    """Eager, without DDP or FSDP: outputs and gradients of this rank, gradients' mean of all."""
-    model = create_model(args, device)
-    outputs = forward_backward(model, create_inputs(args, device, dist.get_rank()))
+    """Eager, without DDP or FSDP: outputs of this rank, and the gradients that each is to have."""
+    model, inputs = create(args, device)
+    outputs = [tensor.detach() for tensor in floats(forward_backward(model, inputs))]
     gradients = gradients_of(model)
-    means = gradients_of(model)
+    means = [gradient.clone() for gradient in gradients]
     for mean in means:
         dist.all_reduce(mean)
         mean /= dist.get_world_size()
-    outputs = [tensor.detach() for tensor in floats(outputs)]
-    return {"outputs": outputs, "gradients": gradients, "mean gradients": means}
+    return {"outputs": outputs, "bare": gradients, "ddp": means, "fsdp": means}
 
 
 def difference(tensors: list, expected: list) -> float:
@@ -231,17 +227,15 @@ def difference(tensors: list, expected: list) -> float:
 
 def prepare(args, device, configuration: Configuration, expected: dict) -> dict:
     """Build a configuration, time its first call, compare it with `expected`, take its memory."""
-    model = create_model(args, device)
+    model, inputs = create(args, device)
     if (configuration.wrap or configuration.checkpoint) and not blocks_of(model):
         setup.fail(
             "argument --fsdp-wrap, --fsdp-checkpoint: this model has no blocks to take one by one"
         )
-    inputs = create_inputs(args, device, dist.get_rank())
     model, graphs = distribute(model, configuration)
     watch = timing.Stopwatch(device)
 
     def step():
-        model.zero_grad()
         watch.mark("start")
         outputs = forward_backward(model, inputs)
         watch.mark("end")
@@ -249,39 +243,37 @@ def prepare(args, device, configuration: Configuration, expected: dict) -> dict:
 
     def measured_step():
         step()
+        model.zero_grad()
         return {"forward_backward_seconds": watch.seconds("start", "end")}
 
     outputs = floats(step())
-    gradients = expected["gradients" if configuration.how == "bare" else "mean gradients"]
     found = {
         "first_call_seconds": watch.seconds("start", "end"),
         "output_difference": difference(outputs, expected["outputs"]),
-        "gradient_difference": difference(gradients_of(model), gradients),
+        "gradient_difference": difference(gradients_of(model), expected[configuration.how]),
     }
     del outputs
-    step()  # after its first backward DDP arranges the buckets anew
-    peaks = []
-    for _ in range(3):
-        model.zero_grad()
-        peaks.append(report.peak_bytes(step, device))
+    model.zero_grad()
+    measured_step()  # after its first backward DDP arranges the buckets anew
+    # The least is right: the profiler may miss what gloo's thread releases, and then counts more.
+    peak = min(report.peak_bytes(measured_step, device) for _ in range(3))
     held = report.held_bytes(model.parameters())
     stays = held + report.held_bytes([*model.buffers(), *floats(inputs)])
     if configuration.how == "ddp":  # its buckets have a place for each gradient
         stays += held
-    # The least is right: the profiler may miss what gloo's thread releases, and then counts more.
-    found["peak_bytes"] = stays + min(peaks)
+    found["peak_bytes"] = stays + peak
     found["parameters"] = held // next(model.parameters()).itemsize  # all are of one dtype
     found["graphs"] = len(graphs)
     return {"step": measured_step, "model": model, "inputs": inputs, "found": found}
 
 
-def problem_of(backend: str | None, device) -> str | None:
-    """Why a backend of torch.compile does not work on some rank; None if it does on all.
+def problem_of(backend: str | None, device) -> str:
+    """Why a backend of torch.compile does not work on some rank; "" if it does on all.
 
     It compiles something tiny, where no rank waits for another in a collective: without g++, Triton
     or what else the backend needs that fails.
     """
-    problem = None
+    problem = ""
     try:
         if backend not in (None, "print"):
             torch.compile(torch.sin, backend=backend)(torch.ones(8, device=device))
@@ -289,10 +281,9 @@ def problem_of(backend: str | None, device) -> str | None:
         cause = getattr(error, "inner_exception", error)
         message = str(cause).strip().partition("\n")[0] or type(cause).__name__
         problem = f"{message} (rank {dist.get_rank()})"
-    problems = [None] * dist.get_world_size()
+    problems = [""] * dist.get_world_size()
     dist.all_gather_object(problems, problem)
-    problems = [problem for problem in problems if problem]
-    return problems[0] if problems else None
+    return max(problems)
 
 
 def prepare_all(args, device, wanted: list[Configuration]) -> tuple[dict, dict]:
@@ -316,16 +307,20 @@ def prepare_all(args, device, wanted: list[Configuration]) -> tuple[dict, dict]:
             prepared[name] = prepare(args, device, configuration, expected)
         outputs = prepared[name]["found"]["output_difference"]
         gradients = prepared[name]["found"]["gradient_difference"]
-        if not (outputs <= tolerance and gradients <= tolerance):  # so that nan is caught, too
-            sys.exit(
-                f"{name}, rank {dist.get_rank()}: only outputs within {outputs:.1e}, gradients "
-                f"within {gradients:.1e} of eager single-device; allowed: {tolerance:.0e}"
-            )
-        say(
-            f"{name}: outputs within {outputs:.1e}, gradients within {gradients:.1e} of eager "
+        compared = (
+            f"outputs within {outputs:.1e}, gradients within {gradients:.1e} of eager "
             f"single-device (allowed: {tolerance:.0e})"
         )
+        if not (outputs <= tolerance and gradients <= tolerance):  # so that nan is caught, too
+            sys.exit(f"error: {name}, rank {dist.get_rank()}: only {compared}")
+        say(f"{name}: {compared}")
     return prepared, left_out
+
+
+LEGEND = """\
+mean and percentiles over all steps of all ranks; /bare eager: ratio of the p50s;
+first call: compilation included, nothing cached; graphs: compiled;
+peak memory of tensors, parameters held: of rank 0"""
 
 
 def print_results(results: list[dict], left_out: dict) -> None:
@@ -351,9 +346,7 @@ def print_results(results: list[dict], left_out: dict) -> None:
     report.print_table(header, rows)
     for name, problem in left_out.items():
         say(f"{name}: not measured: {problem}")
-    say("mean and percentiles over all steps of all ranks; /bare eager: ratio of the p50s;")
-    say("first call: compilation included, nothing cached; graphs: compiled;")
-    say("peak memory of tensors, parameters held: of rank 0")
+    say(LEGEND)
 
 
 def write_graph(path: Path, model: nn.Module, inputs: tuple) -> None:
@@ -378,11 +371,16 @@ def configurations_of(args) -> list[Configuration]:
     """What to measure."""
     backend = args.compile or "inductor"
     if args.variants:
-        eager = [Configuration("bare"), Configuration("ddp")]
-        for checkpoints in (False, True):
-            for wrap in (False, True):
-                eager.append(Configuration("fsdp", None, wrap, checkpoints))
-        return [*eager, Configuration("ddp", backend), Configuration("ddp", backend, split=False)]
+        return [
+            Configuration("bare"),
+            Configuration("ddp"),
+            Configuration("fsdp"),
+            Configuration("fsdp", wrap=True),
+            Configuration("fsdp", checkpoint=True),
+            Configuration("fsdp", wrap=True, checkpoint=True),
+            Configuration("ddp", backend),
+            Configuration("ddp", backend, split=False),
+        ]
     ddp = Configuration("ddp", split=not args.no_optimize_ddp)
     fsdp = Configuration("fsdp", None, args.fsdp_wrap, args.fsdp_checkpoint)
     configurations = []

@@ -7,6 +7,7 @@ import importlib
 from itertools import pairwise
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 TOY_WIDTHS = {"cpu": 1000, "cuda": 10_000}
@@ -52,36 +53,28 @@ class LanguageModel(nn.Module):
         return self.head(self.encoder(x, mask, is_causal=True))
 
 
-def load_torchbench(args, device: torch.device) -> tuple[nn.Module, tuple]:
-    """A model of torchbenchmark and inputs for it."""
-    module = importlib.import_module(f"torchbenchmark.models.{args.torchbench_model}")
-    return module.Model(test="train", device=device.type, batch_size=args.batch_size).get_module()
+def create(args, device: torch.device) -> tuple[nn.Module, tuple]:
+    """The model that args.model or args.torchbench_model names, and the arguments of a forward.
 
-
-def create_model(args, device: torch.device) -> nn.Module:
-    """The model that args.model or args.torchbench_model names, the same on every rank."""
+    Weights are the same on every rank, and inputs, args.batch_size examples, others on every rank
+    (not with torchbench).
+    """
     torch.manual_seed(0)
+    random = torch.Generator(device).manual_seed(1 + dist.get_rank())
     with device:
         if args.torchbench_model:
-            model, _ = load_torchbench(args, device)
+            module = importlib.import_module(f"torchbenchmark.models.{args.torchbench_model}")
+            options = {"device": device.type, "batch_size": args.batch_size}
+            benchmark = module.Model(test="train", **options)
+            model, inputs = benchmark.get_module()
         elif args.model == "toy":
             model = ToyModel(TOY_WIDTHS[device.type])
+            inputs = [torch.randn(args.batch_size or 20, 10, generator=random)]
         else:
             model = LanguageModel(D_MODEL)
+            inputs = [torch.randint(10_000, (args.batch_size or 4, 64), generator=random)]
     for module in model.modules():
         # Random by nature, and compiled code draws other numbers than eager code.
         if type(module).__name__ in ("Dropout", "StochasticDepth"):
             module.p = 0.0
-    return model.train()
-
-
-def create_inputs(args, device: torch.device, rank: int) -> tuple:
-    """The arguments of a forward, others on every rank: args.batch_size examples."""
-    torch.manual_seed(1 + rank)
-    with device:
-        if args.torchbench_model:
-            _, inputs = load_torchbench(args, device)
-            return tuple(inputs)
-        if args.model == "toy":
-            return (torch.randn(args.batch_size or 20, 10),)
-        return (torch.randint(10_000, (args.batch_size or 4, 64)),)
+    return model.train(), tuple(inputs)

@@ -22,7 +22,6 @@ Source: PyTorch's benchmarks/distributed/ddp, whose optimizer and JSON layout th
 import argparse
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import warnings
@@ -103,10 +102,8 @@ def measure_subset(benchmark, ranks: list[int], use_ddp: bool, args, train_model
         torch.manual_seed(dist.get_rank())
         model = benchmark.create_model()
         if use_ddp:
-            device = next(model.parameters()).device
             model = DistributedDataParallel(
                 model,
-                [device] if device.type == "cuda" else None,
                 broadcast_buffers=False,
                 process_group=group,
                 bucket_cap_mb=args.bucket_size_mb,
@@ -169,22 +166,20 @@ def topology() -> str:
     )
 
 
-def check_hosts() -> str:
-    """The topology of the hosts. Ends the run where they differ, because results would mix."""
-    mine = f"{os.environ['LOCAL_WORLD_SIZE']} ranks; {topology()}"
+def check_hosts() -> None:
+    """Print how the hosts are built. Ends the run where they differ, because results would mix."""
     hosts = [None] * dist.get_world_size()
-    dist.all_gather_object(hosts, (socket.gethostname(), os.environ.get("GROUP_RANK", "0"), mine))
-    if len({host[-1] for host in hosts}) > 1:
-        for name, machine, host in sorted(set(hosts)):
-            setup.say(f"{name} (machine {machine}): {host}")
+    dist.all_gather_object(hosts, (os.environ["LOCAL_WORLD_SIZE"], topology()))
+    for _, host in set(hosts):
+        setup.say(f"\n{host}")
+    if len(set(hosts)) > 1:
         setup.fail("the machines differ in ranks or topology (see above), and results would mix")
-    return topology()
 
 
 def join_as_upstream(args) -> None:
     """Say by flags, as upstream's script does, what torchrun would: a process for each rank."""
     names = ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
-    given = [args.rank, args.world_size, args.master_addr, args.master_port]
+    given = [vars(args)[name.lower()] for name in names]
     if "LOCAL_RANK" in os.environ or given == [None] * 4:  # started by torchrun, or by nothing
         return
     if None in given:
@@ -197,7 +192,6 @@ def join_as_upstream(args) -> None:
     local_size = min(args.world_size, gpus or args.world_size)
     os.environ["LOCAL_WORLD_SIZE"] = str(local_size)
     os.environ["LOCAL_RANK"] = str(args.rank % local_size)
-    os.environ["GROUP_RANK"] = str(args.rank // local_size)
 
 
 FULL = ["resnet50", "resnet101", "resnext50_32x4d", "resnext101_32x8d"]
@@ -249,7 +243,6 @@ def main():
         waiting.timeout = args.timeout  # from now on what runs out of time is the group of a subset
         setup.choose_device(args)  # the backend of the subsets
         sweep_models.check(args)
-        machine = check_hosts()
         result = report.begin("07_resnet_ddp/sweep", args, device)
         result |= {
             "pytorch_version": torch.__version__,
@@ -264,7 +257,8 @@ def main():
             f"{pixels} pixels; {args.steps} steps, after {args.warmup} to warm up"
         )
         gpus = torch.cuda.device_count()
-        setup.say(f"CUDA {torch.version.cuda or 'none'}, {gpus} GPUs on this host\n\n{machine}")
+        setup.say(f"CUDA {torch.version.cuda or 'none'}, {gpus} GPUs on this host")
+        check_hosts()
         for name in args.model:
             result["benchmark_results"].append(sweep(name, args, device))
             # After every model: an interrupted sweep keeps what it has.

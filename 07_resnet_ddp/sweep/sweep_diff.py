@@ -31,29 +31,9 @@ def load(path: str) -> tuple[dict, dict]:
                 ranks = f"{len(entry['ranks'])} ranks" if i > 0 else "no ddp"
                 key = (benchmark["model"], str(benchmark["batch_size"]), ranks)
                 times[key] = numpy.percentile(entry["measurements"], (75, 95))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except Exception as error:  # no file, no JSON, or another one
         fail(f"{path!r} is not a result of sweep.py ({type(error).__name__}: {error})")
     return settings, times
-
-
-def print_times(baseline: dict, test: dict) -> None:
-    """A row for each model and size that both have, and a line for each that only one has."""
-    header = ["model", "batch size", "ranks"]
-    for percentile in (75, 95):
-        header += [f"p{percentile} sec/iter", "ex/sec", "change"]
-    rows = []
-    for key in [key for key in baseline if key in test]:
-        _, batch_size, _ = key
-        row = [*key]
-        for before, after in zip(baseline[key], test[key], strict=True):
-            change = 100 * (before - after) / before
-            row += [f"{after:.4f}s", f"{int(batch_size) / after:.1f}/s", f"{change:+.1f}%"]
-        rows.append(row)
-    say()
-    print_table(header, rows)
-    for model, batch_size, ranks in sorted(baseline.keys() ^ test.keys()):
-        name = "baseline" if (model, batch_size, ranks) in baseline else "test"
-        say(f"only in the {name}: {model} with batch size {batch_size}, {ranks}")
 
 
 def main():
@@ -67,7 +47,21 @@ def main():
     for name in settings | test_settings:
         rows.append([name, str(settings.get(name, "-")), str(test_settings.get(name, "-"))])
     print_table(["", "baseline", "test"], rows)
-    print_times(baseline, test)
+
+    header = ["model", "batch size", "ranks"]
+    for percentile in (75, 95):
+        header += [f"p{percentile} sec/iter", "ex/sec", "change"]
+    rows = []
+    for key in [key for key in baseline if key in test]:
+        row = [*key]
+        for before, after in zip(baseline[key], test[key], strict=True):
+            change = 100 * (before - after) / before
+            row += [f"{after:.4f}s", f"{int(key[1]) / after:.1f}/s", f"{change:+.1f}%"]
+        rows.append(row)
+    say()
+    print_table(header, rows)
+    for key in sorted(baseline.keys() ^ test.keys()):
+        say(f"only in the {'baseline' if key in baseline else 'test'}: {' '.join(key)}")
     say("\nthe figures are TEST's; change: of the time, + is faster, - is slower")
 
 

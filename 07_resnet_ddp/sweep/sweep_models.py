@@ -77,13 +77,11 @@ def check(args) -> None:
     torchvision's are tried without memory, on torch's meta device.
     """
     for name in args.model:
-        size = ""
         try:
             benchmark = make(name, args, torch.device("meta"))
             if isinstance(benchmark, TorchvisionBenchmark):
-                size = f" on images of {benchmark.image_size} pixels"
                 with benchmark.device:
                     benchmark.create_model()(*benchmark.generate_inputs())
         except Exception as error:  # assertions, shapes that don't fit, whatever a file does, …
             reason = (str(error) or type(error).__name__).splitlines()[0]
-            fail(f"argument --model: '{name}' cannot be trained{size}: {reason}")
+            fail(f"argument --model: '{name}' cannot be trained: {reason}")
