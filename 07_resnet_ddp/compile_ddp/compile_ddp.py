@@ -42,7 +42,7 @@ from compile_models import create_inputs, create_model  # noqa: E402
 from resnet_ddp import be_the_only_rank  # noqa: E402
 from upstream import as_ours  # noqa: E402
 
-from common import report, setup, timing  # noqa: E402
+from common import memory, report, setup, timing  # noqa: E402
 from common.setup import say  # noqa: E402
 
 
@@ -263,9 +263,9 @@ def prepare(args, device, configuration: Configuration, expected: dict) -> dict:
     peaks = []
     for _ in range(3):
         model.zero_grad()
-        peaks.append(report.peak_bytes(step, device))
-    held = report.held_bytes(model.parameters())
-    stays = held + report.held_bytes([*model.buffers(), *floats(inputs)])
+        peaks.append(memory.peak_bytes(step, device))
+    held = memory.held_bytes(model.parameters())
+    stays = held + memory.held_bytes([*model.buffers(), *floats(inputs)])
     if configuration.how == "ddp":  # its buckets have a place for each gradient
         stays += held
     # The least is right: the profiler may miss what gloo's thread releases, and then counts more.

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from common import setup
+from common.check.runner import late_network
 from common.testing.forked_script import run_script
 
 
@@ -106,7 +106,7 @@ def _serve(rank: int, world_size: int, store: str, pipe, output: Path, is_late: 
     os.dup2(file, 2)
     torch.set_num_threads(1)
     dist.init_process_group(
-        setup.late_network() if is_late else "gloo",
+        late_network() if is_late else "gloo",
         store=dist.FileStore(store, world_size),
         rank=rank,
         world_size=world_size,
