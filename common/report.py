@@ -12,7 +12,7 @@ import numpy
 import torch
 import torch.distributed as dist
 
-from common.setup import SIZES, check_memory, fail, say
+from common.setup import SIZES, available_memory, fail, say
 
 
 def percentiles(samples: list) -> list[float]:
@@ -65,7 +65,12 @@ def describe(model_class, args, replicas: int) -> dict:
     if args.device == "cpu":  # a GPU says itself when it is full
         ranks = int(os.environ["LOCAL_WORLD_SIZE"])
         replica = 5 * parameters * getattr(torch, args.dtype).itemsize  # gradient, moments, bucket
-        check_memory(ranks * replicas * replica, f"{ranks} ranks with {replicas} models each")
+        needed, available = ranks * replicas * replica, available_memory()
+        if needed > available:
+            fail(
+                f"{ranks} ranks with {replicas} models each need {needed / 1e9:.1f} GB of memory, "
+                f"and this host has {available / 1e9:.1f} left: use fewer ranks or a smaller model"
+            )
     return model
 
 

@@ -272,9 +272,6 @@ def cgroup_limit(name: str) -> float:
     return float("inf")
 
 
-TORCH_BYTES = 4e8  # that a rank has for itself once torch is imported (2.15, on Linux)
-
-
 def available_memory() -> float:
     """Bytes that processes can still have: what Linux calls available, elsewhere all there is."""
     available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -282,16 +279,6 @@ def available_memory() -> float:
     if system.exists():
         available = 1024 * int(re.search(r"MemAvailable: *(\d+)", system.read_text())[1])
     return min(available, cgroup_limit("memory.max"))
-
-
-def check_memory(needed: float, what: str) -> None:
-    """End the run if this host has fewer bytes left than what is named needs."""
-    available = available_memory()
-    if needed > available:
-        fail(
-            f"{what} need {needed / 1e9:.1f} GB of memory, and this host has "
-            f"{available / 1e9:.1f} left: use fewer ranks or a smaller model"
-        )
 
 
 @cache

@@ -1,6 +1,7 @@
 """common/setup.py and common/report.py: command line, data, process group, files."""
 
 import contextlib
+import importlib
 import io
 import json
 import re
@@ -154,14 +155,15 @@ def test_percentiles_are_of_all_ranks():
     assert report.ratio(of_ranks, [[0.006]]) == "0.500" and report.ratio(of_ranks, None) == "-"
 
 
-def test_a_container_has_the_cores_and_the_memory_of_its_cgroup(tmp_path, monkeypatch, capsys):
+def test_a_container_has_the_cores_and_the_memory_of_its_cgroup(tmp_path, monkeypatch, refusal):
     monkeypatch.setattr(setup, "CGROUP", tmp_path)
     for text, expected in (("max 100000", float("inf")), ("150000 100000", 1.5)):
         (tmp_path / "cpu.max").write_text(text + "\n")
         assert setup.cgroup_limit("cpu.max") == expected
     assert setup.threads_per_rank(1) == 1
-    setup.check_memory(1e6, "a small model")
     (tmp_path / "memory.max").write_text("1000000\n")
-    with pytest.raises(SystemExit):
-        setup.check_memory(1e10, "2 models")
-    assert "2 models need 10.0 GB of memory, and this host has 0.0" in capsys.readouterr().err
+    monkeypatch.syspath_prepend(ROOT / "02_naive_ddp")
+    said = refusal(importlib.import_module("naive_ddp").main, "naive_ddp.py", "--device", "cpu")
+    assert said.startswith(
+        "1 ranks with 3 models each need 0.4 GB of memory, and this host has 0.0"
+    )
