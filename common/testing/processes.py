@@ -224,20 +224,6 @@ class Forked:
         killer.cancel()
         return status, output, shown.decode()
 
-    def check_closed_pipe(self, world_size, path, *words, **options) -> str:
-        """Its output is read for one line only, as by `head -1`: the run goes on, and ends well.
-
-        Returns what it says on standard error.
-        """
-        ours, pipe = os.pipe()
-        run = self.start(world_size, path, *words, stdout=pipe, **options)
-        os.close(pipe)
-        with open(ours) as output:
-            output.readline()
-        status, errors = run.wait()
-        assert status == 0 and "Traceback" not in errors and "Broken" not in errors, errors
-        return errors
-
     def end(self) -> None:
         for run in self.runs:
             run.kill()
