@@ -524,11 +524,8 @@ def main():
         sys.exit(f"error: {error}: copy the repository's folder common/ beside this script")
     args = setup.stage_arguments(__doc__, steps=10)
     optimizers = {"ShardedOptimizer": SHARDED_ADAMW}
-    if args.mine:
-        mine = setup.load(args.mine)
-        optimizers[setup.users_name(args)] = lambda params, **options: mine(
-            params, ADAMW, **options
-        )
+    for name, mine in setup.users_class(args).items():
+        optimizers[name] = lambda params, mine=mine, **options: mine(params, ADAMW, **options)
     with setup.process_group(args) as device:
         result = report.begin("06_sharded_optimizer", args, device)
         replicas = len(optimizers) if args.no_baseline else len(optimizers) + 3

@@ -208,16 +208,12 @@ def stage_arguments(description: str, steps: int, **options) -> argparse.Namespa
     return args
 
 
-def users_name(args: argparse.Namespace) -> str:
-    """A name for a row that none of ours has."""
-    return f"{args.mine.rpartition(':')[2]} (mine)"
-
-
-def users_wrapper(args: argparse.Namespace) -> dict:
-    """{name of its row: a function that wraps a module}, with --mine; {} without it."""
+def users_class(args: argparse.Namespace) -> dict:
+    """{name of its row: what --mine names}, a wrapper with our size of buckets; {} without it."""
     if not args.mine:
         return {}
-    return {users_name(args): with_bucket_size(load(args.mine), args.bucket_size_mb)}
+    name = f"{args.mine.rpartition(':')[2]} (mine)"
+    return {name: with_bucket_size(load(args.mine), args.bucket_size_mb)}
 
 
 def forget_launcher() -> None:

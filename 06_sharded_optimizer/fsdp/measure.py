@@ -263,7 +263,7 @@ def main(description: str, wrap, choose_units) -> None:
         return
     with setup.process_group(args) as device:
         result = report.begin("06_sharded_optimizer/fsdp", args, device)
-        wraps = {"FSDP": wrap} | setup.users_wrapper(args)
+        wraps = {"FSDP": wrap} | setup.users_class(args)
         replicas = len(wraps) if args.no_baseline else len(wraps) + 3
         model = result["model"] = report.describe(stage.LanguageModel, args, replicas)
         with setup.without_gloo_greeting():
