@@ -17,12 +17,10 @@ ifeq ($(origin PYTHON),undefined)
 PYTHON := .venv/bin/python
 RUNTIME := .venv/.installed
 READER := python3
-DEVELOPMENT := .venv/.installed-dev
 else
 override PYTHON := "$(PYTHON)"
 READER := $(PYTHON)
 RUNTIME := check-python
-DEVELOPMENT := check-python
 endif
 
 # One host: a free port, chosen by torchrun. Several hosts: all meet at MASTER_ADDR:MASTER_PORT.
@@ -114,33 +112,27 @@ hosts: $(RUNTIME)
 ##   make all                                every stage with its defaults
 all: $(STAGES)
 
-##   make setup                              make .venv from requirements.txt
+##   make setup                              make .venv from requirements-dev.txt
 NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 10) and "error: needs Python 3.10")
 HAS_TORCH := import sys, importlib.util; sys.exit(importlib.util.find_spec("torch") is None)
 check-python:
 	@$(PYTHON) -c '$(HAS_TORCH)' || \
 	  { echo 'error: PYTHON=$(PYTHON) cannot import torch: pip install -r requirements.txt'; exit 2; }
-PIP := .venv/bin/python -m pip install --quiet --disable-pip-version-check
 setup: $(RUNTIME)
-.venv/.installed: requirements.txt
+.venv/.installed: requirements.txt requirements-dev.txt
 	@python3 -c '$(NEW_ENOUGH)' || exit 2
 	python3 -m venv .venv
-	$(PIP) -r requirements.txt
-	@touch $@
-.venv/.installed-dev: .venv/.installed requirements-dev.txt
-	$(PIP) -r requirements-dev.txt
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	@touch $@
 
 ##   make test                               the test suite, the fast part
 ##   make test-full                          all of it: real models, every fault, every wrong flag
 ##   make test-torch [TORCH="2.9.0 2.15.0"]  make test with each version that the Makefile lists, or
 ##                                           with these; an environment of 5.5 GB stays for each
-# In parallel where PYTHON has pytest-xdist; ARGS="-n 0" one by one, as --pdb and -s need it.
-PARALLEL = $(if $(shell $(PYTHON) -c "import xdist; print(1)" 2> /dev/null),$(WORKERS))
-WORKERS := -n auto --maxprocesses 4 --dist worksteal
-test: $(DEVELOPMENT)
-	$(PYTHON) -m pytest $(PARALLEL) -m "not full" $(ARGS)
-test-full: $(DEVELOPMENT)
+# ARGS="-n 0": one by one, as --pdb and -s need it.
+test: $(RUNTIME)
+	$(PYTHON) -m pytest -n auto --maxprocesses 4 --dist worksteal -m "not full" $(ARGS)
+test-full: $(RUNTIME)
 	$(PYTHON) -m pytest $(ARGS)
 TORCH := 2.9.0 2.10.0 2.12.1 2.13.0 2.14.1 2.15.0
 ENVIRONMENTS = "$${XDG_CACHE_HOME:-$$HOME/.cache}"/ddp-rung-by-rung
@@ -155,7 +147,7 @@ test-torch:
 	done; [ -z "$$failed" ] || { echo "error: failed with torch$$failed"; exit 1; }
 
 ##   make lint                               ruff: rules and format
-lint: $(DEVELOPMENT)
+lint: $(RUNTIME)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 

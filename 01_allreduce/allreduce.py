@@ -263,11 +263,14 @@ def copy_bandwidth() -> float:
     return source.nbytes / min(times)
 
 
+TORCH_BYTES = 4e8  # that a rank has for itself once torch is imported (2.15, on Linux)
+
+
 def run_grid(args, ranks_measure: Callable, rows_file: str) -> None:
     """Measure every backend with every world size, and say what this machine cannot run."""
     from common.launch.spawn import run_ranks
     from common.report import print_row
-    from common.setup import TORCH_BYTES, available_memory, progress
+    from common.setup import available_memory, progress
 
     print_row(HEADER, WIDTHS)
     sizes = [int(size * 2**18) * 4 for size in args.sizes_mb]  # whole float32s
@@ -301,10 +304,10 @@ def read_arguments(description: str, picture: str):
     parser = setup.Parser(description)
     add = parser.add_argument
     add("--demo", action="store_true", help="measure nothing")
-    add("--backends", type=backends, default="gloo,nccl", old_names=["--backend"])
-    add("--sizes-mb", type=sizes, default="1,10,100,1000", old_names=["--tensor_size_mb"])
-    add("--nproc", dest="world_sizes", type=ranks, default="2,4,6", old_names=["--world_size"])
-    add("--steps", type=one, default=20, help="measured calls", old_names=["--iters"])
+    add("--backends", "--backend", type=backends, default="gloo,nccl")
+    add("--sizes-mb", "--tensor_size_mb", type=sizes, default="1,10,100,1000")
+    add("--nproc", "--world_size", dest="world_sizes", type=ranks, default="2,4,6")
+    add("--steps", "--iters", type=one, default=20, help="measured calls")
     add("--warmup", type=one, default=5, help="calls before them, not measured")
     add("--json", type=setup.output_file, metavar="FILE", help="everything measured, raw")
     setup.add_plot_arguments(parser, picture)

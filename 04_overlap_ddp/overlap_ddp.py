@@ -246,7 +246,7 @@ def run(wrapper, **options):
     wrap = partial(wrapper, **{name: getattr(args, name) for name in options})
     with setup.process_group(args) as device:
         result = report.begin(folder.name, args, device)
-        wrappers = setup.users_wrapper(args) | {wrapper.__name__: wrap}
+        wrappers = setup.users_class(args) | {wrapper.__name__: wrap}
         model = result["model"] = report.describe(LanguageModel, args, replicas=len(wrappers) + 2)
         result["verify"] = {}
         if not args.no_verify:

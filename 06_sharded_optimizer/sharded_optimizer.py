@@ -426,7 +426,7 @@ class Training:
 
     def held_parts(self) -> list[int]:
         """Bytes that this rank holds: of parameters, gradients, optimizer state."""
-        from common.report import held_bytes
+        from common.memory import held_bytes
 
         parameters = list(self.model.parameters())
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -490,8 +490,8 @@ def benchmark(optimizers: dict, args, device, batch_shape) -> dict:
     for name, training in candidates.items():
         held = gather_objects(training.held_parts())
         samples[name]["optimizer_state_bytes"] = [state for _, _, state in held]
-        trace = args.trace if name == "ShardedOptimizer" else None
-        samples[name]["collectives_per_step"] = timing.count_collectives(training.step, trace)
+        samples[name]["collectives_per_step"] = timing.count_collectives(training.step)
+    timing.profile(steps, args.trace)
     print_times(samples)
     measured = [{"name": name, **times} for name, times in samples.items()]
     return {"memory_bytes": memory, "candidates": measured}
@@ -524,11 +524,8 @@ def main():
         sys.exit(f"error: {error}: copy the repository's folder common/ beside this script")
     args = setup.stage_arguments(__doc__, steps=10)
     optimizers = {"ShardedOptimizer": SHARDED_ADAMW}
-    if args.mine:
-        mine = setup.load(args.mine)
-        optimizers[setup.users_name(args)] = lambda params, **options: mine(
-            params, ADAMW, **options
-        )
+    for name, mine in setup.users_class(args).items():
+        optimizers[name] = lambda params, mine=mine, **options: mine(params, ADAMW, **options)
     with setup.process_group(args) as device:
         result = report.begin("06_sharded_optimizer", args, device)
         replicas = len(optimizers) if args.no_baseline else len(optimizers) + 3

@@ -246,9 +246,9 @@ def read_arguments():
     parser = setup.Parser(__doc__)
     add = parser.add_argument
     add("--nproc", type=count, default=2, help="so many trainers, and as many servers")
-    add("--trainers", type=count, old_names=["--number-trainers"], help="(default: --nproc)")
-    add("--servers", type=count, old_names=["--number-ps"], help="(default: --nproc)")
-    add("--embeddings", old_names=["--number-embeddings"], type=one, default=300, help=rows)
+    add("--trainers", "--number-trainers", type=count, help="(default: --nproc)")
+    add("--servers", "--number-ps", type=count, help="(default: --nproc)")
+    add("--embeddings", "--number-embeddings", type=one, default=300, help=rows)
     add("--embedding-dim", type=one, help=columns)
     add("--steps", type=steps, default=1000, help=f"measured; {EPOCH} are an epoch")
     add("--warmup", type=warmup, default=50, help="steps before them, not measured")
@@ -470,7 +470,7 @@ def train(args, servers):
 
     What it measured: {lookup: [{"seconds", "lookup_seconds", "examples"} of an epoch]}.
     """
-    from common.setup import progress, time_left
+    from common.setup import progress
 
     rank = dist.get_rank()
     warmup = args.warmup // EPOCH
@@ -480,11 +480,9 @@ def train(args, servers):
     all_batches = random_batches(args, args.embeddings, args.seed + rank)
     losses = []
     measured = {lookup: [] for lookup in lookups}
-    began = time.perf_counter()
     for epoch in range(1, epochs + 1):
         if rank == 0:
-            left = time_left(began, epoch - 1, epochs)
-            progress(f"training: epoch {epoch} of {epochs}{left}")
+            progress(f"training: epoch {epoch} of {epochs}")
         for lookup in lookups:
             batches = list(islice(all_batches, EPOCH))
             model.lookup_seconds = 0.0

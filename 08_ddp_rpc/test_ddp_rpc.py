@@ -249,7 +249,10 @@ def test_layout_and_upstreams_names_of_flags(words, expected, monkeypatch):
 
 
 WRONG = [
-    ("--trainers 100000", "argument --trainers: '100000' is not a whole number from 1 to 64"),
+    (
+        "--trainers 100000",
+        "argument --trainers/--number-trainers: '100000' is not a whole number from 1 to 64",
+    ),
     ("--embeddings 2000000000", "argument --embeddings: '2000000000' rows of 256 columns need"),
     ("--nproc 8 --embedding-dim 100", "argument --embedding-dim: '100' is not a multiple of 64: "),
     ("--warmup 5", "argument --warmup: '5' is not 0 or a multiple of 10"),

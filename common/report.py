@@ -1,12 +1,10 @@
-"""Percentiles, tables, the head of a result, the JSON file, and the memory that tensors take."""
+"""Percentiles, tables, the head of a result and the JSON file."""
 
 import json
 import os
 import platform
 import re
 import sys
-import tempfile
-from collections.abc import Callable, Iterable
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -14,7 +12,7 @@ import numpy
 import torch
 import torch.distributed as dist
 
-from common.setup import SIZES, check_memory, fail, say
+from common.setup import SIZES, available_memory, fail, say
 
 
 def percentiles(samples: list) -> list[float]:
@@ -41,23 +39,24 @@ def print_table(header: list[str], rows: list[list[str]]) -> None:
 
 def print_row(cells: list[str], widths: list[int]) -> None:
     """One line of such a table, where the rows are known one by one and the widths before them."""
-    aligned = [cells[0].ljust(widths[0])]
+    line = cells[0].ljust(widths[0])
     for cell, width in zip(cells[1:], widths[1:], strict=True):
-        aligned.append(cell.rjust(width))
-    say("  ".join(aligned).rstrip())
+        line += "  " + cell.rjust(width)
+    say(line.rstrip())
 
 
-def describe(model_class, args, replicas: int, copies: int = 5) -> dict:
-    """Print what is measured and see that there is memory for it; returns "model" of the JSON.
-
-    A replica has so many `copies` of its parameters' size: weight, gradient, two moments, bucket.
-    """
+def describe(model_class, args, replicas: int) -> dict:
+    """Print what is measured and see that there is memory for it; returns "model" of the JSON."""
     *shape, batch_size, context_length = SIZES[args.size]
     with torch.device("meta"):
         parameters = sum(p.numel() for p in model_class(*shape).parameters())
-    model = {"size": args.size, "parameters": parameters, "dtype": args.dtype}
-    model["batch_size"] = args.batch_size or batch_size
-    model["context_length"] = args.context_length or context_length
+    model = {
+        "size": args.size,
+        "parameters": parameters,
+        "dtype": args.dtype,
+        "batch_size": args.batch_size or batch_size,
+        "context_length": args.context_length or context_length,
+    }
     say(
         f"{args.size} model: {parameters / 1e6:.1f} million parameters, {args.dtype}, "
         f"{model['batch_size']} × {model['context_length']} tokens per rank; "
@@ -65,11 +64,13 @@ def describe(model_class, args, replicas: int, copies: int = 5) -> dict:
     )
     if args.device == "cpu":  # a GPU says itself when it is full
         ranks = int(os.environ["LOCAL_WORLD_SIZE"])
-        parameter_bytes = copies * getattr(torch, args.dtype).itemsize
-        check_memory(
-            ranks * replicas * parameters * parameter_bytes,
-            f"{ranks} ranks with {replicas} models each, {parameter_bytes} B a parameter,",
-        )
+        replica = 5 * parameters * getattr(torch, args.dtype).itemsize  # gradient, moments, bucket
+        needed, available = ranks * replicas * replica, available_memory()
+        if needed > available:
+            fail(
+                f"{ranks} ranks with {replicas} models each need {needed / 1e9:.1f} GB of memory, "
+                f"and this host has {available / 1e9:.1f} left: use fewer ranks or a smaller model"
+            )
     return model
 
 
@@ -192,61 +193,11 @@ def write_json(path: Path | None, result: dict) -> None:
         return
     result["seconds"] = (datetime.now(timezone.utc) - result["started"]).total_seconds()
     finite = json.loads(json.dumps(result, default=str), parse_constant=lambda _: None)
-    text = json.dumps(finite, indent=1) + "\n"
-    target = path.resolve()  # a link stays one
-    is_file = target.is_file() or not target.exists()  # and not /dev/null or a pipe
-    beside = target.with_name(f".{target.name}.{os.getpid()}") if is_file else target
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        beside.write_text(text)
-        beside.replace(target)
+        beside.write_text(json.dumps(finite, indent=1) + "\n")
+        beside.replace(path)
     except OSError as error:  # the disk is full
-        if is_file:
-            beside.unlink(missing_ok=True)
+        beside.unlink(missing_ok=True)
         fail(f"cannot write {path}: {error.strerror}")
     say(f"written: {path}")
-
-
-def held_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """The bytes of tensors on this rank: of a DTensor, those of its shard."""
-    local = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
-    return sum(tensor.nbytes for tensor in local)
-
-
-def peak_bytes(function: Callable[[], object], device: torch.device) -> int:
-    """Call a function: the most bytes of tensors that there were meanwhile, beyond those before.
-
-    On a CPU all ranks of a process group must call it. The profiler may miss what a thread of gloo
-    gives back, and then there is a tensor too many: the least of several calls is right.
-    """
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        function()
-        torch.cuda.synchronize(device)
-        return torch.cuda.max_memory_allocated(device) - before
-    # torch's profiler sees what gloo and compiled code take, too. (torch's MemTracker does not, and
-    # takes the gradients of DDP and FSDP for temporary memory.)
-    # acc_events: torch 2.12 warns that a profiler without it forgets earlier cycles.
-    cpu = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=cpu, profile_memory=True, acc_events=True) as profiler:
-        function()
-        if dist.is_initialized():
-            dist.barrier()  # gloo's threads have given back what they worked on
-    with tempfile.NamedTemporaryFile(suffix=".json") as trace:
-        profiler.export_chrome_trace(trace.name)
-        events = json.loads(Path(trace.name).read_text())["traceEvents"]
-    events = [event for event in events if event.get("name") == "[memory]"]
-    blocks = {}  # that the function has taken and not given back: address -> bytes
-    total = 0
-    peak = 0
-    for event in sorted(events, key=lambda event: event["ts"]):
-        address, size = event["args"]["Addr"], event["args"]["Bytes"]  # below 0: given back
-        # What is given back is looked up here: for a block from before the call the profiler may
-        # say the size of an older one at that address.
-        total -= blocks.pop(address, 0)
-        if size > 0:
-            blocks[address] = size
-            total += size
-            peak = max(peak, total)
-    return peak

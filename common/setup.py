@@ -3,10 +3,10 @@
 import argparse
 import atexit
 import os
+import re
 import socket
 import sys
 import time
-import traceback
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
@@ -19,6 +19,7 @@ import torch.distributed as dist
 # Before a group is there: imported later (by torch's optimizers) it keeps the group as a default
 # argument, so that gloo's threads outlive the group, and Python is sometimes aborted at its end.
 import torch.distributed.nn  # noqa: F401
+from torch import nn
 
 from common.check.loading import load, loadable, with_bucket_size
 
@@ -44,16 +45,12 @@ def is_rank_0() -> bool:
 
 
 def say(text: str = "") -> None:
-    """Print on rank 0, even into a closed pipe (`| head`): what comes later is still written.
-
-    A character that the output's encoding lacks becomes a question mark.
-    """
+    """Print on rank 0, even into a closed pipe (`| head`): what comes later is still written."""
     progress()
     if not is_rank_0():
         return
-    encoding = sys.stdout.encoding or "utf-8"
     try:
-        print(text.encode(encoding, "replace").decode(encoding), flush=True)
+        print(text, flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -62,14 +59,6 @@ def progress(text: str = "") -> None:
     """Show what runs on a terminal's standard error, over what stood there; nothing in a pipe."""
     if is_rank_0() and sys.stderr.isatty():
         print(f"\r\x1b[K{text[:79]}", end="", file=sys.stderr, flush=True)
-
-
-def time_left(began: float, done: int, total: int) -> str:
-    """ ", 12 s left" at the present pace, or "" before there is one; began: by perf_counter."""
-    if done == 0:
-        return ""
-    seconds = (time.perf_counter() - began) / done * (total - done)
-    return f", {seconds:.0f} s left"
 
 
 def fail(message: str):
@@ -90,19 +79,13 @@ class Parser(argparse.ArgumentParser):
         formatter = argparse.RawDescriptionHelpFormatter
         super().__init__(description=description, formatter_class=formatter, allow_abbrev=False)
 
-    def add_argument(self, *names, old_names=(), help="", **options):
-        """Add a flag; `old_names` are understood, too, but shown nowhere."""
+    def add_argument(self, *names, help="", **options):
         if str(options.get("default")) not in ("None", "False", argparse.SUPPRESS):
             help += " (default: %(default)s)"
-        action = super().add_argument(*names, *old_names, help=help.lstrip(), **options)
-        action.option_strings = [name for name in names if name.startswith("-")]
-        return action
+        return super().add_argument(*names, help=help.lstrip(), **options)
 
     def error(self, message):
         fail(message)
-
-    def print_help(self, file=None):
-        say(self.format_help())
 
 
 def checked(convert, is_allowed, allowed: str):
@@ -127,17 +110,15 @@ def list_of(convert):
 
 
 def can_be_written(path: Path) -> bool:
-    """A file that may be replaced or made, or a device; for one in results/ the folder is made."""
-    path = path.resolve()
-    if path.parent == ROOT / "results":
-        with suppress(OSError):
-            path.parent.mkdir(exist_ok=True)
-    target = path if path.exists() and not path.is_file() else path.parent
-    return path.parent.is_dir() and not path.is_dir() and os.access(target, os.W_OK)
+    """A file that can be made or replaced; its folder is made, in a folder that exists."""
+    with suppress(OSError):
+        path.parent.mkdir(exist_ok=True)
+    is_file = path.is_file() or not path.exists()
+    return is_file and path.parent.is_dir() and os.access(path.parent, os.W_OK)
 
 
 positive_number = checked(float, lambda number: number > 0, "a number above 0")  # inf is one
-output_file = checked(Path, can_be_written, "a file that can be written, in a folder that exists")
+output_file = checked(Path, can_be_written, "a file that can be written")
 
 
 def result_file(name: str) -> Path | None:
@@ -147,11 +128,13 @@ def result_file(name: str) -> Path | None:
 
 
 def network(text: str) -> str:
-    """A type for argparse: a rate and a delay, such as 1gbit,1ms."""
+    """A type for argparse: a rate and a delay, such as 1gbit,1ms. It prepares the network, too."""
+    wire = slow_network().wire
     try:
-        slow_network().read_network(text)
+        wire.connect(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+    wire.is_slow = False  # until on_the_network()
     return text
 
 
@@ -204,14 +187,11 @@ def add_verify_arguments(parser: Parser) -> None:
 
 def add_plot_arguments(parser: Parser, name: str) -> None:
     """--plot FILE, by default results/NAME of this repository if one can write, and --no-plot."""
-    default = f"results/{name}"
-
-    def picture(text: str) -> Path | None:
-        return result_file(name) if text is default else output_file(text)
-
-    add = parser.add_argument
-    add("--plot", type=picture, metavar="FILE", default=default, help="picture, PNG")
-    add("--no-plot", dest="plot", action="store_const", const=None, help="draw nothing")
+    picture = f"picture, PNG (default: results/{name})"
+    parser.add_argument("--plot", type=output_file, metavar="FILE", help=picture)
+    nothing = {"dest": "plot", "action": "store_const", "const": None}
+    parser.add_argument("--no-plot", help="draw nothing", **nothing)
+    parser.set_defaults(plot=result_file(name))
 
 
 def stage_arguments(description: str, steps: int, **options) -> argparse.Namespace:
@@ -228,16 +208,12 @@ def stage_arguments(description: str, steps: int, **options) -> argparse.Namespa
     return args
 
 
-def users_name(args: argparse.Namespace) -> str:
-    """A name for a row that none of ours has."""
-    return f"{args.mine.rpartition(':')[2]} (mine)"
-
-
-def users_wrapper(args: argparse.Namespace) -> dict:
-    """{name of its row: a function that wraps a module}, with --mine; {} without it."""
+def users_class(args: argparse.Namespace) -> dict:
+    """{name of its row: what --mine names}, a wrapper with our size of buckets; {} without it."""
     if not args.mine:
         return {}
-    return {users_name(args): with_bucket_size(load(args.mine), args.bucket_size_mb)}
+    name = f"{args.mine.rpartition(':')[2]} (mine)"
+    return {name: with_bucket_size(load(args.mine), args.bucket_size_mb)}
 
 
 def forget_launcher() -> None:
@@ -252,7 +228,7 @@ def choose_device(args: argparse.Namespace) -> torch.device:
     local_size = int(os.environ["LOCAL_WORLD_SIZE"])
     gpus = torch.cuda.device_count()
     if args.device == "auto":
-        args.device = "cuda" if gpus > 0 else "cpu"
+        args.device = "cuda" if gpus else "cpu"
     gpu_per_rank = args.device == "cuda" and gpus >= local_size
     if args.backend == "auto":
         args.backend = "nccl" if gpu_per_rank else "gloo"
@@ -263,10 +239,9 @@ def choose_device(args: argparse.Namespace) -> torch.device:
             "argument --backend: 'nccl' needs --device cuda and a GPU per rank; this host has "
             f"{gpus} GPUs for {local_size} ranks; use gloo or fewer ranks"
         )
-    if args.network and args.device == "cuda":
-        fail(f"argument --network: '{args.network}' is emulated on a CPU; use --device cpu")
-    if args.network and int(os.environ["WORLD_SIZE"]) > local_size:
-        fail(f"argument --network: '{args.network}' is emulated on one host, and here are several")
+    several_hosts = int(os.environ["WORLD_SIZE"]) > local_size
+    if args.network and (args.device == "cuda" or several_hosts):
+        fail(f"argument --network: '{args.network}' is emulated on one host's CPU; --device cpu")
     torch.set_num_threads(threads_per_rank(local_size))
     if args.device == "cpu":
         return torch.device("cpu")
@@ -282,35 +257,24 @@ def threads_per_rank(local_world_size: int) -> int:
     return max(1, int(min(cores, cgroup_limit("cpu.max")) // local_world_size))
 
 
-def cgroup_limit(name: str, folder: Path = Path("/sys/fs/cgroup")) -> float:
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def cgroup_limit(name: str) -> float:
     """What a container may use: cores by cpu.max (quota and period), bytes by memory.max."""
     with suppress(OSError, ValueError):
-        limit, *period = (folder / name).read_text().split()  # "max" is no number: no limit
+        limit, *period = (CGROUP / name).read_text().split()  # "max" is no number: no limit
         return int(limit) / int(*period or [1])
     return float("inf")
 
 
-TORCH_BYTES = 4e8  # that a rank has for itself once torch is imported (2.15, on Linux)
-
-
-def available_memory() -> int:
+def available_memory() -> float:
     """Bytes that processes can still have: what Linux calls available, elsewhere all there is."""
+    available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     system = Path("/proc/meminfo")
     if system.exists():
-        for line in system.read_text().splitlines():
-            if line.startswith("MemAvailable"):
-                return int(min(1024 * int(line.split()[1]), cgroup_limit("memory.max")))
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def check_memory(needed: float, what: str) -> None:
-    """End the run if this host has fewer bytes left than what is named needs."""
-    available = available_memory()
-    if needed > available:
-        fail(
-            f"{what} need {needed / 1e9:.1f} GB of memory, and this host has "
-            f"{available / 1e9:.1f} left: use fewer ranks or a smaller model"
-        )
+        available = 1024 * int(re.search(r"MemAvailable: *(\d+)", system.read_text())[1])
+    return min(available, cgroup_limit("memory.max"))
 
 
 @cache
@@ -323,21 +287,6 @@ def slow_network():
     except ModuleNotFoundError:
         fail(f"argument --network: copy the repository's 01_allreduce/slow_network to {folder}")
     return slow_network
-
-
-def name_of_backend(args: argparse.Namespace) -> str:
-    """What a process group is made with; with --network this prepares the network, too."""
-    if not args.network:
-        return args.backend
-    slow_network().wire.connect(args.network)
-    slow_network().wire.is_slow = False  # until on_the_network()
-    return "slow_network"
-
-
-def late_network() -> str:
-    """What a process group is made with whose results are there only for who waits for them."""
-    slow_network().wire.is_late = True
-    return "slow_network"
 
 
 @contextmanager
@@ -359,18 +308,14 @@ def without_gloo_greeting():
 
     So standard output leads nowhere while a process group is made.
     """
-    if torch.__version__ >= "2.12":
-        yield
-        return
     output = os.dup(1)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
     try:
         yield
     finally:
         os.dup2(output, 1)
         os.close(output)
-        os.close(nowhere)
 
 
 # Groups that were left. If a DDP model frees the group it may wait for ever: it keeps Python's lock
@@ -393,7 +338,7 @@ def process_group(args: argparse.Namespace):
         store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
         with without_gloo_greeting():
             dist.init_process_group(
-                name_of_backend(args),
+                "slow_network" if args.network else args.backend,
                 timeout=timeout,
                 store=store,
                 rank=rank,
@@ -410,30 +355,25 @@ def process_group(args: argparse.Namespace):
         yield device
     except KeyboardInterrupt:  # Ctrl-C reaches all ranks
         sys.exit("interrupted" if rank == 0 else 1)
+    except torch.OutOfMemoryError as error:
+        fail(f"not enough memory on the GPU: use a smaller run ({error})")
     except RuntimeError as error:  # gloo has no other class, and two ways to say timeout
-        message = str(error)
-        if "imed out" in message or "timeout" in message:
-            name_the_missing(store, rank, world_size, error, args.timeout)
-        if "out of memory" in message or "can't allocate memory" in message:
-            fail(f"not enough memory; choose a smaller run ({message.splitlines()[0]})")
+        if "imed out" in str(error) or "timeout" in str(error):
+            name_the_missing(store, rank, world_size, args.timeout)
         raise
     finally:
         LEFT.append(dist.group.WORLD)
         dist.destroy_process_group()
 
 
-def name_the_missing(store, rank: int, world_size: int, error: Exception, timeout: float):
-    """After a timeout every rank that noticed signs in; say which did not, and where we waited."""
-    signs = [f"timed out/{other}" for other in range(world_size)]
-    store.set(signs[rank], "")
-    with suppress(RuntimeError):
-        store.wait(signs, timedelta(seconds=5))
-    missing = [str(other) for other, sign in enumerate(signs) if not store.check([sign])]
-    frames = traceback.extract_tb(error.__traceback__)[1:]
-    place = " > ".join(frame.name for frame in frames if "/torch/" not in frame.filename)
+def name_the_missing(store: dist.Store, rank: int, world_size: int, timeout: float) -> None:
+    """After a timeout every rank that noticed signs in; end with the numbers of the others."""
+    store.set(f"timed out/{rank}", "")
+    time.sleep(5)
+    missing = [str(r) for r in range(world_size) if not store.check([f"timed out/{r}"])]
+    silent = ", ".join(missing) or "unknown: all have timed out"
     sys.exit(
-        f"error: rank {rank} waited more than --timeout {timeout:g} s in {place}; "
-        f"no answer from rank {', '.join(missing) or 'unknown: all have timed out'}"
+        f"error: rank {rank} waited more than --timeout {timeout:g} s; no answer from rank {silent}"
     )
 
 
@@ -469,17 +409,11 @@ def load_equal_shares(args: argparse.Namespace, device: torch.device) -> list[to
     images, labels, *held_out = [tensor.to(device) for tensor in tensors]
     world_size = dist.get_world_size()
     used = len(images) // world_size * world_size  # equal shares, in the last batch too
-    if args.log_every or used < len(images):
-        say(
-            f"verify: rank r takes images r, r + {world_size}, … of every {64 * world_size}; "
-            f"{used} of {len(images)} are used"
-        )
     return [images[:used], labels[:used], *held_out]
 
 
-def classifier(seed: int, images: torch.Tensor) -> torch.nn.Module:
+def classifier(seed: int, images: torch.Tensor) -> nn.Module:
     """The model that verify trains, for images of this size, dtype and device."""
     torch.manual_seed(seed)
-    hidden = [torch.nn.Linear(images.shape[1], 50), torch.nn.ReLU()]
-    hidden += [torch.nn.Linear(50, 50), torch.nn.ReLU()]
-    return torch.nn.Sequential(*hidden, torch.nn.Linear(50, 10)).to(images)
+    first, second, last = nn.Linear(images.shape[1], 50), nn.Linear(50, 50), nn.Linear(50, 10)
+    return nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), last).to(images)

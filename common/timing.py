@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from common.setup import on_the_network, progress, say, time_left
+from common.setup import on_the_network, progress, say
 
 
 def torch_ddp(args) -> dict[str, Callable]:
@@ -75,13 +75,10 @@ def measure(candidates: dict[str, Callable[[], dict]], steps: int, warmup: int) 
     without the first `warmup` rounds.
     """
     mine = {name: [] for name in candidates}
-    rounds = warmup + steps
-    began = time.perf_counter()
     with on_the_network():
-        for i in range(rounds):
-            left = time_left(began, i, rounds)
+        for i in range(warmup + steps):
             for name, step in candidates.items():
-                progress(f"step {i + 1} of {rounds}{left}: {name}")
+                progress(f"step {i + 1} of {warmup + steps}: {name}")
                 dist.barrier()
                 mine[name].append(step())
     all_ranks = [None] * dist.get_world_size()
@@ -155,12 +152,11 @@ def profile(candidates: dict[str, Callable[[], object]], trace: Path | None) -> 
         say(f"written: {trace}")
 
 
-def count_collectives(step: Callable[[], object], trace: Path | None = None) -> int:
-    """Collectives in one more step; three further ones are profiled where there is a `trace`."""
+def count_collectives(step: Callable[[], object]) -> int:
+    """Collectives in one more step."""
     step()  # in its second step torch DDP arranges its buckets anew, with two broadcasts
     with CollectiveCounter() as counter:
         step()
-    profile({"step": step}, trace)
     return counter.count
 
 

@@ -78,7 +78,7 @@ def main():
     with setup.process_group(args) as device:
         wrappers = {"no communication": no_communication}
         wrappers |= {"NaiveDDP": naive_ddp.NaiveDDP, "FlatDDP": FlatDDP, "OverlapDDP": OverlapDDP}
-        wrappers |= {"BucketedDDP": bucketed, **setup.users_wrapper(args)}
+        wrappers |= {"BucketedDDP": bucketed, **setup.users_class(args)}
         wrappers |= timing.torch_ddp(args) | tuned_torch_ddp(args)
         result = report.begin("05_bucketed/compare", args, device)
         model = result["model"] = report.describe(naive_ddp.LanguageModel, args, len(wrappers) + 1)

@@ -87,7 +87,7 @@ def measure(args, device: torch.device, wrappers: dict) -> tuple[list[nn.Paramet
     All train one model: of its wrappers only the one whose forward runs acts. Returns its
     parameters from the last to the first, and an object for the JSON.
     """
-    described = report.describe(LanguageModel, args, replicas=1, copies=5 + len(wrappers))
+    described = report.describe(LanguageModel, args, replicas=2)
     shape = setup.SIZES[args.size][:5]
     batch_shape = described["batch_size"], described["context_length"]
     torch.manual_seed(args.seed + dist.get_rank())

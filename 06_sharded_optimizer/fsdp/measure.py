@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from common import report, setup, timing
+from common.memory import peak_bytes
 
 
 def fully_sharded(choose_units, model: nn.Module) -> nn.Module:
@@ -105,8 +106,8 @@ def benchmark(args, device, model, wraps, choose_units) -> list[dict]:
     samples = timing.measure(steps, args.steps, args.warmup)
     for name, step in steps.items():
         samples[name]["sent_bytes"] = sent_bytes(step)
-        trace = args.trace if name == "FSDP" else None
-        samples[name]["collectives_per_step"] = timing.count_collectives(step, trace)
+        samples[name]["collectives_per_step"] = timing.count_collectives(step)
+    timing.profile(steps, args.trace)
     print_steps(samples)
     return [{"name": name, **times} for name, times in samples.items()]
 
@@ -166,7 +167,7 @@ def held_bytes(training: Training, device) -> list[int]:
     peaks = []  # the profiler may miss what gloo gives back, or gloo be quicker: the median
     for _ in range(3):
         training.optimizer.zero_grad()
-        peaks.append(report.peak_bytes(training.compute_gradients, device))
+        peaks.append(peak_bytes(training.compute_gradients, device))
     kept = training.held_parts()
     is_ddp = isinstance(training.model, DistributedDataParallel)  # its gradients stay in buckets
     return [*kept, sorted(peaks)[1] - (0 if is_ddp else kept[1])]
@@ -262,7 +263,7 @@ def main(description: str, wrap, choose_units) -> None:
         return
     with setup.process_group(args) as device:
         result = report.begin("06_sharded_optimizer/fsdp", args, device)
-        wraps = {"FSDP": wrap} | setup.users_wrapper(args)
+        wraps = {"FSDP": wrap} | setup.users_class(args)
         replicas = len(wraps) if args.no_baseline else len(wraps) + 3
         model = result["model"] = report.describe(stage.LanguageModel, args, replicas)
         with setup.without_gloo_greeting():

@@ -42,7 +42,7 @@ from compile_models import create  # noqa: E402
 from resnet_ddp import be_the_only_rank  # noqa: E402
 from upstream import as_ours  # noqa: E402
 
-from common import report, setup, timing  # noqa: E402
+from common import memory, report, setup, timing  # noqa: E402
 from common.setup import say  # noqa: E402
 
 
@@ -256,9 +256,9 @@ def prepare(args, device, configuration: Configuration, expected: dict) -> dict:
     model.zero_grad()
     measured_step()  # after its first backward DDP arranges the buckets anew
     # The least is right: the profiler may miss what gloo's thread releases, and then counts more.
-    peak = min(report.peak_bytes(measured_step, device) for _ in range(3))
-    held = report.held_bytes(model.parameters())
-    stays = held + report.held_bytes([*model.buffers(), *floats(inputs)])
+    peak = min(memory.peak_bytes(measured_step, device) for _ in range(3))
+    held = memory.held_bytes(model.parameters())
+    stays = held + memory.held_bytes([*model.buffers(), *floats(inputs)])
     if configuration.how == "ddp":  # its buckets have a place for each gradient
         stays += held
     found["peak_bytes"] = stays + peak

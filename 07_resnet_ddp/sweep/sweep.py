@@ -95,8 +95,9 @@ def measure_subset(benchmark, ranks: list[int], use_ddp: bool, args, train_model
     """
     # Every rank has to create every group, also those that it is not in.
     timeout = timedelta(seconds=min(args.timeout, 1e6))
+    backend = "slow_network" if args.network else args.backend
     with setup.without_gloo_greeting():
-        group = dist.new_group(ranks, timeout=timeout, backend=setup.name_of_backend(args))
+        group = dist.new_group(ranks, timeout=timeout, backend=backend)
     seconds = []
     if dist.get_rank() in ranks:
         torch.manual_seed(dist.get_rank())

@@ -19,7 +19,7 @@ from common.check.facts import communication
 from common.check.findings import Failed, NotTried, evidence_of, need
 from common.check.models import Plain, finish, new
 from common.check.runner import is_of_user
-from common.report import held_bytes
+from common.memory import held_bytes
 
 
 def large():

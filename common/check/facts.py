@@ -6,7 +6,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from common.check import models
-from common.report import peak_bytes
+from common.memory import peak_bytes
 from common.setup import with_bucket_size
 from common.timing import CollectiveCounter
 

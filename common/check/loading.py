@@ -30,7 +30,7 @@ def load_module(file: str):
     folders.append(path.parent)
     sys.path[:0] = [str(folder) for folder in folders]
     hidden = {}
-    if any(folder != OURS and list(folder.glob("common*")) for folder in folders):
+    if OURS not in folders:
         for module in [name for name in sys.modules if name.partition(".")[0] == "common"]:
             hidden[module] = sys.modules.pop(module)
     try:

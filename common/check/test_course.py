@@ -118,6 +118,8 @@ class FSDP(nn.Module):
 """
 ADAPTERS = """
 from __future__ import annotations
+import common  # a helper of the course with a name of ours
+assert common.average
 
 def get_ddp_individual_parameters(module):
     from course_systems.ddp import DDP
@@ -161,7 +163,7 @@ FILES = {
     "a_course/__init__.py": "",
     "a_course/model.py": MODEL,
     "course_systems/__init__.py": "",
-    "course_systems/averages.py": "from common import average",  # a helper with a name of ours
+    "course_systems/averages.py": "from common import average",
     "common.py": HELPER,
     "course_systems/ddp.py": DDP,
     "course_systems/mistakes.py": CHECK.with_name("mistakes.py").read_text(),

@@ -19,7 +19,7 @@ from torch.distributed import run  # noqa: E402
 from torch.distributed.elastic.multiprocessing import api  # noqa: E402
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError  # noqa: E402
 
-from common.setup import TORCH_BYTES, check_memory, progress, threads_per_rank  # noqa: E402
+from common.setup import progress, threads_per_rank  # noqa: E402
 
 
 class Ended(api.SignalException):
@@ -45,8 +45,6 @@ def share_cores(ranks: int) -> None:
 def main() -> None:
     ranks = sys.argv[sys.argv.index("--nproc-per-node") + 1]
     if ranks.isdecimal():  # and not auto, cpu or gpu
-        # In a second, before a rank is started.
-        check_memory(int(ranks) * TORCH_BYTES, f"{ranks} ranks with nothing but torch")
         share_cores(int(ranks))
     # Else it says first that it ends the other ranks, and which rank failed how.
     for name in ("multiprocessing.api", "agent.server.api"):

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from common import setup
+from common.check.runner import late_network
 from common.testing.forked_script import run_script
 
 
@@ -106,7 +106,7 @@ def _serve(rank: int, world_size: int, store: str, pipe, output: Path, is_late: 
     os.dup2(file, 2)
     torch.set_num_threads(1)
     dist.init_process_group(
-        setup.late_network() if is_late else "gloo",
+        late_network() if is_late else "gloo",
         store=dist.FileStore(store, world_size),
         rank=rank,
         world_size=world_size,
@@ -223,20 +223,6 @@ class Forked:
         status, output = run.wait()
         killer.cancel()
         return status, output, shown.decode()
-
-    def check_closed_pipe(self, world_size, path, *words, **options) -> str:
-        """Its output is read for one line only, as by `head -1`: the run goes on, and ends well.
-
-        Returns what it says on standard error.
-        """
-        ours, pipe = os.pipe()
-        run = self.start(world_size, path, *words, stdout=pipe, **options)
-        os.close(pipe)
-        with open(ours) as output:
-            output.readline()
-        status, errors = run.wait()
-        assert status == 0 and "Traceback" not in errors and "Broken" not in errors, errors
-        return errors
 
     def end(self) -> None:
         for run in self.runs:

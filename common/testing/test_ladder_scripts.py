@@ -6,7 +6,6 @@ Below their markers they are the same, so most of it is tried with one of them.
 import importlib
 import json
 import os
-import re
 import signal
 
 import pytest
@@ -116,9 +115,8 @@ def test_a_rank_that_stops_answering_is_named(script):
     harness.wait_for_line(run, "mini model: ")
     os.kill(victim, signal.SIGSTOP)
     status, output = run.wait(timeout=60)
-    place = "run > .*(make_step|benchmark) > .*"
-    message = rf"error: rank 0 waited more than --timeout 3 s in {place}; no answer from rank 1\n"
-    assert status != 0 and re.search(message, output), output
+    message = "error: rank 0 waited more than --timeout 3 s; no answer from rank 1\n"
+    assert status != 0 and message in output, output
 
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="is right with a GPU")

@@ -1,6 +1,5 @@
 """The Makefile, mostly by what `make -n` would run: names, numbers of ranks, other variables."""
 
-import subprocess
 import sys
 
 import pytest
@@ -86,35 +85,11 @@ def test_a_stage_runs(script):
     assert status == 0 and "Percentiles over all" in output, output
 
 
-@pytest.mark.full
-@pytest.mark.skipif(sys.platform != "linux", reason="needs a read-only bind mount")
-@pytest.mark.parametrize(
-    "words",
-    [["05_bucketed", f"ARGS={STAGE}"], ["01_allreduce", "ARGS=--demo"]],
-    ids=lambda words: words[0],
-)
-def test_a_read_only_checkout_runs(words):
-    """What draws nothing, or elsewhere, needs no results/."""
-    command = f'mount --bind "{ROOT}" "{ROOT}" && mount -o remount,ro,bind "{ROOT}" && cd "{ROOT}"'
-    command += ' && ! touch x 2> /dev/null && exec make "$@"'
-    unshare = ["unshare", "--mount", "--map-root-user", "sh", "-c", command, "sh"]
-    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    run = subprocess.run([*unshare, f"PYTHON={sys.executable}", *words], **output)
-    if "unshare" in run.stdout or "mount: " in run.stdout:
-        pytest.skip(f"no mount namespaces here: {run.stdout.splitlines()[0]}")
-    assert run.returncode == 0, run.stdout
-
-
-SMALL = "--device cpu --image-size 8 --global-batch 8 --steps-per-epoch 1 --epochs 1 --held-out 8"
-
-
 @pytest.mark.parametrize(
     "words, said",
     [
         (["check", "MINE=common/check/mistakes.py:None_"], "has no class or function None_"),
         (["01_allreduce", "ARGS=--sizes-mb 1 --nproc 2 --steps 2 --no-plot"], "model: t(S)"),
-        pytest.param(["07_resnet_ddp", f"ARGS={SMALL}"], "images/s", marks=pytest.mark.full),
-        pytest.param(["08_ddp_rpc", "ARGS=--steps 10"], "loss: ", marks=pytest.mark.full),
     ],
 )
 def test_what_a_launcher_has_left_in_the_shell_changes_nothing(monkeypatch, words, said):

@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from common.report import held_bytes, peak_bytes
+from common.memory import held_bytes, peak_bytes
 
 CPU = torch.device("cpu")
 
