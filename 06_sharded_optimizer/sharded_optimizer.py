@@ -185,6 +185,7 @@ def add_to_local(sharded: ShardedOptimizer, groups: list[dict]) -> None:
         if sharded.local is None:
             sharded.local = sharded.optimizer_cls(own_groups, **sharded.options)
         else:
+            sync_groups_to_local(sharded)
             for own_group in own_groups:
                 sharded.local.add_param_group(own_group)
         if isinstance(sharded.local, torch.optim.LBFGS):
