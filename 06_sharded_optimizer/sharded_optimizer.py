@@ -15,7 +15,6 @@ SC 2020, section 5.1 (P_os); Stanford CS336, assignment 2, "Optimizer state shar
 """
 
 import sys
-from copy import deepcopy
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -272,7 +271,7 @@ def from_rank(source: int, sharded: ShardedOptimizer, values):
 
 
 def copy_to_cpu(value):
-    return value.detach().to("cpu", copy=True) if torch.is_tensor(value) else deepcopy(value)
+    return value.detach().to("cpu", copy=True) if torch.is_tensor(value) else value
 
 
 ADAMW = torch.optim.AdamW

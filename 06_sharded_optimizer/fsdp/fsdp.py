@@ -458,18 +458,17 @@ def shard_weights(module, units, compute_dtype, process_group) -> tuple[list, li
     Weights that differ in dtype, or in whether they are trained, are not in one FlatParameter.
     Returns all, and who needs which: (module, flat). A tied weight is needed by several modules.
     """
-    names = {}
+    names = {part: name or "the module" for name, part in module.named_modules()}
     owners = {}  # weight -> [(module, name), …]
-    for name, owner in module.named_modules():
-        names[owner] = name or "the module"
-        for own_name, parameter in owner._parameters.items():
+    for owner in names:
+        for name, parameter in owner._parameters.items():
             if parameter is not None and parameter.ndim >= 2 and parameter.numel():
-                owners.setdefault(parameter, []).append((owner, own_name))
-    weights_of = {}
+                owners.setdefault(parameter, []).append((owner, name))
+    in_units = {parameter for unit in units for parameter in unit.parameters()}
+    in_units -= set(module.parameters(recurse=False))
+    weights_of = {module: [weight for weight in owners if weight not in in_units]}
     for unit in units:
         weights_of[unit] = [weight for weight in unit.parameters() if weight in owners]
-    in_units = set().union(*weights_of.values()) - set(module.parameters(recurse=False))
-    weights_of = {module: [weight for weight in owners if weight not in in_units]} | weights_of
     flat_of = {}
     uses = []
     for unit, weights in weights_of.items():
