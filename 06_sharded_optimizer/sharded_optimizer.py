@@ -242,9 +242,7 @@ def gather_state(sharded: ShardedOptimizer, state_dict: dict) -> dict:
 
 def scatter_state(sharded: ShardedOptimizer, state_dict: dict | None) -> dict:
     """This rank's part of the whole state_dict that rank 0 was given."""
-    whole = {"state": {}, "param_groups": []}
-    if sharded.rank == 0:
-        whole |= state_dict or {}
+    whole = state_dict or {"state": {}, "param_groups": []}
     packed_groups = from_rank(0, sharded, whole["param_groups"])
     if not packed_groups:
         raise ValueError("rank 0 was given no whole state: pass what state_dict() returns there")
