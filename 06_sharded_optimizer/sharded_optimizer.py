@@ -15,7 +15,6 @@ SC 2020, section 5.1 (P_os); Stanford CS336, assignment 2, "Optimizer state shar
 """
 
 import sys
-from copy import deepcopy
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -113,14 +112,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict:
         """On rank 0 the whole state, on CPU, as `optimizer_cls` without sharding would give it.
 
-        It is a copy, fetched parameter by parameter. On other ranks "state" is empty.
+        It is a copy, fetched parameter by parameter. On other ranks it is empty.
         """
         return gather_state(self, super().state_dict())
 
     def load_state_dict(self, state_dict: dict | None) -> None:
         """Load a whole state, saved at any world size or by `optimizer_cls` itself.
 
-        The first rank that has one hands it out; others may pass None, or what they got.
+        Rank 0 hands it out; what others pass does not matter.
         """
         super().load_state_dict(scatter_state(self, state_dict))
 
@@ -133,40 +132,41 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 
 def agree_on_groups(sharded: ShardedOptimizer, params) -> list[dict]:
-    """Let the base class check and append groups; returns the new ones.
+    """The new groups, in the base class's form. ValueError, on all ranks, if theirs differ."""
 
-    If one rank refuses them, or has others than rank 0, all raise, and no rank keeps any.
-    """
-    before = len(sharded.param_groups)
-    failure = None
+    def checked() -> list[dict]:
+        groups = torch.optim.Optimizer(params, {}).param_groups  # whatever form they have
+        torch.optim.Optimizer([*sharded.param_groups, *groups], {})  # no parameter is in two
+        return groups
+
+    groups = on_all_ranks(checked, sharded.process_group)
     lines = []
+    for number, group in enumerate(groups):
+        for p in group["params"]:
+            layout = f"{tuple(p.shape)} {p.dtype} strides={p.stride()} {p.device.type}"
+            kind = f"requires_grad={p.requires_grad}, group {number}"
+            lines.append(f"as number {len(lines)} {layout}, {kind}")
+    all_lines = gather_objects(lines, sharded.process_group)
+    for rank, theirs in enumerate(all_lines):
+        for first, other in zip_longest(all_lines[0], theirs, fillvalue="nothing"):
+            if first != other:
+                raise ValueError(
+                    f"the ranks' parameters differ: rank 0 has {first}, rank {rank} has {other}"
+                )
+    return groups
+
+
+def on_all_ranks(function, process_group):
+    """What it returns. If it raises on one rank all raise, or they would wait for that one."""
+    result = failure = None
     try:
-        for group in torch.optim.Optimizer(params, {}).param_groups:  # whatever form they have
-            torch.optim.Optimizer.add_param_group(sharded, group)
-        for number, group in enumerate(sharded.param_groups):
-            for p in group["params"]:
-                layout = f"{tuple(p.shape)} {p.dtype} strides={p.stride()} {p.device.type}"
-                kind = f"requires_grad={p.requires_grad}, group {number}"
-                lines.append(f"as number {len(lines)} {layout}, {kind}")
-    except Exception as error:  # the other ranks must hear of it, or they would wait for us
+        result = function()
+    except Exception as error:
         failure = error
-        lines = [f"{type(error).__name__}: {error}"]
-    difference = first_difference(gather_objects(lines, sharded.process_group))
-    if difference:
-        failure = ValueError(f"the ranks' parameters differ: {difference}")
-    if failure:
-        del sharded.param_groups[before:]
-        raise failure
-    return sharded.param_groups[before:]
-
-
-def first_difference(all_lines: list[list[str]]) -> str | None:
-    """The first line in which a rank differs from rank 0, said in words."""
-    for rank, lines in enumerate(all_lines):
-        for expected, found in zip_longest(all_lines[0], lines, fillvalue="nothing"):
-            if expected != found:
-                return f"rank 0 has {expected}, rank {rank} has {found}"
-    return None
+    for rank, text in enumerate(gather_objects(failure and str(failure), process_group)):
+        if text is not None:
+            raise failure or ValueError(f"rank {rank}, of its part of the parameters: {text}")
+    return result
 
 
 def gather_objects(mine, process_group=None) -> list:
@@ -177,32 +177,22 @@ def gather_objects(mine, process_group=None) -> list:
 
 
 def add_to_local(sharded: ShardedOptimizer, groups: list[dict]) -> None:
-    """Construct an optimizer of this rank's part of new groups: the local one, or a part of it.
+    """Give the local optimizer this rank's part of new groups. If one refuses its part, all do."""
 
-    If the class refuses them on one rank, all raise, and no rank keeps any.
-    """
-    failure = None
-    try:
+    def add() -> None:
         own_groups = [own_part(sharded, group) for group in groups]
-        made = sharded.optimizer_cls(own_groups, **sharded.options)
-        if isinstance(made, torch.optim.LBFGS):
+        if sharded.local is None:
+            sharded.local = sharded.optimizer_cls(own_groups, **sharded.options)
+        else:
+            sync_groups_to_local(sharded)
+            for own_group in own_groups:
+                sharded.local.add_param_group(own_group)
+        if isinstance(sharded.local, torch.optim.LBFGS):
             raise ValueError("LBFGS looks at all parameters at once: use it without sharding")
-    except Exception as error:
-        failure = error
-    for rank, text in enumerate(gather_objects(failure and str(failure), sharded.process_group)):
-        if text is not None:
-            del sharded.param_groups[-len(groups) :]
-            for parameter in [parameter for group in groups for parameter in group["params"]]:
-                sharded.loads[sharded.owners.pop(parameter)] -= parameter.nbytes
-            raise failure or ValueError(f"rank {rank}, of its part of the parameters: {text}")
-    for group, local_group in zip(groups, made.param_groups, strict=True):
-        group.update({**local_group, "params": group["params"]})  # the options it did not say
-    if sharded.local is None:
-        sharded.local = made
-    else:
-        for local_group in made.param_groups:
-            sharded.local.add_param_group(local_group)
-        sharded.local.state.update(made.state)  # some classes (Adagrad) have it from the beginning
+
+    on_all_ranks(add, sharded.process_group)
+    sharded.param_groups += groups
+    sync_groups_from_local(sharded)  # the options that they did not say
 
 
 def own_part(sharded: ShardedOptimizer, group: dict) -> dict:
@@ -238,33 +228,27 @@ def sync_groups_from_local(sharded: ShardedOptimizer) -> None:
 
 
 def gather_state(sharded: ShardedOptimizer, state_dict: dict) -> dict:
-    """Of this rank's state_dict the whole one, on rank 0."""
+    """Of this rank's state_dict the whole one, on rank 0; an empty one elsewhere."""
     mine = state_dict["state"]
     state_dict["state"] = {}
     for packed, index, parameter in numbered(sharded, state_dict["param_groups"]):
         owner = sharded.owners[parameter]
-        state = from_rank(owner, sharded, mine.get(index, {}))
-        packed.update(from_rank(owner, sharded, packed))  # this rank may own nothing of the group
+        state, options = from_rank(owner, sharded, [mine.get(index, {}), packed])
+        packed.update(options)  # this rank may own nothing of the group
         if state and sharded.rank == 0:
             state_dict["state"][index] = state
-    if sharded.rank != 0:
-        state_dict["state_is_on_rank"] = 0
-    return state_dict
+    return state_dict if sharded.rank == 0 else {"state": {}, "param_groups": []}
 
 
 def scatter_state(sharded: ShardedOptimizer, state_dict: dict | None) -> dict:
-    """This rank's part of the whole state_dict that some rank was given."""
-    if state_dict is None or "state_is_on_rank" in state_dict:
-        state_dict = {"state": {}, "param_groups": None}
-    all_groups = gather_objects(state_dict["param_groups"], sharded.process_group)
-    sources = [rank for rank, groups in enumerate(all_groups) if groups]
-    if not sources:
-        raise ValueError("no whole state was given: pass what state_dict() returns on rank 0")
-    source = sources[0]
-    packed_groups = all_groups[source]
+    """This rank's part of the whole state_dict that rank 0 was given."""
+    whole = state_dict or {"state": {}, "param_groups": []}
+    packed_groups = from_rank(0, sharded, whole["param_groups"])
+    if not packed_groups:
+        raise ValueError("rank 0 was given no whole state: pass what state_dict() returns there")
     state = {}
     for _, index, parameter in numbered(sharded, packed_groups):
-        piece = from_rank(source, sharded, state_dict["state"].get(index, {}))
+        piece = from_rank(0, sharded, whole["state"].get(index, {}))
         if piece and sharded.rank == sharded.owners[parameter]:
             state[index] = piece
     return {"state": state, "param_groups": packed_groups}
@@ -277,7 +261,7 @@ def numbered(sharded: ShardedOptimizer, packed_groups: list[dict]):
             yield packed, index, parameter
 
 
-def from_rank(source: int, sharded: ShardedOptimizer, values: dict) -> dict:
+def from_rank(source: int, sharded: ShardedOptimizer, values):
     """On all ranks a copy, on CPU, of rank `source`'s values, however they are nested."""
     box = [tree_map(copy_to_cpu, values)]
     dist.broadcast_object_list(box, group=sharded.process_group, group_src=source)
@@ -285,7 +269,7 @@ def from_rank(source: int, sharded: ShardedOptimizer, values: dict) -> dict:
 
 
 def copy_to_cpu(value):
-    return value.detach().to("cpu", copy=True) if torch.is_tensor(value) else deepcopy(value)
+    return value.detach().to("cpu", copy=True) if torch.is_tensor(value) else value
 
 
 ADAMW = torch.optim.AdamW

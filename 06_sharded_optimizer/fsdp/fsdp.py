@@ -17,7 +17,7 @@ import sys
 import weakref
 from collections.abc import Mapping
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -181,7 +181,6 @@ class FSDP(nn.Module):
 # torch has renamed them (2.13, 2.14), and warns of the old names.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-SAME_UNITS = "all ranks must use the same units in the same order, or units=[that module]"
 CAME_TWICE = """\
 a weight's gradient came twice before the finish. Either backward() ran twice: finish in between.
 Or one backward did it, with two re-entrant checkpoints of a layer, or a head in chunks that each
@@ -241,15 +240,14 @@ class Agreement:
         """What was announced first, and now all have announced."""
         flat = next(iter(self.announced))
         numbers, work = self.announced.pop(flat)
-        try:
-            work.wait()
-        except RuntimeError as error:
-            name = flat.name if flat else "nothing more"
-            raise RuntimeError(f"not all ranks gather {name}: {SAME_UNITS} ({error})") from error
+        work.wait()
         if (numbers != numbers[0]).any():
             names = [each.name if each else "nothing more" for each in self.numbers]
             found = [names[number] for number in numbers.tolist()]
-            raise RuntimeError(f"rank by rank {found} are gathered: {SAME_UNITS}")
+            raise RuntimeError(
+                f"rank by rank {found} are gathered: all ranks must use the same units in the same"
+                " order, or units=[that module]"
+            )
         if flat:
             flat.unshard()
 
@@ -324,7 +322,7 @@ def average_replicated(model: FSDP) -> None:
 class ShardedGradient(torch.Tensor):
     """This rank's part of a gradient; its norm is that of the whole, and a call of all ranks.
 
-    So torch's clip_grad_norm_ is right here.
+    So torch's clip_grad_norm_ is right here, and with foreach=True it is one all-reduce.
     """
 
     @classmethod
@@ -357,19 +355,6 @@ def norms_of_whole(gradients, p="fro", ord=2, **options) -> list[torch.Tensor]:
         dist.all_reduce(summed, group=gradients[sharded[0]].group)
         squares[sharded] = summed
     return squares.sqrt().unbind()
-
-
-def clip_grad_norm(model: FSDP, max_norm: float) -> torch.Tensor:
-    """After the finish: scale all gradients to a norm of at most max_norm; returns what it was.
-
-    As torch's clip_grad_norm_, which has an all-reduce for each weight on a CPU, and here is one.
-    """
-    if model.in_backward:
-        raise RuntimeError("call finish_gradient_synchronization() before clip_grad_norm()")
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    norm = torch.stack(norms_of_whole(gradients)).norm()
-    nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
-    return norm
 
 
 def reshard_all(model: FSDP) -> None:
@@ -473,18 +458,17 @@ def shard_weights(module, units, compute_dtype, process_group) -> tuple[list, li
     Weights that differ in dtype, or in whether they are trained, are not in one FlatParameter.
     Returns all, and who needs which: (module, flat). A tied weight is needed by several modules.
     """
-    names = {}
+    names = {part: name or "the module" for name, part in module.named_modules()}
     owners = {}  # weight -> [(module, name), …]
-    for name, owner in module.named_modules():
-        names[owner] = name or "the module"
-        for own_name, parameter in owner._parameters.items():
+    for owner in names:
+        for name, parameter in owner._parameters.items():
             if parameter is not None and parameter.ndim >= 2 and parameter.numel():
-                owners.setdefault(parameter, []).append((owner, own_name))
-    weights_of = {}
+                owners.setdefault(parameter, []).append((owner, name))
+    in_units = {parameter for unit in units for parameter in unit.parameters()}
+    in_units -= set(module.parameters(recurse=False))
+    weights_of = {module: [weight for weight in owners if weight not in in_units]}
     for unit in units:
         weights_of[unit] = [weight for weight in unit.parameters() if weight in owners]
-    in_units = set().union(*weights_of.values()) - set(module.parameters(recurse=False))
-    weights_of = {module: [weight for weight in owners if weight not in in_units]} | weights_of
     flat_of = {}
     uses = []
     for unit, weights in weights_of.items():
@@ -596,14 +580,10 @@ def check_and_broadcast(module: nn.Module, units: list[nn.Module], process_group
         if isinstance(part, nn.RNNBase) and next(part.parameters()).is_cuda:
             raise ValueError(f"{name}: cuDNN would move the weights of an RNN elsewhere")
     refuse_hooks(module)
-    refuse_optimizers()
     for tensor in tensors.values():
-        for dimension, stride in enumerate(tensor.stride()):
-            if stride == 0:  # expanded
-                tensor = tensor.narrow(dimension, 0, 1)
-        dense = tensor.detach().resolve_conj().contiguous()
-        dist.broadcast(dense, group=process_group, group_src=0)
-        tensor.detach().copy_(dense)
+        contiguous = tensor.detach().contiguous()
+        dist.broadcast(contiguous, group=process_group, group_src=0)
+        tensor.detach().copy_(contiguous)
 
 
 def refuse_hooks(module: nn.Module) -> None:
@@ -635,18 +615,16 @@ def refuse_to_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
         raise RuntimeError("state_dict() would have shards: gather_full_params() has all")
 
 
-@cache
-def refuse_optimizers() -> None:
-    """From the first FSDP on: some look at a whole weight, and here it is a shard."""
-
-    def before_step(optimizer: torch.optim.Optimizer, *_) -> None:
-        refused = torch.optim.Adafactor | torch.optim.LBFGS | torch.optim.Muon
+def refuse_sharded_weights(optimizer: torch.optim.Optimizer, *_) -> None:
+    """A hook of every optimizer's step: some look at a whole weight, and here it is a shard."""
+    if isinstance(optimizer, torch.optim.Adafactor | torch.optim.LBFGS | torch.optim.Muon):
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if isinstance(optimizer, refused) and any(hasattr(p, "is_shard") for p in parameters):
+        if any(hasattr(p, "is_shard") for p in parameters):
             name = type(optimizer).__name__
             raise RuntimeError(f"{name} needs whole weights, and FSDP's are sharded")
 
-    register_optimizer_step_pre_hook(before_step)
+
+register_optimizer_step_pre_hook(refuse_sharded_weights)
 
 
 # Private in torch, which has no public name for any of these; nothing else here is.
