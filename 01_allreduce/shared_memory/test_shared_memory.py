@@ -5,7 +5,6 @@ test_allreduce.py has what it shares with the other two.
 
 import os
 import signal
-import stat
 import sys
 import time
 from pathlib import Path
@@ -51,16 +50,6 @@ def wrong_in_many_calls(stores_in_order):
 def test_call_after_call(ranks, stores_in_order):
     """Nothing but the flags keeps the ranks together; and the fence, on other processors."""
     assert ranks(3).run(wrong_in_many_calls, stores_in_order) == [0] * 3
-
-
-def names_and_mode():
-    shared = SharedMemoryAllReduce(timeout=30)
-    found = os.fstat(shared.file.fileno())
-    return found.st_nlink, stat.S_IMODE(found.st_mode)
-
-
-def test_the_memory_loses_its_name(ranks):
-    assert ranks(2).run(names_and_mode) == [(0, 0o600)] * 2
 
 
 def refusal(piece_bytes, is_hidden):
