@@ -22,13 +22,13 @@ import threading
 import time
 from collections import deque
 from datetime import timedelta
-from functools import partialmethod
+from functools import partial, partialmethod
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-UNITS = {"mbit": 1e6 / 8, "gbit": 1e9 / 8, "s": 1.0, "ms": 1e-3, "us": 1e-6, "": 1.0}
+UNITS = {"mbit": 1e6 / 8, "gbit": 1e9 / 8, "s": 1.0, "ms": 1e-3, "us": 1e-6, "0": 0.0}
 CALLS_AT_A_TIME = 2  # of a group: gloo has two threads
 LONGEST_DELAY = 0.002  # seconds of a LateWork; each rank and call has its own, from 0 on
 DELAYS_PER_STEP = 2  # gloo's receiver says first that it is ready; then the data comes
@@ -36,15 +36,12 @@ DELAYS_PER_STEP = 2  # gloo's receiver says first that it is ready; then the dat
 
 def read_network(text: str) -> tuple[float, float]:
     """1gbit,1ms: bytes per second and seconds. ValueError for what is no rate and delay."""
-    numbers = re.fullmatch(r"([\d.]+)(mbit|gbit),(?:([\d.]+)(s|ms|us)|0)", text)
+    numbers = re.fullmatch(r"(\d*\.?\d+)(mbit|gbit),(?:(\d*\.?\d+)(s|ms|us)|0)", text)
     if numbers:
-        rate, rate_unit, delay, delay_unit = numbers.groups(default="")
-        try:
-            found = float(rate) * UNITS[rate_unit], float(delay or 0) * UNITS[delay_unit]
-        except ValueError:  # two points in a number
-            found = 0.0, 0.0
-        if 0.1e6 <= found[0] <= 1e12 and found[1] <= 10:
-            return found
+        rate, rate_unit, delay, delay_unit = numbers.groups(default="0")
+        rate, delay = float(rate) * UNITS[rate_unit], float(delay) * UNITS[delay_unit]
+        if 0.1e6 <= rate <= 1e12 and delay <= 10:
+            return rate, delay
     raise ValueError(f"{text!r} is not a rate and a delay, such as 1gbit,1ms or 100mbit,0")
 
 
@@ -80,11 +77,6 @@ class Wire:
                 span = call.name, call.bytes_sent, call.launched_at, begin, call.delivered_at
                 self.spans.append(span)
 
-    def forget(self, call) -> None:
-        """A call that has failed is never delivered."""
-        with self.lock:
-            self.pending = [other for other in self.pending if other is not call]
-
 
 wire = Wire()
 
@@ -95,6 +87,7 @@ class SlowWork(dist.Work):
     def __init__(self, group, name: str, tensors, gloos_work: dist.Work, bytes_sent, delays):
         super().__init__()
         self.group = group
+        self.number = group.collectives
         self.name = name
         self.tensors = tensors
         self.gloos_work = gloos_work
@@ -111,13 +104,9 @@ class SlowWork(dist.Work):
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Sleep until the network has delivered the result; raise what gloo raises."""
-        try:
-            self.gloos_work.wait(timeout)
-            for call in self.pending_calls():
-                call.launch_times.wait()
-        except BaseException:
-            wire.forget(self)
-            raise
+        self.gloos_work.wait(timeout)
+        for call in self.pending_calls():
+            call.launch_times.wait()
         wire.deliver()
         sleep_until(self.delivered_at)
         return True
@@ -130,9 +119,9 @@ class SlowWork(dist.Work):
         return self.delivered_at is not None and self.delivered_at <= time.monotonic()
 
     def pending_calls(self) -> list:
-        """This call and those before it in its group, while they have no delivery time."""
-        calls = self.group.pending_calls()
-        return calls[: calls.index(self) + 1] if self in calls else []
+        """Those of its group that have no delivery time yet, up to this one."""
+        of_group = [call for call in list(wire.pending) if call.group is self.group]
+        return [call for call in of_group if call.number <= self.number]
 
     def get_future(self) -> torch.futures.Future:
         """For DDP and its hooks. A thread of its own completes it: a hook may wait for more."""
@@ -172,14 +161,12 @@ class LateWork(SlowWork):
         copies = {id(tensor): copy_of(tensor) for tensor in outputs + inputs}
         of_copies = [with_copies(argument, copies) for argument in arguments]
         self.gloos_work = getattr(group.gloo, name)(*of_copies, **options)
-        self.tensors = arguments[0] if isinstance(arguments[0], list) else [arguments[0]]
+        self.tensors = tensors_in(arguments[0])
         self.results = [(tensor, copies[id(tensor)]) for tensor in outputs]
-        filled = {tensor.untyped_storage().data_ptr() for tensor in outputs}
         for tensor in outputs:
             if copies[id(tensor)] is not tensor:
                 tensor.data.fill_(unread_value(tensor))  # .data: autograd's version stays
-        others = [each for each in inputs if each.untyped_storage().data_ptr() not in filled]
-        in_flight = [each for each in outputs + others if copies[id(each)] is not each]
+        in_flight = [each for each in outputs + inputs if copies[id(each)] is not each]
         self.in_flight = [(each, each.detach().clone(), each._version) for each in in_flight]
         self.launched_at = time.monotonic()
         self.delivered_at = self.launched_at + LONGEST_DELAY * group.delays.random()
@@ -239,17 +226,14 @@ class SlowProcessGroup(dist.ProcessGroup):
         work = getattr(self.gloo, name)(*arguments, **options)
         if not wire.is_slow:
             return work
-        outputs = arguments[0] if isinstance(arguments[0], list) else [arguments[0]]
-        sizes = [sum(t.nbytes for t in tensors_in(argument)) for argument in arguments[:2]]
-        size = max(sizes)  # the whole, not a part of it
+        outputs, inputs = map(tensors_in, arguments[:2])
+        size = max(sum(tensor.nbytes for tensor in each) for each in (outputs, inputs))
         others = self.size() - 1
         steps, sent = others, size * others / self.size()  # all-gather
         if "reduce" in name:
             steps, sent = 2 * steps, 2 * sent
-        elif name.startswith(("alltoall", "all_to_all")):
-            steps = min(1, others)
-        elif name == "broadcast":
-            steps, sent = min(1, others), size * min(1, others)
+        elif name == "broadcast" and others:
+            steps, sent = 1, size
         return SlowWork(self, name, outputs, work, sent, DELAYS_PER_STEP * steps)
 
     @torch._disable_dynamo
@@ -259,8 +243,9 @@ class SlowProcessGroup(dist.ProcessGroup):
             return LateWork(self, name, arguments, options)
         if not name.startswith(("send", "recv")):  # these may come between
             self.collectives += 1
-            for call in self.pending_calls()[-1:]:
-                call.wait()
+            for call in list(wire.pending):
+                if call.group is self:
+                    call.wait()
             sleep_until(max(self.places))
         return getattr(self.gloo, name)(*arguments, **options)
 
@@ -271,10 +256,6 @@ class SlowProcessGroup(dist.ProcessGroup):
         for work in others:
             work.wait()
         return last
-
-    def pending_calls(self) -> list[SlowWork]:
-        """Calls of this group that have no delivery time yet, in order."""
-        return [call for call in list(wire.pending) if call.group is self]
 
 
 def sleep_until(moment: float) -> None:
@@ -349,42 +330,35 @@ def expected_seconds(size_bytes: float, calls: int, world_size: int) -> float:
     return max(calls * bytes_sent + delays, turns * (bytes_sent + delays))
 
 
-def all_reduce_together(tensors: list[torch.Tensor]) -> None:
+def all_reduce_together(tensors: list[torch.Tensor]) -> dict[str, float]:
+    """Launch all, then wait for all: the seconds, and how many elements are wrong."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for tensor in tensors:
+        tensor.fill_(rank + 1)
+    dist.barrier()
+    start = time.perf_counter()
     works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
     for work in works:
         work.wait()
+    seconds = time.perf_counter() - start
+    total = world_size * (world_size + 1) / 2
+    return {"seconds": seconds, "wrong": (torch.cat(tensors) != total).sum().item()}
 
 
-def measure_all(args) -> list[dict]:
-    """Time all-reduces of each size, alone, two and twenty at a time; count wrong elements."""
+def measure(megabytes: float, calls: int) -> dict:
+    """Time all-reduces of a size, so many at a time: a row of the table."""
     from common import timing
-    from common.setup import progress
 
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    rows = []
-    for megabytes in args.sizes_mb:
-        for calls in (1, 2, 20):
-            if calls == 20 and megabytes >= 1:
-                continue
-            progress(f"{calls} × {megabytes:g} MB")
-            tensors = [torch.empty(int(megabytes * 2**18)) for _ in range(calls)]
-
-            def step(tensors=tensors):
-                for tensor in tensors:
-                    tensor.fill_(rank + 1)
-                dist.barrier()
-                start = time.perf_counter()
-                all_reduce_together(tensors)
-                seconds = time.perf_counter() - start
-                total = world_size * (world_size + 1) / 2
-                return {"seconds": seconds, "wrong": sum(int((t != total).sum()) for t in tensors)}
-
-            samples = timing.measure({"calls": step}, args.steps, warmup=1)["calls"]
-            row = {"size_mb": megabytes, "calls": calls, "seconds": samples["seconds"]}
-            row["expected_seconds"] = expected_seconds(megabytes * 2**20, calls, world_size)
-            row["wrong"] = sum(map(sum, samples["wrong"]))
-            rows.append(row)
-    return rows
+    tensors = [torch.empty(int(megabytes * 2**18)) for _ in range(calls)]
+    candidates = {"calls": partial(all_reduce_together, tensors)}
+    samples = timing.measure(candidates, steps=5, warmup=1)["calls"]
+    return {
+        "size_mb": megabytes,
+        "calls": calls,
+        "seconds": samples["seconds"],
+        "expected_seconds": expected_seconds(megabytes * 2**20, calls, dist.get_world_size()),
+        "wrong": sum(map(sum, samples["wrong"])),
+    }
 
 
 def main():
@@ -397,20 +371,15 @@ def main():
         sys.exit(f"error: {error}: copy the repository's folder common/ two folders above this one")
 
     parser = setup.Parser(__doc__)
-    size = setup.checked(
-        float, lambda mb: 2**-18 <= mb <= 1e5, "a size in MB, of a float32 at least"
-    )
-    sizes = setup.list_of(size)
-    add = parser.add_argument
-    add("--sizes-mb", type=sizes, default="0.001,1,10", help="of the tensors, MB = 2^20 bytes")
-    add("--steps", type=setup.whole_number(1), default=5, help="measured calls")
-    add("--json", type=setup.output_file, metavar="FILE", help="everything measured, raw")
+    json_help = "everything measured, raw"
+    parser.add_argument("--json", type=setup.output_file, metavar="FILE", help=json_help)
     setup.add_process_group_arguments(parser)
     parser.set_defaults(network="1gbit,1ms", device="cpu")
     args = parser.parse_args()
     with setup.process_group(args) as device:
         result = report.begin("01_allreduce/slow_network", args, device)
-        result["rows"] = measure_all(args)
+        cases = [(0.001, 1), (0.001, 2), (0.001, 20), (1, 1), (1, 2), (10, 1), (10, 2)]
+        result["rows"] = [measure(megabytes, calls) for megabytes, calls in cases]
         table = []
         for row in result["rows"]:
             p50 = report.percentiles(row["seconds"])[0]

@@ -347,8 +347,7 @@ def test_training_ends_where_it_does_over_gloo(ranks, name, context):
 
 
 def test_script(forked, tmp_path):
-    words = ["--sizes-mb", "0.001,1,10", "--steps", "2", "--json", tmp_path / "a.json"]
-    status, output = forked(2, SCRIPT, *words)
+    status, output = forked(2, SCRIPT, "--json", tmp_path / "a.json")
     assert status == 0, output
     assert masked(output) == masked(output_of(SCRIPT.with_name("reference_output.txt")))
     result = read_json(tmp_path / "a.json", "01_allreduce/slow_network")
