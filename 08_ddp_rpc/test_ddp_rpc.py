@@ -47,23 +47,22 @@ def test_it_prints_what_was_recorded(forked):
 @pytest.mark.parametrize("trainers, servers", [(1, 3), (3, 1)])
 def test_uneven_layouts_verify_train_and_count_every_example(forked, tmp_path, trainers, servers):
     words = ["--trainers", trainers, "--servers", servers, "--embeddings", 31, "--lookup", "both"]
-    words += ["--seed", 5, "--warmup", 10, "--steps", 20, "--json", tmp_path / "out.json"]
+    words += ["--warmup", 10, "--steps", 20, "--json", tmp_path / "out.json"]
     status, output = forked(None, SCRIPT, *words, PYTHONIOENCODING="ascii")  # which has no ×
     assert status == 0 and output.count("verify: passed") == 2 and "Warning" not in output, output
     assert output.endswith(f"written: {tmp_path}/out.json\n") and " ? the time in l" in output
     assert "of 31 rows per server exactly the 15 that were looked up have moved" in output
     result = harness.read_json(tmp_path / "out.json", "08_ddp_rpc")
     assert result["verify"]["max_abs_diff"] <= 1e-5
-    assert (result["world_size"], len(result["trainers"])) == (5, trainers)
-    for rank, trainer in enumerate(result["trainers"]):
-        batches = ddp_rpc.random_batches(SimpleNamespace(**result["options"]), 31, 5 + rank)
+    assert (result["world_size"], len(result["epochs"])) == (5, trainers)
+    for rank, epochs in enumerate(result["epochs"]):
+        batches = ddp_rpc.random_batches(SimpleNamespace(**result["options"]), 31, rank)
         bags = [len(offsets) for _, offsets, _ in islice(batches, 60)]
-        samples = trainer["lookups"]["parallel"]
-        # In turn with the other lookup, and the two epochs of warming up are not counted.
-        expected = [sum(bags[20:30]), sum(bags[40:50])]
-        assert [sample["examples"] for sample in samples] == expected
-        assert len(trainer["lookups"]["sequential"]) == 2
-        assert len(trainer["loss"]) == 6 and all(0 < loss < 20 for loss in trainer["loss"])
+        sums = [sum(bags[first : first + 10]) for first in range(0, 60, 10)]
+        assert [epoch["examples"] for epoch in epochs] == sums
+        assert [epoch["lookup"] for epoch in epochs] == 3 * ["parallel", "sequential"]
+        assert [epoch["is_counted"] for epoch in epochs] == 2 * [False] + 4 * [True]
+        assert all(0 < epoch["loss"] < 20 for epoch in epochs)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +97,7 @@ def test_what_crosses_the_network_grows_with_the_batch_and_not_with_the_tables(f
         result = harness.read_json(tmp_path / "out.json", "08_ddp_rpc")
         per_step[rows] = result["network_bytes_per_step"]
         assert f"exchange {per_step[rows] / 1000:.1f} kB per step" in output
-    examples = sum(epoch["examples"] for epoch in result["trainers"][0]["lookups"]["parallel"])
+    examples = sum(epoch["examples"] for epoch in result["epochs"][0])
     sums = 2 * 2 * 256 * 4 * examples / 50  # there and back, servers, columns, bytes
     assert sums < per_step[300] < 2 * sums
     assert per_step[20_000] == pytest.approx(per_step[300], rel=0.02)
@@ -113,7 +112,7 @@ GROUP = "dist.new_group([dist.get_rank()], use_local_synchronization=True)"
     [
         ("local, lr=LEARNING_RATE", "local, lr=2 * LEARNING_RATE", "away from a plain model"),
         ("=process_group)\n        self.r", f"={GROUP})\n        self.r", "different dense"),
-        ("(even, offsets, targets)", "(even + 1, offsets, targets)", "rows of ps0"),
+        ("(even, offsets, targets)", "(even + 1, offsets, targets)", "the rows that moved"),
     ],
 )
 def test_verify_notices_wrong_training(forked, tmp_path, right, wrong, said):
