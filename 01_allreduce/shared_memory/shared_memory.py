@@ -47,9 +47,9 @@ class SharedMemoryAllReduce:
     """Sum contiguous CPU tensors over the ranks of a group that share a host, in place.
 
     Every rank constructs it, with the same piece_bytes (0: half a megabyte per rank, 4 MB at most),
-    and calls it with a tensor of the same length and dtype; all get the same bits. If a rank has
-    ended, does not come within `timeout` seconds or comes with another tensor, all who wait for it
-    get a RuntimeError, and all ranks from every later call.
+    and calls it with a tensor of the same length and dtype; all get the same bits. If a rank
+    does not come within `timeout` seconds or comes with another tensor, all who wait for it get a
+    RuntimeError, and all ranks from every later call.
 
     **How a rank says something.** By a count of its own in the shared memory: a single byte, which
     cannot be read half-written, modulo 256. No rank is ever more than one step ahead of another.
@@ -71,8 +71,6 @@ class SharedMemoryAllReduce:
         size = beginning + self.world_size**2 * self.part_bytes
         self.file = open_shared_file(size, process_group)
         self.memory = mmap.mmap(self.file.fileno(), size)
-        fcntl.lockf(self.file, fcntl.LOCK_EX, 1, self.rank)  # the system frees it when a rank ends
-        dist.barrier(process_group)
         slots = torch.frombuffer(self.memory, dtype=torch.uint8, offset=beginning)
         self.slots = slots.view(self.world_size, self.world_size, self.part_bytes)
         self.calls = 0
@@ -154,52 +152,34 @@ class SharedMemoryAllReduce:
                 continue
             if waited > self.timeout:
                 raise RuntimeError(f"shared memory: rank {self.rank} timed out waiting for {rank}")
-            if self._has_ended(rank) and self.memory[self.lines[rank]] == before:
-                raise RuntimeError(f"shared memory: rank {rank} has ended")
             time.sleep(min(max(waited / 10, 2e-5), 1e-3))
-
-    def _has_ended(self, rank: int) -> bool:
-        """Every rank holds a lock on a byte of the file, and the system frees it when it ends."""
-        try:
-            fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
-        except OSError:
-            return False
-        return True
 
     def _fence(self) -> None:
         """No load or store passes this line, as far as ranks are concerned that call it too."""
         if not STORES_IN_ORDER:
-            fcntl.lockf(self.file, fcntl.LOCK_SH, 1, self.world_size)
-            fcntl.lockf(self.file, fcntl.LOCK_UN, 1, self.world_size)
+            fcntl.lockf(self.file, fcntl.LOCK_SH)
+            fcntl.lockf(self.file, fcntl.LOCK_UN)
 
 
 def open_shared_file(size: int, process_group):
-    """A file of so many bytes, all 0, opened by every rank. RuntimeError on all if one cannot.
+    """A file of so many bytes, all 0, opened by every rank; OSError where that cannot be.
 
     Rank 0 makes it, in /dev/shm where there is one, which is memory. As soon as all have opened it,
     it loses its name, and lives as long as somebody has it open.
     """
     is_first = dist.get_rank(process_group) == 0
-    path, problem = [None], None
+    path = [None]
     if is_first:
         folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-        try:
-            with tempfile.NamedTemporaryFile("wb", dir=folder, delete=False) as file:
-                path = [file.name]
-                file.write(bytes(size))  # have the memory now: a call without it would be killed
-        except (OSError, MemoryError) as error:
-            problem = repr(error)
+        temporary = tempfile.NamedTemporaryFile(prefix="all-reduce-", dir=folder)
+        temporary.write(bytes(size))  # have the memory now: a call that finds none would be killed
+        temporary.flush()
+        path = [temporary.name]
     dist.broadcast_object_list(path, group=process_group, group_src=0)
-    try:
-        file = open(path[0], "r+b")
-    except (OSError, TypeError) as error:  # in a container of its own a rank finds no such file
-        problem = problem or repr(error)
-    problems = [None] * dist.get_world_size(process_group)
-    dist.all_gather_object(problems, problem, group=process_group)
-    if is_first and path[0]:
-        os.unlink(path[0])
-    if any(problems):
-        raise RuntimeError(f"no shared memory: {next(filter(None, problems))}")
+    file = open(path[0], "r+b")
+    dist.barrier(process_group)
+    if is_first:
+        temporary.close()
     return file
 
 

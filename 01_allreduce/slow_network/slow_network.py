@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 UNITS = {"mbit": 1e6 / 8, "gbit": 1e9 / 8, "s": 1.0, "ms": 1e-3, "us": 1e-6, "0": 0.0}
+SLOW = ("all", "broadcast", "reduce_scatter")  # all-reduce, all-gather, all-to-all
 CALLS_AT_A_TIME = 2  # of a group: gloo has two threads
 LONGEST_DELAY = 0.002  # seconds of a LateWork; each rank and call has its own, from 0 on
 DELAYS_PER_STEP = 2  # gloo's receiver says first that it is ready; then the data comes
@@ -197,8 +198,8 @@ class LateWork(SlowWork):
 class SlowProcessGroup(dist.ProcessGroup):
     """gloo's collectives, delivered when the wire of this rank would have; for ranks of one host.
 
-    A second group of gloo carries the launch times. Whatever has no form below (barriers, send and
-    receive) is gloo's, and begins when everything before it is delivered.
+    A second group of gloo carries the launch times. Barriers, send, receive, reduce, gather
+    and scatter are gloo's own.
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: timedelta):
@@ -215,16 +216,17 @@ class SlowProcessGroup(dist.ProcessGroup):
 
     @torch._disable_dynamo  # torch.compile must not look into a group that torch calls meanwhile
     def launch(self, name: str, *arguments, **options) -> dist.Work:
-        """A collective that takes its time.
+        """A call: gloo's, or one that takes its time.
 
         A rank sends what it sends in gloo's rings, 1/n of the tensor in each step; gloo's
         reduce-scatter is an all-reduce.
         """
-        self.collectives += 1
-        if wire.is_late:
+        if not name.startswith(("send", "recv")):
+            self.collectives += 1
+        if wire.is_late and "barrier" not in name and name != "recv_anysource":
             return LateWork(self, name, arguments, options)
         work = getattr(self.gloo, name)(*arguments, **options)
-        if not wire.is_slow:
+        if not wire.is_slow or not name.removeprefix("_").startswith(SLOW):
             return work
         outputs, inputs = map(tensors_in, arguments[:2])
         size = max(sum(tensor.nbytes for tensor in each) for each in (outputs, inputs))
@@ -235,19 +237,6 @@ class SlowProcessGroup(dist.ProcessGroup):
         elif name == "broadcast" and others:
             steps, sent = 1, size
         return SlowWork(self, name, outputs, work, sent, DELAYS_PER_STEP * steps)
-
-    @torch._disable_dynamo
-    def hand_on(self, name: str, *arguments, **options) -> dist.Work:
-        """A call that takes as long as gloo takes, after all that were launched before it."""
-        if wire.is_late and "barrier" not in name and name != "recv_anysource":
-            return LateWork(self, name, arguments, options)
-        if not name.startswith(("send", "recv")):  # these may come between
-            self.collectives += 1
-            for call in list(wire.pending):
-                if call.group is self:
-                    call.wait()
-            sleep_until(max(self.places))
-        return getattr(self.gloo, name)(*arguments, **options)
 
     def launch_each(self, name: str, outputs: list, inputs: list, *options) -> dist.Work:
         """What torch's C++ asks for a DTensor, nearly always of one tensor; returns the last."""
@@ -297,15 +286,12 @@ def was_written(tensor: torch.Tensor, before: torch.Tensor, version: int) -> boo
     return not same or (is_whole and tensor._version != version)
 
 
-# Every collective of gloo, whatever this version of torch calls it. (The methods of ProcessGroup
-# would find gloo, too, but keep Python's lock while they wait for its threads: a deadlock.)
-SLOW = ("allreduce", "allgather", "all_gather", "reduce_scatter", "alltoall", "all_to_all")
-HANDED_ON = ("barrier", "gather", "monitored", "recv", "reduce", "scatter", "send")
+# Every call of gloo, whatever this version of torch names it. (The methods of ProcessGroup would
+# find gloo, too, but keep Python's lock while they wait for its threads: a deadlock.)
+CALLS = (*SLOW, "barrier", "gather", "monitored", "recv", "reduce", "scatter", "send")
 for method in set(dir(dist.ProcessGroup)) & set(dir(dist.ProcessGroupGloo)):
-    if method.lstrip("_").startswith((*SLOW, "broadcast")):
+    if method.removeprefix("_").startswith(CALLS):
         setattr(SlowProcessGroup, method, partialmethod(SlowProcessGroup.launch, method))
-    elif method.startswith(HANDED_ON):
-        setattr(SlowProcessGroup, method, partialmethod(SlowProcessGroup.hand_on, method))
 # Gloo has these in C++ alone.
 SlowProcessGroup.allgather_into_tensor_coalesced = partialmethod(
     SlowProcessGroup.launch_each, "_allgather_base"
