@@ -2,7 +2,6 @@
 
 import gc
 import os
-import random
 import sys
 import threading
 import time
@@ -99,11 +98,10 @@ def waits_for_the_last():
     dist.barrier()
     if dist.get_rank() == 1:
         time.sleep(0.1)
-    launched = time.monotonic()
     work = dist.all_reduce(torch.ones(1000), group=group, async_op=True)
     work.wait()
     found = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (launched, work.delivered_at))
+    dist.all_gather_object(found, (work.launched_at, work.delivered_at))
     launches, deliveries = zip(*found, strict=True)
     assert max(launches) - min(launches) > 0.09
     assert max(deliveries) - min(deliveries) < 1e-6
@@ -225,19 +223,17 @@ def tells_who_writes_into_a_tensor_on_its_way():
 
 
 def delivers_after_delays_of_its_own():
-    """Others on every rank and in every call, and the same in every run."""
-    group, rank = slow_group(), dist.get_rank()
-    expected = random.Random(rank)
+    """Others on every rank and in every call."""
+    group, delays = slow_group(), []
     with late():
         for _ in range(9):
             work = dist.all_reduce(torch.ones(1), group=group, async_op=True)
-            delay = work.delivered_at - work.launched_at
-            assert delay == pytest.approx(LONGEST_DELAY * expected.random(), abs=1e-6)
+            delays.append(work.delivered_at - work.launched_at)
             work.wait()
             assert time.monotonic() >= work.delivered_at
     of_ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, delay)
-    assert len(set(of_ranks)) == 2
+    dist.all_gather_object(of_ranks, delays)
+    assert len(set(sum(of_ranks, []))) == 18 and max(delays) < LONGEST_DELAY
 
 
 def carries_dtensors():
