@@ -119,7 +119,7 @@ def check_tensor(tensor: torch.Tensor) -> None:
 # Below this line: the demonstration, the benchmark, main.
 
 RINGS = {"plain ring": plain_ring_all_reduce, "ring": ring_all_reduce}
-LONG_CALL = 0.5  # seconds: where a call takes longer, three are counted, after one
+LARGE = 2**29  # bytes: on a CPU three calls are counted from there on, after one, as they take long
 HEADER = ["algorithm", "ranks", "MB", "count", "mean, ms", "p50", "p75", "p90", "p95"]
 HEADER += ["algbw", "busbw", "ratio", "#wrong"]
 WIDTHS = [10, 5, 6, 5, 8, 7, 7, 7, 7, 5, 5, 5, 6]
@@ -241,14 +241,13 @@ def measure(
 
     fill()
     candidates = {name: partial(timed, algorithms[name]) for name in algorithms}
-    first = timing.measure(candidates, steps=1, warmup=0)
-    if max(max(times["seconds"])[0] for times in first.values()) > LONG_CALL:
+    if tensor.nbytes >= LARGE and tensor.device.type == "cpu":
         steps, warmup = min(steps, 3), 1
-    later = timing.measure(candidates, steps=warmup - 1 + steps, warmup=0)
+    samples = timing.measure(candidates, steps=warmup + steps, warmup=0)
     rows = []
     for name in algorithms:
-        slowest = numpy.max(later[name]["seconds"], axis=0)
-        seconds = slowest[warmup - 1 :].tolist()  # the first call was one to warm up
+        slowest = numpy.max(samples[name]["seconds"], axis=0)
+        seconds = slowest[warmup:].tolist()
         row = {
             "algorithm": name,
             "world_size": world_size,
@@ -257,7 +256,7 @@ def measure(
             "warmup": warmup,
             "seconds": seconds,
             "p50": report.percentiles(seconds)[0],
-            "wrong": sum(map(sum, first[name]["wrong"] + later[name]["wrong"])),
+            "wrong": sum(map(sum, samples[name]["wrong"])),
         }
         rows.append(row)
     return rows
@@ -350,8 +349,6 @@ def run(args, stage: str, ranks_show: Callable, ranks_measure: Callable) -> None
 
     result = begin(args, stage)
     status = 0
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.NamedTemporaryFile("r") as rows_file:
         try:
             progress("demonstration: 4 ranks are started")
@@ -372,7 +369,6 @@ def run(args, stage: str, ranks_show: Callable, ranks_measure: Callable) -> None
             reason = str(error).strip().splitlines()[-1]
             print(f"{Path(sys.argv[0]).name}: error: a rank ended: {reason}", file=sys.stderr)
             status = 1
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
         whole_lines = rows_file.read().split("\n")[:-1]  # the last one may have been cut off
     rows = result["rows"] = [json.loads(line) for line in whole_lines]
     if rows:

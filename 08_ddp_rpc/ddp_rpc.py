@@ -234,9 +234,11 @@ def read_arguments():
     from common import setup
     from common.setup import checked, fail, whole_number
 
+    def whole_epochs(low: int):
+        allowed = f"a multiple of {EPOCH} from {low}"
+        return checked(int, lambda n: n >= low and n % EPOCH == 0, allowed)
+
     count, one = whole_number(1, 64), whole_number(1)
-    steps = checked(int, lambda n: n > 0 and n % EPOCH == 0, f"a multiple of {EPOCH} above 0")
-    warmup = checked(int, lambda n: n >= 0 and n % EPOCH == 0, f"0 or a multiple of {EPOCH}")
     milliseconds = checked(
         lambda text: float(text.removesuffix("ms")),
         lambda number: 0 <= number <= 1000,
@@ -252,8 +254,8 @@ def read_arguments():
     add("--servers", type=count, old_names=["--number-ps"], help="(default: --nproc)")
     add("--embeddings", old_names=["--number-embeddings"], type=one, default=300, help=rows)
     add("--embedding-dim", type=one, help=columns)
-    add("--steps", type=steps, default=1000, help=f"measured; {EPOCH} are an epoch")
-    add("--warmup", type=warmup, default=50, help="steps before them, not measured")
+    add("--steps", type=whole_epochs(EPOCH), default=1000, help=f"measured; {EPOCH} are an epoch")
+    add("--warmup", type=whole_epochs(0), default=50, help="steps before them, not measured")
     add("--warmup-cycles", type=whole_number(0), help="the same, in epochs, as upstream")
     add("--lookup", choices=[*LOOKUPS, "both"], default="parallel", help=lookup)
     add("--round-trip", type=milliseconds, default="0ms", help="a lookup takes at least as long")

@@ -53,16 +53,15 @@ def test_uneven_layouts_verify_train_and_count_every_example(forked, tmp_path, t
     assert output.endswith(f"written: {tmp_path}/out.json\n") and " ? the time in l" in output
     assert "of 31 rows per server exactly the 15 that were looked up have moved" in output
     result = harness.read_json(tmp_path / "out.json", "08_ddp_rpc")
-    assert result["verify"]["max_abs_diff"] <= 1e-5
-    assert (result["world_size"], len(result["epochs"])) == (5, trainers)
+    assert len(result["epochs"]) == trainers and result["verify"]["max_abs_diff"] <= 1e-5
     for rank, epochs in enumerate(result["epochs"]):
         batches = ddp_rpc.random_batches(SimpleNamespace(**result["options"]), 31, rank)
         bags = [len(offsets) for _, offsets, _ in islice(batches, 60)]
-        sums = [sum(bags[first : first + 10]) for first in range(0, 60, 10)]
-        assert [epoch["examples"] for epoch in epochs] == sums
-        assert [epoch["lookup"] for epoch in epochs] == 3 * ["parallel", "sequential"]
-        assert [epoch["is_counted"] for epoch in epochs] == 2 * [False] + 4 * [True]
-        assert all(0 < epoch["loss"] < 20 for epoch in epochs)
+        for number, epoch in enumerate(epochs):
+            assert epoch["examples"] == sum(bags[10 * number : 10 * number + 10])
+            assert epoch["lookup"] == ["parallel", "sequential"][number % 2]
+            assert epoch["is_counted"] == (number >= 2) and 0 < epoch["loss"] < 20
+        assert len(epochs) == 6
 
 
 @pytest.mark.parametrize(
@@ -183,10 +182,8 @@ def test_listens_on_loopback_and_when_a_process_is_killed_all_end(script, rank):
 def test_when_the_launcher_is_ended_all_end(script, number, expected):
     run = script([sys.executable, *ENDLESS])
     wait_for_line(run, VERIFIED)
-    if number == signal.SIGINT:
-        os.killpg(run.process.pid, number)  # as the terminal does
-    else:
-        run.process.send_signal(number)
+    end = os.killpg if number == signal.SIGINT else os.kill  # as the terminal does
+    end(run.process.pid, number)
     status, output = run.wait(30)  # fails if a process is left
     assert status == expected and "Traceback" not in output, output
     assert ("interrupted\n" in output) == (number == signal.SIGINT)
@@ -223,9 +220,9 @@ def test_progress_on_a_terminal(forked):
     shown = re.sub(CLOSED_EARLY, "", shown.replace("\r\n", "\n"))
     assert status == 0 and "\n" not in shown and "\r" not in output, shown
     steps = [step for step in shown.split("\r\x1b[K") if step]
-    assert steps[0] == "starting 3 processes" and steps[1].startswith("verify: one trainer with")
-    assert steps[2:4] == ["verify: all trainers with all servers", "training: epoch 1 of 2"]
-    assert len(steps) == 5 and shown.endswith("\r\x1b[K")  # nothing stays
+    starts = ["starting 3 pro", "verify: one tra", "verify: all tra", "training: epoch", "training"]
+    assert all(map(str.startswith, steps, starts)) and len(steps) == 5, steps
+    assert shown.endswith("\r\x1b[K")  # nothing stays
 
 
 # The command line.
@@ -251,8 +248,8 @@ WRONG = [
     ("--trainers 100000", "argument --trainers: '100000' is not a whole number from 1 to 64"),
     ("--embeddings 2000000000", "argument --embeddings: '2000000000' rows of 256 columns need"),
     ("--nproc 8 --embedding-dim 100", "argument --embedding-dim: '100' is not a multiple of 64: "),
-    ("--warmup 5", "argument --warmup: '5' is not 0 or a multiple of 10"),
-    ("--steps 0", "argument --steps: '0' is not a multiple of 10 above 0"),
+    ("--warmup 5", "argument --warmup: '5' is not a multiple of 10 from 0"),
+    ("--steps 0", "argument --steps: '0' is not a multiple of 10 from 10"),
     ("--round-trip 2s", "argument --round-trip: '2s' is not a number of milliseconds up to 1000"),
 ]
 if not torch.cuda.is_available():
