@@ -147,12 +147,12 @@ class SharedMemoryAllReduce:
         while self.memory[self.lines[rank]] == before:
             self._check_whole()
             waited = time.monotonic() - began
-            if waited < YIELDING:
-                os.sched_yield()
-                continue
             if waited > self.timeout:
                 raise RuntimeError(f"shared memory: rank {self.rank} timed out waiting for {rank}")
-            time.sleep(min(max(waited / 10, 2e-5), 1e-3))
+            if waited < YIELDING:
+                os.sched_yield()
+            else:
+                time.sleep(min(waited / 10, 1e-3))
 
     def _fence(self) -> None:
         """No load or store passes this line, as far as ranks are concerned that call it too."""
