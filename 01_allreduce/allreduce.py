@@ -119,7 +119,7 @@ def check_tensor(tensor: torch.Tensor) -> None:
 # Below this line: the demonstration, the benchmark, main.
 
 RINGS = {"plain ring": plain_ring_all_reduce, "ring": ring_all_reduce}
-LONG_CALL = 0.5  # seconds: where a call takes longer, three are counted, after one
+LARGE = 2**29  # bytes: on a CPU three calls are counted from there on, after one, as they take long
 HEADER = ["algorithm", "ranks", "MB", "count", "mean, ms", "p50", "p75", "p90", "p95"]
 HEADER += ["algbw", "busbw", "ratio", "#wrong"]
 WIDTHS = [10, 5, 6, 5, 8, 7, 7, 7, 7, 5, 5, 5, 6]
@@ -185,15 +185,12 @@ def benchmark(
         algorithms |= others
     for size_bytes in sizes_bytes:
         tensor = torch.empty(size_bytes // 4, device=device)
-        measured = measure(algorithms, tensor, steps, warmup)
-        for name in algorithms:
-            row = {"algorithm": name, "world_size": dist.get_world_size()}
-            row |= {"threads_per_rank": torch.get_num_threads(), "size_bytes": size_bytes}
-            row |= measured[name]
+        rows = measure(algorithms, tensor, steps, warmup)
+        for row in rows:
             if dist.get_rank() == 0:
                 with open(rows_file, "a") as file:
                     file.write(json.dumps(row) + "\n")
-            print_measured(row, measured[backend]["p50"])
+            print_measured(row, rows[0]["p50"])
 
 
 def print_measured(row: dict, backend_p50: float) -> None:
@@ -212,12 +209,14 @@ def print_measured(row: dict, backend_p50: float) -> None:
 
 def measure(
     algorithms: dict[str, Callable], tensor: torch.Tensor, steps: int, warmup: int
-) -> dict[str, dict]:
+) -> list[dict]:
     """Call the algorithms in turn (A B A B …), so that noise meets them alike, and check each call.
 
-    Returns of each algorithm the "seconds" of the slowest rank per counted call, their "p50", the
+    Returns a row of each for the JSON, with the "seconds" of the slowest rank per counted call, the
     number of calls before them ("warmup"), and the "wrong" elements of all calls and ranks.
     """
+    import numpy
+
     from common import report, timing
 
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -242,18 +241,25 @@ def measure(
 
     fill()
     candidates = {name: partial(timed, algorithms[name]) for name in algorithms}
-    first = timing.measure(candidates, steps=1, warmup=0)
-    if max(max(times["seconds"])[0] for times in first.values()) > LONG_CALL:
+    if tensor.nbytes >= LARGE and tensor.device.type == "cpu":
         steps, warmup = min(steps, 3), 1
-    later = timing.measure(candidates, steps=warmup - 1 + steps, warmup=0)
-    measured = {}
+    samples = timing.measure(candidates, steps=warmup + steps, warmup=0)
+    rows = []
     for name in algorithms:
-        slowest = [max(times) for times in zip(*later[name]["seconds"], strict=True)]
-        seconds = slowest[warmup - 1 :]  # the first call was one to warm up
-        wrong = sum(map(sum, first[name]["wrong"] + later[name]["wrong"]))
-        p50 = report.percentiles(seconds)[0]
-        measured[name] = {"warmup": warmup, "seconds": seconds, "p50": p50, "wrong": wrong}
-    return measured
+        slowest = numpy.max(samples[name]["seconds"], axis=0)
+        seconds = slowest[warmup:].tolist()
+        row = {
+            "algorithm": name,
+            "world_size": world_size,
+            "threads_per_rank": torch.get_num_threads(),
+            "size_bytes": tensor.nbytes,
+            "warmup": warmup,
+            "seconds": seconds,
+            "p50": report.percentiles(seconds)[0],
+            "wrong": sum(map(sum, samples[name]["wrong"])),
+        }
+        rows.append(row)
+    return rows
 
 
 def copy_bandwidth() -> float:
@@ -319,13 +325,18 @@ def begin(args, stage: str) -> dict:
     from common import report
 
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    devices = {"gloo": "cpu", "nccl": "cuda"}
     names = {"gloo": report.processor_name(), "nccl": gpu}
-    result = {"stage": stage, "torch": torch.__version__, "backend": args.backends}
-    result["device"] = [devices[backend] for backend in args.backends]
-    result["device_name"] = [names[backend] for backend in args.backends]
-    result |= {"world_size": args.world_sizes, "threads_per_rank": None}  # threads: in the rows
-    return result | {"options": dict(vars(args)), "started": datetime.now(timezone.utc)}
+    return {
+        "stage": stage,
+        "torch": torch.__version__,
+        "backend": args.backends,
+        "device": [{"gloo": "cpu", "nccl": "cuda"}[backend] for backend in args.backends],
+        "device_name": [names[backend] for backend in args.backends],
+        "world_size": args.world_sizes,
+        "threads_per_rank": None,  # in the rows
+        "options": dict(vars(args)),
+        "started": datetime.now(timezone.utc),
+    }
 
 
 def run(args, stage: str, ranks_show: Callable, ranks_measure: Callable) -> None:
@@ -341,8 +352,6 @@ def run(args, stage: str, ranks_show: Callable, ranks_measure: Callable) -> None
 
     result = begin(args, stage)
     status = 0
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.NamedTemporaryFile("r") as rows_file:
         try:
             progress("demonstration: 4 ranks are started")
@@ -363,7 +372,6 @@ def run(args, stage: str, ranks_show: Callable, ranks_measure: Callable) -> None
             reason = str(error).strip().splitlines()[-1]
             print(f"{Path(sys.argv[0]).name}: error: a rank ended: {reason}", file=sys.stderr)
             status = 1
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
         whole_lines = rows_file.read().split("\n")[:-1]  # the last one may have been cut off
     rows = result["rows"] = [json.loads(line) for line in whole_lines]
     if rows:

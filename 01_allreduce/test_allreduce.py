@@ -2,16 +2,11 @@
 
 import itertools
 import json
-import multiprocessing
 import os
 import signal
-import socket
 import sys
-import threading
 import time
-from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from statistics import fmean
 
 import pytest
 import torch
@@ -24,13 +19,13 @@ from allreduce import IN_FLIGHT, PIECE_BYTES, RINGS
 from alpha_beta import fit
 from shared_memory import SharedMemoryAllReduce
 
-from common.launch import spawn
 from common.recordings.record import output_of
 from common.testing import harness
 from common.testing.harness import ROOT, SHARED_MEMORY, masked, names_in, read_json, wait_for_line
 
 SCRIPT = Path(__file__).with_name("allreduce.py")
 SHARED = Path(__file__).parent / "shared_memory" / "shared_memory.py"
+RECORDED = output_of(SCRIPT.with_name("reference_output.txt"))
 PNG = b"\x89PNG"
 SMALL = ["--sizes-mb", "0.5,1", "--nproc", "2", "--steps", "3", "--warmup", "1"]
 
@@ -83,9 +78,13 @@ def test_sum_equals_all_reduce(ranks, name, world_size):
     assert ranks(world_size).run(differing_sums, name) == [[]] * world_size
 
 
-def check_random_numbers(name, length):
-    """The backend's sum is near (the order rounds differently); all ranks' own are the same."""
+def check_random_numbers(name):
+    """The backend's sum is near (the order rounds differently); all ranks' own are the same.
+
+    The ring uses every buffer more than once; chunks differ in length and number of pieces.
+    """
     numbers = torch.Generator().manual_seed(dist.get_rank())
+    length = 3 * (IN_FLIGHT + 1) * PIECE_BYTES // 8 + 1
     ours = torch.randn(length, dtype=torch.float64, generator=numbers)
     backends = ours.clone()
     all_reduce_of(name)(ours)
@@ -96,19 +95,9 @@ def check_random_numbers(name, length):
     assert torch.equal(ours, first)
 
 
-# The ring uses every buffer more than once; chunks differ in length and number of pieces.
-MANY_PIECES = 3 * (IN_FLIGHT + 1) * PIECE_BYTES // 8
-
-
-@pytest.mark.parametrize(
-    "name, length",
-    [
-        *((name, 100_003) for name in (*RINGS, "shared")),
-        *(("ring", MANY_PIECES + off_by) for off_by in (-1, 0, 1)),
-    ],
-)
-def test_all_ranks_hold_the_same_bits(ranks, name, length):
-    ranks(3).run(check_random_numbers, name, length)
+@each
+def test_all_ranks_hold_the_same_bits(ranks, name):
+    ranks(3).run(check_random_numbers, name)
 
 
 def sum_after_refusals(name):
@@ -145,11 +134,11 @@ def seconds_and_wrong():
 
 
 def test_wrong_elements_are_counted_and_the_slowest_rank_is_timed(ranks):
-    for measured in ranks(2).run(seconds_and_wrong):
-        wrong = {name: found["wrong"] for name, found in measured.items()}
-        assert wrong["gloo"] == 0 and wrong["one out"] == 3 * 2 and wrong["swapped"] > 2**18
-        assert measured["one out"]["warmup"] == 1 and len(measured["one out"]["seconds"]) == 2
-        assert min(measured["one out"]["seconds"]) > 0.02
+    for rows in ranks(2).run(seconds_and_wrong):
+        gloo, one_out, swapped = rows
+        assert gloo["wrong"] == 0 and one_out["wrong"] == 3 * 2 and swapped["wrong"] > 2**18
+        assert one_out["warmup"] == 1 and len(one_out["seconds"]) == 2
+        assert min(one_out["seconds"]) > 0.02
 
 
 def test_a_row_of_the_table(capsys):
@@ -161,42 +150,15 @@ def test_a_row_of_the_table(capsys):
     assert cells[3] == "20+5" and cells[-4:] == ["1.00", "1.50", "0.50", "7"]
 
 
-def relative_error(alpha, beta, sizes, times):
-    """Root mean square, of two ranks: each sends half of the bytes twice."""
-    squares = [((alpha + n / beta) / s - 1) ** 2 for n, s in zip(sizes, times, strict=True)]
-    return fmean(squares) ** 0.5
-
-
-def test_fit_recovers_alpha_and_beta():
+def test_fit():
+    """α and β of exact times; a large one that is 20 % off moves α little."""
     sizes = [2**20 * megabytes for megabytes in (1, 10, 100, 1000)]
     times = [250e-6 + 2 * 3 / 4 * size / 3e9 for size in sizes]
     alpha, beta, error = fit(sizes, times, world_size=4)
     assert (alpha, beta) == (pytest.approx(250e-6), pytest.approx(3e9)) and error < 1e-9
-
-
-def test_fit_minimises_the_relative_error():
-    """A large time that is 20 % off moves α little, and no neighbour fits better."""
-    data = [1e6, 1e7, 1e9], [1.1e-3, 3.0e-3, 0.25]
-    alpha, beta, error = fit(*data, 2)
-    assert error == pytest.approx(relative_error(alpha, beta, *data))
-    assert error > 0.01  # of three points no error can vanish
-    for a, b in ((1.02, 1), (0.98, 1), (1, 1.02), (1, 0.98)):
-        assert relative_error(alpha * a, beta * b, *data) > error
-
-
-def test_fit_keeps_alpha_at_zero_or_above():
-    alpha, beta, error = fit([1e6, 1e8], [0.5e-3, 0.1], 2)  # a byte costs more in the large tensor
-    assert alpha == 0 and beta > 0 and error > 0.1
-
-
-@pytest.mark.parametrize(
-    "sizes, times, world_size",
-    [([8], [1.0], 2), ([8, 16], [1.0, 2.0], 1), ([8, 16], [2.0, 1.0], 2)],
-)
-def test_where_there_is_nothing_to_fit(sizes, times, world_size):
-    """A single size, a single rank, times that do not grow."""
-    with pytest.raises(ValueError):
-        fit(sizes, times, world_size)
+    times[-1] *= 1.2
+    alpha, beta, error = fit(sizes, times, world_size=4)
+    assert alpha == pytest.approx(250e-6, rel=0.2) and 0.05 < error < 0.2
 
 
 # The script
@@ -207,9 +169,8 @@ def test_script_measures_fits_and_draws(forked, tmp_path):
     status, output = forked(None, SCRIPT, *words, *files_in(tmp_path))
     assert status == 0, output
     grid, model = masked(output.partition("\nmodel")[0]), masked(output.partition("\nmodel")[2])
-    recorded = output_of(SCRIPT.with_name("reference_output.txt")).partition("\nmodel")[0]
     if torch.cuda.device_count() < 2:
-        assert set(masked(recorded)) == set(grid), output
+        assert set(masked(RECORDED.partition("\nmodel")[0])) == set(grid), output
     assert model[1:] == ["algorithm ranks α, µs β, GB/s error (rms)"] + [
         f"{name} # # # # %" for name in ("gloo", "plain ring", "ring")
     ]
@@ -222,7 +183,7 @@ def test_script_measures_fits_and_draws(forked, tmp_path):
     assert result["copy_bytes_per_second"] > 0 and len(result["fits"]) == 3
     assert len(result["rows"]) == 6
     for row in result["rows"]:
-        assert row["wrong"] == 0 and len(row["seconds"]) == 3 and row["threads_per_rank"] >= 1
+        assert row["wrong"] == 0 and len(row["seconds"]) == 3
         assert 0 < min(row["seconds"]) <= row["p50"] <= max(row["seconds"])
 
 
@@ -232,14 +193,12 @@ def test_what_needs_too_much_memory_is_left_out(forked):
     assert status == 0, output
     lines = masked(output)
     assert "gloo # # not run: needs # GB of memory, and # are free" in lines
-    assert "gloo # - - no fit: needs two ranks and two sizes" in lines
+    assert "gloo # - - -" in lines  # a size alone has no fit
 
 
 def test_demo(forked):
     status, output = forked(None, SCRIPT, "--demo")
-    assert status == 0 and "passed, all ranks hold the sum" in output
-    assert [line[:7] for line in output.splitlines()[:4]] == [f"rank {rank}:" for rank in range(4)]
-    assert "algorithm" not in output and "written" not in output
+    assert status == 0 and output.strip() == RECORDED.partition("\n\n")[0]
 
 
 @pytest.mark.cuda
@@ -315,34 +274,3 @@ def test_kill_of_a_rank_keeps_what_is_measured(script, tmp_path):
     assert status == 1 and rest.count("shared_memory.py: error: a rank ended: ") == 1, rest
     check_kept(rest, tmp_path)
     assert not harness.left_in(SHARED_MEMORY, memory)
-
-
-def test_ctrl_c_while_ranks_are_started_leaves_none(monkeypatch):
-    """Any thread of the launcher may get the signal: that the main one blocks it is not enough."""
-    popen = SpawnProcess._Popen
-    before = multiprocessing.active_children()
-    other = threading.Thread(target=threading.Event().wait, daemon=True)
-    other.start()
-    arrived, arriving = socket.socketpair()
-    arriving.setblocking(False)
-    signal.set_wakeup_fd(arriving.fileno())
-    started = []
-
-    def start_rank(process):
-        started.append(popen(process))
-        if len(started) == 2:
-            signal.pthread_kill(other.ident, signal.SIGINT)
-            arrived.recv(1)  # the other thread has it
-        return started[-1]
-
-    monkeypatch.setattr(SpawnProcess, "_Popen", staticmethod(start_rank))
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            spawn.run_ranks(3, allreduce.on_rank, 3, "gloo", allreduce.demonstrate)
-    finally:
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    left = [process for process in multiprocessing.active_children() if process not in before]
-    for process in left:
-        process.kill()
-    assert not left

@@ -281,7 +281,8 @@ def train_epoch(
             left = (time.perf_counter() - began) / done * (args.epochs * steps - done)
             setup.say(
                 f"{name}  data {1000 * data:.1f} ms  compute+sync {1000 * compute:.1f} ms  "
-                f"{rate:.1f} images/s  loss {means[0]:.4f}  accuracy {means[1]:.1%}, {left:.0f} s left"
+                f"{rate:.1f} images/s  loss {means[0]:.4f}  accuracy {means[1]:.1%}, "
+                f"{left:.0f} s left"
             )
     # Here we wait for a GPU.
     measured = {"loss": torch.stack(losses).tolist(), "accuracy": torch.stack(accuracies).tolist()}

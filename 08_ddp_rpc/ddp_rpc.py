@@ -31,8 +31,10 @@ import sys
 import time
 from contextlib import suppress
 from datetime import datetime, timedelta, timezone
+from functools import partial
 from itertools import islice
 from pathlib import Path
+from statistics import fmean
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while torch is imported
@@ -58,10 +60,10 @@ LOOKUPS = ["parallel", "sequential"]
 table = None  # this server's nn.EmbeddingBag
 
 
-def create_table(embeddings: int, embedding_dim: int, seed: int) -> None:
+def create_table(embeddings: int, embedding_dim: int) -> None:
     """Make this server's table, float32 [embeddings, embedding_dim]; it replaces an older one."""
     global table
-    torch.manual_seed(seed + rpc.get_worker_info().id)  # each server's table is another one
+    torch.manual_seed(rpc.get_worker_info().id)  # each server's table is another one
     table = nn.EmbeddingBag(embeddings, embedding_dim, mode="sum")
 
 
@@ -232,9 +234,11 @@ def read_arguments():
     from common import setup
     from common.setup import checked, fail, whole_number
 
+    def whole_epochs(low: int):
+        allowed = f"a multiple of {EPOCH} from {low}"
+        return checked(int, lambda n: n >= low and n % EPOCH == 0, allowed)
+
     count, one = whole_number(1, 64), whole_number(1)
-    steps = checked(int, lambda n: n > 0 and n % EPOCH == 0, f"a multiple of {EPOCH} above 0")
-    warmup = checked(int, lambda n: n >= 0 and n % EPOCH == 0, f"0 or a multiple of {EPOCH}")
     milliseconds = checked(
         lambda text: float(text.removesuffix("ms")),
         lambda number: 0 <= number <= 1000,
@@ -250,14 +254,13 @@ def read_arguments():
     add("--servers", "--number-ps", type=count, help="(default: --nproc)")
     add("--embeddings", "--number-embeddings", type=one, default=300, help=rows)
     add("--embedding-dim", type=one, help=columns)
-    add("--steps", type=steps, default=1000, help=f"measured; {EPOCH} are an epoch")
-    add("--warmup", type=warmup, default=50, help="steps before them, not measured")
+    add("--steps", type=whole_epochs(EPOCH), default=1000, help=f"measured; {EPOCH} are an epoch")
+    add("--warmup", type=whole_epochs(0), default=50, help="steps before them, not measured")
     add("--warmup-cycles", type=whole_number(0), help="the same, in epochs, as upstream")
     add("--lookup", choices=[*LOOKUPS, "both"], default="parallel", help=lookup)
     add("--round-trip", type=milliseconds, default="0ms", help="a lookup takes at least as long")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="of the dense net")
     add("--timeout", type=setup.positive_number, default=300.0, help="seconds to wait for others")
-    add("--seed", type=whole_number(0), default=0)
     add("--no-verify", action="store_true", help="only measure")
     add("--json", type=setup.output_file, metavar="FILE", help="everything measured, raw")
     args = parser.parse_args()
@@ -282,13 +285,10 @@ def read_arguments():
             f"the columns of {args.servers} servers have to make rows of {DENSE_INPUT}"
         )
     tables = 4 * args.servers * args.embeddings * args.embedding_dim
-    needed = tables * (1 + args.trainers)  # bytes: each trainer has a gradient there
-    available = setup.available_memory()
-    if needed > available:
-        fail(
-            f"argument --embeddings: '{args.embeddings}' rows of {args.embedding_dim} columns need "
-            f"{needed / 1e9:.0f} GB, and this host has {available / 1e9:.0f} left: use fewer"
-        )
+    setup.check_memory(
+        tables * (1 + args.trainers),  # bytes: each trainer has a gradient there
+        f"argument --embeddings: '{args.embeddings}' rows of {args.embedding_dim} columns",
+    )
     return args
 
 
@@ -297,35 +297,38 @@ def begin(args) -> dict:
     from common.report import processor_name
     from common.setup import say
 
-    device, backend, threads = args.device, args.backend, torch.get_num_threads()
-    name = torch.cuda.get_device_name() if device == "cuda" else processor_name()
-    servers, master = args.trainers, args.trainers + args.servers  # their first ranks
+    on_cuda = args.device == "cuda"
+    result = {
+        "stage": "08_ddp_rpc",
+        "torch": torch.__version__,
+        "backend": args.backend,
+        "device": args.device,
+        "device_name": torch.cuda.get_device_name() if on_cuda else processor_name(),
+        "world_size": args.trainers + args.servers + 1,
+        "threads_per_rank": torch.get_num_threads(),
+        "options": dict(vars(args)),
+        "started": datetime.now(timezone.utc),
+    }
     say(
-        f"08_ddp_rpc: torch {torch.__version__}, {backend} on {device}, {master + 1} ranks, "
-        f"threads per rank: {threads}"
+        f"08_ddp_rpc: torch {torch.__version__}, {args.backend} on {args.device}, "
+        f"{result['world_size']} ranks, threads per rank: {result['threads_per_rank']}"
     )
     say(f"CUDA {torch.version.cuda or 'none'}, {torch.cuda.device_count()} GPUs")
     if shutil.which("nvidia-smi"):
         say(subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True).stdout)
     parameters = sum(parameter.numel() for parameter in dense_net().parameters())
-    say(f"rank 0 to {servers - 1}: trainers, {parameters} dense parameters, DDP over {backend}")
+    master = args.trainers + args.servers
     say(
-        f"rank {servers} to {master - 1}: parameter servers, a table of {args.embeddings} × "
+        f"rank 0 to {args.trainers - 1}: trainers, {parameters} dense parameters, "
+        f"DDP over {args.backend}"
+    )
+    say(
+        f"rank {args.trainers} to {master - 1}: parameter servers, a table of {args.embeddings} × "
         f"{args.embedding_dim} each; rank {master}: master"
     )
     say(f"a lookup takes at least {args.round_trip:g} ms; an epoch is {EPOCH} steps")
     say(f"{args.steps} steps are measured, after {args.warmup} to warm up")
-    return {
-        "stage": "08_ddp_rpc",
-        "torch": torch.__version__,
-        "backend": backend,
-        "device": device,
-        "device_name": name,
-        "world_size": master + 1,
-        "threads_per_rank": threads,
-        "options": dict(vars(args)),
-        "started": datetime.now(timezone.utc),
-    }
+    return result
 
 
 def random_batches(args, embeddings: int, seed: int):
@@ -346,7 +349,7 @@ def random_batches(args, embeddings: int, seed: int):
         yield indices, offsets, targets
 
 
-def new_model(args, servers, seed, process_group=None):
+def new_model(args, servers, seed=0, process_group=None):
     """On a trainer: the model and its optimizer. Trainers share the GPUs if these are fewer."""
     torch.manual_seed(seed)
     device = torch.device(args.device)
@@ -387,15 +390,14 @@ def verify_one_trainer(args, servers, embeddings):
 
     with without_gloo_greeting():
         alone = dist.new_group([0], use_local_synchronization=True)
-    model, optimizer = new_model(args, servers, args.seed, alone)
+    model, optimizer = new_model(args, servers, process_group=alone)
     # The same model without DDP and RPC: a copy of all its weights.
     dense = copy.deepcopy(model.dense.module)
-    tables = nn.ModuleList()
-    for weight in call_all(servers, weight_copy):
-        tables.append(nn.EmbeddingBag.from_pretrained(weight, freeze=False, mode="sum"))
+    from_weight = partial(nn.EmbeddingBag.from_pretrained, freeze=False, mode="sum")
+    tables = nn.ModuleList(map(from_weight, call_all(servers, weight_copy)))
     plain = nn.ModuleList([dense, tables])
     plain_optimizer = torch.optim.SGD(plain.parameters(), lr=LEARNING_RATE)
-    batches = random_batches(args, embeddings, args.seed)
+    batches = random_batches(args, embeddings, seed=0)
     for step, batch in enumerate(islice(batches, VERIFY_STEPS)):
         training_step(model, optimizer, batch, LOOKUPS[step % 2])
         indices, offsets, targets = batch
@@ -415,16 +417,16 @@ def verify_replicas(args, servers, embeddings):
 
     Returns this replica's weights and the rows that it has looked up.
     """
-    seed = args.seed + dist.get_rank()
-    model, optimizer = new_model(args, servers, seed)  # DDP must make them equal
+    rank = dist.get_rank()
+    model, optimizer = new_model(args, servers, seed=rank)  # DDP must make them equal
     looked_up = set()
-    batches = random_batches(args, max(1, embeddings // 2), seed)
+    batches = random_batches(args, max(1, embeddings // 2), seed=rank)
     for indices, offsets, targets in islice(batches, VERIFY_STEPS):
         even = 2 * indices
         training_step(model, optimizer, (even, offsets, targets), "parallel")
         looked_up.update(even.tolist())
-    weights = [parameter.detach().cpu().flatten() for parameter in model.dense.parameters()]
-    return torch.cat(weights), looked_up
+    weights = nn.utils.parameters_to_vector(model.dense.parameters())
+    return weights.detach().cpu(), looked_up
 
 
 def verify(args, trainers, servers):
@@ -434,9 +436,9 @@ def verify(args, trainers, servers):
     progress("verify: one trainer with all servers, against a plain model in one process")
     embeddings = min(args.embeddings, 300)  # the plain model has all tables in one process
     tolerance = 1e-5
-    tables = (create_table, embeddings, args.embedding_dim, args.seed)
-    call_all(servers, *tables)
+    tables = (create_table, embeddings, args.embedding_dim)
     arguments = (args, servers, embeddings)
+    call_all(servers, *tables)
     [difference] = call_all(trainers[:1], verify_one_trainer, *arguments, timeout=0)
     if not difference <= tolerance:
         sys.exit(
@@ -449,52 +451,55 @@ def verify(args, trainers, servers):
 
     progress("verify: all trainers with all servers")
     call_all(servers, *tables)
-    before = call_all(servers, weight_copy)
+    before = torch.stack(call_all(servers, weight_copy))
     replicas, rows = zip(*call_all(trainers, verify_replicas, *arguments, timeout=0), strict=True)
     if not all(torch.equal(replica, replicas[0]) for replica in replicas):
         sys.exit("verify FAILED: the trainers hold different dense weights")
-    looked_up = set().union(*rows)
-    for name, old, new in zip(servers, before, call_all(servers, weight_copy), strict=True):
-        moved = (old != new).any(dim=1).nonzero().flatten().tolist()
-        if set(moved) != looked_up:
-            sys.exit(f"verify FAILED: the rows of {name} that moved are not those looked up")
+    looked_up = torch.zeros(embeddings, dtype=torch.bool)
+    looked_up[list(set().union(*rows))] = True
+    moved = (torch.stack(call_all(servers, weight_copy)) != before).any(dim=2)
+    if not (moved == looked_up).all():
+        sys.exit("verify FAILED: the rows that moved are not those that were looked up")
     say(
         f"verify: passed, dense weights of {len(trainers)} trainers bitwise equal; of {embeddings} "
-        f"rows per server exactly the {len(looked_up)} that were looked up have moved\n"
+        f"rows per server exactly the {looked_up.sum()} that were looked up have moved\n"
     )
     return {"max_abs_diff": difference, "tolerance": tolerance, "passed": True}
 
 
 def train(args, servers):
-    """Runs on every trainer. Returns its name, what it measured and the loss of every epoch.
+    """Runs on every trainer. Returns what it measured, a dictionary per epoch.
 
-    What it measured: {lookup: [{"seconds", "lookup_seconds", "examples"} of an epoch]}.
+    "lookup", "seconds", "lookup_seconds", "examples" (bags), "loss", "is_counted" (no warm-up).
     """
     from common.setup import progress
 
     rank = dist.get_rank()
     warmup = args.warmup // EPOCH
-    epochs = warmup + args.steps // EPOCH
-    lookups = LOOKUPS if args.lookup == "both" else [args.lookup]
-    model, optimizer = new_model(args, servers, args.seed)
-    all_batches = random_batches(args, args.embeddings, args.seed + rank)
-    losses = []
-    measured = {lookup: [] for lookup in lookups}
-    for epoch in range(1, epochs + 1):
+    rounds = warmup + args.steps // EPOCH
+    model, optimizer = new_model(args, servers)
+    all_batches = random_batches(args, args.embeddings, seed=rank)
+    epochs = []
+    for number in range(rounds):
         if rank == 0:
-            progress(f"training: epoch {epoch} of {epochs}")
-        for lookup in lookups:
+            progress(f"training: epoch {number + 1} of {rounds}")
+        for lookup in LOOKUPS if args.lookup == "both" else [args.lookup]:
             batches = list(islice(all_batches, EPOCH))
             model.lookup_seconds = 0.0
             start = time.perf_counter()
-            step_losses = [training_step(model, optimizer, batch, lookup) for batch in batches]
-            losses.append(torch.stack(step_losses).mean().item())  # waits for the GPU, if any
-            sample = {"seconds": time.perf_counter() - start}
-            sample["lookup_seconds"] = model.lookup_seconds
-            sample["examples"] = sum(len(offsets) for _, offsets, _ in batches)
-            if epoch > warmup:
-                measured[lookup].append(sample)
-    return {"name": f"trainer{rank}", "lookups": measured, "loss": losses}
+            losses = [training_step(model, optimizer, batch, lookup) for batch in batches]
+            loss = torch.stack(losses).mean().item()  # waits for the GPU, if any
+            epochs.append(
+                {
+                    "lookup": lookup,
+                    "seconds": time.perf_counter() - start,
+                    "lookup_seconds": model.lookup_seconds,
+                    "examples": sum(len(offsets) for _, offsets, _ in batches),
+                    "loss": loss,
+                    "is_counted": number >= warmup,
+                }
+            )
+    return epochs
 
 
 def run_master(args, names: list[str]) -> None:
@@ -504,71 +509,59 @@ def run_master(args, names: list[str]) -> None:
     trainers, servers = names[: args.trainers], names[args.trainers : -1]
     result = begin(args)
     result["verify"] = None if args.no_verify else verify(args, trainers, servers)
-    call_all(servers, create_table, args.embeddings, args.embedding_dim, args.seed)
+    call_all(servers, create_table, args.embeddings, args.embedding_dim)
     before = sum(call_all(servers, network_bytes))
-    result["trainers"] = call_all(trainers, train, args, servers, timeout=0)
+    epochs = result["epochs"] = call_all(trainers, train, args, servers, timeout=0)
     carried = sum(call_all(servers, network_bytes)) - before
-    steps = EPOCH * sum(len(trainer["loss"]) for trainer in result["trainers"])
-    result["network_bytes_per_step"] = carried / steps
-    result |= summarize(args, result)
+    result["network_bytes_per_step"] = carried / (EPOCH * sum(map(len, epochs)))
+    print_result(epochs, result["network_bytes_per_step"])
     report.write_json(args.json, result)
 
 
-def total(epochs: list[dict], quantity: str) -> float:
-    """The sum of one quantity over epochs."""
-    return sum(epoch[quantity] for epoch in epochs)
-
-
-def row(args, name: str, epochs: list[dict]) -> list[str]:
-    """A row of the table, of the epochs of one trainer or of all."""
-    from common.report import percentiles
-
-    examples = total(epochs, "examples") / (args.steps // EPOCH)  # of all in the same epoch
-    cells = [name]
-    for seconds in percentiles([epoch["seconds"] for epoch in epochs]):
-        cells += [f"{seconds:.3f}", f"{examples / seconds:.0f}"]
-    lookups = total(epochs, "lookup_seconds") / total(epochs, "seconds")
-    return [*cells, f"{100 * lookups:.0f} %"]
-
-
-def summarize(args, result: dict) -> dict:
-    """Print what the trainers measured, each and all together; returns the latter for the JSON."""
-    from common.report import print_table
+def print_result(trainers: list[list[dict]], bytes_per_step: float) -> None:
+    """The epochs of each trainer, as `train` returns them, and of all together."""
+    from common.report import percentiles, print_table
     from common.setup import say
 
-    rows = []
-    pooled = {}
-    for trainer in result["trainers"]:
-        for lookup, epochs in trainer["lookups"].items():
-            pooled.setdefault(lookup, []).extend(epochs)
-            rows.append(row(args, f"{trainer['name']} {lookup}", epochs))
-    rates = {}
-    for lookup, epochs in pooled.items():
-        rows.append(row(args, f"all {lookup}", epochs))
-        seconds = total(epochs, "seconds") / args.trainers  # they train at the same time
-        rates[lookup] = total(epochs, "examples") / seconds
+    lookups = list(dict.fromkeys(epoch["lookup"] for epoch in trainers[0]))
+    groups = {f"trainer{rank}": [epochs] for rank, epochs in enumerate(trainers)}
+    rows, rates, waits = [], {}, {}
+    for name, group in (groups | {"all": trainers}).items():
+        for lookup in lookups:
+            seconds = counted(group, lookup, "seconds")
+            examples = sum(counted(group, lookup, "examples"))
+            rates[lookup] = examples / sum(seconds)  # in the end those of all
+            waits[lookup] = sum(counted(group, lookup, "lookup_seconds"))
+            in_an_epoch = examples / len(seconds) * len(group)
+            cells = [f"{name} {lookup}"]
+            for percentile in percentiles(seconds):
+                cells += [f"{percentile:.3f}", f"{in_an_epoch / percentile:.0f}"]
+            rows.append([*cells, f"{100 * waits[lookup] / sum(seconds):.0f} %"])
     header = ["", "p50", "ex./s", "p75", "ex./s", "p90", "ex./s", "p95", "ex./s", "lookups"]
     print_table(header, rows)
     say("seconds per epoch at each percentile, and examples (bags) per second at that pace;")
     say("lookups: their share of the time; all: samples pooled, examples summed")
-    if args.lookup == "both":
+    if lookups == LOOKUPS:
         faster = rates["parallel"] / rates["sequential"]
-        waits = {lookup: total(epochs, "lookup_seconds") for lookup, epochs in pooled.items()}
         longer = waits["sequential"] / waits["parallel"]
         say(
             f"parallel / sequential: {faster:.3f} × the examples per second, all epochs; "
             f"sequential / parallel: {longer:.2f} × the time in lookups"
         )
-    kilobytes = result["network_bytes_per_step"] / 1000
+    kilobytes = bytes_per_step / 1000
     say(f"a trainer and all servers exchange {kilobytes:.1f} kB per step, 1 kB = 1000 bytes")
-    losses = [trainer["loss"] for trainer in result["trainers"]]
-    first = sum(loss[0] for loss in losses) / args.trainers
-    last = sum(loss[-1] for loss in losses) / args.trainers
+    first = fmean(epochs[0]["loss"] for epochs in trainers)
+    last = fmean(epochs[-1]["loss"] for epochs in trainers)
     say(
         f"loss: {first:.3f} in the first epoch, {last:.3f} in the last; the targets are random, so "
         f"that ln {CLASSES} = {math.log(CLASSES):.3f} is all there is to learn"
     )
-    return {"examples_per_second": rates, "loss": [first, last]}
+
+
+def counted(trainers: list[list[dict]], lookup: str, quantity: str) -> list[float]:
+    """One quantity of all epochs with this lookup that are no warm-up."""
+    epochs = [epoch for epochs in trainers for epoch in epochs if epoch["is_counted"]]
+    return [epoch[quantity] for epoch in epochs if epoch["lookup"] == lookup]
 
 
 def main():

@@ -47,9 +47,9 @@ class SharedMemoryAllReduce:
     """Sum contiguous CPU tensors over the ranks of a group that share a host, in place.
 
     Every rank constructs it, with the same piece_bytes (0: half a megabyte per rank, 4 MB at most),
-    and calls it with a tensor of the same length and dtype; all get the same bits. If a rank has
-    ended, does not come within `timeout` seconds or comes with another tensor, all ranks get a
-    RuntimeError, from this call and from every later one.
+    and calls it with a tensor of the same length and dtype; all get the same bits. If a rank
+    does not come within `timeout` seconds or comes with another tensor, all who wait for it get a
+    RuntimeError, and all ranks from every later call.
 
     **How a rank says something.** By a count of its own in the shared memory: a single byte, which
     cannot be read half-written, modulo 256. No rank is ever more than one step ahead of another.
@@ -66,14 +66,13 @@ class SharedMemoryAllReduce:
         self.timeout = timeout
         piece_bytes = piece_bytes or PART_BYTES * min(self.world_size, 8)
         self.part_bytes = max(64, piece_bytes // self.world_size // 64 * 64)
-        lines = (self.world_size + 1) * LINE  # the first one is for all ranks
-        size = lines + 2 * self.world_size**2 * self.part_bytes
+        self.lines = [LINE * (1 + rank) for rank in range(self.world_size)]  # 0 is for all ranks
+        beginning = LINE * (1 + self.world_size)
+        size = beginning + self.world_size**2 * self.part_bytes
         self.file = open_shared_file(size, process_group)
         self.memory = mmap.mmap(self.file.fileno(), size)
-        fcntl.lockf(self.file, fcntl.LOCK_EX, 1, self.rank)  # the system frees it when a rank ends
-        dist.barrier(process_group)
-        slots = torch.frombuffer(self.memory, dtype=torch.uint8, offset=lines)
-        self.slots = slots.view(2, self.world_size, self.world_size, self.part_bytes)
+        slots = torch.frombuffer(self.memory, dtype=torch.uint8, offset=beginning)
+        self.slots = slots.view(self.world_size, self.world_size, self.part_bytes)
         self.calls = 0
         self.meetings = 0  # so often this rank has said that its slot is filled
 
@@ -85,16 +84,26 @@ class SharedMemoryAllReduce:
         flat = tensor.detach().view(-1)
         self._check_whole()
         try:
-            self.calls += 1
-            description = f"{self.calls} {len(flat)} {flat.dtype}".encode()
-            self.memory[self._word(self.rank)] = zlib.crc32(description).to_bytes(4, "big")
+            self._compare(flat)
             part_length = self.part_bytes // flat.element_size()
             for piece in flat.split(self.world_size * part_length):
                 self._reduce_piece(piece.tensor_split(self.world_size))
-            self._meet()
         except BaseException:  # an interrupt, too: nobody knows any more who has read what
             self.memory[FAILED] = 1
             raise
+
+    def _compare(self, flat: torch.Tensor) -> None:
+        """Tell the others what this rank calls with; RuntimeError if they call with something else.
+
+        Nobody writes the next call's word before all have compared: there are meetings between.
+        """
+        self.calls += 1
+        description = f"{self.calls} {len(flat)} {flat.dtype}".encode()
+        words = [slice(line + 8, line + 12) for line in self.lines]
+        self.memory[words[self.rank]] = zlib.crc32(description).to_bytes(4, "big")
+        self._meet()
+        if len({self.memory[word] for word in words}) > 1:
+            raise RuntimeError("shared memory: the ranks' tensors differ, or one left out a call")
 
     def _reduce_piece(self, parts) -> None:
         for rank in self.others:  # reduce-scatter
@@ -111,17 +120,12 @@ class SharedMemoryAllReduce:
             parts[rank].copy_(part)
 
     def _slot(self, rank: int, owner: int, part: torch.Tensor) -> torch.Tensor:
-        """Where a rank's slot has room for the owner's part until the next meeting.
+        """Where a rank's slot has room for the owner's part.
 
-        It is free: it was read after the last meeting but one, and since then all have met.
+        It is free: the others' parts were read before the last meeting, the own one before the one
+        that has just been.
         """
-        slot = self.slots[self.meetings % 2, rank, owner]
-        return slot[: part.nbytes].view(part.dtype)
-
-    def _word(self, rank: int) -> slice:
-        """Where that rank says which call it is in; of this one and the next."""
-        start = (1 + rank) * LINE + 8 * (1 + self.calls % 2)
-        return slice(start, start + 4)
+        return self.slots[rank, owner, : part.nbytes].view(part.dtype)
 
     def _check_whole(self) -> None:
         if self.memory[FAILED]:
@@ -131,73 +135,51 @@ class SharedMemoryAllReduce:
         """Say that this rank's slot is filled, and wait until all others have said so."""
         self._fence()
         self.meetings += 1
-        self.memory[(1 + self.rank) * LINE] = self.meetings % 256
+        self.memory[self.lines[self.rank]] = self.meetings % 256
         for rank in self.others:
             self._wait_for(rank)
         self._fence()
-        if len({self.memory[self._word(rank)] for rank in range(self.world_size)}) > 1:
-            raise RuntimeError("shared memory: the ranks' tensors differ, or one left out a call")
 
     def _wait_for(self, rank: int) -> None:
         """It offers its core to the others, and soon sleeps for a tenth of what it has waited."""
         began = time.monotonic()
         before = (self.meetings - 1) % 256
-        while self.memory[(1 + rank) * LINE] == before:
+        while self.memory[self.lines[rank]] == before:
             self._check_whole()
             waited = time.monotonic() - began
-            if waited < YIELDING:
-                os.sched_yield()
-                continue
             if waited > self.timeout:
                 raise RuntimeError(f"shared memory: rank {self.rank} timed out waiting for {rank}")
-            if self._has_ended(rank) and self.memory[(1 + rank) * LINE] == before:
-                raise RuntimeError(f"shared memory: rank {rank} has ended")
-            time.sleep(min(max(waited / 10, 2e-5), 1e-3))
-
-    def _has_ended(self, rank: int) -> bool:
-        """Every rank holds a lock on a byte of the file, and the system frees it when it ends."""
-        try:
-            fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
-        except OSError:
-            return False
-        return True
+            if waited < YIELDING:
+                os.sched_yield()
+            else:
+                time.sleep(min(waited / 10, 1e-3))
 
     def _fence(self) -> None:
         """No load or store passes this line, as far as ranks are concerned that call it too."""
         if not STORES_IN_ORDER:
-            fcntl.lockf(self.file, fcntl.LOCK_SH, 1, self.world_size)
-            fcntl.lockf(self.file, fcntl.LOCK_UN, 1, self.world_size)
+            fcntl.lockf(self.file, fcntl.LOCK_SH)
+            fcntl.lockf(self.file, fcntl.LOCK_UN)
 
 
 def open_shared_file(size: int, process_group):
-    """A file of so many bytes, all 0, opened by every rank. RuntimeError on all if one cannot.
+    """A file of so many bytes, all 0, opened by every rank; OSError where that cannot be.
 
     Rank 0 makes it, in /dev/shm where there is one, which is memory. As soon as all have opened it,
     it loses its name, and lives as long as somebody has it open.
     """
-    path, problem, file = None, None, None
-    try:
-        if dist.get_rank(process_group) == 0:
-            folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-            file = tempfile.NamedTemporaryFile(prefix="all-reduce-", dir=folder, delete=False)
-            path = file.name
-            file.write(bytes(size))  # have the memory now: a call that finds none would be killed
-            file.flush()
-    except (OSError, MemoryError) as error:
-        problem = repr(error)
-    message = [path, problem]
-    dist.broadcast_object_list(message, group=process_group, group_src=0)
-    path, problem = message
-    try:
-        file = file or open(path, "r+b")
-    except (OSError, TypeError) as error:  # in a container of its own a rank finds no such file
-        problem = problem or repr(error)
-    problems = [None] * dist.get_world_size(process_group)
-    dist.all_gather_object(problems, problem, group=process_group)
-    if dist.get_rank(process_group) == 0 and path:
-        os.unlink(path)
-    if any(problems):
-        raise RuntimeError(f"no shared memory: {next(filter(None, problems))}")
+    is_first = dist.get_rank(process_group) == 0
+    path = [None]
+    if is_first:
+        folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+        temporary = tempfile.NamedTemporaryFile(prefix="all-reduce-", dir=folder)
+        temporary.write(bytes(size))  # have the memory now: a call that finds none would be killed
+        temporary.flush()
+        path = [temporary.name]
+    dist.broadcast_object_list(path, group=process_group, group_src=0)
+    file = open(path[0], "r+b")
+    dist.barrier(process_group)
+    if is_first:
+        temporary.close()
     return file
 
 

@@ -3,9 +3,6 @@
 test_allreduce.py has what it shares with the other two.
 """
 
-import os
-import signal
-import stat
 import sys
 import time
 from pathlib import Path
@@ -21,8 +18,7 @@ from shared_memory import SharedMemoryAllReduce
 
 from common.recordings.record import output_of
 from common.testing import harness
-from common.testing.harness import SHARED_MEMORY, left_in, masked, names_in, read_json
-from common.testing.processes import Ranks
+from common.testing.harness import masked, read_json
 
 SCRIPT = Path(__file__).with_name("shared_memory.py")
 SMALL_PIECE = 4096
@@ -51,37 +47,6 @@ def wrong_in_many_calls(stores_in_order):
 def test_call_after_call(ranks, stores_in_order):
     """Nothing but the flags keeps the ranks together; and the fence, on other processors."""
     assert ranks(3).run(wrong_in_many_calls, stores_in_order) == [0] * 3
-
-
-def names_and_mode():
-    shared = SharedMemoryAllReduce(timeout=30)
-    found = os.fstat(shared.file.fileno())
-    return found.st_nlink, stat.S_IMODE(found.st_mode)
-
-
-def test_the_memory_loses_its_name(ranks):
-    assert ranks(2).run(names_and_mode) == [(0, 0o600)] * 2
-
-
-def refusal(piece_bytes, is_hidden):
-    """What a rank is told that gets no memory. Rank 1 may be in a container of its own."""
-
-    def finds_nothing(path, mode):
-        raise FileNotFoundError(f"{path} is not there")
-
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError) as error:
-        if is_hidden and dist.get_rank() == 1:
-            patch.setattr(shared_memory, "open", finds_nothing, raising=False)
-        SharedMemoryAllReduce(piece_bytes=piece_bytes)
-    return str(error.value)
-
-
-@pytest.mark.parametrize("piece_bytes, is_hidden", [(64, True), (2**50, False)])
-def test_a_problem_of_one_rank_is_a_line_on_all(ranks, piece_bytes, is_hidden):
-    before = names_in(SHARED_MEMORY)
-    for message in ranks(2).run(refusal, piece_bytes, is_hidden):
-        assert message.startswith("no shared memory: ") and "\n" not in message
-    assert not left_in(SHARED_MEMORY, before)
 
 
 def is_broken_after_a_timeout():
@@ -114,34 +79,6 @@ def tells_different_calls():
 @pytest.mark.parametrize("check", [is_broken_after_a_timeout, tells_different_calls])
 def test_no_rank_gets_a_wrong_sum(ranks, check):
     ranks(2).run(check)
-
-
-def die():
-    """Rank 1 is killed as it waits for the third time."""
-    waits = []
-    wait_for = SharedMemoryAllReduce._wait_for
-
-    def counted(self, rank):
-        waits.append(rank)
-        if len(waits) == 3:
-            os.kill(os.getpid(), signal.SIGKILL)
-        wait_for(self, rank)
-
-    if dist.get_rank() == 1:
-        SharedMemoryAllReduce._wait_for = counted
-    SharedMemoryAllReduce(piece_bytes=SMALL_PIECE)(torch.ones(3 * SMALL_PIECE))
-
-
-def test_a_killed_rank_ends_the_others(script):
-    """With an error, and at once; no memory stays, no process."""
-    memory = names_in(SHARED_MEMORY)
-    group = Ranks(3)
-    processes = group.processes
-    with pytest.raises(pytest.fail.Exception) as failure:
-        group.run(die)
-    assert "rank 1: EOFError" in str(failure.value) and "rank 1 has ended" in str(failure.value)
-    assert not any(process.is_alive() for process in processes)
-    assert not left_in(SHARED_MEMORY, memory)
 
 
 def test_script(forked, tmp_path):

@@ -22,13 +22,14 @@ import threading
 import time
 from collections import deque
 from datetime import timedelta
-from functools import partialmethod
+from functools import partial, partialmethod
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-UNITS = {"mbit": 1e6 / 8, "gbit": 1e9 / 8, "s": 1.0, "ms": 1e-3, "us": 1e-6, "": 1.0}
+UNITS = {"mbit": 1e6 / 8, "gbit": 1e9 / 8, "s": 1.0, "ms": 1e-3, "us": 1e-6, "0": 0.0}
+SLOW = ("all", "broadcast", "reduce_scatter")  # all-reduce, all-gather, all-to-all
 CALLS_AT_A_TIME = 2  # of a group: gloo has two threads
 LONGEST_DELAY = 0.002  # seconds of a LateWork; each rank and call has its own, from 0 on
 DELAYS_PER_STEP = 2  # gloo's receiver says first that it is ready; then the data comes
@@ -36,15 +37,12 @@ DELAYS_PER_STEP = 2  # gloo's receiver says first that it is ready; then the dat
 
 def read_network(text: str) -> tuple[float, float]:
     """1gbit,1ms: bytes per second and seconds. ValueError for what is no rate and delay."""
-    numbers = re.fullmatch(r"([\d.]+)(mbit|gbit),(?:([\d.]+)(s|ms|us)|0)", text)
+    numbers = re.fullmatch(r"(\d*\.?\d+)(mbit|gbit),(?:(\d*\.?\d+)(s|ms|us)|0)", text)
     if numbers:
-        rate, rate_unit, delay, delay_unit = numbers.groups(default="")
-        try:
-            found = float(rate) * UNITS[rate_unit], float(delay or 0) * UNITS[delay_unit]
-        except ValueError:  # two points in a number
-            found = 0.0, 0.0
-        if 0.1e6 <= found[0] <= 1e12 and found[1] <= 10:
-            return found
+        rate, rate_unit, delay, delay_unit = numbers.groups(default="0")
+        rate, delay = float(rate) * UNITS[rate_unit], float(delay) * UNITS[delay_unit]
+        if 0.1e6 <= rate <= 1e12 and delay <= 10:
+            return rate, delay
     raise ValueError(f"{text!r} is not a rate and a delay, such as 1gbit,1ms or 100mbit,0")
 
 
@@ -80,11 +78,6 @@ class Wire:
                 span = call.name, call.bytes_sent, call.launched_at, begin, call.delivered_at
                 self.spans.append(span)
 
-    def forget(self, call) -> None:
-        """A call that has failed is never delivered."""
-        with self.lock:
-            self.pending = [other for other in self.pending if other is not call]
-
 
 wire = Wire()
 
@@ -95,6 +88,7 @@ class SlowWork(dist.Work):
     def __init__(self, group, name: str, tensors, gloos_work: dist.Work, bytes_sent, delays):
         super().__init__()
         self.group = group
+        self.number = group.collectives
         self.name = name
         self.tensors = tensors
         self.gloos_work = gloos_work
@@ -111,13 +105,9 @@ class SlowWork(dist.Work):
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Sleep until the network has delivered the result; raise what gloo raises."""
-        try:
-            self.gloos_work.wait(timeout)
-            for call in self.pending_calls():
-                call.launch_times.wait()
-        except BaseException:
-            wire.forget(self)
-            raise
+        self.gloos_work.wait(timeout)
+        for call in self.pending_calls():
+            call.launch_times.wait()
         wire.deliver()
         sleep_until(self.delivered_at)
         return True
@@ -130,9 +120,9 @@ class SlowWork(dist.Work):
         return self.delivered_at is not None and self.delivered_at <= time.monotonic()
 
     def pending_calls(self) -> list:
-        """This call and those before it in its group, while they have no delivery time."""
-        calls = self.group.pending_calls()
-        return calls[: calls.index(self) + 1] if self in calls else []
+        """Those of its group that have no delivery time yet, up to this one."""
+        of_group = [call for call in list(wire.pending) if call.group is self.group]
+        return [call for call in of_group if call.number <= self.number]
 
     def get_future(self) -> torch.futures.Future:
         """For DDP and its hooks. A thread of its own completes it: a hook may wait for more."""
@@ -172,14 +162,12 @@ class LateWork(SlowWork):
         copies = {id(tensor): copy_of(tensor) for tensor in outputs + inputs}
         of_copies = [with_copies(argument, copies) for argument in arguments]
         self.gloos_work = getattr(group.gloo, name)(*of_copies, **options)
-        self.tensors = arguments[0] if isinstance(arguments[0], list) else [arguments[0]]
+        self.tensors = tensors_in(arguments[0])
         self.results = [(tensor, copies[id(tensor)]) for tensor in outputs]
-        filled = {tensor.untyped_storage().data_ptr() for tensor in outputs}
         for tensor in outputs:
             if copies[id(tensor)] is not tensor:
                 tensor.data.fill_(unread_value(tensor))  # .data: autograd's version stays
-        others = [each for each in inputs if each.untyped_storage().data_ptr() not in filled]
-        in_flight = [each for each in outputs + others if copies[id(each)] is not each]
+        in_flight = [each for each in outputs + inputs if copies[id(each)] is not each]
         self.in_flight = [(each, each.detach().clone(), each._version) for each in in_flight]
         self.launched_at = time.monotonic()
         self.delivered_at = self.launched_at + LONGEST_DELAY * group.delays.random()
@@ -210,8 +198,8 @@ class LateWork(SlowWork):
 class SlowProcessGroup(dist.ProcessGroup):
     """gloo's collectives, delivered when the wire of this rank would have; for ranks of one host.
 
-    A second group of gloo carries the launch times. Whatever has no form below (barriers, send and
-    receive) is gloo's, and begins when everything before it is delivered.
+    A second group of gloo carries the launch times. Barriers, send, receive, reduce, gather
+    and scatter are gloo's own.
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: timedelta):
@@ -228,41 +216,27 @@ class SlowProcessGroup(dist.ProcessGroup):
 
     @torch._disable_dynamo  # torch.compile must not look into a group that torch calls meanwhile
     def launch(self, name: str, *arguments, **options) -> dist.Work:
-        """A collective that takes its time.
+        """A call: gloo's, or one that takes its time.
 
         A rank sends what it sends in gloo's rings, 1/n of the tensor in each step; gloo's
         reduce-scatter is an all-reduce.
         """
-        self.collectives += 1
-        if wire.is_late:
+        if not name.startswith(("send", "recv")):
+            self.collectives += 1
+        if wire.is_late and "barrier" not in name and name != "recv_anysource":
             return LateWork(self, name, arguments, options)
         work = getattr(self.gloo, name)(*arguments, **options)
-        if not wire.is_slow:
+        if not wire.is_slow or not name.removeprefix("_").startswith(SLOW):
             return work
-        outputs = arguments[0] if isinstance(arguments[0], list) else [arguments[0]]
-        sizes = [sum(t.nbytes for t in tensors_in(argument)) for argument in arguments[:2]]
-        size = max(sizes)  # the whole, not a part of it
+        outputs, inputs = map(tensors_in, arguments[:2])
+        size = max(sum(tensor.nbytes for tensor in each) for each in (outputs, inputs))
         others = self.size() - 1
         steps, sent = others, size * others / self.size()  # all-gather
         if "reduce" in name:
             steps, sent = 2 * steps, 2 * sent
-        elif name.startswith(("alltoall", "all_to_all")):
-            steps = min(1, others)
-        elif name == "broadcast":
-            steps, sent = min(1, others), size * min(1, others)
+        elif name == "broadcast" and others:
+            steps, sent = 1, size
         return SlowWork(self, name, outputs, work, sent, DELAYS_PER_STEP * steps)
-
-    @torch._disable_dynamo
-    def hand_on(self, name: str, *arguments, **options) -> dist.Work:
-        """A call that takes as long as gloo takes, after all that were launched before it."""
-        if wire.is_late and "barrier" not in name and name != "recv_anysource":
-            return LateWork(self, name, arguments, options)
-        if not name.startswith(("send", "recv")):  # these may come between
-            self.collectives += 1
-            for call in self.pending_calls()[-1:]:
-                call.wait()
-            sleep_until(max(self.places))
-        return getattr(self.gloo, name)(*arguments, **options)
 
     def launch_each(self, name: str, outputs: list, inputs: list, *options) -> dist.Work:
         """What torch's C++ asks for a DTensor, nearly always of one tensor; returns the last."""
@@ -271,10 +245,6 @@ class SlowProcessGroup(dist.ProcessGroup):
         for work in others:
             work.wait()
         return last
-
-    def pending_calls(self) -> list[SlowWork]:
-        """Calls of this group that have no delivery time yet, in order."""
-        return [call for call in list(wire.pending) if call.group is self]
 
 
 def sleep_until(moment: float) -> None:
@@ -316,15 +286,12 @@ def was_written(tensor: torch.Tensor, before: torch.Tensor, version: int) -> boo
     return not same or (is_whole and tensor._version != version)
 
 
-# Every collective of gloo, whatever this version of torch calls it. (The methods of ProcessGroup
-# would find gloo, too, but keep Python's lock while they wait for its threads: a deadlock.)
-SLOW = ("allreduce", "allgather", "all_gather", "reduce_scatter", "alltoall", "all_to_all")
-HANDED_ON = ("barrier", "gather", "monitored", "recv", "reduce", "scatter", "send")
+# Every call of gloo, whatever this version of torch names it. (The methods of ProcessGroup would
+# find gloo, too, but keep Python's lock while they wait for its threads: a deadlock.)
+CALLS = (*SLOW, "barrier", "gather", "monitored", "recv", "reduce", "scatter", "send")
 for method in set(dir(dist.ProcessGroup)) & set(dir(dist.ProcessGroupGloo)):
-    if method.lstrip("_").startswith((*SLOW, "broadcast")):
+    if method.removeprefix("_").startswith(CALLS):
         setattr(SlowProcessGroup, method, partialmethod(SlowProcessGroup.launch, method))
-    elif method.startswith(HANDED_ON):
-        setattr(SlowProcessGroup, method, partialmethod(SlowProcessGroup.hand_on, method))
 # Gloo has these in C++ alone.
 SlowProcessGroup.allgather_into_tensor_coalesced = partialmethod(
     SlowProcessGroup.launch_each, "_allgather_base"
@@ -349,42 +316,35 @@ def expected_seconds(size_bytes: float, calls: int, world_size: int) -> float:
     return max(calls * bytes_sent + delays, turns * (bytes_sent + delays))
 
 
-def all_reduce_together(tensors: list[torch.Tensor]) -> None:
+def all_reduce_together(tensors: list[torch.Tensor]) -> dict[str, float]:
+    """Launch all, then wait for all: the seconds, and how many elements are wrong."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for tensor in tensors:
+        tensor.fill_(rank + 1)
+    dist.barrier()
+    start = time.perf_counter()
     works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
     for work in works:
         work.wait()
+    seconds = time.perf_counter() - start
+    total = world_size * (world_size + 1) / 2
+    return {"seconds": seconds, "wrong": (torch.cat(tensors) != total).sum().item()}
 
 
-def measure_all(args) -> list[dict]:
-    """Time all-reduces of each size, alone, two and twenty at a time; count wrong elements."""
+def measure(megabytes: float, calls: int) -> dict:
+    """Time all-reduces of a size, so many at a time: a row of the table."""
     from common import timing
-    from common.setup import progress
 
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    rows = []
-    for megabytes in args.sizes_mb:
-        for calls in (1, 2, 20):
-            if calls == 20 and megabytes >= 1:
-                continue
-            progress(f"{calls} × {megabytes:g} MB")
-            tensors = [torch.empty(int(megabytes * 2**18)) for _ in range(calls)]
-
-            def step(tensors=tensors):
-                for tensor in tensors:
-                    tensor.fill_(rank + 1)
-                dist.barrier()
-                start = time.perf_counter()
-                all_reduce_together(tensors)
-                seconds = time.perf_counter() - start
-                total = world_size * (world_size + 1) / 2
-                return {"seconds": seconds, "wrong": sum(int((t != total).sum()) for t in tensors)}
-
-            samples = timing.measure({"calls": step}, args.steps, warmup=1)["calls"]
-            row = {"size_mb": megabytes, "calls": calls, "seconds": samples["seconds"]}
-            row["expected_seconds"] = expected_seconds(megabytes * 2**20, calls, world_size)
-            row["wrong"] = sum(map(sum, samples["wrong"]))
-            rows.append(row)
-    return rows
+    tensors = [torch.empty(int(megabytes * 2**18)) for _ in range(calls)]
+    candidates = {"calls": partial(all_reduce_together, tensors)}
+    samples = timing.measure(candidates, steps=5, warmup=1)["calls"]
+    return {
+        "size_mb": megabytes,
+        "calls": calls,
+        "seconds": samples["seconds"],
+        "expected_seconds": expected_seconds(megabytes * 2**20, calls, dist.get_world_size()),
+        "wrong": sum(map(sum, samples["wrong"])),
+    }
 
 
 def main():
@@ -397,20 +357,15 @@ def main():
         sys.exit(f"error: {error}: copy the repository's folder common/ two folders above this one")
 
     parser = setup.Parser(__doc__)
-    size = setup.checked(
-        float, lambda mb: 2**-18 <= mb <= 1e5, "a size in MB, of a float32 at least"
-    )
-    sizes = setup.list_of(size)
-    add = parser.add_argument
-    add("--sizes-mb", type=sizes, default="0.001,1,10", help="of the tensors, MB = 2^20 bytes")
-    add("--steps", type=setup.whole_number(1), default=5, help="measured calls")
-    add("--json", type=setup.output_file, metavar="FILE", help="everything measured, raw")
+    json_help = "everything measured, raw"
+    parser.add_argument("--json", type=setup.output_file, metavar="FILE", help=json_help)
     setup.add_process_group_arguments(parser)
     parser.set_defaults(network="1gbit,1ms", device="cpu")
     args = parser.parse_args()
     with setup.process_group(args) as device:
         result = report.begin("01_allreduce/slow_network", args, device)
-        result["rows"] = measure_all(args)
+        cases = [(0.001, 1), (0.001, 2), (0.001, 20), (1, 1), (1, 2), (10, 1), (10, 2)]
+        result["rows"] = [measure(megabytes, calls) for megabytes, calls in cases]
         table = []
         for row in result["rows"]:
             p50 = report.percentiles(row["seconds"])[0]

@@ -2,7 +2,6 @@
 
 import gc
 import os
-import random
 import sys
 import threading
 import time
@@ -77,8 +76,7 @@ def takes_what_is_asked_for(network):
     delays = 4 * (world_size - 1) * delay
     for elements in (2**10, 2**18):
         sent = 2 * (world_size - 1) / world_size * 4 * elements / rate
-        for _ in range(3):
-            assert spans_of(elements, group) == [pytest.approx(sent + delays, abs=1e-9)]
+        assert spans_of(elements, group) == [pytest.approx(sent + delays, abs=1e-9)]
         for second_group in (group, another):  # they share the wire
             first, second = spans_of(elements, group, second_group)
             assert first == pytest.approx(sent + delays, abs=1e-9)
@@ -99,11 +97,10 @@ def waits_for_the_last():
     dist.barrier()
     if dist.get_rank() == 1:
         time.sleep(0.1)
-    launched = time.monotonic()
     work = dist.all_reduce(torch.ones(1000), group=group, async_op=True)
     work.wait()
     found = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (launched, work.delivered_at))
+    dist.all_gather_object(found, (work.launched_at, work.delivered_at))
     launches, deliveries = zip(*found, strict=True)
     assert max(launches) - min(launches) > 0.09
     assert max(deliveries) - min(deliveries) < 1e-6
@@ -127,14 +124,6 @@ def is_gloo_until_it_is_slow():
     began = time.monotonic()
     dist.all_reduce(torch.ones(2**20), group=group)
     assert time.monotonic() - began < 10 and not wire.spans
-
-
-def comes_after_what_was_launched():
-    """A barrier is gloo's, and begins when what came before it is delivered."""
-    group = slow_group("1gbit,50ms")
-    work = dist.all_reduce(torch.ones(1), group=group, async_op=True)
-    dist.barrier(group)
-    assert work.delivered_at is not None and work.delivered_at <= time.monotonic()
 
 
 def names_a_late_rank():
@@ -167,14 +156,6 @@ def leaves_nothing():
         assert time.monotonic() < deadline, (before, count())
 
 
-def leaves_versions_alone():
-    """Autograd counts changes, and what arrives from other ranks is none: so 04 and 05 say."""
-    group = slow_group()
-    tensor = torch.ones(4)
-    dist.all_reduce(tensor, group=group)
-    assert tensor._version == 0 and tensor.tolist() == [2.0] * 4
-
-
 @contextmanager
 def late():
     wire.is_late = True
@@ -201,21 +182,15 @@ def is_unread_until_it_is_waited_for():
             works += [all_gather_single(gathered, own, **options)]
             works += [dist.all_gather(parts, read, **options)]
             works += [dist.reduce(received, 1, **options)]
-            filled = [reduced, own, *parts] + ([sent, received] if rank == 1 else [])
-            assert all(is_unread(tensor) for tensor in filled)
-            if rank == 0:
-                assert sent.tolist() == [1] * 3 and received.tolist() == [1] * 3
-            dist.barrier(group)
-            assert is_unread(reduced)
-            for work in works[:2]:
-                work.wait()
-            works[2].get_future().wait()
-            while not (works[3].is_completed() and works[4].is_completed()):
+            assert all(map(is_unread, [reduced, own, *parts]))
+            for tensor in (sent, received):
+                assert is_unread(tensor) if rank == 1 else tensor.tolist() == [1] * 3
+            works[0].wait()
+            works[1].get_future().wait()
+            while not all(work.is_completed() for work in works):
                 pass
-        assert reduced.tolist() == [3] * 3 and sent.tolist() == [1] * 3
-        assert gathered.tolist() == [1] * 3 + [2] * 3
-        assert [part.tolist() for part in parts] == [[1] * 3, [2] * 3]
-        assert received.tolist() == [1 + 2 * rank] * 3
+        found = [tensor.tolist() for tensor in (reduced, sent, received, gathered, *parts)]
+        assert found == [[3] * 3, [1] * 3, [1 + 2 * rank] * 3, [1] * 3 + [2] * 3, [1] * 3, [2] * 3]
 
 
 def tells_who_writes_into_a_tensor_on_its_way():
@@ -233,27 +208,22 @@ def tells_who_writes_into_a_tensor_on_its_way():
         ]:
             work = launch()
             write()
-            if is_wrong:
-                with pytest.raises(RuntimeError, match="was written to while its collective"):
-                    work.wait()
-            else:
+            with pytest.raises(RuntimeError, match="was written") if is_wrong else nullcontext():
                 work.wait()
 
 
 def delivers_after_delays_of_its_own():
-    """Others on every rank and in every call, and the same in every run."""
-    group, rank = slow_group(), dist.get_rank()
-    expected = random.Random(rank)
+    """Others on every rank and in every call."""
+    group, delays = slow_group(), []
     with late():
         for _ in range(9):
             work = dist.all_reduce(torch.ones(1), group=group, async_op=True)
-            delay = work.delivered_at - work.launched_at
-            assert delay == pytest.approx(LONGEST_DELAY * expected.random(), abs=1e-6)
+            delays.append(work.delivered_at - work.launched_at)
             work.wait()
             assert time.monotonic() >= work.delivered_at
     of_ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, delay)
-    assert len(set(of_ranks)) == 2
+    dist.all_gather_object(of_ranks, delays)
+    assert len(set(sum(of_ranks, []))) == 18 and max(delays) < LONGEST_DELAY
 
 
 def carries_dtensors():
@@ -268,9 +238,7 @@ PROMISES = [
     waits_for_the_last,
     sleeps_meanwhile,
     is_gloo_until_it_is_slow,
-    comes_after_what_was_launched,
     names_a_late_rank,
-    leaves_versions_alone,
     is_unread_until_it_is_waited_for,
     tells_who_writes_into_a_tensor_on_its_way,
     delivers_after_delays_of_its_own,
@@ -347,8 +315,7 @@ def test_training_ends_where_it_does_over_gloo(ranks, name, context):
 
 
 def test_script(forked, tmp_path):
-    words = ["--sizes-mb", "0.001,1,10", "--steps", "2", "--json", tmp_path / "a.json"]
-    status, output = forked(2, SCRIPT, *words)
+    status, output = forked(2, SCRIPT, "--json", tmp_path / "a.json")
     assert status == 0, output
     assert masked(output) == masked(output_of(SCRIPT.with_name("reference_output.txt")))
     result = read_json(tmp_path / "a.json", "01_allreduce/slow_network")
