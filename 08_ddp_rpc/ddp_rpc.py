@@ -285,10 +285,13 @@ def read_arguments():
             f"the columns of {args.servers} servers have to make rows of {DENSE_INPUT}"
         )
     tables = 4 * args.servers * args.embeddings * args.embedding_dim
-    setup.check_memory(
-        tables * (1 + args.trainers),  # bytes: each trainer has a gradient there
-        f"argument --embeddings: '{args.embeddings}' rows of {args.embedding_dim} columns",
-    )
+    needed = tables * (1 + args.trainers)  # bytes: each trainer has a gradient there
+    available = setup.available_memory()
+    if needed > available:
+        fail(
+            f"argument --embeddings: '{args.embeddings}' rows of {args.embedding_dim} columns need "
+            f"{needed / 1e9:.0f} GB, and this host has {available / 1e9:.0f} left: use fewer"
+        )
     return args
 
 

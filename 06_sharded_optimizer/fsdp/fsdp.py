@@ -319,6 +319,13 @@ def average_replicated(model: FSDP) -> None:
         nn.utils.vector_to_parameters(flat, gradients)
 
 
+def clip_grad_norm(model: FSDP, max_norm: float) -> torch.Tensor:
+    """torch's clip_grad_norm_ in one all-reduce, after the finish; returns the norm of all."""
+    if model.in_backward:
+        raise RuntimeError("call finish_gradient_synchronization() before clip_grad_norm()")
+    return nn.utils.clip_grad_norm_(model.parameters(), max_norm, foreach=True)
+
+
 class ShardedGradient(torch.Tensor):
     """This rank's part of a gradient; its norm is that of the whole, and a call of all ranks.
 

@@ -3,8 +3,9 @@
     make reference                        what the present code has not recorded yet
     make reference ONLY=05_bucketed       everything whose path begins so, again
 
-Use the machine for nothing else meanwhile: it would be in the figures. What fails is named in the
-end, and its old recording stays. Those on two "hosts" need Linux, that of runs that hang py-spy.
+Use the machine for nothing else meanwhile: it would be in the figures. Its speed changes within
+minutes, so the runs of `make compare` lie in between all others. What fails is named in the end,
+and its old recording stays. Those on two "hosts" need Linux, that of runs that hang py-spy.
 
 A recording is what its commands printed, one after another. Of what ran several times either every
 output is there, or that of the last run and, from the JSON files of all, the medians with their
@@ -42,6 +43,7 @@ def runs(count: int, name: str, command: str) -> list[str]:
     return [f"{command} > /dev/null" for command in commands[:-1]] + commands[-1:]
 
 
+COMPARE = "05_bucketed/compare/reference_output.txt"
 LOOPBACK = runs(5, "loopback", "make compare")
 ON_1GBIT = runs(3, "emulated", "make compare NETWORK=1gbit,1ms")
 BETWEEN_HOSTS = runs(3, "slow", "make hosts RATE=1gbit DELAY=1ms")
@@ -71,7 +73,7 @@ RECORDINGS = {  # the commands whose output is recorded, and those that put pict
         "make 05_bucketed/bucket_sweep NETWORK=1gbit,1ms",
         "cp results/bucket_sweep.png 05_bucketed/bucket_sweep/bucket_sweep_1gbit.png",
     ],
-    "05_bucketed/compare/reference_output.txt": [
+    COMPARE: [
         *filter(None, chain(*zip_longest(LOOPBACK, ON_1GBIT, BETWEEN_HOSTS))),  # in turn
         f"{MEDIANS} {NETWORKS} 'between hosts='results/slow_{{1..3}}.json",
         f"{MEDIANS} {NETWORKS} --plot 05_bucketed/compare/compare.png > /dev/null",
@@ -181,19 +183,25 @@ def run(command: str) -> str:
     return "\n".join(["", f"$ {command}", *lines, ""])
 
 
-def record(name: str) -> None:
-    """Run the commands of a recording in turn and write what they print."""
-    began = datetime.now(timezone.utc)
-    texts = []
-    for command in RECORDINGS[name]:
-        say(f"  {command}")
-        texts.append(run(command))
-    now = datetime.now(timezone.utc)
+def in_order(names: list[str]) -> list[tuple[str, str]]:
+    """(recording, command) for all commands; COMPARE's runs lie evenly in between all others."""
+    commands = [
+        (name, command) for name in names if name != COMPARE for command in RECORDINGS[name]
+    ]
+    runs = [(COMPARE, command) for command in RECORDINGS[COMPARE]] if COMPARE in names else []
+    others = len(commands)
+    for number, run in enumerate(runs):
+        commands.insert(number + others * (number + 1) // len(runs), run)
+    return commands
+
+
+def write(name: str, texts: list[str]) -> None:
+    """A recording: what its commands have printed, below the code and the machine they ran on."""
     head = (
         f"commit     {commit()}\n"
         f"torch      {torch.__version__}\n"
         f"processor  {processor_name()}, {os.cpu_count()} cores\n"
-        f"date       {now:%Y-%m-%d %H:%M} UTC; it took {(now - began).total_seconds():.0f} s\n"
+        f"date       {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC\n"
     )
     (ROOT / name).write_text(head + "".join(texts))
 
@@ -222,17 +230,24 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does
     (ROOT / "results").mkdir(exist_ok=True)
     say(f"{len(names)} of {len(RECORDINGS)} recordings, all within 50 minutes, commit {commit()}")
-    failures = []
-    for number, name in enumerate(names, 1):
-        say(f"{number} of {len(names)}, {name}")
+    texts = {name: [] for name in names}
+    failures = {}
+    commands = in_order(names)
+    for number, (name, command) in enumerate(commands, 1):
+        if name in failures:
+            continue
+        say(f"{number} of {len(commands)}, {name}: {command}")
         try:
-            record(name)
+            texts[name].append(run(command))
         except subprocess.CalledProcessError as error:
-            failures.append(f"FAILED at {name}, whose old recording stays: {error}")
+            failures[name] = f"FAILED at {name}, whose old recording stays: {error}"
         except KeyboardInterrupt:
-            say(f"interrupted: make reference goes on with the {len(names) - number + 1} left")
+            left = [name for name in names if len(texts[name]) < len(RECORDINGS[name])]
+            say(f"interrupted: make reference goes on with the {len(left)} left")
             return 130
-    for failure in failures:
+        if len(texts[name]) == len(RECORDINGS[name]):
+            write(name, texts[name])
+    for failure in failures.values():
         say(failure)
     return figures.main() or bool(failures)
 

@@ -23,9 +23,10 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setattr(record.figures, "main", lambda: 0)
     commands = {
         ONE: ["echo 0 > /dev/null", "echo 1.5; echo written: x.png", "echo 2.5 | tee -a ran"],
-        OTHER: ["echo p"],
+        OTHER: ["echo p", "echo q"],
     }
     monkeypatch.setattr(record, "RECORDINGS", commands)
+    monkeypatch.setattr(record, "COMPARE", OTHER)
 
     def main(*words) -> int:
         monkeypatch.setattr("sys.argv", ["record", *words])
@@ -37,7 +38,7 @@ def run(tmp_path, monkeypatch):
 def test_it_records_what_the_present_code_has_not_recorded(run, tmp_path, monkeypatch):
     assert run() == 0
     head, text = (tmp_path / ONE).read_text().split("\n\n", 1)
-    assert head.startswith("commit     abcdef123\ntorch      ") and " UTC; it took 0 s" in head
+    assert head.startswith("commit     abcdef123\ntorch      ") and head.endswith(" UTC")
     outputs = "$ echo 1.5; echo written: x.png\n1.5\n\n$ echo 2.5 | tee -a ran\n2.5\n"
     assert text == f"$ echo 0 > /dev/null\n\n{outputs}"
     assert record.output_of(tmp_path / ONE) == "1.5\n"
@@ -48,6 +49,13 @@ def test_it_records_what_the_present_code_has_not_recorded(run, tmp_path, monkey
     monkeypatch.setattr(record, "commit", lambda: "abcdef124")  # other code
     assert run() == 0
     assert (tmp_path / "ran").read_text() == 3 * "2.5\n"
+
+
+def test_the_runs_of_compare_lie_in_between_all_others(run):
+    commands = record.in_order([OTHER, ONE])
+    assert [command for name, command in commands if name == ONE] == record.RECORDINGS[ONE]
+    assert [commands[1], commands[4]] == [(OTHER, "echo p"), (OTHER, "echo q")]
+    assert len(record.in_order([ONE])) == 3
 
 
 def test_what_fails_is_named_and_its_recording_stays(run, tmp_path, capsys):
