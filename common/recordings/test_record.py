@@ -69,12 +69,15 @@ def test_what_fails_is_named_and_its_recording_stays(run, tmp_path, capsys):
 
 
 def test_interrupted_it_ends_what_it_has_started(tmp_path):
-    """The command and its child; nothing is written."""
+    """The command and its child; nothing is written.
+
+    What it prints first is more than a pipe holds, so record reads it already.
+    """
     program = f"""
 from pathlib import Path
 from common.recordings import record
 record.ROOT = Path({str(tmp_path)!r})
-record.RECORDINGS = {{"x.txt": ["sleep 1000 & echo $! > {tmp_path}/child; wait"]}}
+record.RECORDINGS = {{"x.txt": ["seq 99999; sleep 1000 & echo $! > {tmp_path}/child; wait"]}}
 raise SystemExit(record.main())
 """
     command = [sys.executable, "-c", program]
