@@ -19,7 +19,7 @@ PHASES = {
     "data_seconds": ("data", "#CC79A7"),
     "forward_seconds": ("forward", "#56B4E9"),
     "backward_seconds": ("backward", "#0072B2"),
-    "exposed_comm_seconds": ("exposed all-reduce", "#D55E00"),
+    "exposed_comm_seconds": ("exposed all-reduce", "#F0E442"),
     "optimizer_seconds": ("optimizer", "#999999"),
 }
 PANELS = [  # of a run: what is shown, title, unit, how a bar's number is written
@@ -84,7 +84,7 @@ def draw(runs: list[dict], path: Path) -> None:
     names = [run["name"] for run in runs]
     for axes, panel in zip(figure.subplots(2, 2).flat, PANELS, strict=True):
         quantity, title, unit, number_format = panel
-        bars = axes.bar(names, [run[quantity] for run in runs], width=0.6, color="#009E73")
+        bars = axes.bar(names, [run[quantity] for run in runs], width=0.6, color="#666666")
         axes.bar_label(bars, fmt=number_format, padding=2)
         axes.set(title=title, ylabel=unit)
         axes.margins(y=0.2)

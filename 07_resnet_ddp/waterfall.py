@@ -66,7 +66,8 @@ def draw(reasons: dict[str, float], title: str, path: Path) -> None:
     figure = Figure(figsize=(9, 4.5), dpi=120, layout="constrained")
     axes = figure.subplots()
     bottoms = [0, *numpy.cumsum([*reasons.values()][:-2]), 0]
-    colours = ["#009E73", *4 * ["#D55E00"], "#0072B2"]
+    # As in all pictures: blue is computing, yellow exposed, orange while an all-reduce runs.
+    colours = ["#666666", "#0072B2", "#0072B2", "#F0E442", "#D55E00", "#666666"]
     bars = axes.bar(reasons.keys(), reasons.values(), bottom=bottoms, color=colours)
     axes.bar_label(bars, [f"{ms:.0f}" for ms in reasons.values()])
     axes.set(title=title, ylabel="time of a step, ms")
