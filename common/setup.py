@@ -49,6 +49,7 @@ def say(text: str = "") -> None:
     progress()
     if not is_rank_0():
         return
+    sys.stdout.reconfigure(errors="replace")  # its encoding may lack × and ÷
     try:
         print(text, flush=True)
     except BrokenPipeError:
