@@ -1,10 +1,15 @@
-"""The exercises: what `make check` says of them as they are, and filled with the stages' lines."""
+"""The exercises, as they are and filled with the stages' lines; what pages show whole is right."""
 
+import copy
 import importlib
 import inspect
+import re
 import sys
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
 
 from common.check.check import KINDS
 from common.check.loading import load_module
@@ -59,3 +64,46 @@ def test_filled_with_the_lesson_it_holds(late_ranks, folder, name, missing):
     of_ranks = late_ranks(2).run(judge_filled, folder, name, missing, checks)
     for check, *answers in zip(checks, *of_ranks, strict=True):
         assert verdict_of(dict(enumerate(answers)))["verdict"] == "passed", (check, answers)
+
+
+def shown(folder: str, line: str) -> dict:
+    """The names of a page's block of code that has this line, executed."""
+    blocks = re.findall(
+        r"```python\n(.*?)```", (ROOT / folder / "README.md").read_text(), re.DOTALL
+    )
+    [block] = [block for block in blocks if line in block]
+    names = {"torch": torch, "dist": dist, "nn": nn}
+    exec(block, names)
+    return names
+
+
+def judge_small_class(checks: list) -> list[dict]:
+    small = shown("06_sharded_optimizer", "class SmallSharded")["SmallShardedOptimizer"]
+    return [judge(check, small) for check in checks]
+
+
+def test_the_small_class_of_06s_page_holds(late_ranks):
+    checks = KINDS["optimizer"].HAS_TO_HOLD
+    for check, *answers in zip(checks, *late_ranks(2).run(judge_small_class, checks), strict=True):
+        assert verdict_of(dict(enumerate(answers)))["verdict"] == "passed", (check, answers)
+
+
+def train_sharded_linear() -> float:
+    """How far the weight of FSDP's page is from training in one process, after three steps."""
+    torch.manual_seed(0)
+    twin = nn.Linear(6, 4, bias=False).double()
+    linear = copy.deepcopy(twin)
+    shown("06_sharded_optimizer/fsdp", "def shard(linear")["shard"](linear)
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1) for each in (linear, twin)]
+    for _ in range(3):
+        x = torch.randn(2, 3, 6, dtype=torch.float64)
+        linear(x[dist.get_rank()]).square().mean().backward()
+        twin(x).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return (linear.weight - twin.weight.view(2, -1)[dist.get_rank()]).abs().max().item()
+
+
+def test_the_sharded_linear_of_fsdps_page_trains_as_one_process(ranks):
+    assert max(ranks(2).run(train_sharded_linear)) < 1e-12
