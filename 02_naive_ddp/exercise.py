@@ -21,7 +21,7 @@ class NaiveDDP(nn.Module):
         return self.module(*inputs, **kwargs)
 
     def finish_gradient_synchronization(self) -> None:
-        """Make every gradient the mean of all ranks. One that is None counts as 0; frozen: none."""
+        """Make every gradient the mean over ranks. None counts as zeros; leave out frozen ones."""
         raise NotImplementedError
 
     @contextmanager

@@ -215,17 +215,17 @@ def run(wrapper, **options):
     wrap = partial(wrapper, **{name: getattr(args, name) for name in options})
     with setup.process_group(args) as device:
         result = report.begin(folder.name, args, device)
-        wrappers = setup.users_class(args) | {wrapper.__name__: wrap}
-        model = result["model"] = report.describe(LanguageModel, args, replicas=len(wrappers) + 2)
+        wrappers = measured = setup.users_class(args) | {wrapper.__name__: wrap}
+        if not args.no_baseline:
+            no_communication = {"no communication": lambda module: module}
+            measured = no_communication | wrappers | timing.torch_ddp(args)
+        model = result["model"] = report.describe(LanguageModel, args, replicas=len(measured))
         result["verify"] = {}
         if not args.no_verify:
             for name in wrappers:
                 setup.say(f"verify: {name}")
                 result["verify"][name] = verify(wrappers[name], args, device)
-        if not args.no_baseline:
-            no_communication = {"no communication": lambda module: module}
-            wrappers = no_communication | wrappers | timing.torch_ddp(args)
-        steps = {name: make_step(wrap, args, device, model) for name, wrap in wrappers.items()}
+        steps = {name: make_step(wrap, args, device, model) for name, wrap in measured.items()}
         result |= timing.benchmark(steps, args, device)
         timing.profile(steps, args.trace)
         report.print_steps(result)
