@@ -192,7 +192,7 @@ def train_step(model, optimizer, watch, inputs, targets):
 
 
 def verify(wrap, args, device):
-    """Train a classifier on shards, and a twin in one process on their union; compare weights."""
+    """Train a classifier on shares, and a twin in one process on their union; compare weights."""
     from common import report, setup, timing
 
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -207,9 +207,9 @@ def verify(wrap, args, device):
     for epoch in (1, 2):
         order = torch.randperm(len(images), generator=shuffle)
         for step, batch in enumerate(order.split(64 * world_size), 1):
-            shard = batch[rank::world_size]
+            share = batch[rank::world_size]
             train_step(twin, twin_optimizer, watch, images[batch], labels[batch])
-            loss, times = train_step(model, optimizer, watch, images[shard], labels[shard])
+            loss, times = train_step(model, optimizer, watch, images[share], labels[share])
             report.log_step(args, epoch, step, loss, times)
         accuracy = report.evaluate(epoch, model, *held_out)
     verdict = report.compare_weights(module, twin)
