@@ -112,11 +112,12 @@ def draw(result: dict, path: Path) -> None:
         size = row["name"].partition(", ")[2]
         place = row["buckets"], 1000 * row["measured"]
         axes.annotate(size, place, (0, 10), textcoords="offset points", ha="center")
-    where = result["network"] or result["backend"]
+    where = result["network"] or {"gloo": "loopback"}.get(result["backend"], result["backend"])
     axes.set_title(f"What communication adds to a step: {where}")
     axes.set_xlabel("all-reduces in a step (smaller buckets →)")
     axes.set_ylabel("overhead: step − no communication, ms")
     axes.set_xscale("log")
+    axes.margins(y=0.1)
     axes.set_ylim(bottom=0)
     axes.xaxis.set_major_formatter("{x:g}")
     axes.grid(alpha=0.3)

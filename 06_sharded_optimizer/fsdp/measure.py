@@ -198,14 +198,14 @@ def draw(result, most, path):
     axes = figure.subplots()
     axes.invert_yaxis()
     left = [0.0] * len(most)
-    colors = "#56B4E9", "#E69F00", "#009E73", "#D55E00"
+    colors = "#56B4E9", "#E69F00", "#999999", "#D55E00"
     for number, (part, color) in enumerate(zip(PARTS, colors, strict=True)):
         widths = [parts[number] / 2**20 for parts in most.values()]
         drawn = axes.barh(list(most), widths, left=left, color=color, label=part, height=0.75)
-        numbers = [f"{width:.0f}" if width > 9 else "" for width in widths]
+        numbers = [f"{width:.1f}" if width > 9 else "" for width in widths]
         axes.bar_label(drawn, numbers, label_type="center", fontsize=9)
         left = [start + width for start, width in zip(left, widths, strict=True)]
-    axes.bar_label(drawn, [f"{total:.0f}" for total in left], padding=5)
+    axes.bar_label(drawn, [f"{total:.1f}" for total in left], padding=5)
     axes.set_xlabel("MB")
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside lower center", ncols=len(PARTS), frameon=False)
