@@ -16,7 +16,7 @@ class OverlapDDP(nn.Module):
     """Average gradients with one all-reduce per parameter, during backward."""
 
     def __init__(self, module: nn.Module):
-        """Hooks start the all-reduces of complete gradients, in one order everywhere: last first."""
+        """Hooks start the all-reduces of complete gradients, in one order, the last first."""
         super().__init__()
         self.module = module
         self.synchronizing = True  # False within no_sync()

@@ -16,7 +16,7 @@ class BucketedDDP(nn.Module):
     """Average gradients with one all-reduce per bucket, during backward."""
 
     def __init__(self, module: nn.Module, bucket_size_mb: float = 25.0):
-        """Cut parameters into buckets, last first. Hooks start full ones, in one order everywhere."""
+        """Cut parameters into buckets, last first. Hooks start full ones, in the same order."""
         super().__init__()
         self.module = module
         self.synchronizing = True  # False within no_sync()

@@ -173,7 +173,7 @@ def draw_all_reduces(axes, step: Step, middle: float) -> None:
         color = COLORS["all-reduce"]
         axes.barh(place, stop - start, height, start, color=color, edgecolor="white", linewidth=0.3)
         if 1 < len(step.all_reduces) <= 12:
-            center = {"ha": "center", "va": "center", "color": "white", "fontsize": 8}
+            center = {"ha": "center", "va": "center", "fontsize": 8}
             axes.text((start + stop) / 2, place, str(number), **center)
 
 
