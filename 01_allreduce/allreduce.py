@@ -269,14 +269,11 @@ def copy_bandwidth() -> float:
     return source.nbytes / min(times)
 
 
-TORCH_BYTES = 4e8  # that a rank has for itself once torch is imported (2.15, on Linux)
-
-
 def run_grid(args, ranks_measure: Callable, rows_file: str) -> None:
     """Measure every backend with every world size, and say what this machine cannot run."""
     from common.launch.spawn import run_ranks
     from common.report import print_row
-    from common.setup import available_memory, progress
+    from common.setup import TORCH_BYTES, available_memory, progress
 
     print_row(HEADER, WIDTHS)
     sizes = [int(size * 2**18) * 4 for size in args.sizes_mb]  # whole float32s

@@ -269,6 +269,9 @@ def cgroup_limit(name: str) -> float:
     return float("inf")
 
 
+TORCH_BYTES = 4e8  # that a rank has for itself once torch is imported (2.15, on Linux)
+
+
 def available_memory() -> float:
     """Bytes that processes can still have: what Linux calls available, elsewhere all there is."""
     available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

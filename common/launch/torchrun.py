@@ -19,7 +19,7 @@ from torch.distributed import run  # noqa: E402
 from torch.distributed.elastic.multiprocessing import api  # noqa: E402
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError  # noqa: E402
 
-from common.setup import progress, threads_per_rank  # noqa: E402
+from common.setup import TORCH_BYTES, available_memory, fail, progress, threads_per_rank  # noqa: E402
 
 
 class Ended(api.SignalException):
@@ -45,6 +45,8 @@ def share_cores(ranks: int) -> None:
 def main() -> None:
     ranks = sys.argv[sys.argv.index("--nproc-per-node") + 1]
     if ranks.isdecimal():  # and not auto, cpu or gpu
+        if int(ranks) * TORCH_BYTES > available_memory():
+            fail(f"argument --nproc-per-node: '{ranks}' ranks need more memory than is left")
         share_cores(int(ranks))
     # Else it says first that it ends the other ranks, and which rank failed how.
     for name in ("multiprocessing.api", "agent.server.api"):

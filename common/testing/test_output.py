@@ -53,6 +53,12 @@ def ours(script, ranks: int, *words, **environment):
     return script(command, cwd=ROOT, env=environment)
 
 
+def test_too_many_ranks_are_refused_before_one_starts(script):
+    status, said = ours(script, 9999, QUICK).wait(60)
+    problem = "error: argument --nproc-per-node: '9999' ranks need more memory than is left\n"
+    assert status == 2 and said.endswith(problem) and said.count("\n") == 1, said
+
+
 # What `fail` does, without the seconds that importing torch takes.
 LIKE_FAIL = """
 import os, sys, time
