@@ -188,11 +188,14 @@ def add_verify_arguments(parser: Parser) -> None:
 
 def add_plot_arguments(parser: Parser, name: str) -> None:
     """--plot FILE, by default results/NAME of this repository if one can write, and --no-plot."""
-    picture = f"picture, PNG (default: results/{name})"
-    parser.add_argument("--plot", type=output_file, metavar="FILE", help=picture)
-    nothing = {"dest": "plot", "action": "store_const", "const": None}
-    parser.add_argument("--no-plot", help="draw nothing", **nothing)
-    parser.set_defaults(plot=result_file(name))
+    default = f"results/{name}"
+
+    def picture(text: str) -> Path | None:  # called after --help, so that it makes no folder
+        return result_file(name) if text is default else output_file(text)
+
+    add = parser.add_argument
+    add("--plot", type=picture, metavar="FILE", default=default, help="picture, PNG")
+    add("--no-plot", dest="plot", action="store_const", const=None, help="draw nothing")
 
 
 def stage_arguments(description: str, steps: int, **options) -> argparse.Namespace:

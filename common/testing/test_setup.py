@@ -167,3 +167,13 @@ def test_a_container_has_the_cores_and_the_memory_of_its_cgroup(tmp_path, monkey
     assert said.startswith(
         "1 ranks with 3 models each need 0.4 GB of memory, and this host has 0.0"
     )
+
+
+def test_help_makes_no_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(setup, "ROOT", tmp_path)
+    parser = setup.Parser("x")
+    setup.add_plot_arguments(parser, "x.png")
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--help"])
+    assert not (tmp_path / "results").exists()
+    assert parser.parse_args([]).plot == tmp_path / "results" / "x.png"
