@@ -34,8 +34,8 @@ endif
 else
 HOSTS = --standalone
 endif
-TORCHRUN = $(PYTHON) -m common.launch.torchrun $(HOSTS) --nproc-per-node $(NPROC)
-ALONE = $(PYTHON) -m common.launch.alone
+TORCHRUN = $(PYTHON) -m tools.torchrun $(HOSTS) --nproc-per-node $(NPROC)
+ALONE = $(PYTHON) -m tools.alone
 QUOTED = '$(subst ','\'',$(1))'
 FLAGS = $(if $(BACKEND),--backend $(BACKEND) )$(if $(NETWORK),--network $(call QUOTED,$(NETWORK)) )$(ARGS)
 FLAGS_GIVEN = $(if $(MINE),--mine $(call QUOTED,$(MINE)) )$(FLAGS)
@@ -94,12 +94,12 @@ timeline: $(RUNTIME)
 ##                                           (LEVEL=course, LAYERS=a_course.model: see its page)
 CHOSEN = $(if $(KIND),--kind $(KIND) )$(if $(LEVEL),--level $(LEVEL) )$(if $(LAYERS),--layers $(LAYERS) )
 check: $(RUNTIME)
-	$(ALONE) common/check/check.py $(if $(MINE),$(call QUOTED,$(MINE)) )$(CHOSEN)--nproc $(NPROC) $(FLAGS)
+	$(ALONE) tools/check/check.py $(if $(MINE),$(call QUOTED,$(MINE)) )$(CHOSEN)--nproc $(NPROC) $(FLAGS)
 
 ##   make read                               02 to 05 side by side in a browser; needs Python alone
 read:
 	@$(READER) -c '$(NEW_ENOUGH)' || exit 2
-	$(READER) -m common.read.read
+	$(READER) -m tools.read
 
 ##   make hosts [RATE=1gbit DELAY=0.2ms]     make compare on a network between two hosts, which
 ##                                           Linux plays here (SCRIPT=… runs another script)
@@ -107,7 +107,7 @@ CABLE = $(call QUOTED,$(or $(RATE),1gbit)) $(call QUOTED,$(or $(DELAY),0.2ms))
 hosts: SCRIPT ?= $(COMPARE)/compare.py
 hosts: $(RUNTIME)
 	$(if $(filter file,$(origin NPROC)),,$(error NPROC='$(NPROC)': make hosts starts one rank on each of two hosts))
-	exec bash common/launch/hosts.sh $(PYTHON) $(CABLE) $(SCRIPT) $(FLAGS_GIVEN)
+	exec bash tools/hosts.sh $(PYTHON) $(CABLE) $(SCRIPT) $(FLAGS_GIVEN)
 
 ##   make all                                every stage with its defaults
 all: $(STAGES)
@@ -153,7 +153,7 @@ lint: $(RUNTIME)
 
 ##   make reference [ONLY=05_bucketed]       record every reference_output*.txt and picture again
 reference: $(RUNTIME)
-	$(PYTHON) -m common.recordings.record $(ONLY)
+	$(PYTHON) -m tools.record $(ONLY)
 
 ##   make clean                              remove results/ and caches
 clean:

@@ -1,4 +1,4 @@
-"""The fixtures of all tests; what else they share is in common/testing/."""
+"""The fixtures of all tests; what else they share is in tools/."""
 
 import os
 import signal
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.register_assert_rewrite("common.testing.harness", "common.testing.processes")
+pytest.register_assert_rewrite("tools.harness", "tools.processes")
 # Nothing here imports torch at once: it takes seconds, and one of pytest's processes runs no test.
 
 # Several tests share the cores: no thread should wait for another one by spinning.
@@ -26,7 +26,7 @@ def pytest_collection_modifyitems(items):
 
 def pytest_collection_finish(session):
     if any({"ranks", "late_ranks", "forked"} & set(item.fixturenames) for item in session.items):
-        from common.testing.processes import ready_processes
+        from tools.processes import ready_processes
 
         ready_processes()  # they import while the first tests run
 
@@ -46,7 +46,7 @@ def refusal(monkeypatch, capsys):
 
     Without `script.py: error: ` in front. It is torchrun's only rank, unless told otherwise.
     """
-    from common.testing.harness import ONLY_RANK
+    from tools.harness import ONLY_RANK
 
     def run(main, script, *words, environment=ONLY_RANK) -> str:
         name = Path(script).name
@@ -64,7 +64,7 @@ def refusal(monkeypatch, capsys):
 
 
 def started_ranks(is_late: bool):
-    from common.testing.processes import Ranks
+    from tools.processes import Ranks
 
     started = {}
 
@@ -93,7 +93,7 @@ def late_ranks():
 @pytest.fixture
 def script():
     """script(command, …) starts a command as a Script and ends it with the test."""
-    from common.testing.processes import Script
+    from tools.processes import Script
 
     started = []
 
@@ -109,7 +109,7 @@ def script():
 @pytest.fixture
 def launched(script):
     """launched(world_size, path, *words) is torchrun's run of a script: (exit status, output)."""
-    from common.testing.harness import torchrun
+    from tools.harness import torchrun
 
     def run(world_size: int, *words, timeout: float = 120, **options) -> tuple[int, str]:
         return script(torchrun(world_size, *words), **options).wait(timeout)
@@ -120,7 +120,7 @@ def launched(script):
 @pytest.fixture
 def forked(tmp_path_factory):
     """The same in 0.1 s instead of seconds, in processes that have torch: see Forked."""
-    from common.testing.processes import Forked
+    from tools.processes import Forked
 
     runs = Forked(tmp_path_factory.mktemp("forked"))
     yield runs

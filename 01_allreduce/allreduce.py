@@ -271,7 +271,7 @@ def copy_bandwidth() -> float:
 
 def run_grid(args, ranks_measure: Callable, rows_file: str) -> None:
     """Measure every backend with every world size, and say what this machine cannot run."""
-    from common.launch.spawn import run_ranks
+    from common.spawn import run_ranks
     from common.report import print_row
     from common.setup import TORCH_BYTES, available_memory, progress
 
@@ -343,7 +343,7 @@ def run(args, stage: str, ranks_show: Callable, ranks_measure: Callable) -> None
     """
     from alpha_beta import draw, fit_all
 
-    from common.launch.spawn import run_ranks
+    from common.spawn import run_ranks
     from common.report import write_json
     from common.setup import progress, say, threads_per_rank
 

@@ -19,9 +19,9 @@ from allreduce import IN_FLIGHT, PIECE_BYTES, RINGS
 from alpha_beta import fit
 from shared_memory import SharedMemoryAllReduce
 
-from common.recordings.record import output_of
+from tools.record import output_of
 from common.testing import harness
-from common.testing.harness import ROOT, SHARED_MEMORY, masked, names_in, read_json, wait_for_line
+from tools.harness import ROOT, SHARED_MEMORY, masked, names_in, read_json, wait_for_line
 
 SCRIPT = Path(__file__).with_name("allreduce.py")
 SHARED = Path(__file__).parent / "shared_memory" / "shared_memory.py"

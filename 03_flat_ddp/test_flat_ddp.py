@@ -1,4 +1,4 @@
-"""What stage 03 alone does. What 02 to 05 promise together: common/testing/test_wrappers.py."""
+"""What stage 03 alone does. What 02 to 05 promise together: tools/test_wrappers.py."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What stage 04 alone does. What 02 to 05 promise together: common/testing/test_wrappers.py."""
+"""What stage 04 alone does. What 02 to 05 promise together: tools/test_wrappers.py."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""What stage 05 alone does. What 02 to 05 promise together: common/testing/test_wrappers.py."""
+"""What stage 05 alone does. What 02 to 05 promise together: tools/test_wrappers.py."""
 
 from functools import partial
 
@@ -7,7 +7,7 @@ import torch
 from bucketed import BucketedDDP
 from torch import nn
 
-from common.check import checks_of_wrappers
+from tools.check import checks_of_wrappers
 from common.testing import harness
 
 

@@ -1,6 +1,6 @@
-"""What ShardedOptimizer promises beyond common/check, on real ranks, and the script.
+"""What ShardedOptimizer promises beyond tools/check, on real ranks, and the script.
 
-The checks themselves on two ranks: common/check/test_check.py.
+The checks themselves on two ranks: tools/check/test_check.py.
 """
 
 import collections
@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from common.check import checks_of_optimizers
-from common.recordings.record import output_of
+from tools.check import checks_of_optimizers
+from tools.record import output_of
 from common.testing import harness
-from common.testing.harness import failed, judged, masked
+from tools.harness import failed, judged, masked
 from common.timing import CollectiveCounter
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -124,7 +124,7 @@ EVERY_CLASS = {
     "Rprop": {"lr": 0.01},
     "SGD": {"lr": 0.1, "momentum": 0.9, "nesterov": True},
 }
-# LBFGS is refused; Muon's row is in common/docs/test_optimizers.py; gradients are not sparse here.
+# LBFGS is refused; Muon's row is in docs/test_optimizers.py; gradients are not sparse here.
 NO_CLASS = {"Optimizer", "LBFGS", "Muon", "SparseAdam"}
 CLASSES = [name for name in torch.optim.__all__ if name[0].isupper() and name not in NO_CLASS]
 IMPLEMENTATIONS = [("AdamW", {"lr": 0.01, "fused": True}), ("Adam", {"lr": torch.tensor(0.01)})]
@@ -472,7 +472,7 @@ def test_script(forked, tmp_path):
 
 @pytest.mark.parametrize("name, status", [("RightShards", 0), ("SendsNothing", 1)])
 def test_a_class_of_the_users_own_is_verified_and_has_a_row(forked, tmp_path, name, status):
-    mine = f"{harness.ROOT}/common/check/mistakes.py:{name}"
+    mine = f"{harness.ROOT}/tools/check/mistakes.py:{name}"
     words = [*QUICK, "--no-baseline", "--json", tmp_path / "json", "--mine", mine]
     found, output = forked(2, SCRIPT, *words)
     assert found == status and f"verify: {name} (mine)\n" in output, output

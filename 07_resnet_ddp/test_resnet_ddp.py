@@ -25,9 +25,9 @@ from torchvision.datasets import cifar
 from torchvision.models import resnet18
 from torchvision.ops import FrozenBatchNorm2d
 
-from common.recordings.record import output_of
+from tools.record import output_of
 from common.testing import harness
-from common.testing.harness import ONLY_RANK, masked, torchrun
+from tools.harness import ONLY_RANK, masked, torchrun
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 import compare_runs  # noqa: E402

@@ -571,7 +571,7 @@ def main():
     folder = Path(__file__).resolve().parent
     sys.path[:0] = [str(folder), str(folder.parent)]
     try:
-        from common.launch.spawn import run_ranks
+        from common.spawn import run_ranks
         from common.setup import forget_launcher, progress
     except ModuleNotFoundError as error:
         sys.exit(f"error: {error}: copy the repository's folder common/ beside {folder} or into it")

@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch.distributed import rpc
 
-from common.recordings.record import output_of
+from tools.record import output_of
 from common.testing import harness
-from common.testing.harness import needs_proc, wait_for_line
+from tools.harness import needs_proc, wait_for_line
 
 FOLDER = Path(__file__).resolve().parent
 SCRIPT = FOLDER / "ddp_rpc.py"

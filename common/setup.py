@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.distributed.nn  # noqa: F401
 from torch import nn
 
-from common.check.loading import load, loadable, with_bucket_size
+from tools.check.loading import load, loadable, with_bucket_size
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # keeps torch.profiler's own log off the screen
 

@@ -25,9 +25,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from slow_network import LONGEST_DELAY, read_network, wire
 
-from common.recordings.record import output_of
+from tools.record import output_of
 from common.testing import harness
-from common.testing.harness import masked, read_json
+from tools.harness import masked, read_json
 
 SCRIPT = Path(__file__).with_name("slow_network.py")
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

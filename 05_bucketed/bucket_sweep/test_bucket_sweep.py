@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy
 import pytest
 
-from common.recordings.record import output_of
+from tools.record import output_of
 from common.testing import harness
 
 FOLDER = Path(__file__).resolve().parent

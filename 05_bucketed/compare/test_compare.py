@@ -8,7 +8,7 @@ from statistics import median
 
 import pytest
 
-from common.testing.harness import SHORT, read_json
+from tools.harness import SHORT, read_json
 
 FOLDER = Path(__file__).resolve().parent
 sys.path.insert(0, str(FOLDER))

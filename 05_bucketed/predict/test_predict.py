@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from common.recordings.record import output_of
+from tools.record import output_of
 from common.setup import SIZES
 from common.testing import harness
 

@@ -1,6 +1,6 @@
-"""What FSDP promises beyond common/check, on real ranks; beside one process that has all the data.
+"""What FSDP promises beyond tools/check, on real ranks; beside one process that has all the data.
 
-The checks themselves on two ranks: common/check/test_check.py.
+The checks themselves on two ranks: tools/check/test_check.py.
 """
 
 import copy
@@ -25,11 +25,11 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
 
-from common.check import checks_of_fsdp, checks_of_wrappers
-from common.recordings.record import output_of
+from tools.check import checks_of_fsdp, checks_of_wrappers
+from tools.record import output_of
 from common.testing import harness
-from common.testing.harness import judged, masked, torchrun
-from common.testing.processes import Ranks
+from tools.harness import judged, masked, torchrun
+from tools.processes import Ranks
 from common.timing import CollectiveCounter
 
 sys.path.insert(0, str(Path(__file__).parent.parent))

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from common import setup
-from common.recordings.record import output_of
-from common.testing.harness import masked, read_json, torchrun
+from tools.record import output_of
+from tools.harness import masked, read_json, torchrun
 
 SCRIPT = Path(__file__).resolve().with_name("compile_ddp.py")
 sys.path[:0] = [str(SCRIPT.parent), str(SCRIPT.parent.parent)]

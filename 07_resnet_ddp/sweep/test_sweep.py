@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from common import setup
-from common.recordings.record import output_of
-from common.testing.harness import ONLY_RANK, masked, read_json
+from tools.record import output_of
+from tools.harness import ONLY_RANK, masked, read_json
 
 FOLDER = Path(__file__).resolve().parent
 sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]

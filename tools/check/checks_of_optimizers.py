@@ -1,0 +1,200 @@
+"""What a sharded optimizer has to do: the steps of the optimizer that it shards, with less state.
+
+Gradients are the same on all ranks here, as DDP leaves them.
+"""
+
+import weakref
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tools.check.findings import UNUSABLE, Failed, check_arrived, evidence_of, is_close
+from tools.check.models import Frozen, Plain, SeveralDtypes, new
+
+NOT_SENT = "the owners' new values do not reach all ranks: broadcast them at the end of step()"
+OPTIONS = "the learning rate or another option does not reach the optimizer inside"
+OTHER_STEP = "the optimizer inside is given other options or other gradients"
+
+
+class Noted(torch.optim.AdamW):
+    """AdamW; remembers which ones there are, because a class may keep its own anywhere."""
+
+    alive = weakref.WeakSet()
+
+    def __init__(self, params, **options):
+        super().__init__(params, **options)
+        Noted.alive.add(self)
+
+
+def parameters(build=Plain) -> list[nn.Parameter]:
+    """The same on all ranks."""
+    return list(new(build).parameters())
+
+
+def give_gradients(owned: list[nn.Parameter], step: int) -> None:
+    """The same on all ranks, others in every step."""
+    generator = torch.Generator().manual_seed(100 + step)
+    for parameter in owned:
+        gradient = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        if parameter.requires_grad:
+            parameter.grad = gradient.to(parameter.dtype)
+
+
+def follow(mine, optimizer_cls, options, build=Plain, groups=list, change=None):
+    """Train by it, and twins by the optimizer that it shards: the same values on all ranks?"""
+    owned, plain, before = parameters(build), parameters(build), parameters(build)
+    sharded = mine(groups(owned), optimizer_cls, **options)
+    unsharded = optimizer_cls(groups(plain), **options)
+    for step in range(4):
+        for optimizer, trained in ((sharded, owned), (unsharded, plain)):
+            if change:
+                change(optimizer, trained, step)
+            give_gradients(trained, step)
+            optimizer.step()
+        with torch.no_grad():
+            compare(owned, plain, before, step)
+
+
+def compare(owned: list, plain: list, before: list, step: int) -> None:
+    """Failed, unless all values are those of the optimizer without shards."""
+    check_arrived({f"parameter {number}": each for number, each in enumerate(owned)})
+    for number, (mine, twin, start) in enumerate(zip(owned, plain, before, strict=True)):
+        if is_close(mine, twin):
+            continue
+        moved, expected = mine - start, twin - start
+        seen = f"after step {step + 1} parameter {number} is not that of one optimizer: it "
+        evidence = [evidence_of(str(number), moved, expected)]
+        factor = evidence[0]["ratio"]
+        if not moved.any():
+            raise Failed(seen + "has not changed at all on this rank", NOT_SENT, evidence)
+        if step == 0 and is_close(moved, factor * expected):
+            raise Failed(seen + f"has moved {factor:.3g} times as far", OPTIONS, evidence)
+        raise Failed(seen + "has moved elsewhere", OTHER_STEP, evidence)
+
+
+def can_be_used(mine):
+    """it returns an optimizer, and a step goes through"""
+    owned = parameters()
+    optimizer = mine(owned, torch.optim.SGD, lr=0.1)
+    if not (hasattr(optimizer, "step") and hasattr(optimizer, "param_groups")):
+        kind = type(optimizer).__name__
+        raise Failed(f"returns {kind}, which has no step() and no param_groups", UNUSABLE)
+    give_gradients(owned, 0)
+    optimizer.step()
+
+
+def steps_like_sgd(mine):
+    """SGD with momentum: all values are those of the optimizer without shards, on all ranks"""
+    follow(mine, torch.optim.SGD, {"lr": 0.05, "momentum": 0.9})
+
+
+def steps_like_adamw(mine):
+    """AdamW with all its options: the same"""
+    options = {"lr": 0.03, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.2}
+    follow(mine, torch.optim.AdamW, options)
+
+
+def shares_the_state_out(mine):
+    """the optimizer state is shared out: no rank keeps that of a parameter that another keeps"""
+    owned = [nn.Parameter(torch.ones(16, 16)) for _ in range(8)]
+    optimizer = mine(owned, Noted, lr=0.01)
+    give_gradients(owned, 0)
+    optimizer.step()
+    held = 0
+    for local in Noted.alive:
+        for parameter in set(owned) & set(local.state):
+            held += 2 * local.state[parameter]["exp_avg"].nbytes  # and as much of its squares
+    whole = 2 * sum(parameter.nbytes for parameter in owned)
+    of_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, held)
+    seen = ", ".join(f"{100 * each / whole:.0f} %" for each in of_ranks)
+    seen = f"of AdamW's state the ranks keep {seen}"
+    if max(of_ranks) == whole:
+        raise Failed(seen, "every rank steps all parameters")
+    if sum(of_ranks) != whole:
+        raise Failed(seen, "some parameters have no owner, or several")
+    if max(of_ranks) > 2 * whole / len(of_ranks):
+        raise Failed(seen, "parameters are shared out unevenly")
+
+
+def keeps_groups_apart(mine):
+    """parameter groups with options of their own"""
+
+    def groups(owned):
+        return [{"params": owned[:3], "lr": 0.01, "weight_decay": 0.3}, {"params": owned[3:]}]
+
+    follow(mine, torch.optim.AdamW, {"lr": 0.03}, groups=groups)
+
+
+def takes_a_group_later(mine):
+    """add_param_group() between two steps"""
+
+    def change(optimizer, owned, step):
+        if step == 2:
+            optimizer.add_param_group({"params": owned[4:], "lr": 0.01})
+
+    follow(mine, torch.optim.AdamW, {"lr": 0.03}, groups=lambda owned: owned[:4], change=change)
+
+
+def follows_a_scheduler(mine):
+    """a learning rate that changes in param_groups, as schedulers do it"""
+
+    def change(optimizer, owned, step):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.05 / (1 + step)
+
+    follow(mine, torch.optim.SGD, {"lr": 0.05}, change=change)
+
+
+def skips_frozen_parameters(mine):
+    """frozen parameters stay as they are"""
+    follow(mine, torch.optim.AdamW, {"lr": 0.03}, build=Frozen)
+
+
+def takes_fewer_parameters_than_ranks(mine):
+    """fewer parameters than ranks"""
+    follow(mine, torch.optim.SGD, {"lr": 0.05}, groups=lambda owned: owned[:1])
+
+
+def takes_several_dtypes(mine):
+    """parameters of several dtypes"""
+    follow(mine, torch.optim.SGD, {"lr": 0.05}, build=SeveralDtypes)
+
+
+def zeroes_all_gradients(mine):
+    """zero_grad() resets the gradients of all parameters, and not only of a rank's own"""
+    owned = parameters()
+    optimizer = mine(owned, torch.optim.SGD, lr=0.1)
+    give_gradients(owned, 0)
+    optimizer.zero_grad()
+    left = [each for each in owned if each.grad is not None and each.grad.any()]
+    if left:
+        seen = f"{len(left)} of {len(owned)} parameters still have their gradient"
+        raise Failed(seen, "param_groups has only the parameters that this rank steps")
+
+
+def collects_its_state(mine):
+    """state_dict() of rank 0 has the state of all parameters"""
+    owned = parameters()
+    optimizer = mine(owned, torch.optim.AdamW, lr=0.03)
+    give_gradients(owned, 0)
+    optimizer.step()
+    held = len(optimizer.state_dict()["state"])  # a call of all ranks
+    if dist.get_rank() == 0 and held != len(owned):
+        seen = f"of {len(owned)} parameters it has the state of {held}"
+        raise Failed(seen, "a checkpoint of rank 0 lacks what other ranks keep")
+
+
+COURSE = [can_be_used, steps_like_sgd, steps_like_adamw, skips_frozen_parameters]
+MEANING = [
+    shares_the_state_out,
+    keeps_groups_apart,
+    takes_a_group_later,
+    follows_a_scheduler,
+    takes_fewer_parameters_than_ranks,
+    zeroes_all_gradients,
+]
+HAS_TO_HOLD = [*COURSE, *MEANING]
+BEYOND = [takes_several_dtypes, collects_its_state]
+FACTS = []

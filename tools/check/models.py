@@ -1,0 +1,159 @@
+"""The small models of the checks, and the loss of a share of a batch."""
+
+import importlib
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tools.check.findings import UNUSABLE, Failed
+
+layers = nn  # a module with Linear and Embedding
+dtype = torch.float64
+
+
+def choose(of_user: str, of_weights: torch.dtype, is_sharded: bool) -> None:
+    """Build models of a module's own layers, in a dtype; what is sharded the ranks can divide."""
+    global layers, dtype
+    layers = importlib.import_module(of_user) if of_user else nn
+    dtype = of_weights
+    Plain.rows, Plain.width = [6 * dist.get_world_size()] * 2 if is_sharded else (6, 7)
+
+
+def linear(inputs: int, outputs: int, bias: bool = True) -> nn.Module:
+    """The user's own has none, as most courses' do."""
+    return nn.Linear(inputs, outputs, bias) if layers is nn else layers.Linear(inputs, outputs)
+
+
+class Plain(nn.Module):
+    """Some of its parameters have a shape in common."""
+
+    rank = 0  # on which some of the others take another way
+    rows, width = 6, 7  # of the embedding
+
+    def __init__(self):
+        super().__init__()
+        rows, width = self.rows, self.width
+        self.embedding = getattr(layers, "Embedding", nn.Embedding)(rows, width)
+        self.first = linear(width, width)
+        self.norm = nn.LayerNorm(width)
+        self.second = linear(width, width, bias=False)
+        self.last = linear(width, rows, bias=False)
+        self.to(dtype)
+
+    def forward(self, x):
+        tokens = (3 * x).abs().long().clamp(max=5)
+        return self.last(self.between(self.embedding(tokens)))
+
+    def between(self, x):
+        return self.second(self.norm(self.first(x).tanh())).tanh()
+
+
+class Uneven(Plain):
+    rows, width = 7, 11
+
+
+class Tied(Plain):
+    """Its last weight is its first one; of layers of the user's, if there is no Embedding, two."""
+
+    def __init__(self):
+        super().__init__()
+        has_own = hasattr(layers, "Embedding")
+        one, other = (self.last, self.embedding) if has_own else (self.second, self.first)
+        name, weight = next(other.named_parameters())  # a course may call it W
+        setattr(one, name, weight)
+
+
+class Frozen(Plain):
+    def __init__(self):
+        super().__init__()
+        self.first.requires_grad_(False)
+
+
+class UsedByNobody(Plain):
+    def __init__(self):
+        super().__init__()
+        self.never = linear(self.width, self.width).to(dtype)
+
+
+class UsedByRank0(UsedByNobody):
+    def between(self, x):
+        return super().between(self.never(x) if self.rank == 0 else x)
+
+
+class UsedTwice(Plain):
+    def between(self, x):
+        return self.second(super().between(x))
+
+
+class Branches(Plain):
+    """Even ranks go through its layers in one order, odd ones in the other; a scalar between."""
+
+    shape = ()
+
+    def __init__(self):
+        super().__init__()
+        # Without a bias gloo cannot tell it from the second.
+        self.first = linear(self.width, self.width, bias=False).to(dtype)
+        self.scale = nn.Parameter(torch.ones(self.shape, dtype=dtype))
+
+    def between(self, x):
+        if self.rank % 2 == 0:
+            return self.norm(self.second(self.scale * self.first(x).tanh()))
+        return self.norm(self.first(self.scale * self.second(x).tanh()))
+
+
+class BranchesOfVectors(Branches):
+    """Torch's FSDP takes no scalars."""
+
+    shape = (1,)
+
+
+class SeveralDtypes(Plain):
+    def __init__(self):
+        super().__init__()
+        self.second.float()
+
+    def between(self, x):
+        return self.second(self.norm(self.first(x)).float()).tanh().to(dtype)
+
+
+class ChannelsLast(Plain):
+    """The elements of a weight lie in another order in memory than contiguous ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.convolution = nn.Conv2d(6, 6, 3).to(dtype, memory_format=torch.channels_last)
+
+    def between(self, x):
+        images = x[..., None, None].flatten(0, 1).expand(-1, self.width, 3, 3)[:, :6]
+        return super().between(x + self.convolution(images).mean())
+
+
+class Normalized(Plain):
+    """It has buffers, which a forward changes: those of BatchNorm."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6).to(dtype)
+
+
+def new(build, seed: int = 0) -> nn.Module:
+    """The same model on all ranks."""
+    torch.manual_seed(seed)
+    return build()
+
+
+def loss_of(model: nn.Module, step: int, part: int, rank: int) -> torch.Tensor:
+    """The loss of a rank's share of a batch; a step has several parts where it accumulates."""
+    generator = torch.Generator().manual_seed(10_000 * step + 100 * part + rank)
+    output = model(torch.randn(4, 6, generator=generator, dtype=torch.float64))
+    if not isinstance(output, torch.Tensor):
+        kind = type(output).__name__
+        raise Failed(f"its forward returns {kind}, and not what the module returns", UNUSABLE)
+    return output.square().mean()
+
+
+def finish(model: nn.Module) -> None:
+    if hasattr(model, "finish_gradient_synchronization"):
+        model.finish_gradient_synchronization()

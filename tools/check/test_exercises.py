@@ -1,0 +1,109 @@
+"""The exercises, as they are and filled with the stages' lines; what pages show whole is right."""
+
+import copy
+import importlib
+import inspect
+import re
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tools.check.check import KINDS
+from tools.check.loading import load_module
+from tools.check.runner import judge, verdict_of
+from tools.harness import ROOT
+
+CHECK = ROOT / "common" / "check" / "check.py"
+EXERCISES = [
+    ("02_naive_ddp", "NaiveDDP", ["__init__", "finish_gradient_synchronization"]),
+    ("03_flat_ddp", "FlatDDP", ["finish_gradient_synchronization"]),
+    ("04_overlap_ddp", "OverlapDDP", ["__init__", "finish_gradient_synchronization"]),
+    ("05_bucketed", "BucketedDDP", ["__init__", "finish_gradient_synchronization"]),
+    ("06_sharded_optimizer", "ShardedOptimizer", ["add_param_group", "step"]),
+    (
+        "06_sharded_optimizer/fsdp",
+        "FSDP",
+        ["__init__", "finish_gradient_synchronization", "gather_full_params"],
+    ),
+]
+
+
+@pytest.mark.parametrize("folder, name, missing", EXERCISES)
+def test_what_is_not_written_is_said_in_a_line_each(forked, folder, name, missing):
+    exercise = ROOT / folder / "exercise.py"
+    assert len(exercise.read_text().splitlines()) <= 40
+    status, output = forked(None, CHECK, f"{exercise}:{name}")
+    said = [line for line in output.splitlines() if line.startswith("not written yet: ")]
+    assert status == 1 and said == [f"not written yet: {name}.{each}" for each in missing], output
+    assert len(output.splitlines()) < 10, output
+    command = f"make check MINE={folder}/exercise.py:{name}"
+    page = (ROOT / folder / "README.md").read_text()
+    assert command in exercise.read_text() and command in page.split("## ")[2], page[:2000]
+
+
+def judge_filled(folder: str, name: str, missing: list[str], checks: list) -> list[dict]:
+    """On a rank: the stage's class, with those of its methods that the exercise has."""
+    stage = ROOT / folder
+    sys.path[:0] = [str(stage), str(stage.parent)]
+    lesson = getattr(importlib.import_module(stage.name.lstrip("0123456789_")), name)
+    exercise = getattr(load_module(str(stage / "exercise.py")), name)
+    methods = {key: each for key, each in vars(exercise).items() if inspect.isfunction(each)}
+    for key in ("__init__", *missing):
+        methods.pop(key, None)
+    filled = type(name, (lesson,), methods)
+    return [judge(check, filled) for check in checks]
+
+
+@pytest.mark.parametrize("folder, name, missing", EXERCISES)
+def test_filled_with_the_lesson_it_holds(late_ranks, folder, name, missing):
+    kind = {"ShardedOptimizer": "optimizer", "FSDP": "fsdp"}.get(name, "wrapper")
+    checks = KINDS[kind].HAS_TO_HOLD
+    of_ranks = late_ranks(2).run(judge_filled, folder, name, missing, checks)
+    for check, *answers in zip(checks, *of_ranks, strict=True):
+        assert verdict_of(dict(enumerate(answers)))["verdict"] == "passed", (check, answers)
+
+
+def shown(folder: str, line: str) -> dict:
+    """The names of a page's block of code that has this line, executed."""
+    blocks = re.findall(
+        r"```python\n(.*?)```", (ROOT / folder / "README.md").read_text(), re.DOTALL
+    )
+    [block] = [block for block in blocks if line in block]
+    names = {"torch": torch, "dist": dist, "nn": nn}
+    exec(block, names)
+    return names
+
+
+def judge_small_class(checks: list) -> list[dict]:
+    small = shown("06_sharded_optimizer", "class SmallSharded")["SmallShardedOptimizer"]
+    return [judge(check, small) for check in checks]
+
+
+def test_the_small_class_of_06s_page_holds(late_ranks):
+    checks = KINDS["optimizer"].HAS_TO_HOLD
+    for check, *answers in zip(checks, *late_ranks(2).run(judge_small_class, checks), strict=True):
+        assert verdict_of(dict(enumerate(answers)))["verdict"] == "passed", (check, answers)
+
+
+def train_sharded_linear() -> float:
+    """How far the weight of FSDP's page is from training in one process, after three steps."""
+    torch.manual_seed(0)
+    twin = nn.Linear(6, 4, bias=False).double()
+    linear = copy.deepcopy(twin)
+    shown("06_sharded_optimizer/fsdp", "def shard(linear")["shard"](linear)
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1) for each in (linear, twin)]
+    for _ in range(3):
+        x = torch.randn(2, 3, 6, dtype=torch.float64)
+        linear(x[dist.get_rank()]).square().mean().backward()
+        twin(x).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return (linear.weight - twin.weight.view(2, -1)[dist.get_rank()]).abs().max().item()
+
+
+def test_the_sharded_linear_of_fsdps_page_trains_as_one_process(ranks):
+    assert max(ranks(2).run(train_sharded_linear)) < 1e-12
