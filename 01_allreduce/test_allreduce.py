@@ -20,7 +20,7 @@ from alpha_beta import fit
 from shared_memory import SharedMemoryAllReduce
 
 from tools.record import output_of
-from common.testing import harness
+from tools import harness
 from tools.harness import ROOT, SHARED_MEMORY, masked, names_in, read_json, wait_for_line
 
 SCRIPT = Path(__file__).with_name("allreduce.py")

@@ -8,7 +8,7 @@ from bucketed import BucketedDDP
 from torch import nn
 
 from tools.check import checks_of_wrappers
-from common.testing import harness
+from tools import harness
 
 
 def with_buckets(bucket_size_mb, module):

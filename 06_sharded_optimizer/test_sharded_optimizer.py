@@ -18,7 +18,7 @@ from torch import nn
 
 from tools.check import checks_of_optimizers
 from tools.record import output_of
-from common.testing import harness
+from tools import harness
 from tools.harness import failed, judged, masked
 from common.timing import CollectiveCounter
 

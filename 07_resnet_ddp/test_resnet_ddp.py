@@ -26,7 +26,7 @@ from torchvision.models import resnet18
 from torchvision.ops import FrozenBatchNorm2d
 
 from tools.record import output_of
-from common.testing import harness
+from tools import harness
 from tools.harness import ONLY_RANK, masked, torchrun
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]

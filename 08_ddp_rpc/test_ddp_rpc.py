@@ -16,7 +16,7 @@ import torch
 from torch.distributed import rpc
 
 from tools.record import output_of
-from common.testing import harness
+from tools import harness
 from tools.harness import needs_proc, wait_for_line
 
 FOLDER = Path(__file__).resolve().parent

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tools.record import output_of
-from common.testing import harness
+from tools import harness
 from tools.harness import FAULTS, ROOT
 
 STAGES = ["02_naive_ddp", "03_flat_ddp", "04_overlap_ddp", "05_bucketed"]

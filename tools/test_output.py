@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from common import setup
-from common.testing import harness
+from tools import harness
 from tools.harness import QUICK, ROOT, torchrun
 
 LADDER = ROOT / "02_naive_ddp" / "naive_ddp.py"

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from slow_network import LONGEST_DELAY, read_network, wire
 
 from tools.record import output_of
-from common.testing import harness
+from tools import harness
 from tools.harness import masked, read_json
 
 SCRIPT = Path(__file__).with_name("slow_network.py")

@@ -7,7 +7,7 @@ import numpy
 import pytest
 
 from tools.record import output_of
-from common.testing import harness
+from tools import harness
 
 FOLDER = Path(__file__).resolve().parent
 sys.path.insert(0, str(FOLDER))

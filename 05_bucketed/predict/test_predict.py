@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tools.record import output_of
 from common.setup import SIZES
-from common.testing import harness
+from tools import harness
 
 FOLDER = Path(__file__).resolve().parent
 sys.path.insert(0, str(FOLDER))

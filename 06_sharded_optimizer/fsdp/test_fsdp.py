@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tools.check import checks_of_fsdp, checks_of_wrappers
 from tools.record import output_of
-from common.testing import harness
+from tools import harness
 from tools.harness import judged, masked, torchrun
 from tools.processes import Ranks
 from common.timing import CollectiveCounter

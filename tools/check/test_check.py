@@ -25,7 +25,7 @@ from tools.check import (
     models,
 )
 from tools.check.adapters import kind_of
-from common.testing import harness
+from tools import harness
 from tools.harness import ROOT, failed, judged
 
 sys.path[:0] = [str(ROOT / "06_sharded_optimizer" / "fsdp"), str(ROOT / "06_sharded_optimizer")]
