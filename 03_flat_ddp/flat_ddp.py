@@ -213,7 +213,7 @@ def run(wrapper, **options):
         sys.exit(f"error: {error}: copy the repository's folder common/ beside this script")
     args = setup.stage_arguments(__doc__, steps=10, **options)
     wrap = partial(wrapper, **{name: getattr(args, name) for name in options})
-    with setup.process_group(args) as device:
+    with setup.process_group(args.device, args.backend, args.timeout, args.network) as device:
         result = report.begin(folder.name, args, device)
         wrappers = measured = setup.users_class(args) | {wrapper.__name__: wrap}
         if not args.no_baseline:

@@ -5,6 +5,8 @@ import os
 import platform
 import re
 import sys
+import tempfile
+from collections.abc import Callable, Iterable
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import numpy
 import torch
 import torch.distributed as dist
 
-from common.setup import SIZES, available_memory, fail, say
+from common.setup import SIZES, fail, say, wire
 
 
 def percentiles(samples: list) -> list[float]:
@@ -47,29 +49,31 @@ def print_row(cells: list[str], widths: list[int]) -> None:
 
 def describe(model_class, args, replicas: int) -> dict:
     """Print what is measured and see that there is memory for it; returns "model" of the JSON."""
-    *shape, batch_size, context_length = SIZES[args.size]
+    size = SIZES[args.size]
     with torch.device("meta"):
-        parameters = sum(p.numel() for p in model_class(*shape).parameters())
+        parameters = sum(p.numel() for p in model_class(*size[:5]).parameters())
     model = {
         "size": args.size,
         "parameters": parameters,
         "dtype": args.dtype,
-        "batch_size": args.batch_size or batch_size,
-        "context_length": args.context_length or context_length,
+        "batch_size": args.batch_size or size.batch_size,
+        "context_length": args.context_length or size.context_length,
     }
     say(
         f"{args.size} model: {parameters / 1e6:.1f} million parameters, {args.dtype}, "
         f"{model['batch_size']} × {model['context_length']} tokens per rank; "
         f"{args.steps} steps are measured, after {args.warmup} to warm up"
     )
-    if args.device == "cpu":  # a GPU says itself when it is full
+    system = Path("/proc/meminfo")
+    if system.exists() and not torch.cuda.is_available():  # a GPU says itself when it is full
         ranks = int(os.environ["LOCAL_WORLD_SIZE"])
         replica = 5 * parameters * getattr(torch, args.dtype).itemsize  # gradient, moments, bucket
-        needed, available = ranks * replicas * replica, available_memory()
+        needed = ranks * replicas * replica / 1e9
+        available = int(re.search(r"MemAvailable: *(\d+)", system.read_text())[1]) * 1024 / 1e9
         if needed > available:
             fail(
-                f"{ranks} ranks with {replicas} models each need {needed / 1e9:.1f} GB of memory, "
-                f"and this host has {available / 1e9:.1f} left: use fewer ranks or a smaller model"
+                f"{ranks} ranks with {replicas} models each need {needed:.1f} GB of memory, and "
+                f"this host has {available:.1f} left: use fewer ranks or a smaller model"
             )
     return model
 
@@ -121,47 +125,57 @@ def save(path: Path | None, state_dict: dict) -> None:
 
 STEPS_LEGEND = """\
 Percentiles over all steps of all ranks; tokens/s of all ranks; exposed: ms from the last
-gradient until all are averaged; alone: ms that the all-reduces take one after another and
-beside nothing, all-reduces · o + bytes / w, measured here: o = {:.2f} ms a call, w = {:.3f} GB/s;
-/torch DDP: below 1 is faster (p50)."""
+gradient until all are averaged; share: exposed in per cent of the step; alone: ms that the
+all-reduces take one after another and beside nothing, all-reduces · o + bytes / w, measured here:
+o = {:.2f} ms a call, w = {:.3f} GB/s; /torch DDP: below 1 is faster (p50)."""
 
 
 def print_steps(result: dict) -> None:
-    """The table of stages 02 to 05, a row per candidate of the JSON."""
-    model, costs = result["model"], result["all_reduce"]
-    call, bandwidth = costs["call_seconds"], costs["bytes_per_second"]
-    transfer = model["parameters"] * getattr(torch, model["dtype"]).itemsize / bandwidth
+    """The table of stages 02 to 05, a row per candidate of the JSON; its times are ÷ dilation."""
+    model, costs, dilation = result["model"], result["all_reduce"], result["dilation"]
+    call, bandwidth = costs["call_seconds"] / dilation, costs["bytes_per_second"] * dilation
+    size_bytes = model["parameters"] * getattr(torch, model["dtype"]).itemsize
     tokens = model["batch_size"] * model["context_length"] * result["world_size"]
     steps = {times["name"]: times["step_seconds"] for times in result["candidates"]}
     rows = []
     for times in result["candidates"]:
-        seconds, calls = times["step_seconds"], times["collectives_per_step"]
-        exposed = percentiles(times["exposed_comm_seconds"])[0]
-        alone = calls * call + transfer if calls else 0.0
-        row = [times["name"], *milliseconds(seconds), f"{tokens / percentiles(seconds)[0]:.0f}"]
-        row += [f"{1000 * exposed:.1f}", f"{1000 * alone:.1f}", str(calls)]
-        rows.append([*row, ratio(seconds, steps.get("torch DDP"))])
+        seconds = numpy.array(times["step_seconds"]) / dilation
+        exposed = percentiles(times["exposed_comm_seconds"])[0] / dilation
+        step = percentiles(seconds)[0]
+        calls = times["collectives_per_step"]
+        alone = calls * call + size_bytes / bandwidth if calls else 0.0
+        row = [times["name"], *milliseconds(seconds), f"{tokens / step:.0f}"]
+        row += [f"{1000 * exposed:.1f}", f"{100 * exposed / step:.0f} %", f"{1000 * alone:.1f}"]
+        rows.append([*row, str(calls), ratio(times["step_seconds"], steps.get("torch DDP"))])
     header = ["step, ms", "p50", "p75", "p90", "p95", "tokens/s"]
-    print_table([*header, "exposed", "alone", "all-reduces", "/torch DDP"], rows)
+    print_table([*header, "exposed", "share", "alone", "all-reduces", "/torch DDP"], rows)
     say(STEPS_LEGEND.format(1000 * call, bandwidth / 1e9))
 
 
 def begin(stage: str, args, device: torch.device) -> dict:
     """Print what runs and where; returns the head of the JSON, as common/README.md lists it."""
     world_size, threads = dist.get_world_size(), torch.get_num_threads()
-    carrier = f"{args.backend} on {device.type}"
-    if args.network:
+    carrier = f"{dist.get_backend()} on {device.type}"
+    if wire():
         carrier = f"gloo behind an emulated network of {in_words(args.network)}"
     say(
         f"{stage}: torch {torch.__version__}, {carrier}, {world_size} ranks, "
         f"threads per rank: {threads}"
     )
+    dilation = wire().dilation if wire() else 1.0
+    if dilation > 1:
+        cores = world_size * threads / dilation
+        say(
+            f"{world_size} ranks share {cores:g} cores: the network is {dilation:g} times slower, "
+            f"too, and all times below are divided by {dilation:g}"
+        )
     on_cuda = device.type == "cuda"
     return {
         "stage": stage,
         "torch": torch.__version__,
-        "backend": args.backend,
+        "backend": dist.get_backend(),
         "network": args.network,
+        "dilation": dilation,
         "device": device.type,
         "device_name": torch.cuda.get_device_name(device) if on_cuda else processor_name(),
         "world_size": world_size,
@@ -172,9 +186,10 @@ def begin(stage: str, args, device: torch.device) -> dict:
 
 
 def in_words(network: str) -> str:
-    """1gbit,1ms: 1 Gbit/s and 1 ms."""
-    rate, delay = re.sub(r"([a-z]+)", r" \1", network).split(",")
-    return f"{rate.replace('bit', 'bit/s').replace('g', 'G').replace('m', 'M')} and {delay}"
+    """1gbit,1ms,1: 1 Gbit/s and 1 ms, one call at a time."""
+    rate, delay, *calls = re.sub(r"([a-z]+)", r" \1", network).split(",")
+    rate = rate.replace("bit", "bit/s").replace("g", "G").replace("m", "M")
+    return f"{rate} and {delay}" + (", one call at a time" if calls == ["1"] else "")
 
 
 def processor_name() -> str:
@@ -201,3 +216,49 @@ def write_json(path: Path | None, result: dict) -> None:
         beside.unlink(missing_ok=True)
         fail(f"cannot write {path}: {error.strerror}")
     say(f"written: {path}")
+
+
+def held_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """The bytes of tensors on this rank: of a DTensor, those of its shard."""
+    local = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
+    return sum(tensor.nbytes for tensor in local)
+
+
+def peak_bytes(function: Callable[[], object], device: torch.device) -> int:
+    """Call a function: the most bytes of tensors that there were meanwhile, beyond those before.
+
+    On a CPU all ranks of a process group must call it. The profiler may miss what a thread of gloo
+    gives back, and then there is a tensor too many: the least of several calls is right.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        function()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    # torch's profiler sees what gloo and compiled code take, too. (torch's MemTracker does not, and
+    # takes the gradients of DDP and FSDP for temporary memory.)
+    # acc_events: torch 2.12 warns that a profiler without it forgets earlier cycles.
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, profile_memory=True, acc_events=True) as profiler:
+        function()
+        if dist.is_initialized():
+            dist.barrier()  # gloo's threads have given back what they worked on
+    with tempfile.NamedTemporaryFile(suffix=".json") as trace:
+        profiler.export_chrome_trace(trace.name)
+        events = json.loads(Path(trace.name).read_text())["traceEvents"]
+    events = [event for event in events if event.get("name") == "[memory]"]
+    blocks = {}  # that the function has taken and not given back: address -> bytes
+    total = 0
+    peak = 0
+    for event in sorted(events, key=lambda event: event["ts"]):
+        address, size = event["args"]["Addr"], event["args"]["Bytes"]  # below 0: given back
+        # What is given back is looked up here: for a block from before the call the profiler may
+        # say the size of an older one at that address.
+        total -= blocks.pop(address, 0)
+        if size > 0:
+            blocks[address] = size
+            total += size
+            peak = max(peak, total)
+    return peak

@@ -1,16 +1,21 @@
-"""Command line, output, data, device and process group."""
+"""Command line, output, device, process group and data: what every script begins with."""
 
 import argparse
 import atexit
+import importlib.util
+import inspect
+import logging
 import os
-import re
+import signal
 import socket
 import sys
+import threading
 import time
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import cache
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy
 import torch
@@ -19,41 +24,53 @@ import torch.distributed as dist
 # Before a group is there: imported later (by torch's optimizers) it keeps the group as a default
 # argument, so that gloo's threads outlive the group, and Python is sometimes aborted at its end.
 import torch.distributed.nn  # noqa: F401
+import torch.multiprocessing as mp
 from torch import nn
-
-from tools.check.loading import load, loadable, with_bucket_size
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # keeps torch.profiler's own log off the screen
 
 ROOT = Path(__file__).resolve().parent.parent  # of this repository
-SIZES = {  # d_model, d_ff, layers, heads, vocabulary, sequences per rank and step, tokens in each
-    "nano": (64, 256, 2, 2, 1_000, 4, 64),
-    "mini": (192, 768, 16, 6, 1_000, 10, 64),
-    "small": (768, 3072, 12, 12, 10_000, 4, 128),
-    "medium": (1024, 4096, 24, 16, 10_000, 4, 128),
-    "large": (1280, 5120, 36, 20, 10_000, 4, 128),
-    "xl": (1600, 6400, 48, 25, 10_000, 4, 128),
-    "2.7b": (2560, 10_240, 32, 32, 10_000, 4, 128),
-    "xl-2026": (2560, 10_240, 32, 32, 10_000, 4, 512),
-    "10b": (4608, 12_288, 50, 36, 10_000, 4, 512),
-    "0.5b": (1024, 4096, 24, 16, 50_000, 2, 512),
+
+
+class Size(NamedTuple):
+    """A language model, and its batch: sequences per rank and step, and tokens in each."""
+
+    d_model: int
+    d_ff: int
+    layers: int
+    heads: int
+    vocabulary: int
+    batch_size: int
+    context_length: int
+
+
+SIZES = {
+    "nano": Size(64, 256, 2, 2, 1_000, 4, 64),
+    "mini": Size(192, 768, 16, 6, 1_000, 10, 64),
+    "small": Size(768, 3072, 12, 12, 10_000, 4, 128),
+    "medium": Size(1024, 4096, 24, 16, 10_000, 4, 128),
+    "large": Size(1280, 5120, 36, 20, 10_000, 4, 128),
+    "xl": Size(1600, 6400, 48, 25, 10_000, 4, 128),
+    "2.7b": Size(2560, 10_240, 32, 32, 10_000, 4, 128),
+    "xl-2026": Size(2560, 10_240, 32, 32, 10_000, 4, 512),
+    "10b": Size(4608, 12_288, 50, 36, 10_000, 4, 512),
+    "0.5b": Size(1024, 4096, 24, 16, 50_000, 2, 512),
 }
-
-
-def is_rank_0() -> bool:
-    return os.environ.get("RANK", "0") == "0"
 
 
 def say(text: str = "") -> None:
     """Print on rank 0, even into a closed pipe (`| head`): what comes later is still written."""
     progress()
-    if not is_rank_0():
-        return
-    sys.stdout.reconfigure(errors="replace")  # its encoding may lack × and ÷
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if is_rank_0():
+        sys.stdout.reconfigure(errors="replace")  # its encoding may lack × and ÷
+        try:
+            print(text, flush=True)
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def is_rank_0() -> bool:
+    return os.environ.get("RANK", "0") == "0"
 
 
 def progress(text: str = "") -> None:
@@ -65,9 +82,7 @@ def progress(text: str = "") -> None:
 def fail(message: str):
     """Say in one line what is wrong and exit with status 2; of several ranks only rank 0 does."""
     if not is_rank_0():
-        # A rank that ends makes torchrun end all the others, and rank 0 may not have said it yet.
-        # So the others wait to be ended; what only one of them has found it says in the end.
-        time.sleep(10)
+        time.sleep(10)  # a rank that ends makes torchrun end rank 0, which may not have said it yet
     progress()
     print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr, flush=True)
     sys.exit(2)
@@ -111,15 +126,16 @@ def list_of(convert):
 
 
 def can_be_written(path: Path) -> bool:
-    """A file that can be made or replaced; its folder is made, in a folder that exists."""
-    with suppress(OSError):
-        path.parent.mkdir(exist_ok=True)
+    """A file that can be made or replaced; of all folders only results/ is made."""
+    if path.parent == ROOT / "results":
+        with suppress(OSError):
+            path.parent.mkdir(exist_ok=True)
     is_file = path.is_file() or not path.exists()
     return is_file and path.parent.is_dir() and os.access(path.parent, os.W_OK)
 
 
 positive_number = checked(float, lambda number: number > 0, "a number above 0")  # inf is one
-output_file = checked(Path, can_be_written, "a file that can be written")
+output_file = checked(Path, can_be_written, "a file that can be written in a folder that exists")
 
 
 def result_file(name: str) -> Path | None:
@@ -128,15 +144,15 @@ def result_file(name: str) -> Path | None:
     return path if can_be_written(path) else None
 
 
-def network(text: str) -> str:
-    """A type for argparse: a rate and a delay, such as 1gbit,1ms. It prepares the network, too."""
-    wire = slow_network().wire
-    try:
-        wire.connect(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-    wire.is_slow = False  # until on_the_network()
+def network_text(text: str) -> str:
+    """The text itself; ValueError if it does not describe a network."""
+    from common.network import read_network
+
+    read_network(text)
     return text
+
+
+network = checked(network_text, bool, "a rate and a delay, such as 1gbit,1ms or 1gbit,0,1")
 
 
 def add_process_group_arguments(parser: Parser) -> None:
@@ -146,7 +162,7 @@ def add_process_group_arguments(parser: Parser) -> None:
     backends = ["auto", "gloo", "nccl"]
     add("--device", choices=devices, default="auto", help="auto: CUDA if there is one")
     add("--backend", choices=backends, default="auto", help="auto: nccl if a GPU per rank")
-    emulated = "measure on an emulated network of this rate, and this delay one way: 1gbit,1ms"
+    emulated = "measure on an emulated network: 1gbit,1ms; 1gbit,1ms,1: one call at a time"
     add("--network", type=network, metavar="RATE,DELAY", help=emulated)
     add("--timeout", type=positive_number, default=300.0, help="seconds to wait for other ranks")
 
@@ -169,7 +185,7 @@ def add_training_arguments(parser: Parser, steps: int) -> None:
 
 def add_mine(parser: Parser) -> None:
     mine = "a class of your own, measured beside"
-    parser.add_argument("--mine", type=loadable, metavar="FILE.py:NAME", help=mine)
+    parser.add_argument("--mine", metavar="FILE.py:NAME", help=mine)
 
 
 def add_verify_arguments(parser: Parser) -> None:
@@ -187,15 +203,11 @@ def add_verify_arguments(parser: Parser) -> None:
 
 
 def add_plot_arguments(parser: Parser, name: str) -> None:
-    """--plot FILE, by default results/NAME of this repository if one can write, and --no-plot."""
-    default = f"results/{name}"
-
-    def picture(text: str) -> Path | None:  # called after --help, so that it makes no folder
-        return result_file(name) if text is default else output_file(text)
-
-    add = parser.add_argument
-    add("--plot", type=picture, metavar="FILE", default=default, help="picture, PNG")
-    add("--no-plot", dest="plot", action="store_const", const=None, help="draw nothing")
+    """--plot FILE, by default results/NAME of this repository, and --no-plot."""
+    picture = str(ROOT / "results" / name)  # text: argparse converts it after --help
+    parser.add_argument("--plot", type=output_file, metavar="FILE", default=picture, help="PNG")
+    nothing = {"action": "store_const", "const": None, "help": "draw nothing"}
+    parser.add_argument("--no-plot", dest="plot", **nothing)
 
 
 def stage_arguments(description: str, steps: int, **options) -> argparse.Namespace:
@@ -212,101 +224,73 @@ def stage_arguments(description: str, steps: int, **options) -> argparse.Namespa
     return args
 
 
+def load(text: str):
+    """Return the class or function that FILE.py:NAME names. ValueError if there is none."""
+    file, _, name = text.rpartition(":")
+    if not file.endswith(".py") or not Path(file).is_file():
+        raise ValueError(f"{text!r} is not FILE.py:NAME of a file that exists")
+    sys.path.insert(0, str(Path(file).resolve().parent))  # for what the file imports
+    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+    module = sys.modules[Path(file).stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not callable(found := getattr(module, name, None)):
+        raise ValueError(f"{file} has no class or function {name!r}")
+    return found
+
+
 def users_class(args: argparse.Namespace) -> dict:
     """{name of its row: what --mine names}, a wrapper with our size of buckets; {} without it."""
     if not args.mine:
         return {}
+    try:
+        mine = load(args.mine)
+    except Exception as error:  # whatever the file does
+        fail(f"argument --mine: {error}")
     name = f"{args.mine.rpartition(':')[2]} (mine)"
-    return {name: with_bucket_size(load(args.mine), args.bucket_size_mb)}
+    if "bucket_size_mb" in inspect.signature(mine).parameters:
+        mine = partial(mine, bucket_size_mb=args.bucket_size_mb)
+    return {name: mine}
 
 
-def forget_launcher() -> None:
-    """For what starts its own ranks: clear what a torchrun or another job left in this shell."""
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        os.environ.pop(name, None)
+def cores() -> float:
+    """Cores that this process may use: by its affinity, and by a container's quota and period."""
+    found = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):  # macOS has none
+        found = len(os.sched_getaffinity(0))
+    with suppress(OSError, ValueError):  # "max" is no number: no quota
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        found = min(found, int(quota) / int(period))
+    return found
 
 
-def choose_device(args: argparse.Namespace) -> torch.device:
-    """This rank's device. Replaces "auto" in args.device and args.backend, and sets the threads."""
-    local_rank = int(os.environ["LOCAL_RANK"])
+def threads_per_rank(ranks: int) -> int:
+    """Cores divided by the ranks of this host; at least 1."""
+    return max(1, int(cores() // ranks))
+
+
+def choose_device(device: str, backend: str, network: str | None) -> tuple[torch.device, str]:
+    """Return this rank's device and the backend, where either may be "auto"."""
     local_size = int(os.environ["LOCAL_WORLD_SIZE"])
     gpus = torch.cuda.device_count()
-    if args.device == "auto":
-        args.device = "cuda" if gpus else "cpu"
-    gpu_per_rank = args.device == "cuda" and gpus >= local_size
-    if args.backend == "auto":
-        args.backend = "nccl" if gpu_per_rank else "gloo"
-    if args.device == "cuda" and gpus == 0:
+    if device == "auto":
+        device = "cuda" if gpus else "cpu"
+    gpu_per_rank = device == "cuda" and gpus >= local_size
+    if backend == "auto":
+        backend = "nccl" if gpu_per_rank else "gloo"
+    if device == "cuda" and gpus == 0:
         fail("argument --device: 'cuda' needs a GPU that torch can use, and there is none; use cpu")
-    if args.backend == "nccl" and not gpu_per_rank:
+    if backend == "nccl" and not gpu_per_rank:
         fail(
             "argument --backend: 'nccl' needs --device cuda and a GPU per rank; this host has "
             f"{gpus} GPUs for {local_size} ranks; use gloo or fewer ranks"
         )
-    several_hosts = int(os.environ["WORLD_SIZE"]) > local_size
-    if args.network and (args.device == "cuda" or several_hosts):
-        fail(f"argument --network: '{args.network}' is emulated on one host's CPU; --device cpu")
-    torch.set_num_threads(threads_per_rank(local_size))
-    if args.device == "cpu":
-        return torch.device("cpu")
-    torch.cuda.set_device(local_rank % gpus)
-    return torch.device("cuda", local_rank % gpus)
-
-
-def threads_per_rank(local_world_size: int) -> int:
-    """Cores that this process may use, divided by the ranks of this machine; at least 1."""
-    cores = os.cpu_count() or 1
-    if hasattr(os, "sched_getaffinity"):  # macOS has none
-        cores = len(os.sched_getaffinity(0))
-    return max(1, int(min(cores, cgroup_limit("cpu.max")) // local_world_size))
-
-
-CGROUP = Path("/sys/fs/cgroup")
-
-
-def cgroup_limit(name: str) -> float:
-    """What a container may use: cores by cpu.max (quota and period), bytes by memory.max."""
-    with suppress(OSError, ValueError):
-        limit, *period = (CGROUP / name).read_text().split()  # "max" is no number: no limit
-        return int(limit) / int(*period or [1])
-    return float("inf")
-
-
-TORCH_BYTES = 4e8  # that a rank has for itself once torch is imported (2.15, on Linux)
-
-
-def available_memory() -> float:
-    """Bytes that processes can still have: what Linux calls available, elsewhere all there is."""
-    available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    system = Path("/proc/meminfo")
-    if system.exists():
-        available = 1024 * int(re.search(r"MemAvailable: *(\d+)", system.read_text())[1])
-    return min(available, cgroup_limit("memory.max"))
-
-
-@cache
-def slow_network():
-    """The module of 01_allreduce/slow_network, which is needed with --network only."""
-    folder = ROOT / "01_allreduce" / "slow_network"
-    sys.path.append(str(folder))
-    try:
-        import slow_network
-    except ModuleNotFoundError:
-        fail(f"argument --network: copy the repository's 01_allreduce/slow_network to {folder}")
-    return slow_network
-
-
-@contextmanager
-def on_the_network():
-    """Within it collectives take as long as on --network's network; without the flag as ever."""
-    if "slow_network" not in dist.Backend.backend_list:
-        yield
-        return
-    slow_network().wire.is_slow = True
-    try:
-        yield
-    finally:
-        slow_network().wire.is_slow = False
+    if network and (device == "cuda" or int(os.environ["WORLD_SIZE"]) > local_size):
+        fail(f"argument --network: '{network}' is emulated on one host's CPU; use --device cpu")
+    if device == "cpu":
+        return torch.device("cpu"), backend
+    index = int(os.environ["LOCAL_RANK"]) % gpus
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index), backend
 
 
 @contextmanager
@@ -331,57 +315,101 @@ LEFT = []
 atexit.register(LEFT.clear)
 
 
+OF_TORCHRUN = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
+
+
 @contextmanager
-def process_group(args: argparse.Namespace):
-    """Join the group that torchrun describes, yield this rank's torch.device, and always leave."""
-    if "RANK" not in os.environ:
-        fail(f"start this script with torchrun --standalone --nproc-per-node 2 {sys.argv[0]}")
-    device = choose_device(args)
-    address = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-    timeout = timedelta(seconds=min(args.timeout, 1e6))
+def process_group(device="auto", backend="auto", timeout=300.0, network: str | None = None):
+    """Join the group that torchrun describes, yield this rank's torch.device, and always leave.
+
+    Seconds of `timeout` for other ranks; with `network` the group's collectives are slow wherever
+    `with wire():` says so. Sets the threads: cores ÷ ranks.
+    """
+    if missing := [name for name in OF_TORCHRUN if name not in os.environ]:
+        command = f"torchrun --standalone --nproc-per-node 2 {sys.argv[0]}"
+        fail(f"start this script with {command} ({missing[0]} is not set)")
+    device, backend = choose_device(device, backend, network)
+    local_size = int(os.environ["LOCAL_WORLD_SIZE"])
+    torch.set_num_threads(threads_per_rank(local_size))
+    if network:
+        from common.network import wire
+
+        wire.connect(network, max(1.0, local_size * threads_per_rank(local_size) / cores()))
+    limit = timedelta(seconds=min(timeout, 1e6))
     try:
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            socket.create_connection(address, 10).close()  # fails at once if torchrun has ended
-        store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=limit))
         with without_gloo_greeting():
             dist.init_process_group(
-                "slow_network" if args.network else args.backend,
-                timeout=timeout,
+                "slow_network" if network else backend,
+                timeout=limit,
                 store=store,
                 rank=rank,
                 world_size=world_size,
-                device_id=device if args.backend == "nccl" else None,
+                device_id=device if backend == "nccl" else None,
             )
     except (RuntimeError, ValueError, OSError) as error:
-        fail(
-            f"cannot join the process group at {':'.join(address)}: have all "
-            f"{os.environ['WORLD_SIZE']} ranks started, and is it reachable? "
-            f"({str(error).splitlines()[0]})"
-        )
+        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        fail(f"cannot join the process group at {place} ({str(error).splitlines()[0]})")
     try:
         yield device
     except KeyboardInterrupt:  # Ctrl-C reaches all ranks
         sys.exit("interrupted" if rank == 0 else 1)
-    except torch.OutOfMemoryError as error:
-        fail(f"not enough memory on the GPU: use a smaller run ({error})")
     except RuntimeError as error:  # gloo has no other class, and two ways to say timeout
         if "imed out" in str(error) or "timeout" in str(error):
-            name_the_missing(store, rank, world_size, args.timeout)
+            sys.exit(f"error: rank {rank} waited more than --timeout {timeout:g} s for other ranks")
         raise
     finally:
         LEFT.append(dist.group.WORLD)
         dist.destroy_process_group()
 
 
-def name_the_missing(store: dist.Store, rank: int, world_size: int, timeout: float) -> None:
-    """After a timeout every rank that noticed signs in; end with the numbers of the others."""
-    store.set(f"timed out/{rank}", "")
-    time.sleep(5)
-    missing = [str(r) for r in range(world_size) if not store.check([f"timed out/{r}"])]
-    silent = ", ".join(missing) or "unknown: all have timed out"
-    sys.exit(
-        f"error: rank {rank} waited more than --timeout {timeout:g} s; no answer from rank {silent}"
-    )
+def wire():
+    """The emulated network of --network (a Wire of common/network.py); None without one."""
+    return getattr(dist.group.WORLD, "wire", None)
+
+
+def spawn(world_size: int, function, *arguments) -> None:
+    """Call function(rank, *arguments) in a process of this host for each rank, and wait for all.
+
+    The function stands at the top level of a module. The environment tells process_group() and
+    init_rpc() where to meet: on loopback, at a port that the system has chosen. Raises
+    KeyboardInterrupt for Ctrl-C and SIGTERM, and torch's ProcessRaisedException or
+    ProcessExitedException when a rank fails; no process is left then.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    for library in ("GLOO", "NCCL", "TP"):
+        os.environ[f"{library}_SOCKET_IFNAME"] = loopback
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    os.environ |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the ranks join the store that is there
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # ranks inherit it: we end them
+    options = {"join": False, "daemon": True}
+    ranks = mp.spawn(start_rank, (function, arguments), world_size, **options)
+    signal.signal(signal.SIGINT, before)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        while not ranks.join(grace_period=0):
+            pass
+    finally:
+        for process in ranks.processes:
+            process.kill()
+            process.join()
+        for file in ranks.error_files:  # torch's own, in which a rank leaves its traceback
+            Path(file).unlink(missing_ok=True)
+
+
+def start_rank(rank: int, function, arguments: tuple) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    function(rank, *arguments)
+
+
+def end_with_parent() -> None:
+    """A rank never outlives the process that started it, even if that was killed."""
+    mp.parent_process().join()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def load_images(data: str | None, download: bool) -> list[torch.Tensor]:
@@ -395,18 +423,19 @@ def load_images(data: str | None, download: bool) -> list[torch.Tensor]:
         images = torch.tensor(digits["images"][order]).double().flatten(1) - 8
         labels = torch.tensor(digits["labels"][order]).long()
         return [images[297:].repeat(10, 1), labels[297:].repeat(10), images[:297], labels[:297]]
+    tensors = []
     try:
         from torchvision.datasets import MNIST
 
         if download and dist.get_rank() == 0:
             MNIST(data, download=True)
         dist.barrier()
-        tensors = []
         for split in (MNIST(data, train=True), MNIST(data, train=False)):
             pixels = split.data.double().flatten(1) / 255
             tensors += [(pixels - 0.1307) / 0.3081, split.targets]  # MNIST's mean and deviation
     except Exception as error:  # torchvision has many kinds: files missing, cut short, not MNIST
-        fail(f"argument --data: {data!r} holds no readable MNIST ({error!r}); use --download")
+        slow = "rank 0 still downloads, raise --timeout: " if download and dist.get_rank() else ""
+        fail(f"argument --data: {slow}{data!r} holds no readable MNIST ({error!r})")
     return tensors
 
 
@@ -416,6 +445,11 @@ def load_equal_shares(args: argparse.Namespace, device: torch.device) -> list[to
     images, labels, *held_out = [tensor.to(device) for tensor in tensors]
     world_size = dist.get_world_size()
     used = len(images) // world_size * world_size  # equal shares, in the last batch too
+    if used < len(images):
+        say(f"warning: {world_size} ranks cannot share {len(images)} images: {used} are used")
+    if args.log_every:
+        shares = f"{used // world_size} images per rank, 64 in a batch of {64 * world_size}"
+        say(f"verify: {shares}; rank r takes images r, r + {world_size}, … of each batch")
     return [images[:used], labels[:used], *held_out]
 
 

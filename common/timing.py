@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from common.setup import on_the_network, progress, say
+from common.setup import progress, say, wire
 
 
 def torch_ddp(args) -> dict[str, Callable]:
@@ -67,22 +67,25 @@ class Stopwatch:
         return self.marks[end] - self.marks[start]
 
 
-def measure(candidates: dict[str, Callable[[], dict]], steps: int, warmup: int) -> dict[str, dict]:
+def measure(
+    candidates: dict[str, Callable[[], dict]], steps: int, warmup: int, wire=None
+) -> dict[str, dict]:
     """Run the candidates step by step in turn (A B C A B C …): noise then meets them all alike.
 
     A candidate runs one step, after a barrier, and returns its times, {quantity: seconds}; or None
-    on a rank that has no part in it. Returns {candidate: {quantity: [rank][step]}}, on every rank,
-    without the first `warmup` rounds.
+    on a rank that has no part in it. With the `wire` of an emulated network calls are slow
+    meanwhile. Returns {candidate: {quantity: [rank][step]}}, on every rank, without the first
+    `warmup` rounds.
     """
-    mine = {name: [] for name in candidates}
-    with on_the_network():
+    local = {name: [] for name in candidates}
+    with wire or nullcontext():
         for i in range(warmup + steps):
             for name, step in candidates.items():
                 progress(f"step {i + 1} of {warmup + steps}: {name}")
                 dist.barrier()
-                mine[name].append(step())
+                local[name].append(step())
     all_ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(all_ranks, mine)
+    dist.all_gather_object(all_ranks, local)
     samples = {}
     for name in candidates:
         steps_of_ranks = [rank[name][warmup:] for rank in all_ranks if rank[name][0] is not None]
@@ -93,7 +96,7 @@ def measure(candidates: dict[str, Callable[[], dict]], steps: int, warmup: int) 
     return samples
 
 
-def all_reduce_costs(device: torch.device) -> dict[str, float]:
+def all_reduce_costs(device: torch.device, wire=None) -> dict[str, float]:
     """What all-reduces cost alone, one after another: each `call_seconds` + bytes / w.
 
     "bytes_per_second": w. Both from small (4 kB) and large (8 MB) ones in turn.
@@ -109,7 +112,7 @@ def all_reduce_costs(device: torch.device) -> dict[str, float]:
 
     small, large = torch.zeros(2**10, device=device), torch.zeros(2**21, device=device)
     candidates = {"small": partial(all_reduces, 10, small), "large": partial(all_reduces, 1, large)}
-    samples = measure(candidates, steps=7, warmup=2)
+    samples = measure(candidates, steps=7, warmup=2, wire=wire)
     call = numpy.median(samples["small"]["seconds"])
     transfer = numpy.median(samples["large"]["seconds"]) - call
     return {"call_seconds": call, "bytes_per_second": large.nbytes / max(transfer, 1e-9)}
@@ -118,12 +121,12 @@ def all_reduce_costs(device: torch.device) -> dict[str, float]:
 class CollectiveCounter(TorchDispatchMode):
     """Counts the collectives that start within it: it sees every operator that torch runs.
 
-    A backend that is written in Python runs none, and counts by itself.
+    An emulated network, written in Python, runs none, and counts by itself.
     """
 
-    def __init__(self):
-        super().__init__()
+    def __enter__(self):
         self.count = -getattr(dist.group.WORLD, "collectives", 0)
+        return super().__enter__()
 
     def __exit__(self, *error):
         self.count += getattr(dist.group.WORLD, "collectives", 0)
@@ -131,8 +134,7 @@ class CollectiveCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         starts = operator.namespace in ("c10d", "_c10d_functional")
-        if starts and "wait" not in operator.name():
-            self.count += 1
+        self.count += starts and "wait" not in operator.name()
         return operator(*args, **(kwargs or {}))
 
 
@@ -162,8 +164,8 @@ def count_collectives(step: Callable[[], object]) -> int:
 
 def benchmark(candidates: dict[str, Callable[[], dict]], args, device: torch.device) -> dict:
     """Measure candidates, as `measure` has them: "all_reduce" and "candidates" of the JSON."""
-    costs = all_reduce_costs(device)
-    samples = measure(candidates, args.steps, args.warmup)
+    costs = all_reduce_costs(device, wire())
+    samples = measure(candidates, args.steps, args.warmup, wire())
     for name, step in candidates.items():
         samples[name]["collectives_per_step"] = count_collectives(step)
     measured = [{"name": name, **samples[name]} for name in samples]

@@ -1,0 +1,254 @@
+"""A network as slow as you like, on any machine: a backend of your own for torch.distributed.
+
+The ranks of one machine send through its memory, so communication looks cheap. This backend hands
+every collective to gloo, and its result out when a network of the given rate and delay would have
+delivered it. Until then the caller computes on, or sleeps in wait(). torch's own DDP runs over it.
+
+    from common import network
+    network.wire.connect("1gbit,1ms")                # on every rank: rate, and delay of one way
+    dist.init_process_group("slow_network")          # or dist.new_group(backend="slow_network")
+    with network.wire:                               # within it calls are slow
+        ...
+
+A third field says how many calls of a group are under way at once: 2, as gloo has two threads, or
+1, as NCCL has one stream ("1gbit,1ms,1"). Where ranks share cores, `dilation` stretches time: both
+rate and delay become that much slower, and so all proportions are those of machines with a core for
+each (time-dilated network emulation: Gupta et al., NSDI 2006).
+
+Source: torch.distributed, Backend.register_backend; how gloo sends was measured between hosts.
+"""
+
+import re
+import threading
+import time
+from collections import deque
+from datetime import timedelta
+from functools import partialmethod
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+UNITS = {"mbit": 1e6 / 8, "gbit": 1e9 / 8, "s": 1.0, "ms": 1e-3, "us": 1e-6, "0": 0.0}
+DELAYS_PER_STEP = 2  # gloo's receiver says first that it is ready; then the data comes
+
+
+class Network(NamedTuple):
+    """Bytes per second, seconds of one way, and how many calls of a group are under way at once."""
+
+    rate: float
+    delay: float
+    calls_at_once: int
+
+
+def read_network(text: str) -> Network:
+    """Read 1gbit,1ms or 1gbit,1ms,1. ValueError for what is no rate and delay."""
+    form = r"(\d*\.?\d+)(mbit|gbit),(?:(\d*\.?\d+)(s|ms|us)|0)(?:,([12]))?"
+    if fields := re.fullmatch(form, text):
+        rate, rate_unit, delay, delay_unit, calls = fields.groups(default="0")
+        rate, delay = float(rate) * UNITS[rate_unit], float(delay) * UNITS[delay_unit]
+        if 0.1e6 <= rate <= 1e12 and delay <= 10:
+            return Network(rate, delay, int(calls) or 2)
+    raise ValueError(
+        f"{text!r} is not a rate, a delay and perhaps 1 or 2 calls at once: 1gbit,1ms or 1gbit,0,1"
+    )
+
+
+class Cost(NamedTuple):
+    """What a rank of n does in a collective of gloo: steps · (n−1) messages, one after another,
+    and share · (n−1)/n of the tensor; where it does not grow with n, as one other rank would."""
+
+    steps: int
+    share: int
+    grows: bool = True
+
+
+ALL_REDUCES = ["allreduce", "allreduce_coalesced", "reduce", "reduce_scatter"]
+ALL_REDUCES += ["_reduce_scatter_base", "reduce_scatter_single", "reduce_scatter_single_coalesced"]
+ALL_GATHERS = ["allgather", "allgather_coalesced", "_allgather_base", "all_gather_single"]
+ALL_GATHERS += ["all_gather_single_coalesced", "alltoall", "alltoall_base", "all_to_all_single"]
+COSTS = {
+    **dict.fromkeys(ALL_REDUCES, Cost(steps=2, share=2)),  # gloo's reduce-scatter is an all-reduce
+    **dict.fromkeys(ALL_GATHERS, Cost(steps=1, share=1)),
+    "broadcast": Cost(steps=1, share=2, grows=False),
+}
+AS_GLOO = ["gather", "gather_single", "gather_into_tensor", "scatter", "send", "recv"]
+AS_GLOO += ["recv_anysource", "barrier", "monitored_barrier"]
+
+
+class Wire:
+    """What this rank sends through, one for all of its groups. It sends one call after another."""
+
+    def __init__(self):
+        self.is_slow = False  # True within `with wire:`
+        self.rate = self.delay = 0.0  # bytes per second, seconds of one way; both stretched
+        self.calls_at_once = 2
+        self.dilation = 1.0
+        self.free_at = 0.0  # when the last byte of all calls so far has left; time.monotonic()
+        self.pending = []  # calls that have no delivery time yet
+        self.spans = deque(maxlen=100_000)  # (name, bytes, launched, on the wire from, delivered)
+        self.lock = threading.Lock()
+
+    def connect(self, text: str, dilation: float = 1.0) -> None:
+        """Be as slow as a text like 1gbit,1ms says, in time that is stretched `dilation` times."""
+        rate, delay, self.calls_at_once = read_network(text)
+        self.rate, self.delay, self.dilation = rate / dilation, delay * dilation, dilation
+
+    def __enter__(self):
+        self.is_slow = True
+
+    def __exit__(self, *error):
+        self.is_slow = False
+
+    def cost(self, name: str, size_bytes: int, world_size: int) -> tuple[float, float]:
+        """Seconds for which a collective takes the wire, and those until its last byte arrives."""
+        steps, share, grows = COSTS[name]
+        n = world_size if grows else min(world_size, 2)
+        bytes_sent = share * (n - 1) / n * size_bytes
+        return bytes_sent / self.rate, DELAYS_PER_STEP * steps * (n - 1) * self.delay
+
+    def deliver(self) -> None:
+        """Find out when calls are delivered that all ranks have launched, in order of launch."""
+        with self.lock:
+            launched = [call for call in self.pending if call.launch_times.is_completed()]
+            for call in sorted(launched, key=lambda call: call.last_launch.item()):
+                self.pending.remove(call)
+                places = call.group.places
+                begin = max(call.last_launch.item(), places.popleft(), self.free_at)
+                self.free_at = begin + call.transfer
+                call.delivered_at = self.free_at + call.delays
+                places.append(call.delivered_at)
+                times = call.launched_at, begin, call.delivered_at
+                self.spans.append((call.name, call.size_bytes, *times))
+
+
+wire = Wire()
+
+
+class SlowWork(dist.Work):
+    """A collective on its way: gloo may have its result already, and the network not yet."""
+
+    def __init__(self, group, name: str, tensors: list, gloos_work: dist.Work, size_bytes: int):
+        super().__init__()
+        self.group = group
+        self.number = group.collectives
+        self.name = name
+        self.tensors = tensors
+        self.gloos_work = gloos_work
+        self.size_bytes = size_bytes
+        self.transfer, self.delays = wire.cost(name, size_bytes, group.size())
+        self.delivered_at = None
+        # The network can move data only when the last rank has launched. All clocks are one here.
+        self.launched_at = time.monotonic()
+        self.last_launch = torch.tensor(self.launched_at, dtype=torch.float64)
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX
+        self.launch_times = group.control.allreduce([self.last_launch], options)
+        wire.pending.append(self)
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Sleep until the network has delivered the result; raise what gloo raises."""
+        self.gloos_work.wait(timeout)
+        for call in self.pending_calls():
+            call.launch_times.wait()
+        wire.deliver()
+        time.sleep(max(0.0, self.delivered_at - time.monotonic()))
+        return True
+
+    def is_completed(self) -> bool:
+        if not self.gloos_work.is_completed():
+            return False
+        if all(call.launch_times.is_completed() for call in self.pending_calls()):
+            wire.deliver()
+        return self.delivered_at is not None and self.delivered_at <= time.monotonic()
+
+    def pending_calls(self) -> list:
+        """Those of its group that have no delivery time yet, up to this one."""
+        of_group = [call for call in list(wire.pending) if call.group is self.group]
+        return [call for call in of_group if call.number <= self.number]
+
+    def get_future(self) -> torch.futures.Future:
+        """For DDP and its hooks. A thread of its own completes it: a hook may wait for more."""
+        future = torch.futures.Future()
+
+        def complete():
+            try:
+                self.wait()
+            except Exception as error:
+                future.set_exception(error)
+            else:
+                future.set_result(self.tensors)
+
+        threading.Thread(target=complete, daemon=True).start()
+        return future
+
+
+class SlowProcessGroup(dist.ProcessGroup):
+    """gloo's collectives, delivered when the wire of this rank would have; for ranks of one host.
+
+    A second group of gloo carries the launch times. What has no row in COSTS is gloo's own.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: timedelta):
+        super().__init__(rank, world_size)
+        member = rank, world_size, timeout
+        self.gloo = dist.ProcessGroupGloo(dist.PrefixStore("data", store), *member)
+        self.control = dist.ProcessGroupGloo(dist.PrefixStore("launch times", store), *member)
+        kind = dist.ProcessGroup.BackendType.GLOO
+        self._set_default_backend(kind)  # for what torch's C++ does without asking this class
+        self._register_backend(torch.device("cpu"), kind, self.gloo)
+        self.wire = wire
+        self.places = deque([0.0] * wire.calls_at_once)  # when each of them is free
+        self.collectives = 0  # so many were launched; torch's tools see none of them
+
+    @torch._disable_dynamo  # torch.compile must not look into a group that torch calls meanwhile
+    def launch(self, name: str, *arguments, **options) -> dist.Work:
+        """A call: gloo's, or one that takes its time."""
+        self.collectives += name not in ("send", "recv", "recv_anysource")
+        work = getattr(self.gloo, name)(*arguments, **options)
+        if not wire.is_slow or name not in COSTS or self.size() == 1:
+            return work
+        outputs, inputs = map(tensors_in, arguments[:2])
+        size_bytes = max(sum(tensor.nbytes for tensor in each) for each in (outputs, inputs))
+        return SlowWork(self, name, outputs, work, size_bytes)
+
+    def launch_each(self, name: str, outputs: list, inputs: list, *options) -> dist.Work:
+        """What torch's C++ asks for a DTensor, nearly always of one tensor; returns the last."""
+        pairs = zip(outputs, inputs, strict=True)
+        *others, last = [self.launch(name, *pair, *options) for pair in pairs]
+        for work in others:
+            work.wait()
+        return last
+
+
+# (The methods of ProcessGroup would find gloo, too, but keep Python's lock while they wait for its
+# threads: a deadlock.)
+for method in (*COSTS, *AS_GLOO):
+    setattr(SlowProcessGroup, method, partialmethod(SlowProcessGroup.launch, method))
+each = partialmethod(SlowProcessGroup.launch_each, "_allgather_base")
+SlowProcessGroup.allgather_into_tensor_coalesced = each
+each = partialmethod(SlowProcessGroup.launch_each, "_reduce_scatter_base")
+SlowProcessGroup.reduce_scatter_tensor_coalesced = each
+
+
+def tensors_in(argument) -> list[torch.Tensor]:
+    """A tensor, or all in a list or a list of lists; none in what else a call is given."""
+    if isinstance(argument, torch.Tensor):
+        return [argument]
+    return sum(map(tensors_in, argument), []) if isinstance(argument, list | tuple) else []
+
+
+real_get_backend = dist.get_backend
+
+
+def get_backend(group: dist.ProcessGroup | None = None) -> str:
+    """torch's, but gloo for what is gloo behind: classes ask for it by its name.
+
+    Only the public function is replaced: new_group() asks torch's own, and stays on this network.
+    """
+    name = real_get_backend(group)
+    return "gloo" if name == "slow_network" else name
+
+
+dist.get_backend = get_backend
+dist.Backend.register_backend("slow_network", SlowProcessGroup, devices=["cpu"])
