@@ -213,7 +213,6 @@ def verify(wrap, args, device):
             report.log_step(args, epoch, step, loss, times)
         accuracy = report.evaluate(epoch, model, *held_out)
     verdict = report.compare_weights(module, twin)
-    report.save(args.save, module.state_dict())
     return verdict | {"accuracy": accuracy}
 
 

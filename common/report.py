@@ -81,10 +81,8 @@ def describe(model_class, args, replicas: int) -> dict:
 def log_step(args, epoch: int, step: int, loss: torch.Tensor, times: dict[str, float]) -> None:
     """A line of verify, where --log-every wants one; `times`: seconds by names as in the JSON."""
     if args.log_every and step % args.log_every == 0:
-        text = f"verify: epoch {epoch}, step {step}: loss {loss:.4f}"
-        for name, seconds in times.items():
-            text += f", {name.split('_')[0]} {1000 * seconds:.2f} ms"
-        say(text)
+        milliseconds = {name: round(1000 * seconds, 2) for name, seconds in times.items()}
+        say(f"verify: epoch {epoch}, step {step}: loss {loss:.4f}, ms: {milliseconds}")
 
 
 def evaluate(epoch: int, model, images: torch.Tensor, labels: torch.Tensor) -> float:
@@ -114,13 +112,6 @@ def compare_weights(module: torch.nn.Module, twin: torch.nn.Module) -> dict:
         f"single-process training (allowed: {tolerance:.0e})\n"
     )
     return {"max_abs_diff": worst, "tolerance": tolerance, "passed": True}
-
-
-def save(path: Path | None, state_dict: dict) -> None:
-    """Write a state_dict where --save names a file."""
-    if path and dist.get_rank() == 0:
-        torch.save(state_dict, path)
-        say(f"written: {path}")
 
 
 STEPS_LEGEND = """\
@@ -156,19 +147,16 @@ def begin(stage: str, args, device: torch.device) -> dict:
     """Print what runs and where; returns the head of the JSON, as common/README.md lists it."""
     world_size, threads = dist.get_world_size(), torch.get_num_threads()
     carrier = f"{dist.get_backend()} on {device.type}"
-    if wire():
-        carrier = f"gloo behind an emulated network of {in_words(args.network)}"
+    if args.network:
+        carrier += f" behind an emulated network of {args.network}"
     say(
         f"{stage}: torch {torch.__version__}, {carrier}, {world_size} ranks, "
         f"threads per rank: {threads}"
     )
     dilation = wire().dilation if wire() else 1.0
     if dilation > 1:
-        cores = world_size * threads / dilation
-        say(
-            f"{world_size} ranks share {cores:g} cores: the network is {dilation:g} times slower, "
-            f"too, and all times below are divided by {dilation:g}"
-        )
+        cores = f"{world_size} ranks share {world_size * threads / dilation:g} cores"
+        say(f"{cores}: one second there takes {dilation:g} here, and times below are those there")
     on_cuda = device.type == "cuda"
     return {
         "stage": stage,
@@ -183,13 +171,6 @@ def begin(stage: str, args, device: torch.device) -> dict:
         "options": dict(vars(args)),
         "started": datetime.now(timezone.utc),
     }
-
-
-def in_words(network: str) -> str:
-    """1gbit,1ms,1: 1 Gbit/s and 1 ms, one call at a time."""
-    rate, delay, *calls = re.sub(r"([a-z]+)", r" \1", network).split(",")
-    rate = rate.replace("bit", "bit/s").replace("g", "G").replace("m", "M")
-    return f"{rate} and {delay}" + (", one call at a time" if calls == ["1"] else "")
 
 
 def processor_name() -> str:
@@ -209,12 +190,8 @@ def write_json(path: Path | None, result: dict) -> None:
     result["seconds"] = (datetime.now(timezone.utc) - result["started"]).total_seconds()
     finite = json.loads(json.dumps(result, default=str), parse_constant=lambda _: None)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        beside.write_text(json.dumps(finite, indent=1) + "\n")
-        beside.replace(path)
-    except OSError as error:  # the disk is full
-        beside.unlink(missing_ok=True)
-        fail(f"cannot write {path}: {error.strerror}")
+    beside.write_text(json.dumps(finite, indent=1) + "\n")
+    beside.replace(path)
     say(f"written: {path}")
 
 
@@ -227,8 +204,8 @@ def held_bytes(tensors: Iterable[torch.Tensor]) -> int:
 def peak_bytes(function: Callable[[], object], device: torch.device) -> int:
     """Call a function: the most bytes of tensors that there were meanwhile, beyond those before.
 
-    On a CPU all ranks of a process group must call it. The profiler may miss what a thread of gloo
-    gives back, and then there is a tensor too many: the least of several calls is right.
+    On a CPU all ranks must call it, and the least of several calls is right: the profiler may miss
+    what a thread of gloo gives back.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -237,8 +214,7 @@ def peak_bytes(function: Callable[[], object], device: torch.device) -> int:
         function()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
-    # torch's profiler sees what gloo and compiled code take, too. (torch's MemTracker does not, and
-    # takes the gradients of DDP and FSDP for temporary memory.)
+    # torch's profiler sees what gloo and compiled code take, too; its MemTracker does not.
     # acc_events: torch 2.12 warns that a profiler without it forgets earlier cycles.
     cpu = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=cpu, profile_memory=True, acc_events=True) as profiler:

@@ -195,7 +195,6 @@ def add_verify_arguments(parser: Parser) -> None:
     add("--no-baseline", action="store_true", help="measure this stage alone, to save memory")
     add("--data", metavar="DIR", help="verify on MNIST from this folder instead of the digits")
     add("--download", action="store_true", help="fetch MNIST into --data first")
-    add("--save", type=output_file, metavar="FILE", help="the verified classifier's state_dict")
     every = "verify: loss and times of rank 0 every N steps; 0: none"
     add("--log-every", type=whole_number(0), default=0, metavar="N", help=every)
     trace = "Chrome trace of three more steps of each row, on rank 0"
@@ -218,10 +217,7 @@ def stage_arguments(description: str, steps: int, **options) -> argparse.Namespa
     add_training_arguments(parser, steps)
     add_verify_arguments(parser)
     add_mine(parser)
-    args = parser.parse_args()
-    if args.save and args.no_verify:
-        parser.error("argument --save: not with --no-verify, which trains no classifier")
-    return args
+    return parser.parse_args()
 
 
 def load(text: str):
