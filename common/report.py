@@ -81,8 +81,8 @@ def describe(model_class, args, replicas: int) -> dict:
 def log_step(args, epoch: int, step: int, loss: torch.Tensor, times: dict[str, float]) -> None:
     """A line of verify, where --log-every wants one; `times`: seconds by names as in the JSON."""
     if args.log_every and step % args.log_every == 0:
-        milliseconds = {name: round(1000 * seconds, 2) for name, seconds in times.items()}
-        say(f"verify: epoch {epoch}, step {step}: loss {loss:.4f}, ms: {milliseconds}")
+        parts = [f"{name.split('_')[0]} {1000 * time:.2f} ms" for name, time in times.items()]
+        say(f"verify: epoch {epoch}, step {step}: loss {loss:.4f}, {', '.join(parts)}")
 
 
 def evaluate(epoch: int, model, images: torch.Tensor, labels: torch.Tensor) -> float:

@@ -1,0 +1,299 @@
+"""common/: the figures that every page quotes, the command line, files, networks, processes."""
+
+import io
+import json
+import os
+import signal
+import sys
+import time
+from contextlib import redirect_stderr
+from datetime import datetime, timezone
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from common import report, setup, timing
+from tools.harness import ONLY_RANK, ROOT, write_mnist
+
+CPU = torch.device("cpu")
+
+# What is measured, and what the tables say of it
+
+
+def test_a_stopwatch_tells_the_phases_of_a_step():
+    watch = timing.Stopwatch(CPU)
+    names = ["forward starts", "forward ends", "backward starts", "last gradient", "backward ends"]
+    names += ["sync starts", "sync ends", "optimizer starts", "optimizer ends"]
+    watch.marks = dict(zip(names, [10, 11, 12, 15, 17, 18, 21, 22, 26], strict=True))
+    seconds = {"step_seconds": 16, "exposed_comm_seconds": 6, "optimizer_seconds": 4}
+    assert watch.times() == seconds
+    del watch.marks["last gradient"]  # of a wrapper that waits for nothing within backward
+    assert watch.times() == seconds | {"exposed_comm_seconds": 4}
+
+
+def steps_of(name, step, exposed, calls) -> dict:
+    samples = {"step_seconds": [[step, step]], "exposed_comm_seconds": [[exposed, exposed]]}
+    return {"name": name, **samples, "collectives_per_step": calls}
+
+
+@pytest.mark.parametrize("dilation", [1.0, 4.0])
+def test_the_table_of_steps(capsys, dilation):
+    """Two ranks, 5 tokens each; a call takes 2 ms, and 4,000,000 bytes at 1 GB/s take 4 ms."""
+    of_rows = [
+        ("no communication", 0.010, 0.0, 0),
+        ("X", 0.050, 0.040, 3),
+        ("torch DDP", 0.02, 0, 1),
+    ]
+    rows = [steps_of(name, s * dilation, e * dilation, calls) for name, s, e, calls in of_rows]
+    costs = {"call_seconds": 0.002 * dilation, "bytes_per_second": 1e9 / dilation}
+    model = {"parameters": 10**6, "dtype": "float32", "batch_size": 1, "context_length": 5}
+    result = {"model": model, "all_reduce": costs, "dilation": dilation, "candidates": rows}
+    report.print_steps(result | {"world_size": 2})
+    lines = capsys.readouterr().out.splitlines()
+    cells = {line[:16].strip(): line[16:].split() for line in lines[:4]}
+    assert cells["X"] == ["50.0"] * 4 + ["200", "40.0", "80", "%", "10.0", "3", "2.500"]
+    assert cells["no communication"][4:] == ["1000", "0.0", "0", "%", "0.0", "0", "0.500"]
+    assert "o = 2.00 ms a call, w = 1.000 GB/s" in " ".join(lines)
+
+
+def test_percentiles_are_of_all_ranks():
+    of_ranks = [[0.001, 0.002, 0.003], [0.003, 0.004, 0.005]]
+    assert report.percentiles(of_ranks) == pytest.approx([0.003, 0.00375, 0.0045, 0.00475])
+    assert report.ratio(of_ranks, [[0.006]]) == "0.500" and report.ratio(of_ranks, None) == "-"
+
+
+def test_the_most_memory_at_any_time():
+    old = [torch.empty(5000)]  # was there before, and does not count
+
+    def takes_and_gives_back():
+        first = torch.empty(1000)
+        old.clear()
+        return first, torch.empty(3000)
+
+    assert report.peak_bytes(takes_and_gives_back, CPU) == 16_000
+
+
+def memory_in_a_group():
+    mesh = init_device_mesh("cpu", (2,))
+    whole = torch.arange(8.0)
+    assert report.held_bytes([whole, distribute_tensor(whole, mesh, [Shard(0)])]) == 32 + 16
+    received, sent = torch.empty(500_000), torch.ones(1_000_000)
+    reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    peaks = [report.peak_bytes(lambda: reduce_scatter(received, sent), CPU) for _ in range(3)]
+    assert 4_000_000 <= min(peaks) < 4_100_000  # gloo's is an all-reduce of a copy
+
+
+def test_memory_of_shards_and_of_gloo(ranks):
+    ranks(2).run(memory_in_a_group)
+
+
+def test_json_is_strict(tmp_path):
+    started = datetime.now(timezone.utc)
+    result = {"started": started, "x": [numpy.inf, numpy.float64(1)]}
+    report.write_json(tmp_path / "x.json", result)
+    assert json.loads((tmp_path / "x.json").read_text())["x"] == [None, 1]
+    assert [file.name for file in tmp_path.iterdir()] == ["x.json"]
+
+
+# The command line
+
+WRONG_INPUT = {
+    "--size": ["huge"],
+    "--batch-size": ["0", "x", "", "99999999999999"],
+    "--warmup": ["-1"],
+    "--dtype": ["float16"],
+    "--backend": ["mpi"],
+    "--network": ["fast", "1gbit", "1gbit,1", "1gbit,1ms,3", "0gbit,1ms", "1gbit,1h", ""],
+    "--timeout": ["0", "soon", "nan"],
+    "--json": ["", "/", "/no/such/folder/x.json", "/no/x.json", "/dev/null/x"],
+}
+
+
+def parse(monkeypatch, *words):
+    parser = setup.Parser("what it does")
+    setup.add_training_arguments(parser, steps=3)
+    setup.add_plot_arguments(parser, "x.png")
+    monkeypatch.setattr(sys, "argv", ["script.py", *words])
+    return parser.parse_args()
+
+
+@pytest.mark.parametrize("option", WRONG_INPUT)
+def test_wrong_input_is_one_line(option, monkeypatch, capsys):
+    for value in WRONG_INPUT[option]:
+        with pytest.raises(SystemExit) as end:
+            parse(monkeypatch, option, value)
+        said = capsys.readouterr().err
+        assert end.value.code == 2 and said.count("\n") == 1, said
+        assert said.startswith(f"script.py: error: argument {option}: ") and value in said, said
+
+
+def test_results_is_the_only_folder_that_is_made(tmp_path, monkeypatch):
+    monkeypatch.setattr(setup, "ROOT", tmp_path)
+    with pytest.raises(SystemExit):
+        parse(monkeypatch, "--help")
+    assert not (tmp_path / "results").exists()
+    assert parse(monkeypatch).plot == tmp_path / "results" / "x.png"
+    assert parse(monkeypatch, "--no-plot").plot is None
+    with pytest.raises(SystemExit):
+        parse(monkeypatch, "--plot", str(tmp_path / "other" / "x.png"))
+    assert [path.name for path in tmp_path.iterdir()] == ["results"]
+
+
+def test_mine_is_found_or_said_in_one_line(tmp_path, monkeypatch, capsys):
+    (tmp_path / "mine.py").write_text(
+        "def wrap(module, bucket_size_mb=25):\n    return bucket_size_mb"
+    )
+    args = parse(monkeypatch)
+    args.mine = f"{tmp_path}/mine.py:wrap"
+    assert setup.users_class(args)["wrap (mine)"](None) == 5.0
+    for text in ("mine.py", f"{tmp_path}/mine.py:nothing", f"{tmp_path}/none.py:wrap"):
+        args.mine = text
+        with pytest.raises(SystemExit):
+            setup.users_class(args)
+        said = capsys.readouterr().err
+        assert said.startswith("script.py: error: argument --mine: ") and said.count("\n") == 1
+
+
+def test_a_run_without_torchrun_says_what_to_start(refusal):
+    def main():
+        with setup.process_group("cpu"):
+            pytest.fail("it has begun")
+
+    for name in ONLY_RANK:
+        incomplete = {key: value for key, value in ONLY_RANK.items() if key != name}
+        os.environ.pop(name, None)
+        said = refusal(main, "script.py", environment=incomplete)
+        assert "torchrun --standalone" in said and f"({name} is not set)" in said
+
+
+def load_mnist(folder):
+    said = io.StringIO()
+    try:
+        with redirect_stderr(said):
+            result = [tuple(part.shape) for part in setup.load_images(folder, False)]
+    except SystemExit as end:
+        result = end.code
+    return said.getvalue(), result
+
+
+def test_mnist_that_is_not_there_or_cut_short_is_one_line(ranks, tmp_path):
+    files = write_mnist(tmp_path / "whole", 5, 3)
+    shapes = [(5, 784), (5,), (3, 784), (3,)]
+    assert ranks(1).run(load_mnist, str(tmp_path / "whole")) == [("", shapes)]
+    files[0].write_bytes(files[0].read_bytes()[:-1])
+    for name in ("/no/such/folder", str(tmp_path / "whole")):
+        [(said, status)] = ranks(1).run(load_mnist, name)
+        assert status == 2 and said.count("\n") == 1, said
+        assert f"error: argument --data: {name!r} holds no readable MNIST (" in said, said
+
+
+# Processes
+
+SPAWNS = """
+import json, sys, time
+sys.path.append(sys.argv[1])
+from common import setup, timing
+import torch.distributed as dist
+def on_rank(rank, fault):
+    with setup.process_group("cpu", "gloo", 30, "5gbit,2ms") as device:
+        setup.say(f"joined on {device} with {dist.get_backend()}")
+        if fault == "fails":
+            sys.exit(rank)
+        if fault:
+            time.sleep(600)
+        setup.say(json.dumps(timing.all_reduce_costs(device, setup.wire())))
+if __name__ == "__main__":
+    setup.spawn(2, on_rank, sys.argv[2])
+"""
+
+
+def test_all_reduces_cost_what_the_network_takes(script, tmp_path):
+    """o: four delays with two ranks; w: the link's rate. How much more is a question of the CPU."""
+    (tmp_path / "spawns.py").write_text(SPAWNS)
+    status, output = script([sys.executable, tmp_path / "spawns.py", ROOT, ""]).wait(60)
+    joined, costs = output.splitlines()
+    assert status == 0 and joined == "joined on cpu with gloo"
+    costs = json.loads(costs)
+    assert 0.008 <= costs["call_seconds"] < 0.020
+    assert costs["bytes_per_second"] == pytest.approx(5e9 / 8, rel=0.3)
+
+
+@pytest.mark.parametrize("fault", ["fails", "SIGINT", "SIGTERM", "SIGKILL"])
+def test_spawned_ranks_leave_nothing(script, tmp_path, fault):
+    """script() fails the test if a process is left."""
+    (tmp_path / "spawns.py").write_text(SPAWNS)
+    run = script([sys.executable, tmp_path / "spawns.py", ROOT, fault], env={"RANK": "5"})
+    if fault.startswith("SIG"):
+        run.process.stdout.readline()
+        os.kill(run.process.pid, getattr(signal, fault))
+    status, output = run.wait(60)
+    assert status != 0, output
+    if fault == "fails":
+        assert "process 1 terminated with exit code 1" in output
+
+
+LEAVES = """
+import atexit, sys
+from pathlib import Path
+def say_threads():
+    for thread in Path("/proc/self/task").glob("*/comm"):
+        print(thread.read_text().strip())
+atexit.register(say_threads)  # the first that registers is the last to be called
+sys.path.append(sys.argv[1])
+from common import setup
+import torch
+with setup.process_group("cpu", "gloo", 30):
+    parameter = torch.nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    torch.optim.AdamW([parameter]).step()
+"""
+
+
+def test_no_thread_of_gloo_is_there_at_the_end(script, tmp_path):
+    """Python would be aborted at its end by one that does, now and then, after all work is done."""
+    (tmp_path / "leaves.py").write_text(LEAVES)
+    run = script([sys.executable, tmp_path / "leaves.py", ROOT], env=ONLY_RANK)
+    status, said = run.wait(60)
+    assert status == 0 and "gloo" not in said, said
+
+
+# The emulated network
+
+
+def takes_what_is_asked_for(text, dilation):
+    """Calls of 2 ranks: bytes one after another, delays two at a time; or one after another."""
+    from common import network
+
+    wire = network.wire
+    wire.connect(text, dilation)
+    group = dist.new_group(backend="slow_network")
+    dist.barrier()
+    wire.free_at = 0.0
+    tensors = [torch.ones(2**16) for _ in range(4)]
+    start = time.monotonic()
+    with wire:
+        works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors]
+        dist.reduce(torch.ones(2**16), 0, group=group)
+        for work in works:
+            work.wait()
+            assert time.monotonic() >= work.delivered_at
+    assert all((tensor == 2).all() for tensor in tensors)
+    return time.monotonic() - start, works[-1].delivered_at - works[0].launched_at
+
+
+@pytest.mark.parametrize(
+    "text, dilation, seconds",
+    [
+        ("100mbit,0", 1.0, 5 * 0.021),  # 2^18 bytes take 21 ms; two ranks send them once
+        ("1gbit,10ms", 1.0, 3 * 0.040),  # four delays a call, two calls at a time
+        ("1gbit,10ms,1", 1.0, 5 * 0.042),
+        ("1gbit,10ms", 3.0, 3 * 0.120),
+    ],
+)
+def test_calls_never_take_less_than_asked_for(ranks, text, dilation, seconds):
+    for total, _ in ranks(2).run(takes_what_is_asked_for, text, dilation):
+        assert seconds * 0.99 <= total < 3 * seconds
