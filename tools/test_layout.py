@@ -12,7 +12,14 @@ from tools.harness import ROOT
 LESSONS = sorted({path.parent for path in ROOT.glob("0?_*/**/*.py")})
 # What compares stages may import them all.
 COMPARING = [ROOT / "05_bucketed" / name for name in ("compare", "bucket_sweep", "predict")]
-COMMON = {"setup", "timing", "report", "memory", "network", "spawn"}  # what a lesson needs of common
+COMMON = {
+    "setup",
+    "timing",
+    "report",
+    "memory",
+    "network",
+    "spawn",
+}  # what a lesson needs of common
 SHORT = {  # script: lines at most in its lesson
     "02_naive_ddp/naive_ddp.py": 75,
     "03_flat_ddp/flat_ddp.py": 85,
