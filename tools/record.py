@@ -26,10 +26,15 @@ TORCHRUN = "python -m tools.torchrun --standalone --nproc-per-node 2"
 MEDIANS = "python 05_bucketed/compare/medians.py"
 
 
-def runs(count: int, name: str, command: str) -> list[str]:
-    """Runs that leave results/NAME_1.json and so on; only the last one's output is recorded."""
-    found = [f'{command} ARGS="--json results/{name}_{n}.json"' for n in range(1, count + 1)]
-    return [f"{run} > /dev/null" for run in found[:-1]] + found[-1:]
+def in_turn(**candidates: tuple[int, str]) -> list[str]:
+    """Runs that leave results/NAME_1.json and so on; of each the last one's output is recorded."""
+    commands = []
+    for number in range(1, 6):
+        for name, (count, command) in candidates.items():
+            if number <= count:
+                to = " > /dev/null" if number < count else ""
+                commands.append(f'{command} ARGS="--json results/{name}_{number}.json"{to}')
+    return commands
 
 
 COMPARE = "05_bucketed/compare/reference_output.txt"
@@ -39,17 +44,19 @@ RECORDINGS = {  # besides those below that are one command
         "cp results/01_allreduce.png 01_allreduce/allreduce.png",
     ],
     COMPARE: [
-        *runs(5, "loopback", "make compare"),
-        *runs(3, "slow", f"make compare {SLOW}"),
-        *runs(3, "one_call", f"make compare {SLOW},1"),
-        *runs(3, "hosts", "make hosts RATE=1gbit"),
-        *runs(3, "4_ranks", f"make compare NPROC=4 {SLOW}"),
-        *runs(3, "8_ranks", f"make compare NPROC=8 {SLOW}"),
+        *in_turn(
+            loopback=(5, "make compare"),
+            slow=(3, f"make compare {SLOW}"),
+            one_call=(3, f"make compare {SLOW},1"),
+            hosts=(3, "make hosts RATE=1gbit"),
+            of_4=(3, f"make compare NPROC=4 {SLOW}"),
+            of_8=(3, f"make compare NPROC=8 {SLOW}"),
+        ),
         f"{MEDIANS} loopback=results/loopback_{{1..5}}.json '1 Gbit/s, 1 ms'=results/slow_{{1..3}}"
         ".json 'one call at a time'=results/one_call_{1..3}.json hosts=results/hosts_{1..3}.json "
         "--plot 05_bucketed/compare/compare.png",
-        f"{MEDIANS} 2=results/slow_{{1..3}}.json 4=results/4_ranks_{{1..3}}.json "
-        "8=results/8_ranks_{1..3}.json --scaling 05_bucketed/compare/scaling.png",
+        f"{MEDIANS} 2=results/slow_{{1..3}}.json 4=results/of_4_{{1..3}}.json "
+        "8=results/of_8_{1..3}.json --scaling 05_bucketed/compare/scaling.png",
     ],
     "05_bucketed/compare/reference_output_timeline.txt": [
         f"make timeline {SLOW}",
@@ -57,11 +64,11 @@ RECORDINGS = {  # besides those below that are one command
         "for stage in 0[2-5]*; do cp results/timeline_$stage.png $stage/timeline.png; done",
     ],
     "06_sharded_optimizer/reference_output.txt": [
-        *runs(3, "06", "make 06_sharded_optimizer"),
-        f"{MEDIANS} 'three runs='results/06_{{1..3}}.json",
+        *in_turn(sharded=(3, "make 06_sharded_optimizer")),
+        f"{MEDIANS} 'three runs='results/sharded_{{1..3}}.json",
     ],
     "06_sharded_optimizer/fsdp/reference_output.txt": [
-        *runs(3, "fsdp", "make 06_sharded_optimizer/fsdp"),
+        *in_turn(fsdp=(3, "make 06_sharded_optimizer/fsdp")),
         f"{MEDIANS} 'three runs='results/fsdp_{{1..3}}.json",
         "cp results/fsdp.png 06_sharded_optimizer/fsdp/fsdp.png",
     ],

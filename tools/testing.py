@@ -108,7 +108,7 @@ def _serve(rank: int, world_size: int, folder: Path, pipe, is_late: bool) -> Non
     torch.set_num_threads(1)
     backend = "gloo"
     if is_late:
-        from tools.check.runner import late_network
+        from tools.check.late import late_network
 
         backend = late_network()
     options = {"rank": rank, "world_size": world_size, "timeout": timedelta(seconds=30)}

@@ -19,9 +19,9 @@ from common.setup import OF_TORCHRUN, progress, threads_per_rank
 class Ended(api.SignalException):
     """A signal that torchrun hands on, always as SIGTERM: Python answers SIGINT by a traceback."""
 
-    def __init__(self, message: str, number: signal.Signals):
+    def __init__(self, message: str, sigval: signal.Signals):
         super().__init__(message, signal.SIGTERM)
-        self.heard = number
+        self.heard = sigval
 
 
 def main() -> None:
