@@ -324,7 +324,7 @@ def write_mnist(folder: Path, train: int, test: int) -> list[Path]:
 
 def files_in(folder: Path) -> list:
     """The flags of all files that a script of the ladder can write."""
-    return ["--json", folder / "json", "--trace", folder / "trace", "--save", folder / "save"]
+    return ["--json", folder / "json", "--trace", folder / "trace"]
 
 
 def read_json(path: Path, stage: str) -> dict:
