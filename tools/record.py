@@ -56,7 +56,8 @@ RECORDINGS = {  # besides those below that are one command
         ".json 'one call at a time'=results/one_call_{1..3}.json hosts=results/hosts_{1..3}.json "
         "--plot 05_bucketed/compare/compare.png",
         f"{MEDIANS} 2=results/slow_{{1..3}}.json 4=results/of_4_{{1..3}}.json "
-        "8=results/of_8_{1..3}.json --scaling 05_bucketed/compare/scaling.png",
+        "8=results/of_8_{1..3}.json --predicted results/predict.json "
+        "--scaling 05_bucketed/compare/scaling.png",
     ],
     "05_bucketed/compare/reference_output_timeline.txt": [
         f"make timeline {SLOW}",

@@ -200,12 +200,6 @@ class Forked:
         self.kill()
         return (failed or [0])[0], self.output.read_text()
 
-    def wait_for(self, text: str) -> None:
-        """Wait until this text has been printed."""
-        while not self.output.exists() or text not in self.output.read_text():
-            assert self.ranks[0].is_alive(), self.output.read_text()
-            time.sleep(0.01)
-
     def kill(self) -> None:
         for rank in self.ranks:
             with contextlib.suppress(ProcessLookupError):

@@ -1,6 +1,6 @@
 """torchrun with a short end: what the failed rank has said, or one line, instead of forty.
 
-    python -m tools.torchrun --standalone --nproc-per-node 2 05_bucketed/bucketed.py
+python -m tools.torchrun --standalone --nproc-per-node 2 05_bucketed/bucketed.py
 """
 
 import logging
