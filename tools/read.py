@@ -16,10 +16,11 @@ PAGE = """<!doctype html>
 body { margin: 2em; font: 15px/1.5 system-ui, sans-serif; color: #222 }
 nav a { margin-right: 2em }
 table { border-collapse: collapse; margin-bottom: 4em }
-td { padding: 0 .6em; font: 13px/1.45 ui-monospace, Menlo, Consolas, monospace; white-space: nowrap }
-th { position: sticky; top: 0; padding: .4em .6em; background: #eee; text-align: left }
+td { padding: 0 .5em; font: 12px/1.45 ui-monospace, Consolas, monospace; white-space: nowrap }
+th { position: sticky; top: 0; padding: .4em .5em; background: #eee; text-align: left !important }
 .diff_header, .diff_next { color: #999; text-align: right }
-.diff_add { background: #c9f0d0 } .diff_chg { background: #fff0a8 } .diff_sub { background: #ffd3d0 }
+.diff_add { background: #c9f0d0 } .diff_sub { background: #ffd3d0 }
+.diff_chg { background: #fff0a8 }
 </style>
 """
 

@@ -1,12 +1,11 @@
 """make reference: what is recorded, when, and in which order."""
 
 import subprocess
-import sys
 
 import pytest
 
 from tools import record
-from tools.testing import ROOT, make
+from tools.testing import ROOT
 
 ONE, OTHER = "01_x/reference_output.txt", "02_y/reference_output_z.txt"
 
@@ -58,11 +57,6 @@ def test_what_fails_is_named_and_its_recording_stays(run, tmp_path, capsys):
     assert run() == 1
     assert "FAILED" in (output := capsys.readouterr().out) and "'exit 3'" in output
     assert (tmp_path / ONE).read_text() == "old\n" and (tmp_path / OTHER).exists()
-
-
-def test_a_path_that_no_recording_has_ends_in_one_line():
-    status, output = make("reference", f"PYTHON={sys.executable}", "ONLY=09_no")
-    assert status == 2 and output.count("error: ") == 1 and "09_no" in output, output
 
 
 def test_every_recording_and_every_picture_has_a_command():
