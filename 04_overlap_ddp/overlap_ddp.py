@@ -175,8 +175,7 @@ def verify(name, wrap, args, device):
             loss, times = train_step(model, optimizer, watch, images[share], labels[share])
             report.log_step(args, epoch, step, loss, times)
         accuracy = report.evaluate(epoch, model, *held_out)
-    verdict = report.compare_weights(module, twin)
-    return verdict | {"accuracy": accuracy}
+    return report.compare_weights(module, twin) | {"accuracy": accuracy}
 
 
 def make_step(wrap, args, device, described):
