@@ -72,10 +72,11 @@ class OverlapDDP(nn.Module):
         self.in_step = False
         self.ready.update(self.order)  # also what backward did not reach
         self._launch_ready()
-        while self.works:
-            self.works.pop().wait()
+        for work in self.works:
+            work.wait()
         self.waiting = self.order.copy()
         self.ready.clear()
+        self.works.clear()
         if {p for p in self.module.parameters() if p.requires_grad} != set(self.order):
             raise RuntimeError("parameters were frozen or replaced: wrap the module again")
 

@@ -98,10 +98,11 @@ class BucketedDDP(nn.Module):
             self.bucket_of[parameter].put(parameter, self.world_size)
         self.ready.update(self.order)
         self._launch_ready()
-        while self.works:
-            self.works.pop().wait()
+        for work in self.works:
+            work.wait()
         self.waiting = self.buckets.copy()
         self.ready.clear()
+        self.works.clear()
         if {p for p in self.module.parameters() if p.requires_grad} != set(self.order):
             raise RuntimeError("parameters were frozen or replaced: wrap the module again")
 
