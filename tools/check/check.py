@@ -1,7 +1,8 @@
-r"""Is your own wrapper, sharded optimizer or FSDP right? Every check is a promise of the stages'.
+r"""Is your own wrapper, sharded optimizer, FSDP or loss right? Our promises, tried on it.
 
     make check MINE=my_ddp.py:MyDDP [NPROC=2] [KIND=wrapper] [LEVEL=course] [LAYERS=my.model]
     make check MINE=tests/adapters.py                   (every function of a course's that is there)
+    make check MINE=loss.py:loss KIND=loss              (is it the mean of the ranks' losses?)
     python tools/check/check.py my_ddp.py:MyDDP --nproc 3 --json results/check.json
 
 A wrapper is called as Mine(module), a sharded optimizer as Mine(params, optimizer_cls, **options),
@@ -10,11 +11,11 @@ Exit status: 0 if all that has to hold holds, 1 if not, 2 if the class cannot be
 """
 
 import inspect
+import re
 import signal
 import sys
 import textwrap
 from datetime import datetime, timezone
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,26 +27,30 @@ from common import report, setup  # noqa: E402
 from tools.check import adapters, runner  # noqa: E402
 from tools.check import checks_of_fsdp as fsdp  # noqa: E402
 from tools.check import checks_of_functions as functions  # noqa: E402
+from tools.check import checks_of_losses as losses  # noqa: E402
 from tools.check import checks_of_optimizers as optimizers  # noqa: E402
 from tools.check import checks_of_wrappers as wrappers  # noqa: E402
-from tools.check.findings import UNUSABLE  # noqa: E402
+from tools.check.findings import FAILED, NOT_TRIED, PASSED, UNUSABLE  # noqa: E402
 
 KINDS = {"wrapper": wrappers, "function": functions, "optimizer": optimizers, "fsdp": fsdp}
-HEADINGS = {
+KINDS["loss"] = losses
+GROUPS = {
     "course": "What a course's tests ask",
     "data parallelism": "What data parallelism means",
     "beyond": "Beyond, partly more than torch's own classes do",
     "facts": "Facts",
 }
+FACT = "fact"  # a verdict that is none
+LABELS = {PASSED: "passed", FAILED: "FAILED", NOT_TRIED: "not tried", FACT: ""}
 WIDTH = 89  # of a line, beside its verdict
 SECONDS = 8.0  # for one check
 
 
 def main() -> int:
-    setup.forget_launcher()
     args = read_arguments()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the ranks are ended, too
-    setup.say(f"torch {torch.__version__}, {args.nproc} ranks, gloo on a network that is late")
+    place = "one process" if args.kind == "loss" else f"{args.nproc} ranks, gloo on a late network"
+    setup.say(f"torch {torch.__version__}, {place}")
     result = {"stage": "check", "torch": torch.__version__, "backend": "gloo", "device": "cpu"}
     result |= {"device_name": report.processor_name(), "world_size": args.nproc}
     result |= {"threads_per_rank": 1, "options": dict(vars(args))}
@@ -81,13 +86,25 @@ def read_arguments():
 
 def find(args) -> list[tuple[str, str, list[str]]]:
     """What adapters.describe says, in a process of its own: a user's file may hang or end."""
-    found = runner.run(1, "gloo", 60, adapters.describe, args.mine, args.kind, args.layers)
-    if found["verdict"] == "failed":
+    described = adapters.describe, args.mine, args.kind, args.layers
+    is_loss = args.kind == "loss"
+    found = runner.judge(*described) if is_loss else runner.run(1, "gloo", 60, *described)
+    if found["verdict"] == FAILED:
         for line in found["lines"]:
             print(line, file=sys.stderr)
-        reason = found["seen"].removeprefix("rank 0: ").removeprefix("ValueError: ")
-        setup.fail(f"argument MINE: {args.mine}: {reason}")
+        cannot_be_used(args.mine, found)
     return found["seen"]
+
+
+def cannot_be_used(text: str, found: dict) -> None:
+    reason = re.sub(r"^(rank \d+: )?(ValueError: )?", "", found["seen"])
+    setup.fail(f"argument MINE: {text}: {reason}")
+
+
+def run_check(args, network: str, check, *form) -> dict:
+    if args.kind == "loss":  # nothing of it needs ranks
+        return runner.judge(adapters.call, check, *form)
+    return runner.run(args.nproc, network, SECONDS, adapters.call, check, *form)
 
 
 def choose_form(args, text: str, kind: str) -> tuple:
@@ -95,51 +112,52 @@ def choose_form(args, text: str, kind: str) -> tuple:
     if runner.FORKS:
         # The ranks inherit what is imported here: the class, and what the first optimizer imports.
         torch.set_num_threads(1)  # a process with more should not be forked
-        setup.load(text)
+        adapters.load(text)
         torch.optim.SGD([torch.zeros(1)], lr=0.1)
-    on_ranks = partial(runner.run, args.nproc, "late", SECONDS, adapters.call)
     layers = args.layers
     if kind == "fsdp" and not layers:
-        found = on_ranks(fsdp.own_layers, text, kind)
-        layers = found["seen"] if found["verdict"] == "passed" else ""
+        found = run_check(args, "late", fsdp.own_layers, text, kind)
+        layers = found["seen"] if found["verdict"] == PASSED else ""
     if layers:
         setup.say(f"models of the layers of {layers}")
     form = text, kind, layers
-    tried = on_ranks(KINDS[kind].can_be_used, *form)
-    if kind == "fsdp" and tried["verdict"] == "failed":
+    tried = run_check(args, "late", KINDS[kind].can_be_used, *form)
+    if kind == "fsdp" and tried["verdict"] == FAILED:
         with_float32 = *form, torch.float32
-        if on_ranks(fsdp.can_be_used, *with_float32)["verdict"] == "passed":
+        if run_check(args, "late", fsdp.can_be_used, *with_float32)["verdict"] == PASSED:
             setup.say("judged in float32, to 0.001 of a gradient, as it keeps float32 weights")
             return with_float32
     if tried["means"] == UNUSABLE and text == args.mine:
-        setup.fail(f"argument MINE: {text}: {tried['seen'].partition(': ')[2]}")
+        cannot_be_used(text, tried)
     return form
 
 
 def run_checks(args, module, *form) -> list[dict]:
     """All checks in turn, each printed when it is over."""
     groups = [module.COURSE, module.MEANING, module.BEYOND, module.FACTS]
-    results = []
-    for group, checks in zip(HEADINGS, groups, strict=True):
+    results, first_with = [], {}  # what a failure means: the check that has failed so first
+    for group, checks in zip(GROUPS, groups, strict=True):
         if checks:
-            setup.say(f"\n{HEADINGS[group]}")
+            setup.say(f"\n{GROUPS[group]}")
         for check in checks:
             promise = inspect.getdoc(check).splitlines()[0]
             setup.progress(promise)
             network = "gloo" if group == "facts" else "late"
-            result = {"check": check.__name__, "promise": promise, "group": group}
-            result |= runner.run(args.nproc, network, SECONDS, adapters.call, check, *form)
+            result = {"check": check.__name__, "promise": promise, "group": group, "as_in": None}
+            result |= run_check(args, network, check, *form)
+            has_failed = result["verdict"] == FAILED
+            if group == "facts":
+                if has_failed:
+                    continue
+                result |= {"verdict": FACT, "lines": []}  # what it prints was shown above
+            if has_failed and result["means"] in first_with:
+                result["as_in"] = first_with[result["means"]]
+            first_with.setdefault(result["means"], check.__name__)
             known = {line for each in results for line in each["lines"]}  # such as a warning
             result["lines"] = [line for line in result["lines"] if line not in known]
-            same = [each["check"] for each in results if each["means"] == result["means"] != ""]
-            result["as_in"] = same[0] if same else None  # it has failed for the same reason
-            if group == "facts":
-                if result["verdict"] == "failed":
-                    continue
-                result |= {"verdict": "fact", "lines": []}  # what it prints was shown above
             results.append(result)
             show(result)
-            if result["verdict"] == "failed" and check in (module.can_be_used, fsdp.splits_weights):
+            if has_failed and check in (module.can_be_used, fsdp.splits_weights):
                 setup.say("nothing else was tried")
                 return results
     return results
@@ -147,20 +165,20 @@ def run_checks(args, module, *form) -> list[dict]:
 
 def show(result: dict) -> None:
     """A check: its verdict and promise, and what there is to say."""
-    verdict = result["verdict"].replace("failed", "FAILED").replace("fact", "")
     texts = [result["promise"]]
     if result["as_in"]:
         texts[0] += f" (as above: {result['means'].partition(': ')[0]})"
-    elif result["verdict"] == "failed":
-        texts += [f"seen: {result['seen']}", f"mostly: {result['means']}"]
+    elif result["verdict"] == FAILED:
+        texts += [f"seen: {result['seen']}", f"usually: {result['means']}"]
     elif result["seen"]:
         texts[0] += f": {result['seen']}"
     if not result["as_in"]:
         texts += [f"| {line}" for line in result["lines"]]
+    label = LABELS[result["verdict"]]
     for text in texts:
         for line in textwrap.wrap(text, WIDTH):
-            setup.say(f"{verdict:<10} {line}".rstrip())
-            verdict = ""
+            setup.say(f"{label:<10} {line}".rstrip())
+            label = ""
 
 
 def summarize(args, results: list[dict]) -> bool:
@@ -169,9 +187,9 @@ def summarize(args, results: list[dict]) -> bool:
     decides = ["course"] if args.level == "course" else ["course", "data parallelism"]
     for groups in (["course"], ["data parallelism"], ["beyond"], decides):
         some = [result for result in results if result["group"] in groups]
-        wrong = [result["promise"] for result in some if result["verdict"] == "failed"]
-        passed = sum(result["verdict"] == "passed" for result in some)
-        what = "has to hold" if groups is decides else HEADINGS[groups[0]]
+        wrong = [result["promise"] for result in some if result["verdict"] == FAILED]
+        passed = sum(result["verdict"] == PASSED for result in some)
+        what = "has to hold" if groups is decides else GROUPS[groups[0]]
         text = f"{what}: {passed} of {passed + len(wrong)} passed"
         if wrong and groups is not decides:
             more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""

@@ -1,14 +1,12 @@
-"""What a step sends and needs, beside torch's DDP: facts, without a verdict."""
+"""What a step sends, beside torch's DDP: a fact, without a verdict."""
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from tools.check import models
-from common.memory import peak_bytes
-from common.setup import with_bucket_size
 from common.timing import CollectiveCounter
+from tools.check import models
 
 
 class CallsAndBytes(CollectiveCounter):
@@ -30,7 +28,7 @@ def step_of(wrap, when_all_are_there=None):
     layers = [models.linear(512, 512) for _ in range(12)]
     last = next(layers[0].parameters())
     last.register_post_accumulate_grad_hook(when_all_are_there or (lambda _: None))
-    model = with_bucket_size(wrap, 25.0)(nn.Sequential(*layers))
+    model = models.wrap(wrap, nn.Sequential(*layers), replaces_defaults=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
     def step():
@@ -56,13 +54,3 @@ def sent_by(wrap) -> str:
 def communication(mine):
     """a step of a model of 12 layers, 12 MB"""
     return f"{sent_by(mine)}; torch's DDP: {sent_by(DistributedDataParallel)}"
-
-
-def memory(mine):
-    """memory that a step takes for a while, beyond weights"""
-    needed = []
-    for wrap in (mine, DistributedDataParallel):
-        step = step_of(wrap)
-        step()
-        needed.append(peak_bytes(step, torch.device("cpu")) / 2**20)
-    return "{:.1f} MB; torch's DDP: {:.1f} MB".format(*needed)

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
+from tools import harness
 from tools.check import (
     checks_of_fsdp,
     checks_of_optimizers,
@@ -25,7 +26,6 @@ from tools.check import (
     models,
 )
 from tools.check.adapters import kind_of
-from tools import harness
 from tools.harness import ROOT, failed, judged
 
 sys.path[:0] = [str(ROOT / "06_sharded_optimizer" / "fsdp"), str(ROOT / "06_sharded_optimizer")]
