@@ -3,7 +3,7 @@ r"""Is your own wrapper, sharded optimizer, FSDP or loss right? Our promises, tr
     make check MINE=my_ddp.py:MyDDP [NPROC=2] [KIND=wrapper] [LEVEL=course] [LAYERS=my.model]
     make check MINE=tests/adapters.py                   (every function of a course's that is there)
     make check MINE=loss.py:loss KIND=loss              (is it the mean of the ranks' losses?)
-    python tools/check/check.py my_ddp.py:MyDDP --nproc 3 --json results/check.json
+    python tools/check/check.py my_ddp.py:MyDDP --nproc 3
 
 A wrapper is called as Mine(module), a sharded optimizer as Mine(params, optimizer_cls, **options),
 FSDP as Mine(module) or Mine(module, compute_dtype=...); a function that returns it does as well.
@@ -15,7 +15,6 @@ import re
 import signal
 import sys
 import textwrap
-from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
@@ -23,25 +22,20 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
-from common import report, setup  # noqa: E402
+from common import setup  # noqa: E402
 from tools.check import adapters, runner  # noqa: E402
 from tools.check import checks_of_fsdp as fsdp  # noqa: E402
 from tools.check import checks_of_functions as functions  # noqa: E402
 from tools.check import checks_of_losses as losses  # noqa: E402
 from tools.check import checks_of_optimizers as optimizers  # noqa: E402
 from tools.check import checks_of_wrappers as wrappers  # noqa: E402
-from tools.check.findings import FAILED, NOT_TRIED, PASSED, UNUSABLE  # noqa: E402
+from tools.check.findings import FAILED, PASSED, UNUSABLE  # noqa: E402
 
 KINDS = {"wrapper": wrappers, "function": functions, "optimizer": optimizers, "fsdp": fsdp}
 KINDS["loss"] = losses
-GROUPS = {
-    "course": "What a course's tests ask",
-    "data parallelism": "What data parallelism means",
-    "beyond": "Beyond, partly more than torch's own classes do",
-    "facts": "Facts",
-}
-FACT = "fact"  # a verdict that is none
-LABELS = {PASSED: "passed", FAILED: "FAILED", NOT_TRIED: "not tried", FACT: ""}
+COURSE = "What a course's tests ask"
+MEANING = "What data parallelism means"
+BEYOND = "Beyond, partly more than torch's own classes do"
 WIDTH = 89  # of a line, beside its verdict
 SECONDS = 8.0  # for one check
 
@@ -49,25 +43,18 @@ SECONDS = 8.0  # for one check
 def main() -> int:
     args = read_arguments()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the ranks are ended, too
+    torch.set_num_threads(1)  # a process with more should not be forked
     place = "one process" if args.kind == "loss" else f"{args.nproc} ranks, gloo on a late network"
     setup.say(f"torch {torch.__version__}, {place}")
-    result = {"stage": "check", "torch": torch.__version__, "backend": "gloo", "device": "cpu"}
-    result |= {"device_name": report.processor_name(), "world_size": args.nproc}
-    result |= {"threads_per_rank": 1, "options": dict(vars(args))}
-    result |= {"started": datetime.now(timezone.utc), "not_written": [], "checks": []}
     passed = []
     for text, kind, missing in find(args):
         setup.say(f"\n{text}, as {kind}")
         for name in missing:
             setup.say(f"not written yet: {name}")
-        result["not_written"] += missing
         if not missing:
-            checks = run_checks(args, KINDS[kind], *choose_form(args, text, kind))
-            result["checks"] += [{"mine": text, "kind": kind, **check} for check in checks]
-            passed.append(summarize(args, checks))
-    result["passed"] = bool(passed) and all(passed)
-    report.write_json(args.json, result)
-    return 0 if result["passed"] else 1
+            form = choose_form(args, text, kind)
+            passed.append(summarize(args, run_checks(args, KINDS[kind], form)))
+    return 0 if passed and all(passed) else 1
 
 
 def read_arguments():
@@ -80,7 +67,6 @@ def read_arguments():
     own = "a module with the Linear and Embedding that your FSDP shards (default: found)"
     add("--layers", default="", metavar="MODULE", help=own)
     add("--nproc", type=setup.whole_number(2, 64), default=2, help="ranks")
-    add("--json", type=setup.output_file, metavar="FILE", help="all verdicts, raw")
     return parser.parse_args()
 
 
@@ -101,7 +87,7 @@ def cannot_be_used(text: str, found: dict) -> None:
     setup.fail(f"argument MINE: {text}: {reason}")
 
 
-def run_check(args, network: str, check, *form) -> dict:
+def run_check(args, check, form: tuple, network: str = "late") -> dict:
     if args.kind == "loss":  # nothing of it needs ranks
         return runner.judge(adapters.call, check, *form)
     return runner.run(args.nproc, network, SECONDS, adapters.call, check, *form)
@@ -109,22 +95,19 @@ def run_check(args, network: str, check, *form) -> dict:
 
 def choose_form(args, text: str, kind: str) -> tuple:
     """What adapters.prepare is given: an FSDP may shard only its own layers, or keep float32."""
-    if runner.FORKS:
-        # The ranks inherit what is imported here: the class, and what the first optimizer imports.
-        torch.set_num_threads(1)  # a process with more should not be forked
-        adapters.load(text)
-        torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    adapters.load(text)  # so that the ranks, which are forked, have it and what optimizers import
+    torch.optim.SGD([torch.zeros(1)], lr=0.1)
     layers = args.layers
     if kind == "fsdp" and not layers:
-        found = run_check(args, "late", fsdp.own_layers, text, kind)
+        found = run_check(args, fsdp.own_layers, (text, kind))
         layers = found["seen"] if found["verdict"] == PASSED else ""
     if layers:
         setup.say(f"models of the layers of {layers}")
     form = text, kind, layers
-    tried = run_check(args, "late", KINDS[kind].can_be_used, *form)
+    tried = run_check(args, KINDS[kind].can_be_used, form)
     if kind == "fsdp" and tried["verdict"] == FAILED:
         with_float32 = *form, torch.float32
-        if run_check(args, "late", fsdp.can_be_used, *with_float32)["verdict"] == PASSED:
+        if run_check(args, fsdp.can_be_used, with_float32)["verdict"] == PASSED:
             setup.say("judged in float32, to 0.001 of a gradient, as it keeps float32 weights")
             return with_float32
     if tried["means"] == UNUSABLE and text == args.mine:
@@ -132,71 +115,63 @@ def choose_form(args, text: str, kind: str) -> tuple:
     return form
 
 
-def run_checks(args, module, *form) -> list[dict]:
-    """All checks in turn, each printed when it is over."""
-    groups = [module.COURSE, module.MEANING, module.BEYOND, module.FACTS]
-    results, first_with = [], {}  # what a failure means: the check that has failed so first
-    for group, checks in zip(GROUPS, groups, strict=True):
+def run_checks(args, module, form: tuple) -> dict[str, list[dict]]:
+    """All checks in turn, each printed when it is over; the results by their groups."""
+    groups = {COURSE: module.COURSE, MEANING: module.MEANING, BEYOND: module.BEYOND}
+    results = {group: [] for group in groups}
+    meanings, printed = set(), set()  # what stands above
+    for group, checks in groups.items():
         if checks:
-            setup.say(f"\n{GROUPS[group]}")
+            setup.say(f"\n{group}")
         for check in checks:
             promise = inspect.getdoc(check).splitlines()[0]
             setup.progress(promise)
-            network = "gloo" if group == "facts" else "late"
-            result = {"check": check.__name__, "promise": promise, "group": group, "as_in": None}
-            result |= run_check(args, network, check, *form)
-            has_failed = result["verdict"] == FAILED
-            if group == "facts":
-                if has_failed:
-                    continue
-                result |= {"verdict": FACT, "lines": []}  # what it prints was shown above
-            if has_failed and result["means"] in first_with:
-                result["as_in"] = first_with[result["means"]]
-            first_with.setdefault(result["means"], check.__name__)
-            known = {line for each in results for line in each["lines"]}  # such as a warning
-            result["lines"] = [line for line in result["lines"] if line not in known]
-            results.append(result)
-            show(result)
-            if has_failed and check in (module.can_be_used, fsdp.splits_weights):
+            result = run_check(args, check, form) | {"promise": promise}
+            results[group].append(result)
+            lines = [f"| {line}" for line in result["lines"] if line not in printed]
+            printed.update(result["lines"])
+            label = result["verdict"]
+            texts = [": ".join(filter(None, [promise, result["seen"]])), *lines]
+            if label == FAILED:
+                label = "FAILED"
+                seen, means = f"seen: {result['seen']}", f"usually: {result['means']}"
+                texts = [promise, seen, means, *lines]
+                if result["means"] in meanings:
+                    texts = [f"{promise} (as above: {result['means'].partition(': ')[0]})"]
+                meanings.add(result["means"])
+            show(label, texts)
+            if label == "FAILED" and check in (module.can_be_used, fsdp.splits_weights):
                 setup.say("nothing else was tried")
                 return results
+    for fact in module.FACTS:
+        result = run_check(args, fact, form, "gloo")
+        if result["verdict"] == PASSED:
+            setup.say("\nFacts")
+            show("", [f"{inspect.getdoc(fact)}: {result['seen']}"])
     return results
 
 
-def show(result: dict) -> None:
-    """A check: its verdict and promise, and what there is to say."""
-    texts = [result["promise"]]
-    if result["as_in"]:
-        texts[0] += f" (as above: {result['means'].partition(': ')[0]})"
-    elif result["verdict"] == FAILED:
-        texts += [f"seen: {result['seen']}", f"usually: {result['means']}"]
-    elif result["seen"]:
-        texts[0] += f": {result['seen']}"
-    if not result["as_in"]:
-        texts += [f"| {line}" for line in result["lines"]]
-    label = LABELS[result["verdict"]]
+def show(label: str, texts: list[str]) -> None:
     for text in texts:
         for line in textwrap.wrap(text, WIDTH):
             setup.say(f"{label:<10} {line}".rstrip())
             label = ""
 
 
-def summarize(args, results: list[dict]) -> bool:
-    """Print what passed of each group, and what did not; whether all that decides holds."""
+def summarize(args, results: dict[str, list[dict]]) -> bool:
+    """Print how many of each group passed; whether all that decides holds."""
     setup.say()
-    decides = ["course"] if args.level == "course" else ["course", "data parallelism"]
-    for groups in (["course"], ["data parallelism"], ["beyond"], decides):
-        some = [result for result in results if result["group"] in groups]
-        wrong = [result["promise"] for result in some if result["verdict"] == FAILED]
-        passed = sum(result["verdict"] == PASSED for result in some)
-        what = "has to hold" if groups is decides else GROUPS[groups[0]]
-        text = f"{what}: {passed} of {passed + len(wrong)} passed"
-        if wrong and groups is not decides:
-            more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-            text += f"; not: {wrong[0]}{more}"
-        for line in textwrap.wrap(text, WIDTH, subsequent_indent="    "):
-            setup.say(line)
-    return bool(some) and not wrong
+    tried, passed = {}, {}
+    for group, some in results.items():
+        verdicts = [result["verdict"] for result in some]
+        passed[group] = verdicts.count(PASSED)
+        tried[group] = passed[group] + verdicts.count(FAILED)
+        if some:
+            setup.say(f"{group}: {passed[group]} of {tried[group]} passed")
+    decides = [COURSE] if args.level == "course" else [COURSE, MEANING]
+    right, of = (sum(numbers[group] for group in decides) for numbers in (passed, tried))
+    setup.say(f"has to hold: {right} of {of} passed")
+    return right == of
 
 
 if __name__ == "__main__":

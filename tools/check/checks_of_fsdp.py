@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from common.memory import held_bytes
+from common.report import held_bytes
 from tools.check import checks_of_wrappers as wrappers
 from tools.check import models
 from tools.check.checks_of_wrappers import OUTPUT, check_weights, output_of
@@ -118,19 +118,6 @@ def computes_in_another_dtype(mine):
         raise Failed(f"weights and gradients have {dtypes}", "the optimizer loses small updates")
 
 
-def splits_uneven_sizes(mine):
-    """sizes that the ranks do not divide"""
-    wrappers.follow_one_process(mine, models.Uneven)
-
-
-def agrees_on_any_branch(mine):
-    """ranks on different branches: the same gradients, or an error on every rank"""
-    try:
-        wrappers.follow_one_process(mine, models.BranchesOfVectors)
-    except RuntimeError as error:
-        return f"an error: {str(error).splitlines()[0][:80]}"
-
-
 COURSE = [
     can_be_used,
     splits_weights,
@@ -152,10 +139,5 @@ MEANING = [
     wrappers.evaluates_in_between,
 ]
 HAS_TO_HOLD = [*COURSE, *MEANING]
-BEYOND = [
-    wrappers.starts_with_the_parameters_of_rank_0,
-    wrappers.skips_what_nobody_uses,
-    splits_uneven_sizes,
-    agrees_on_any_branch,
-]
+BEYOND = [wrappers.starts_with_the_parameters_of_rank_0, wrappers.skips_what_nobody_uses]
 FACTS = [communication]

@@ -64,7 +64,5 @@ def compare(loss, make_batch, ranks: int) -> None:
     raise Failed(seen, UNEVEN if is_sum and is_mean else MEETS)
 
 
-COURSE = [can_be_used]
-MEANING = [is_the_mean_of_its_shares]
-HAS_TO_HOLD = [*COURSE, *MEANING]
-BEYOND, FACTS = [], []
+COURSE, BEYOND, FACTS = [], [], []
+MEANING = [can_be_used, is_the_mean_of_its_shares]

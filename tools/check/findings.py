@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 PASSED, FAILED, NOT_TRIED, STUCK = "passed", "failed", "not tried", "stuck"
 MIXED = "order: ranks call in different orders, and calls are matched by their order alone"
+NOT_REDUCED = "never reduced, or read before it arrived: is the all-reduce called, and waited for?"
 NOT_WAITED = "read before it arrived: an asynchronous call is not waited for, or not every one"
 OF_TORCH = "an error from within torch: no line of the class was being run"
 UNUSABLE = "it cannot be called as the checks call it"

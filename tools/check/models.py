@@ -54,10 +54,6 @@ class Plain(nn.Module):
         return self.second(self.norm(self.first(x).tanh())).tanh()
 
 
-class Uneven(Plain):
-    rows, width = 7, 11
-
-
 class Tied(Plain):
     """Its last weight is its first one; of layers of the user's, if there is no Embedding, two."""
 
@@ -94,24 +90,16 @@ class UsedTwice(Plain):
 class Branches(Plain):
     """Even ranks go through its layers in one order, odd ones in the other; a scalar between."""
 
-    shape = ()
-
     def __init__(self):
         super().__init__()
         # Without a bias gloo cannot tell it from the second.
         self.first = linear(self.width, self.width, bias=False).to(dtype)
-        self.scale = nn.Parameter(torch.ones(self.shape, dtype=dtype))
+        self.scale = nn.Parameter(torch.ones((), dtype=dtype))
 
     def between(self, x):
         if self.rank % 2 == 0:
             return self.norm(self.second(self.scale * self.first(x).tanh()))
         return self.norm(self.first(self.scale * self.second(x).tanh()))
-
-
-class BranchesOfVectors(Branches):
-    """Torch's FSDP takes no scalars."""
-
-    shape = (1,)
 
 
 class SeveralBuckets(Branches):
