@@ -105,7 +105,7 @@ class Branches(Plain):
 class SeveralBuckets(Branches):
     """Its two large weights do not fit into one bucket of 25 MB."""
 
-    width = 1700
+    width = 1300
 
 
 class SeveralDtypes(Plain):
