@@ -10,10 +10,8 @@ import torch
 from tools.check.findings import UNUSABLE, Failed, ratio_of
 
 SUMMED = "a sum over samples, not a mean: divide it by the number of samples"
-UNEVEN = "divided by what the ranks have more or less of (weights, a mask, labels): divide by its "
-UNEVEN += "mean over the ranks, which an all-reduce gives"
-MEETS = "samples meet, or their mean is bent: gather the outputs of all ranks, with gradient, and "
-MEETS += "compute it of all of them"
+UNEVEN = "a weighted mean: divide by the mean of all ranks' weights (docs/everyday.md, which loss?)"
+MEETS = "a loss across samples: gather all ranks' outputs, with gradient (docs/everyday.md)"
 
 
 def batch(n: int) -> tuple[torch.Tensor, torch.Tensor]:
