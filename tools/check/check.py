@@ -74,7 +74,7 @@ def find(args) -> list[tuple[str, str, list[str]]]:
     """What adapters.describe says, in a process of its own: a user's file may hang or end."""
     described = adapters.describe, args.mine, args.kind, args.layers
     is_loss = args.kind == "loss"
-    found = runner.judge(*described) if is_loss else runner.run(1, "gloo", 60, *described)
+    found = runner.judge(*described) if is_loss else runner.run(1, 60, *described)
     if found["verdict"] == FAILED:
         for line in found["lines"]:
             print(line, file=sys.stderr)
@@ -87,10 +87,10 @@ def cannot_be_used(text: str, found: dict) -> None:
     setup.fail(f"argument MINE: {text}: {reason}")
 
 
-def run_check(args, check, form: tuple, network: str = "late") -> dict:
+def run_check(args, check, form: tuple) -> dict:
     if args.kind == "loss":  # nothing of it needs ranks
         return runner.judge(adapters.call, check, *form)
-    return runner.run(args.nproc, network, SECONDS, adapters.call, check, *form)
+    return runner.run(args.nproc, SECONDS, adapters.call, check, *form)
 
 
 def choose_form(args, text: str, kind: str) -> tuple:
@@ -115,8 +115,8 @@ def choose_form(args, text: str, kind: str) -> tuple:
     return form
 
 
-def run_checks(args, module, form: tuple) -> dict[str, list[dict]]:
-    """All checks in turn, each printed when it is over; the results by their groups."""
+def run_checks(args, module, form: tuple) -> dict[str, list[str]]:
+    """All checks in turn, each printed when it is over; the verdicts by their groups."""
     groups = {COURSE: module.COURSE, MEANING: module.MEANING, BEYOND: module.BEYOND}
     results = {group: [] for group in groups}
     meanings, printed = set(), set()  # what stands above
@@ -126,8 +126,8 @@ def run_checks(args, module, form: tuple) -> dict[str, list[dict]]:
         for check in checks:
             promise = inspect.getdoc(check).splitlines()[0]
             setup.progress(promise)
-            result = run_check(args, check, form) | {"promise": promise}
-            results[group].append(result)
+            result = run_check(args, check, form)
+            results[group].append(result["verdict"])
             lines = [f"| {line}" for line in result["lines"] if line not in printed]
             printed.update(result["lines"])
             label = result["verdict"]
@@ -143,11 +143,6 @@ def run_checks(args, module, form: tuple) -> dict[str, list[dict]]:
             if label == "FAILED" and check in (module.can_be_used, fsdp.splits_weights):
                 setup.say("nothing else was tried")
                 return results
-    for fact in module.FACTS:
-        result = run_check(args, fact, form, "gloo")
-        if result["verdict"] == PASSED:
-            setup.say("\nFacts")
-            show("", [f"{inspect.getdoc(fact)}: {result['seen']}"])
     return results
 
 
@@ -158,18 +153,18 @@ def show(label: str, texts: list[str]) -> None:
             label = ""
 
 
-def summarize(args, results: dict[str, list[dict]]) -> bool:
+def summarize(args, verdicts: dict[str, list[str]]) -> bool:
     """Print how many of each group passed; whether all that decides holds."""
     setup.say()
-    tried, passed = {}, {}
-    for group, some in results.items():
-        verdicts = [result["verdict"] for result in some]
-        passed[group] = verdicts.count(PASSED)
-        tried[group] = passed[group] + verdicts.count(FAILED)
-        if some:
-            setup.say(f"{group}: {passed[group]} of {tried[group]} passed")
     decides = [COURSE] if args.level == "course" else [COURSE, MEANING]
-    right, of = (sum(numbers[group] for group in decides) for numbers in (passed, tried))
+    right = of = 0
+    for group, some in verdicts.items():
+        passed = some.count(PASSED)
+        tried = passed + some.count(FAILED)
+        if some:
+            setup.say(f"{group}: {passed} of {tried} passed")
+        if group in decides:
+            right, of = right + passed, of + tried
     setup.say(f"has to hold: {right} of {of} passed")
     return right == of
 

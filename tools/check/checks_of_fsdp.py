@@ -16,7 +16,6 @@ from common.report import held_bytes
 from tools.check import checks_of_wrappers as wrappers
 from tools.check import models
 from tools.check.checks_of_wrappers import OUTPUT, check_weights, output_of
-from tools.check.facts import communication
 from tools.check.findings import Failed, NotTried, need
 from tools.check.models import Plain, finish, new, wrap
 from tools.check.runner import is_of_user
@@ -140,4 +139,3 @@ MEANING = [
 ]
 HAS_TO_HOLD = [*COURSE, *MEANING]
 BEYOND = [wrappers.starts_with_the_parameters_of_rank_0, wrappers.skips_what_nobody_uses]
-FACTS = [communication]

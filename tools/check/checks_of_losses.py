@@ -62,5 +62,5 @@ def compare(loss, make_batch, ranks: int) -> None:
     raise Failed(seen, UNEVEN if is_sum and is_mean else MEETS)
 
 
-COURSE, BEYOND, FACTS = [], [], []
+COURSE, BEYOND = [], []
 MEANING = [can_be_used, is_the_mean_of_its_shares]

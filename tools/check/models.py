@@ -1,6 +1,7 @@
 """The small models of the checks, the loss of a share of a batch, and how a class is called."""
 
 import importlib
+import re
 from functools import partial
 from inspect import isfunction, signature
 
@@ -71,15 +72,19 @@ class Frozen(Plain):
         self.first.requires_grad_(False)
 
 
-class UsedByNobody(Plain):
+class UsedByRank0(Plain):
+    users = (0,)  # ranks
+
     def __init__(self):
         super().__init__()
         self.never = linear(self.width, self.width).to(dtype)
 
-
-class UsedByRank0(UsedByNobody):
     def between(self, x):
-        return super().between(self.never(x) if self.rank == 0 else x)
+        return super().between(self.never(x) if self.rank in self.users else x)
+
+
+class UsedByNobody(UsedByRank0):
+    users = ()
 
 
 class UsedTwice(Plain):
@@ -143,24 +148,15 @@ def new(build, seed: int = 0) -> nn.Module:
     return build()
 
 
-def with_buckets(mine, megabytes: float, replaces_defaults: bool):
-    """The user's class, with this size for an argument bucket_…; in bytes if it looks like them."""
-    options = {}
-    for name, argument in signature(mine).parameters.items():
-        default = argument.default
-        is_size = name.startswith("bucket") and "list" not in name
-        if not is_size or isinstance(default, bool | str):
-            continue
-        in_bytes = "byte" in name or (isinstance(default, int | float) and default > 10_000)
-        if replaces_defaults or default is argument.empty:
-            options[name] = int(megabytes * 2**20) if in_bytes else megabytes
-    return partial(mine, **options)
-
-
-def wrap(mine, module: nn.Module, replaces_defaults: bool = True) -> nn.Module:
+def wrap(mine, module: nn.Module) -> nn.Module:
     """The user's wrapper of it; with buckets so small that our models fill several."""
     module.rank = dist.get_rank()
-    model = with_buckets(mine, 0.0005 if replaces_defaults else 25.0, replaces_defaults)(module)
+    options = {}
+    for name, argument in signature(mine).parameters.items():
+        if re.fullmatch("bucket(_size|_cap)?(_mb|_bytes)?", name):
+            in_bytes = "bytes" in name or str(argument.default).isdigit() and argument.default > 1e4
+            options[name] = 512 if in_bytes else 0.0005
+    model = mine(module, **options)
     return model if isinstance(model, nn.Module) else as_module(model)
 
 

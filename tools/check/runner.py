@@ -84,14 +84,12 @@ def is_of_user(file: str) -> bool:
     return path.is_file() and not is_ours
 
 
-def serve(rank: int, world_size: int, network: str, limit: float, output: Path, pipe, call) -> None:
+def serve(rank: int, world_size: int, limit: float, output: Path, pipe, call) -> None:
     """A rank: joins the others, calls the check, tells what came of it, and waits for its end.
 
     It does not leave by itself: the others would miss it.
     """
     os.setsid()  # so that what the class starts can be ended with it
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.alarm(LONGEST_LIFE)
     file = open(output, "a")
     for descriptor in (1, 2):
@@ -104,19 +102,17 @@ def serve(rank: int, world_size: int, network: str, limit: float, output: Path, 
     torch.set_num_threads(1)
     store = dist.FileStore(str(output.with_name("store")), world_size)
     member = {"store": store, "rank": rank, "world_size": world_size}
-    backend = late_network() if network == "late" else network
-    dist.init_process_group(backend, timeout=timedelta(seconds=LONGEST_LIFE), **member)
+    dist.init_process_group(late_network(), timeout=timedelta(seconds=LONGEST_LIFE), **member)
     pipe.send(judge(*call))
     with suppress(EOFError):
         pipe.recv()
 
 
-def run(world_size: int, network: str, limit: float, check, *arguments) -> dict:
+def run(world_size: int, limit: float, check, *arguments) -> dict:
     """Call check(*arguments) on ranks that are processes of their own, for at most limit seconds.
 
-    network: gloo, or late. Ranks that have to take turns on a core are given more time.
+    Ranks that have to take turns on a core are given more time.
     """
-    began = time.perf_counter()
     limit *= max(1, world_size / setup.threads_per_rank(1))
     context = multiprocessing.get_context("fork" if FORKS else "spawn")
     processes, pipes = [], {}  # a pipe to its rank
@@ -127,7 +123,7 @@ def run(world_size: int, network: str, limit: float, check, *arguments) -> dict:
                 output.touch()
                 ours, theirs = context.Pipe()
                 pipes[ours] = rank
-                member = rank, world_size, network, limit, output, theirs, (check, *arguments)
+                member = rank, world_size, limit, output, theirs, (check, *arguments)
                 processes.append(context.Process(target=serve, args=member))
                 processes[-1].start()
                 theirs.close()
@@ -150,7 +146,7 @@ def run(world_size: int, network: str, limit: float, check, *arguments) -> dict:
     if any(OTHER_SIZE in text for text in texts):
         result["means"] = MIXED
     result["lines"] += printed
-    return result | {"seconds": time.perf_counter() - began}
+    return result
 
 
 def collect(processes: list, pipes: dict, limit: float) -> dict[int, dict]:
