@@ -181,7 +181,7 @@ def test_optimizers_and_fsdp(late_ranks, module, mine, expected, means):
 def test_full_parameters_have_names_of_the_module(late_ranks):
     checks = [checks_of_fsdp.gathers_full_parameters]
     [verdict] = judged(late_ranks, NamesOfItsOwn, checks).values()
-    assert "has no embedding.weight of the shape (6, 7)" in verdict["seen"], verdict
+    assert "has no embedding.weight of the shape" in verdict["seen"], verdict
 
 
 class FirstBucketAlone(mistakes.Right):
