@@ -72,9 +72,7 @@ def read_arguments():
 
 def find(args) -> list[tuple[str, str, list[str]]]:
     """What adapters.describe says, in a process of its own: a user's file may hang or end."""
-    described = adapters.describe, args.mine, args.kind, args.layers
-    is_loss = args.kind == "loss"
-    found = runner.judge(*described) if is_loss else runner.run(1, 60, *described)
+    found = runner.run(1, 60, adapters.describe, args.mine, args.kind, args.layers)
     if found["verdict"] == FAILED:
         for line in found["lines"]:
             print(line, file=sys.stderr)
@@ -118,8 +116,8 @@ def choose_form(args, text: str, kind: str) -> tuple:
 def run_checks(args, module, form: tuple) -> dict[str, list[str]]:
     """All checks in turn, each printed when it is over; the verdicts by their groups."""
     groups = {COURSE: module.COURSE, MEANING: module.MEANING, BEYOND: module.BEYOND}
-    results = {group: [] for group in groups}
-    meanings, printed = set(), set()  # what stands above
+    verdicts = {group: [] for group in groups}
+    meanings = set()  # of failures that stand above
     for group, checks in groups.items():
         if checks:
             setup.say(f"\n{group}")
@@ -127,26 +125,23 @@ def run_checks(args, module, form: tuple) -> dict[str, list[str]]:
             promise = inspect.getdoc(check).splitlines()[0]
             setup.progress(promise)
             result = run_check(args, check, form)
-            results[group].append(result["verdict"])
-            lines = [f"| {line}" for line in result["lines"] if line not in printed]
-            printed.update(result["lines"])
-            label = result["verdict"]
-            texts = [": ".join(filter(None, [promise, result["seen"]])), *lines]
-            if label == FAILED:
-                label = "FAILED"
-                seen, means = f"seen: {result['seen']}", f"usually: {result['means']}"
-                texts = [promise, seen, means, *lines]
-                if result["means"] in meanings:
-                    texts = [f"{promise} (as above: {result['means'].partition(': ')[0]})"]
-                meanings.add(result["means"])
-            show(label, texts)
-            if label == "FAILED" and check in (module.can_be_used, fsdp.splits_weights):
+            verdict, seen, means = result["verdict"], result["seen"], result["means"]
+            verdicts[group].append(verdict)
+            if verdict != FAILED:
+                show(verdict, f"{promise}: {seen}" if seen else promise)
+            elif means in meanings:
+                show("FAILED", f"{promise} (as above: {means.partition(': ')[0]})")
+            else:
+                lines = [f"| {line}" for line in result["lines"]]
+                show("FAILED", promise, f"seen: {seen}", f"usually: {means}", *lines)
+                meanings.add(means)
+            if verdict == FAILED and check in (module.can_be_used, fsdp.splits_weights):
                 setup.say("nothing else was tried")
-                return results
-    return results
+                return verdicts
+    return verdicts
 
 
-def show(label: str, texts: list[str]) -> None:
+def show(label: str, *texts: str) -> None:
     for text in texts:
         for line in textwrap.wrap(text, WIDTH):
             setup.say(f"{label:<10} {line}".rstrip())

@@ -1,18 +1,11 @@
-"""The network that is late: what it promises, and that torch's own classes ask nothing it lacks."""
+"""What the late network promises. That torch's own classes pass on it: test_check.py."""
 
 import time
 from contextlib import nullcontext
-from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.nn.parallel import DistributedDataParallel
 
 from tools.check.late import LONGEST_DELAY
 
@@ -88,46 +81,3 @@ PROMISES += [delivers_after_delays_of_its_own, answers_gloo]
 @pytest.mark.parametrize("promise", PROMISES)
 def test_promises(late_ranks, promise):
     late_ranks(2).run(promise)
-
-
-def with_power_sgd(module, group):
-    """A hook whose callbacks make calls, and wait for them."""
-    model = DistributedDataParallel(module, process_group=group)
-    state = powerSGD_hook.PowerSGDState(group, start_powerSGD_iter=2)
-    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    return model
-
-
-def sharded(module, group):
-    return fully_shard(module, mesh=DeviceMesh.from_group(group, "cpu"))
-
-
-def trained(wrap, group) -> torch.Tensor:
-    """The outputs of a model after a few steps, each rank with a batch of its own."""
-    torch.manual_seed(0)
-    layers = [nn.Linear(20, 30), nn.BatchNorm1d(30), nn.ReLU(), nn.Linear(30, 10)]
-    model = wrap(nn.Sequential(*layers).double(), group)
-    optimizer = partial(torch.optim.Adam, lr=1e-2)
-    if wrap is with_power_sgd:
-        adam = {"optimizer_class": torch.optim.Adam, "process_group": group, "lr": 1e-2}
-        optimizer = partial(ZeroRedundancyOptimizer, **adam)
-    optimizer = optimizer(model.parameters())
-    torch.manual_seed(dist.get_rank())
-    for _ in range(4):
-        model(torch.randn(8, 20).double()).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    torch.manual_seed(0)
-    model.eval()
-    return model(torch.randn(8, 20).double()).detach()
-
-
-def distance(wrap) -> float:
-    """How far apart training ends over this network and over gloo."""
-    late, gloo = (trained(wrap, dist.new_group(backend=name)) for name in ("late", "gloo"))
-    return (late - gloo).abs().max().item()
-
-
-@pytest.mark.parametrize("wrap", [with_power_sgd, sharded])
-def test_training_ends_where_it_does_over_gloo(late_ranks, wrap):
-    assert late_ranks(2).run(distance, wrap) == [0.0, 0.0]
