@@ -154,8 +154,8 @@ def wrap(mine, module: nn.Module) -> nn.Module:
     options = {}
     for name, argument in signature(mine).parameters.items():
         if re.fullmatch("bucket(_size|_cap)?(_mb|_bytes)?", name):
-            in_bytes = "bytes" in name or str(argument.default).isdigit() and argument.default > 1e4
-            options[name] = 512 if in_bytes else 0.0005
+            is_large = isinstance(argument.default, int | float) and argument.default > 10_000
+            options[name] = 512 if is_large or "bytes" in name else 0.0005  # bytes, or megabytes
     model = mine(module, **options)
     return model if isinstance(model, nn.Module) else as_module(model)
 
