@@ -60,5 +60,4 @@ def compare(loss, make_batch, ranks: int) -> None:
     raise Failed(seen, UNEVEN if is_sum and abs(inverses - 1) < 1e-5 else MEETS)
 
 
-COURSE, BEYOND = [], []
-MEANING = [can_be_used, is_the_mean_of_its_shares]
+COURSE, MEANING, BEYOND = [], [can_be_used, is_the_mean_of_its_shares], []
