@@ -102,6 +102,21 @@ def losses_across_samples():
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
+def unequal_lengths():
+    """Each step is of the samples of both ranks; rank 1 has one batch less."""
+    parts = [torch.arange(20).split(4)[rank::2] for rank in range(2)]
+    loader = [(INPUTS[part], TARGETS[part]) for part in parts[dist.get_rank()]]
+    model, twin = ddp(), ddp().module
+    optimizer, other = (torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, twin))
+    names = {"model": model, "optimizer": optimizer, "loader": loader}
+    execute("Unequal lengths", **names, nothing=(INPUTS[:0], TARGETS[:0]))
+    for samples in torch.arange(20).split(8):
+        F.cross_entropy(twin(INPUTS[samples]), TARGETS[samples]).backward()
+        other.step()
+        other.zero_grad()
+    torch.testing.assert_close(model.module.weight, twin.weight, rtol=0, atol=1e-12)
+
+
 def train_by_plateau(is_averaged: bool) -> list[float]:
     """Epochs in which only rank 1's loss gets worse; the rate of each rank after them."""
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
@@ -169,7 +184,15 @@ def canary():
         assert str(caught.value).startswith(f"{[*differ][0]}: rank 0 has ")
 
 
-DRILLS = [beginning, weighted_means, losses_across_samples, mean_losses, evaluation, canary]
+DRILLS = [
+    beginning,
+    weighted_means,
+    losses_across_samples,
+    unequal_lengths,
+    mean_losses,
+    evaluation,
+    canary,
+]
 
 
 @pytest.mark.parametrize("drill", DRILLS)
@@ -180,49 +203,6 @@ def test_blocks(ranks, drill):
 def test_no_block_is_left_out():
     code = Path(__file__).read_text()
     assert [title for title in BLOCKS if f'"{title}"' not in code] == []
-
-
-STREAMS = """
-dist.init_process_group("gloo")
-rank, world_size = dist.get_rank(), dist.get_world_size()
-device = torch.device("cpu")
-torch.manual_seed(0)
-inputs, targets = torch.randn(17, 4).double(), torch.randint(3, (17,))
-stream, batch_size = list(zip(inputs, targets)), 4
-{stream}
-all_batches = [None] * world_size
-dist.all_gather_object(all_batches, list(loader))
-assert [len(batches) for batches in all_batches] == [5, 4]
-seen = torch.cat([x for batches in all_batches for x, _ in batches])
-assert sorted(seen.tolist()) == sorted(inputs.tolist())
-
-network, twin = [torch.nn.Linear(4, 3).double() for _ in range(2)]
-model = DistributedDataParallel(network)
-twin.load_state_dict(network.state_dict())
-optimizer, other = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, twin)]
-nothing = inputs[:0], targets[:0]
-{unequal}
-for step in itertools.zip_longest(*all_batches, fillvalue=nothing):
-    x, y = map(torch.cat, zip(*step))
-    F.cross_entropy(twin(x), y).backward()
-    other.step()
-    other.zero_grad()
-for weight, expected in zip(network.parameters(), twin.parameters()):
-    torch.testing.assert_close(weight, expected, rtol=0, atol=1e-12)
-print("both are right")
-del model
-dist.destroy_process_group()
-"""
-
-
-@needs_fork
-def test_streams_of_unequal_lengths(forked, tmp_path):
-    """With worker processes: no sample is left out or seen twice, and steps are of all samples."""
-    script = STREAMS.format(stream=BLOCKS["A stream"], unequal=BLOCKS["Unequal lengths"])
-    path = tmp_path / "train.py"
-    path.write_text(BLOCKS[""] + script)
-    status, output = forked(2, path)
-    assert status == 0 and output.count("both are right") == 2, output
 
 
 AUGMENTED = """
