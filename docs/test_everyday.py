@@ -1,9 +1,11 @@
 """The blocks of everyday.md are executed, by several ranks."""
 
+import itertools
 import json
 import multiprocessing
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -100,6 +102,17 @@ def losses_across_samples():
         expected = of_one_process(loss, TARGETS)
         found = names["model"].module.weight.grad
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def test_stream():
+    """No sample is left out, or seen by two workers."""
+    share = re.search(r"`(itertools\.islice\(.*?\))`", PAGE)[1]
+    seen = []
+    for rank, number in itertools.product(range(3), range(2)):
+        worker = SimpleNamespace(id=number)
+        names = {"stream": range(17), "rank": rank, "worker": worker, "itertools": itertools}
+        seen += eval(share, names | {"world_size": 3, "num_workers": 2})
+    assert sorted(seen) == [*range(17)]
 
 
 def unequal_lengths():
