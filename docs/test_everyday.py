@@ -178,7 +178,7 @@ class Parts(nn.Module):
 
 def canary():
     rank = dist.get_rank()
-    names = {"train_set": torch.utils.data.Subset(DATA, list(range(8))), "codebook": []}
+    names = {"train_set": torch.utils.data.Subset(DATA, list(range(8))), "codebooks": []}
     names |= {"sampler": torch.utils.data.DistributedSampler(DATA), "model": ddp()}
     names["optimizer"] = torch.optim.SGD(names["model"].parameters(), lr=0.1)
     ranks_agree = execute("Do the ranks agree", **names)["ranks_agree"]
