@@ -5,9 +5,8 @@ The checks themselves on two ranks: tools/check/test_check.py.
 
 import copy
 import sys
-import warnings
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -17,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from fsdp import FSDP, main
+from fsdp import FSDP
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
@@ -70,23 +69,23 @@ class Calls(nn.Module):
 class Net(nn.Module):
     """Odd sizes, biases, a norm, a layer used twice, one that is never used."""
 
-    def __init__(self, recompute=None):
+    def __init__(self, use_reentrant=None):
         super().__init__()
         self.embedding = nn.Embedding(11, 7)
         self.up, self.norm, self.down = nn.Linear(7, 13), nn.LayerNorm(13), nn.Linear(13, 7)
         self.twice, self.head = nn.Linear(7, 7, bias=False), nn.Linear(7, 11, bias=False)
         self.never = nn.Linear(3, 3)
-        self.recompute = recompute
+        self.use_reentrant = use_reentrant
 
     def block(self, x):
         return x + self.down(F.gelu(self.norm(self.up(x))))
 
     def forward(self, tokens):
         x = self.twice(self.embedding(tokens))
-        if self.recompute:
-            x = checkpoint(self.block, x, use_reentrant=self.recompute == "reentrant")
-        else:
+        if self.use_reentrant is None:
             x = self.block(x)
+        else:
+            x = checkpoint(self.block, x, use_reentrant=self.use_reentrant)
         return self.head(self.twice(x))
 
 
@@ -108,14 +107,6 @@ def frozen():
     return nn.Sequential(embedding, Adapted(), Adapted(), Adapted(), nn.Linear(6, 11))
 
 
-def recomputed():
-    return Net("as recommended")
-
-
-def recomputed_reentrant():
-    return Net("reentrant")
-
-
 def transformer():
     """Attention that takes the weight of its projection without calling it; in place, too."""
     layer = nn.TransformerEncoderLayer(6, 2, 9, 0.0, nn.ReLU(inplace=True), batch_first=True)
@@ -123,53 +114,10 @@ def transformer():
     return nn.Sequential(nn.Embedding(11, 6), layers, nn.Linear(6, 11))
 
 
-class Unusual(nn.Module):
-    """Weights that are computed, kept in lists, or read by hooks of others."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(11, 6)
-        self.lstm = nn.LSTM(6, 6, batch_first=True)
-        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))
-        self.hooked = nn.utils.spectral_norm(nn.Linear(6, 6)).eval()  # old style: by a hook
-        self.listed = nn.ParameterList([torch.randn(6, 11) / 3, torch.randn(11) / 3])
-
-    def forward(self, tokens):
-        self.hooked.eval()  # in training it changes its vectors
-        x = torch.tanh(self.lstm(self.embedding(tokens))[0])
-        return self.hooked(torch.tanh(self.normed(x))) @ self.listed[0] + self.listed[1]
-
-
 def in_place():
     """What a layer returns is a view, and is changed in place."""
     returns_view = Calls(lambda layers, x: layers[0](x)[:], nn.Linear(5, 9))
-    layers = [returns_view, nn.SiLU(inplace=True), nn.Linear(9, 11)]
-    return nn.Sequential(nn.Embedding(11, 5), *layers)
-
-
-class TiedByHand(nn.Module):
-    """Reads the weight of a child; it may, because it owns it, too."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(11, 6)
-        self.head = self.embedding.weight
-
-    def forward(self, tokens):
-        return F.linear(torch.tanh(self.embedding(tokens)), self.head)
-
-
-# FlatParameters that are whole at a time, with prefetch and without. Net uses its layers in another
-# order than it registers them, and one twice; an adapted layer has two.
-MOST = {
-    frozen: (4, 3),
-    recomputed: (4, 3),
-    recomputed_reentrant: (4, 3),
-    transformer: (2, 1),
-    in_place: (2, 1),
-    Unusual: (4, 2),
-    TiedByHand: (1, 1),
-}
+    return nn.Sequential(nn.Embedding(11, 5), returns_view, nn.SiLU(inplace=True), nn.Linear(9, 11))
 
 
 def unsharded(model):
@@ -265,77 +213,41 @@ def chain():
     return nn.Sequential(*[nn.Linear(6, 6, bias=False) for _ in range(5)]).double()
 
 
-def trains_like_one_process(build, optimizer_cls, options, prefetch):
+def trains_like_one_process(build):
+    """With an optimizer that decays, clipping, evaluation between steps, and gradients of zeros."""
     torch.manual_seed(0)
     twin = build().double()
     model = copy.deepcopy(twin)
-    twin.recompute = None
-    model = FSDP(model, prefetch=prefetch)
+    twin.use_reentrant = None
+    model = FSDP(model)
     dimensions = [[p.ndim for p in one.parameters()] for one in (model, twin)]
     assert dimensions[0] == dimensions[1]  # a recipe decays what has two of them
-    optimizers = [optimizer_cls(one.parameters(), lr=0.05, **options) for one in (model, twin)]
-    with watched(model) as (_, whole):
-        for step in range(4):
-            tokens, mine = batch_of(step)
-            model.eval()
-            with torch.no_grad() if step % 2 else torch.inference_mode():
-                assert torch.allclose(model(mine), twin(mine), rtol=1e-8)
-            model.train()
-            loss_of(model, mine).backward()
-            model.finish_gradient_synchronization()
-            loss_of(twin, tokens).backward()
-            norms = model.clip_grad_norm_(0.5), clip_grad_norm_(twin.parameters(), 0.5)
-            torch.testing.assert_close(*norms, rtol=1e-10, atol=0)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=step % 2 == 0)
-    assert (max(whole), unsharded(model)) == (MOST[build][0 if prefetch else 1], 0), (build, whole)
+    optimizers = [torch.optim.SGD(one.parameters(), 0.05, 0.9) for one in (model, twin)]
+    for step in range(4):
+        tokens, mine = batch_of(step)
+        model.eval()
+        with torch.no_grad() if step % 2 else torch.inference_mode():
+            assert torch.allclose(model(mine), twin(mine), rtol=1e-8)
+        model.train()
+        loss_of(model, mine).backward()
+        model.finish_gradient_synchronization()
+        loss_of(twin, tokens).backward()
+        norms = model.clip_grad_norm_(0.5), clip_grad_norm_(twin.parameters(), 0.5)
+        torch.testing.assert_close(*norms, rtol=1e-10, atol=0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+    assert unsharded(model) == 0
     assert_same_weights(model, twin, 1e-10)
 
 
-def all_train_like_one_process(builds):
-    adamw = {"fused": True, "weight_decay": 0.0}  # what is unused has a gradient of zeros here
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        # Of torch itself, about tensors without gradients that pass through a checkpoint.
-        warnings.filterwarnings("ignore", "None of the inputs have requires_grad")
-        for build in builds:
-            trains_like_one_process(build, torch.optim.SGD, {"momentum": 0.9}, prefetch=True)
-            trains_like_one_process(build, torch.optim.AdamW, adamw, prefetch=False)
+BUILDS = [frozen, partial(Net, False), partial(Net, True), transformer, in_place]
 
 
-@pytest.mark.parametrize(
-    "world_size, builds",
-    [
-        (2, [frozen, recomputed, recomputed_reentrant, transformer, in_place, Unusual]),
-        (3, [TiedByHand]),
-        *(pytest.param(world_size, list(MOST), marks=FULL) for world_size in (1, 2, 3)),
-    ],
-)
-def test_trains_like_one_process(ranks, world_size, builds):
-    ranks(world_size).run(all_train_like_one_process, builds, timeout=120)
-
-
-@on_two_ranks
-def computes_in_another_dtype():
-    """Weights, biases and inputs are rounded, not a norm's; the mean is taken in float32."""
-    torch.manual_seed(0)
-    layers = nn.Linear(8, 12), nn.LayerNorm(12), nn.Linear(12, 11)
-    twin = nn.Sequential(nn.Embedding(11, 8), *layers)
-    model = FSDP(copy.deepcopy(twin), torch.bfloat16)
-    twin.bfloat16()
-    for number, dtype in ((2, torch.float32), (3, torch.bfloat16)):
-        twin[number].to(dtype).register_forward_pre_hook(lambda _, x, to=dtype: x[0].to(to))
-    tokens, mine = batch_of(0)
-    before = model.gather_full_params()
-    loss_of(model, mine).backward()
-    model.finish_gradient_synchronization()
-    torch.optim.SGD(model.parameters(), lr=1.0).step()
-    names, weights = zip(*twin.named_parameters(), strict=True)
-    of_ranks = [torch.autograd.grad(loss_of(twin, part), weights) for part in tokens.split(2)]
-    for name, first, second in zip(names, *of_ranks, strict=True):
-        moved = before[name] - model.gather_full_params()[name]
-        torch.testing.assert_close(moved, (first.float() + second) / 2, rtol=0, atol=1e-6)
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("build", BUILDS)
+def test_trains_like_one_process(ranks, build, world_size):
+    ranks(world_size).run(trains_like_one_process, build)
 
 
 @on_two_ranks
@@ -371,16 +283,13 @@ def takes_any_way_together():
 @on_two_ranks
 def takes_units_of_the_user():
     """Some modules, modules within modules; what is in none is in a unit of the whole."""
-    for choose, expected in (
-        (lambda net: [net[1], net[3]], 3),
-        (lambda net: [net[0], net[0][1], net[2]], 4),
-    ):
+    for choose in (lambda net: [net[1], net[3]], lambda net: [net[0], net[0][1], net[2]]):
         torch.manual_seed(0)
         net = nn.Sequential(*[nn.Sequential(*chain()) for _ in range(5)])
         twin = copy.deepcopy(net)
         model = FSDP(net, units=choose(net))
         train_alike(model, twin, ones())
-        assert len(model.flats) == expected - (expected == 4)  # a unit within one has nothing left
+        assert len(model.flats) == 3
 
 
 def recomputed_twice(layers, x):
@@ -391,26 +300,17 @@ def recomputed_twice(layers, x):
 
 @on_two_ranks
 def notices_a_gradient_that_comes_twice():
-    """With a finish in between gradients add up; when it is forgotten, all ranks raise.
-
-    What was refused is not in the gradients of the next step.
-    """
+    """With a finish in between gradients add up; when it is forgotten, all ranks raise."""
     twice = "came twice: call finish_gradient_synchronization.*use_reentrant=False"
     model, twin = twins(chain)
+    loss, expected = square_mean(model(ones())), square_mean(twin(ones()))
     for _ in range(2):
-        model.zero_grad()
-        twin.zero_grad()
-        loss, expected = square_mean(model(ones())), square_mean(twin(ones()))
-        for _ in range(2):
-            loss.backward(retain_graph=True)
-            model.finish_gradient_synchronization()
-            expected.backward(retain_graph=True)
         loss.backward(retain_graph=True)
-        with pytest.raises(RuntimeError, match=twice):
-            loss.backward()
         model.finish_gradient_synchronization()
-        expected.backward()
-        step_alike(model, twin)
+        expected.backward(retain_graph=True)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match=twice):
+        loss.backward()
     model = FSDP(Calls(recomputed_twice, linear()).double())
     with pytest.raises(RuntimeError, match=twice):
         compute_gradients(model, ones())
@@ -555,61 +455,35 @@ def notices_replicas_that_part(dtype):
         compute_gradients(model, x)
     except RuntimeError as error:
         parted = "differ between ranks since the last step" in str(error)
-    assert any(all_ranks(parted))
-
-
-def all_ranks(value):
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+    return parted
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_replicas_that_part(ranks, world_size):
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
-        ranks(world_size).run(notices_replicas_that_part, dtype)
-
-
-@dataclass
-class Box:
-    h: torch.Tensor
+        assert any(ranks(world_size).run(notices_replicas_that_part, dtype))
 
 
 @on_two_ranks
 def finds_tensors_in_what_modules_return():
-    """As torch's pytree does. Where it sees none, autograd refuses."""
+    """As torch's pytree does."""
 
     def boxed(layers, value):
         h = torch.tanh(layers[0](value if torch.is_tensor(value) else value[0]["a"]))
         return [{"a": h}, 1, None]
 
-    def opaque(layers, value):
-        return Box(torch.tanh(layers[0](value)))
-
     model, twin = twins(lambda: nn.Sequential(*[Calls(boxed, linear()) for _ in range(3)]))
     train_alike(model, twin, ones(), loss=lambda found: square_mean(found[0]["a"]))
-    model, twin = twins(lambda: Calls(opaque, linear()))
-    model = FSDP(nn.Sequential(Calls(opaque, linear())).double())
-    with pytest.raises(RuntimeError, match="has been modified by an inplace operation"):
-        compute_gradients(model, ones(), loss=lambda box: square_mean(box.h))
-
-
-def notes(layers, x, losses):
-    """Appends to a list that it is given."""
-    losses.append(layers[0](x))
-    return losses[0]
 
 
 @on_two_ranks
-def casts_only_what_it_should():
-    """Neither what holds tensors, nor weights that are whole numbers."""
-    net = Calls(notes, nn.Linear(8, 4))
-    net.codes = nn.Parameter(torch.tensor([[257], [100_003]]), requires_grad=False)
-    model = FSDP(net, torch.bfloat16)
-    losses = []
-    assert model(torch.ones(2, 8), losses) is losses[0]
-    assert model.gather_full_params()["codes"].tolist() == [[257], [100_003]]
-    assert [flat.unsharded.dtype for flat in model.flats] == [torch.int64, torch.bfloat16]
+def frees_and_fills_what_autograd_keeps():
+    """The page's four lines."""
+    page = SCRIPT.with_name("README.md").read_text()
+    (block,) = [each for each in page.split("```python")[1:] if "resize_(12)" in each]
+    found = {"torch": torch}
+    exec(block.partition("```")[0], found)
+    assert found["w"].grad.tolist() == [2, 2, 2]
 
 
 @pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.__name__)
@@ -662,14 +536,6 @@ def test_a_process_group_of_some_ranks(ranks):
     ranks(3).run(in_a_subgroup)
 
 
-def test_accounting_needs_no_ranks(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--accounting", "8,64,1024", "--size", "10b"])
-    main()
-    rows = [line.split() for line in capsys.readouterr().out.splitlines() if "FSDP" in line]
-    held = [float(row[-1].replace(",", "")) for row in rows]
-    assert len(rows) == 3 and held == sorted(held, reverse=True)
-
-
 QUICK = "--device cpu --batch-size 1 --context-length 8 --steps 1 --warmup 0".split()
 
 
@@ -706,13 +572,10 @@ def test_script(script, tmp_path):
     status, output = script(torchrun(2, SCRIPT, *words)).wait()
     assert status == 0 and output.count("verify: passed") == 2 and "FSDP (mine)" in output, output
     result = harness.read_json(tmp_path / "json", FOLDER)
-    whole = 4 * result["model"]["parameters"]
-    for parts in result["memory_bytes"]["unsharded"]:
-        assert all(part >= whole for part in parts[:2]) and parts[2] >= 2 * whole
     if sys.platform == "linux":
+        whole = 4 * result["model"]["parameters"]
         sent = {one["name"]: one["sent_bytes"] / whole for one in result["candidates"]}
         assert sent["FSDP"] < 1.01 * 1.5 and 0.99 < sent["torch DDP"] < 1.01, sent
-    assert "traceEvents" in (tmp_path / "trace").read_text()
     assert (tmp_path / "plot").read_bytes()[:4] == b"\x89PNG"
 
 
