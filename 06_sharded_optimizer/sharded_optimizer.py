@@ -39,8 +39,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def __init__(self, params, optimizer_cls, *, process_group=None, **options):
         self.optimizer_cls, self.options = optimizer_cls, options
-        self.process_group = process_group
-        self.rank = dist.get_rank(process_group)
+        self.process_group, self.rank = process_group, dist.get_rank(process_group)
         self.local = None  # the optimizer of those parameters that this rank owns
         self.owners = {}  # parameter -> the rank that keeps its state and updates it
         self.loads = [0] * dist.get_world_size(process_group)  # bytes that each rank owns

@@ -39,10 +39,7 @@ class FlatParameter:
         self.local_shard = flat.view(world_size, -1)[dist.get_rank(process_group)].clone()
         self.unsharded = torch.empty_like(flat, dtype=dtype)  # weights travel in this dtype
         self.sharded_params = parts_of(weights, self.local_shard, process_group)  # to be optimized
-        self.unsharded_params = [
-            whole.detach().requires_grad_(self.requires_grad)
-            for whole in split_like(weights, self.unsharded)
-        ]
+        self.unsharded_params = leaves_like(weights, self.unsharded)  # modules compute with them
         self.owners = []  # where modules read them: (module, name, weight)
         self.number = torch.tensor([number], device=flat.device)  # of this unit, on all ranks
         self.numbers = self.number.repeat(world_size)  # of the units that the ranks have gathered
@@ -197,6 +194,12 @@ def split_like(tensors, flat: torch.Tensor) -> list[torch.Tensor]:
     sizes = [tensor.numel() for tensor in tensors]
     pieces = flat[: sum(sizes)].split(sizes)
     return [piece.view_as(tensor) for piece, tensor in zip(pieces, tensors, strict=True)]
+
+
+def leaves_like(weights: list[nn.Parameter], flat: torch.Tensor) -> list[torch.Tensor]:
+    """Views into `flat` that autograd takes for these weights."""
+    views = split_like(weights, flat)
+    return [view.detach().requires_grad_(weights[0].requires_grad) for view in views]
 
 
 def parts_of(weights: list[nn.Parameter], shard: torch.Tensor, process_group) -> list[nn.Parameter]:
@@ -432,11 +435,11 @@ def compute_in(dtype: torch.dtype, module: nn.Module, flats: list[FlatParameter]
     for owner in module.modules():
         own = owner.named_parameters(recurse=False)
         small = [(owner, name, parameter) for name, parameter in own if parameter.ndim < 2]
-        if owner in flat_of:
-            flat_of[owner].owners += small
-            owner.register_forward_pre_hook(partial(cast, dtype), with_kwargs=True, prepend=True)
-        elif small:
-            to = small[0][2].dtype
+        flat = flat_of.get(owner)
+        if flat:
+            flat.owners += small
+        if flat or small:
+            to = dtype if flat else small[0][2].dtype
             owner.register_forward_pre_hook(partial(cast, to), with_kwargs=True, prepend=True)
 
 
@@ -466,13 +469,11 @@ def full_state(model: FSDP) -> dict[str, torch.Tensor]:
 @torch.no_grad()
 def load_full_state(model: FSDP, state: dict[str, torch.Tensor]) -> None:
     """ValueError, before anything is loaded, for other names or shapes."""
-    expected, found = [
-        {(name, tensor.shape) for name, tensor in each.items()}
-        for each in (full_state(model), state)
-    ]
-    if found != expected:
-        names = sorted({name for name, _ in found ^ expected})
-        raise ValueError(f"missing, or not in the model, or of another shape: {names}")
+    shapes = []
+    for each in (full_state(model), state):
+        shapes.append({(name, tuple(tensor.shape)) for name, tensor in each.items()})
+    if differing := sorted(shapes[0] ^ shapes[1]):
+        raise ValueError(f"missing, or not in the model, or of another shape: {differing}")
     held = model.module.state_dict(keep_vars=True)
     values = {tensor: state[name] for name, tensor in held.items()}
     for flat in model.flats:
