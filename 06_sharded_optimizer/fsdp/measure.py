@@ -33,8 +33,8 @@ def torch_fsdp(choose_units) -> dict:
     """fully_shard as it comes, and with whole weights from forward to backward (near ZeRO-2)."""
     shard = partial(fully_sharded, choose_units)
     return {
-        "fully_shard": shard,
-        "fully_shard, no reshard": partial(shard, reshard_after_forward=False),
+        "torch fully_shard": shard,
+        "torch, no reshard": partial(shard, reshard_after_forward=False),
     }
 
 
@@ -46,9 +46,8 @@ def finish(model: nn.Module) -> None:
 
 TOLERANCE = 1e-10  # of float64 weights after hundreds of steps; rounding alone stays far below
 LEGEND = """\
-Percentiles over all steps of all ranks; forward, backward with finish, optimizer: p50;
-beyond: forward and backward together, less those of no communication; sent: by rank 0 to its
-sockets in a step; /fully_shard: ratio of the p50s, below 1 is faster."""
+Percentiles over all steps of all ranks; forward, backward with finish, optimizer: p50; sent: by
+rank 0 to its sockets in a step; /fully_shard: ratio of the p50s, below 1 is faster."""
 
 
 def verify(args, device, wrap) -> dict:
@@ -108,23 +107,18 @@ def benchmark(args, device, model, wraps, choose_units) -> list[dict]:
 
 def print_steps(samples: dict[str, dict], dilation: float) -> None:
     """The table: a row per candidate; its times are ÷ dilation."""
-    baseline = samples.get("fully_shard", {}).get("step_seconds")
-    alone = None  # forward and backward of the first candidate, no communication
+    baseline = samples.get("torch fully_shard", {}).get("step_seconds")
     rows = []
     for name, times in samples.items():
-        parts = [times[f"{part}_seconds"] for part in ("forward", "backward", "optimizer")]
-        parts = [1000 * report.percentiles(part)[0] / dilation for part in parts]
-        forward, backward, optimizer = parts
-        if name == "no communication":
-            alone = forward + backward
-        beyond = "-" if alone is None else f"{forward + backward - alone:.1f}"
-        sent = "-" if times["sent_bytes"] is None else f"{times['sent_bytes'] / 2**20:.1f}"
         row = [name, *report.milliseconds(numpy.array(times["step_seconds"]) / dilation)]
-        row += [f"{forward:.1f}", f"{backward:.1f}", f"{optimizer:.1f}", beyond, sent]
+        for part in ("forward", "backward", "optimizer"):
+            p50 = report.percentiles(times[f"{part}_seconds"])[0]
+            row.append(f"{1000 * p50 / dilation:.1f}")
+        row.append("-" if times["sent_bytes"] is None else f"{times['sent_bytes'] / 2**20:.1f}")
         row.append(str(times["collectives_per_step"]))
         rows.append([*row, report.ratio(times["step_seconds"], baseline)])
     header = ["step, ms", "p50", "p75", "p90", "p95", "forward", "backward", "optimizer"]
-    report.print_table([*header, "beyond", "sent MB", "collectives", "/fully_shard"], rows)
+    report.print_table([*header, "sent MB", "collectives", "/fully_shard"], rows)
     setup.say(LEGEND)
 
 
@@ -265,7 +259,7 @@ def main(description: str, wrap, choose_units) -> None:
         model = result["model"] = report.describe(stage.LanguageModel, args, replicas)
         result["verify"] = None
         if not args.no_verify:
-            for name in reversed(wraps):  # this lesson's last: it is saved
+            for name in reversed(wraps):
                 if args.mine:
                     setup.say(f"verify: {name}")
                 result["verify"] = verify(args, device, wraps[name])
