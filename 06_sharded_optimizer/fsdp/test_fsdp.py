@@ -400,17 +400,17 @@ def test_ranks_that_use_other_experts_get_an_error(choices):
 @on_two_ranks
 def clips_as_torch_in_one_process():
     """In one all-reduce; by gradients that were replaced, in float32, with inf and nan as torch."""
-    for most, factor in ((0.01, 1.0), (100.0, 1.0), (0.01, torch.inf), (0.01, torch.nan)):
+    for most, added in ((0.01, 0.0), (100.0, 0.0), (0.01, torch.inf), (0.01, torch.nan)):
         model, twin = twins(Net)
         for one in (model, twin):
             compute_gradients(one, batch_of(0)[0])
             for parameter in one.parameters():
-                parameter.grad = None if parameter.grad is None else factor * parameter.grad
+                parameter.grad = None if parameter.grad is None else parameter.grad + added
         with CollectiveCounter() as counter:
             norm = model.clip_grad_norm_(most)
         assert counter.count == 1
         torch.testing.assert_close(norm, clip_grad_norm_(twin.parameters(), most), equal_nan=True)
-        if factor == 1:
+        if added == 0:
             step_alike(model, twin)
     model = FSDP(nn.Linear(64, 64).half())
     compute_gradients(model, torch.ones(8, 64).half(), loss=lambda y: y.sum() * 50)
