@@ -175,10 +175,7 @@ NO_MEMORY = 2**30  # a version that no weight has
 
 
 def set_version(tensor: torch.Tensor, version: int) -> None:
-    """Of a tensor and its views: autograd refuses what has not the version that it has kept.
-
-    It is private in torch, which has no public name for it.
-    """
+    """Of a tensor and its views; autograd refuses another than it has kept. (Private in torch.)"""
     torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 
@@ -203,16 +200,13 @@ def leaves_like(weights: list[nn.Parameter], flat: torch.Tensor) -> list[torch.T
 
 
 def parts_of(weights: list[nn.Parameter], shard: torch.Tensor, process_group) -> list[nn.Parameter]:
-    """Of each weight the part that is in this rank's shard, which may be empty.
-
-    It has as many dimensions as the weight, because recipes decay what has two of them.
-    """
+    """Of each weight the part in this rank's shard, maybe empty, with as many dimensions."""
     start = dist.get_rank(process_group) * len(shard)
     ends = torch.tensor([weight.numel() for weight in weights], device="cpu").cumsum(0) - start
     *pieces, _ = shard.tensor_split(ends.clamp(0, len(shard)))  # the last one is padding
     parts = []
     for weight, piece in zip(weights, pieces, strict=True):
-        shape = [1] * (weight.ndim - 1)
+        shape = [1] * (weight.ndim - 1)  # recipes decay what has two dimensions
         parts.append(nn.Parameter(piece.view(*shape, -1), weight.requires_grad))
         vars(parts[-1]).update(vars(weight), is_shard=True)
     return parts
@@ -414,8 +408,8 @@ def shard_weights(module, units, compute_dtype, process_group) -> tuple[list, li
             dtype = compute_dtype if compute_dtype and dtype.is_floating_point else dtype
             flat = FlatParameter(names[unit], len(flats), members, dtype, process_group)
             flats.append(flat)
-            for each in zip(members, flat.sharded_params, flat.unsharded_params, strict=True):
-                shards[each[0]] = flat, *each[1:]
+            whole = zip(flat.sharded_params, flat.unsharded_params, strict=True)
+            shards |= {weight: (flat, *each) for weight, each in zip(members, whole, strict=True)}
         uses += dict.fromkeys((unit, shards[weight][0]) for weight in weights)
     for owner in module.modules():
         for name, weight in owner.named_parameters(recurse=False, remove_duplicate=False):
@@ -435,11 +429,10 @@ def compute_in(dtype: torch.dtype, module: nn.Module, flats: list[FlatParameter]
     for owner in module.modules():
         own = owner.named_parameters(recurse=False)
         small = [(owner, name, parameter) for name, parameter in own if parameter.ndim < 2]
-        flat = flat_of.get(owner)
-        if flat:
-            flat.owners += small
-        if flat or small:
-            to = dtype if flat else small[0][2].dtype
+        if owner in flat_of:
+            flat_of[owner].owners += small
+        if owner in flat_of or small:
+            to = dtype if owner in flat_of else small[0][2].dtype
             owner.register_forward_pre_hook(partial(cast, to), with_kwargs=True, prepend=True)
 
 
