@@ -208,9 +208,7 @@ def gather_objects(mine) -> list:
 ADAMW = torch.optim.AdamW
 SHARDED_ADAMW = partial(ShardedOptimizer, optimizer_cls=ADAMW)
 TOLERANCE = 1e-12  # of the weights in verify: the same updates by the same gradients give 0
-MEMORY_LEGEND = """\
-MB: 2^20 bytes, held by a rank: whole parameters and gradients, its own optimizer state.
-"""
+MEMORY_LEGEND = "MB: 2^20 bytes, held: whole parameters and gradients, this rank's own state\n"
 LEGEND = """\
 Percentiles over all steps of all ranks; optimizer: optimizer.step() alone, sync: the average of
 gradients before it (ZeRO1 takes it within), both p50; sent: by rank 0 to its sockets in a step;
@@ -247,8 +245,7 @@ def average_gradients(model: nn.Module) -> None:
 def verify(make_sharded, args, device):
     """Train a classifier with a sharded AdamW and a twin with AdamW; compare all their weights.
 
-    The first layer is frozen in epoch 1 and added as a group for epoch 2; a scheduler lowers the
-    learning rates.
+    Its first layer is frozen in epoch 1 and a new group in epoch 2; a scheduler lowers the rates.
     """
     from common import report, setup, timing
 
@@ -413,8 +410,8 @@ def benchmark(optimizers: dict, args, device, batch_shape) -> dict:
         candidates[name] = Training(args, device, batch_shape, make_optimizer)
     memory = {name: account(candidates[name]) for name in optimizers}
     print_memory(memory)
-    zero1 = partial(ZeRO1, optimizer_cls=ADAMW)
-    candidates["ZeRO1"] = Training(args, device, batch_shape, zero1, finish=leave_gradients)
+    zero1 = partial(ZeRO1, optimizer_cls=ADAMW)  # it averages gradients itself
+    candidates["ZeRO1"] = Training(args, device, batch_shape, zero1, finish=lambda _: None)
 
     steps = {name: training.step for name, training in candidates.items()}
     samples = timing.measure(steps, args.steps, args.warmup, setup.wire())
@@ -423,14 +420,8 @@ def benchmark(optimizers: dict, args, device, batch_shape) -> dict:
         samples[name]["collectives_per_step"] = timing.count_collectives(step)
     timing.profile(steps, args.trace)
     print_times(samples, setup.wire().dilation if setup.wire() else 1.0)
-    return {
-        "memory_bytes": memory,
-        "candidates": [{"name": name, **times} for name, times in samples.items()],
-    }
-
-
-def leave_gradients(model: nn.Module) -> None:
-    """ZeRO1 averages them itself."""
+    rows = [{"name": name, **times} for name, times in samples.items()]
+    return {"memory_bytes": memory, "candidates": rows}
 
 
 def print_times(samples: dict[str, dict], dilation: float) -> None:
