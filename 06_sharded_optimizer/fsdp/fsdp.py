@@ -49,7 +49,7 @@ class FlatParameter:
         self.reshard()
 
     def unshard(self) -> None:
-        """Begin to put the whole weights together; the unit's number travels beside them."""
+        """Begin to put the whole weights together. The unit's number travels beside them."""
         if self.unsharded.untyped_storage().size() > 0:
             return
         self.unsharded.untyped_storage().resize_(self.unsharded.nbytes)
@@ -86,7 +86,7 @@ class FSDP(nn.Module):
         check_and_broadcast(module, process_group)
         self.module, self.process_group, self.prefetch = module, process_group, prefetch
         self.flats, uses = shard_weights(module, units, compute_dtype, process_group)
-        self.uses = [None, *[flat for _, flat in uses], None]  # modules usually need them so
+        self.uses = [None, *[flat for _, flat in uses], None]  # usually needed in this order
         self.order = [flat for flat in reversed(self.flats) if flat.requires_grad]
         self.waiting = self.order.copy()  # all ranks reduce their gradients in this order
         self.reduction = None  # the one under way
@@ -97,10 +97,10 @@ class FSDP(nn.Module):
         for number, (part, _) in enumerate(uses, start=1):
             part.register_forward_pre_hook(partial(self._before_forward, number), prepend=True)
             part.register_forward_hook(partial(self._after_forward, number), always_call=True)
-        self.layout = layout_of(module)
+        self.layout = layout_of(module)  # which parameters there are; begin_forward compares
 
     def forward(self, *inputs, **kwargs):
-        begin_forward(self)
+        begin_forward(self)  # frees what an earlier one has gathered in vain
         return self.module(*inputs, **kwargs)
 
     def _unshard(self, number: int) -> None:
@@ -109,7 +109,7 @@ class FSDP(nn.Module):
         following = self.uses[number - 1 if self.in_backward else number + 1]
         current.unshard()  # nothing if it was prefetched
         current.wait()
-        check_numbers(self, current)
+        check_numbers(self, current)  # have all ranks gathered the same unit?
         if following and self.prefetch:
             following.unshard()
 
@@ -146,7 +146,7 @@ class FSDP(nn.Module):
         while self.waiting:
             begin_reduction(self, self.waiting.pop(0))  # with zeros for what is missing
         end_reduction(self)
-        average_replicated(self)  # biases, norms
+        average_replicated(self)  # gradients of biases and norms
         reshard_all(self)  # frozen ones, and what was gathered in vain
         self.waiting = self.order.copy()
         self.in_backward = self.has_gradients = False
