@@ -10,7 +10,7 @@ asked at once, and their answers are awaited together.
     python 08_ddp_rpc/ddp_rpc.py --trainers 1 --servers 8 --lookup both --round-trip 2ms
                         (both kinds of lookup, epoch by epoch in turn; each takes at least 2 ms)
 
-The processes, all on this host, are the trainers, then the servers, then a master. All join one RPC
+The processes, all on this host, are a master, the trainers, and the servers. All join one RPC
 world, the trainers a process group besides. The master alone acts by itself: the others do what
 they are called for.
 
@@ -23,21 +23,13 @@ import logging
 import math
 import os
 import shutil
-import signal
-import socket
-import struct
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from datetime import datetime, timedelta, timezone
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while torch is imported
 
 import torch
 import torch.distributed as dist
@@ -56,30 +48,23 @@ EPOCH = 10  # steps, as upstream: it is timed as a whole
 VERIFY_STEPS = 20
 LOOKUPS = ["parallel", "sequential"]
 
-# Four functions that run on a parameter server when somebody calls them from afar.
-table = None  # this server's nn.EmbeddingBag
 
-
-def create_table(embeddings: int, embedding_dim: int) -> None:
-    """Make this server's table, float32 [embeddings, embedding_dim]; it replaces an older one."""
-    global table
+# Three functions that run on a parameter server when somebody calls them from afar. A table is an
+# object on its server; all others hold a remote reference (RRef) to it.
+def new_table(embeddings: int, embedding_dim: int) -> nn.EmbeddingBag:
+    """This server's table, float32 [embeddings, embedding_dim]."""
     torch.manual_seed(rpc.get_worker_info().id)  # each server's table is another one
-    table = nn.EmbeddingBag(embeddings, embedding_dim, mode="sum")
+    return nn.EmbeddingBag(embeddings, embedding_dim, mode="sum")
 
 
-def look_up(indices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+def look_up(table: rpc.RRef, indices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """The sum over each bag, float32 [bags, embedding_dim], of this server's columns."""
-    return table(indices, offsets)
+    return table.local_value()(indices, offsets)
 
 
-def weight_reference() -> rpc.RRef:
+def weight_of(table: rpc.RRef) -> rpc.RRef:
     """A reference to the table's parameter, which stays here."""
-    return rpc.RRef(table.weight)
-
-
-def weight_copy() -> torch.Tensor:
-    """The table itself, which `verify` looks at."""
-    return table.weight.detach()
+    return rpc.RRef(table.local_value().weight)
 
 
 def dense_net() -> nn.Sequential:
@@ -97,23 +82,18 @@ def dense_net() -> nn.Sequential:
 class HybridModel(nn.Module):
     """Embedding tables on the parameter servers, and this trainer's replica of the dense net.
 
-    servers: their RPC names. process_group: joins the trainers and nobody else; without it DDP
+    tables: a reference to each. process_group: joins the trainers and nobody else; without it DDP
     takes the default group. round_trip: seconds that a lookup takes at least.
     """
 
-    def __init__(
-        self,
-        servers: list[str],
-        device: torch.device,
-        process_group: dist.ProcessGroup | None = None,
-        round_trip: float = 0.0,
-    ):
+    def __init__(self, tables: list[rpc.RRef], device, process_group=None, round_trip=0.0):
         super().__init__()
-        self.servers = [rpc.get_worker_info(name) for name in servers]
+        self.tables = tables
         self.device = device
         self.dense = DistributedDataParallel(dense_net().to(device), process_group=process_group)
         self.round_trip = round_trip
         self.lookup_seconds = 0.0
+        self.message_bytes = 0
 
     def forward(
         self, indices: torch.Tensor, offsets: torch.Tensor, lookup: str = "parallel"
@@ -132,25 +112,25 @@ class HybridModel(nn.Module):
     ) -> list[torch.Tensor]:
         """Every server's columns of the same bags, float32 [bags, embedding_dim] each."""
         start = time.perf_counter()
-        # No RRef among the arguments: handing one to its owner costs a second message, because
-        # its references are counted. look_up finds the table by itself.
-        bags = (indices, offsets)
+        questions = [(table.owner(), look_up, (table, indices, offsets)) for table in self.tables]
         if lookup == "parallel":
-            answers = [rpc.rpc_async(server, look_up, bags) for server in self.servers]
+            answers = [rpc.rpc_async(*question) for question in questions]
             columns = torch.futures.wait_all(answers)
             sleep_until(start + self.round_trip)
         else:  # the naive loop: a round trip, then the next one
             columns = []
-            for server in self.servers:
-                asked = time.perf_counter()
-                columns.append(rpc.rpc_sync(server, look_up, bags))
-                sleep_until(asked + self.round_trip)
+            for number, question in enumerate(questions, 1):
+                columns.append(rpc.rpc_sync(*question))
+                sleep_until(start + number * self.round_trip)
         self.lookup_seconds += time.perf_counter() - start
+        requests = len(questions) * (indices.nbytes + offsets.nbytes)
+        # The gradients of the answers, which are as large, go back in the backward pass.
+        self.message_bytes += requests + 2 * sum(column.nbytes for column in columns)
         return columns
 
     def optimizer(self) -> DistributedOptimizer:
         """SGD that updates each parameter where it lives: here and on all servers, all at once."""
-        answers = [rpc.rpc_async(server, weight_reference) for server in self.servers]
+        answers = [rpc.rpc_async(table.owner(), weight_of, (table,)) for table in self.tables]
         remote = torch.futures.wait_all(answers)
         local = [rpc.RRef(parameter) for parameter in self.dense.parameters()]
         return DistributedOptimizer(torch.optim.SGD, remote + local, lr=LEARNING_RATE)
@@ -161,7 +141,7 @@ def sleep_until(moment: float) -> None:
 
 
 def training_step(
-    model: HybridModel, optimizer: DistributedOptimizer, batch: tuple, lookup: str
+    model: HybridModel, optimizer: DistributedOptimizer, batch: tuple, lookup: str = "parallel"
 ) -> torch.Tensor:
     """One step of one trainer; returns its loss."""
     indices, offsets, targets = batch
@@ -185,8 +165,7 @@ def run_rank(rank: int, args, names: list[str]) -> None:
 
     logging.captureWarnings(True)  # torch deprecates what its own RPC and optimizer are made of
     torch.set_num_threads(threads_per_rank(len(names) - 1))  # the master only waits
-    is_trainer = rank < args.trainers
-    limit = timedelta(seconds=args.timeout)
+    is_trainer = names[rank].startswith("trainer")
     options = rpc.TensorPipeRpcBackendOptions(
         # A trainer has a thread that trains and others that take the answers. A server has one in
         # all, so that updates of one table by several trainers follow one another: the optimizer
@@ -200,16 +179,17 @@ def run_rank(rank: int, args, names: list[str]) -> None:
     )
     with without_gloo_greeting():  # RPC has a group of gloo's, too
         if is_trainer:
-            group = {"rank": rank, "world_size": args.trainers, "timeout": limit}
-            dist.init_process_group(args.backend, **group)
+            group = {"rank": rank - 1, "world_size": args.trainers}
+            limit = timedelta(seconds=args.timeout)
+            dist.init_process_group(args.backend, timeout=limit, **group)
         world = {"rank": rank, "world_size": len(names), "rpc_backend_options": options}
         rpc.init_rpc(names[rank], **world)
-    if names[rank] == "master":
+    if rank == 0:
         try:
             run_master(args, names)
         except RuntimeError as error:
             if "imed out" in str(error) or "timeout" in str(error):
-                name_the_missing(names, args.timeout)
+                name_the_missing(names[1:], args.timeout)
             raise
     rpc.shutdown()
     if is_trainer:
@@ -218,7 +198,7 @@ def run_rank(rank: int, args, names: list[str]) -> None:
 
 def name_the_missing(names: list[str], timeout: float) -> None:
     """End the master, after somebody has waited too long, with the names of all who are silent."""
-    signs = {name: rpc.rpc_async(name, os.getpid, timeout=5) for name in names[:-1]}
+    signs = {name: rpc.rpc_async(name, os.getpid, timeout=5) for name in names}
     missing = []
     for name, sign in signs.items():
         try:
@@ -234,7 +214,7 @@ def read_arguments():
     from common import setup
     from common.setup import checked, fail, whole_number
 
-    def whole_epochs(low: int):
+    def epochs_from(low: int):
         allowed = f"a multiple of {EPOCH} from {low}"
         return checked(int, lambda n: n >= low and n % EPOCH == 0, allowed)
 
@@ -244,7 +224,6 @@ def read_arguments():
         lambda number: 0 <= number <= 1000,
         "a number of milliseconds up to 1000, such as 2ms",
     )
-    rows = "rows of each server's table"
     columns = f"its columns (default: the fewest that give all servers {DENSE_INPUT} together)"
     lookup = "ask all servers at once, or one after another; both: epoch by epoch in turn"
     parser = setup.Parser(__doc__)
@@ -252,10 +231,11 @@ def read_arguments():
     add("--nproc", type=count, default=2, help="so many trainers, and as many servers")
     add("--trainers", "--number-trainers", type=count, help="(default: --nproc)")
     add("--servers", "--number-ps", type=count, help="(default: --nproc)")
+    rows = "rows of each server's table"
     add("--embeddings", "--number-embeddings", type=one, default=300, help=rows)
     add("--embedding-dim", type=one, help=columns)
-    add("--steps", type=whole_epochs(EPOCH), default=1000, help=f"measured; {EPOCH} are an epoch")
-    add("--warmup", type=whole_epochs(0), default=50, help="steps before them, not measured")
+    add("--steps", type=epochs_from(EPOCH), default=1000, help=f"measured; {EPOCH} are an epoch")
+    add("--warmup", type=epochs_from(0), default=50, help="steps before them, not measured")
     add("--warmup-cycles", type=whole_number(0), help="the same, in epochs, as upstream")
     add("--lookup", choices=[*LOOKUPS, "both"], default="parallel", help=lookup)
     add("--round-trip", type=milliseconds, default="0ms", help="a lookup takes at least as long")
@@ -266,7 +246,6 @@ def read_arguments():
     args = parser.parse_args()
     args.trainers = args.trainers or args.nproc
     args.servers = args.servers or args.nproc
-    args.timeout = min(args.timeout, 1e6)  # infinity is no timedelta
     if args.warmup_cycles is not None:
         args.warmup = EPOCH * args.warmup_cycles
 
@@ -284,14 +263,6 @@ def read_arguments():
             f"argument --embedding-dim: '{args.embedding_dim}' is not a multiple of {multiple}: "
             f"the columns of {args.servers} servers have to make rows of {DENSE_INPUT}"
         )
-    tables = 4 * args.servers * args.embeddings * args.embedding_dim
-    needed = tables * (1 + args.trainers)  # bytes: each trainer has a gradient there
-    available = setup.available_memory()
-    if needed > available:
-        fail(
-            f"argument --embeddings: '{args.embeddings}' rows of {args.embedding_dim} columns need "
-            f"{needed / 1e9:.0f} GB, and this host has {available / 1e9:.0f} left: use fewer"
-        )
     return args
 
 
@@ -307,7 +278,7 @@ def begin(args) -> dict:
         "backend": args.backend,
         "device": args.device,
         "device_name": torch.cuda.get_device_name() if on_cuda else processor_name(),
-        "world_size": args.trainers + args.servers + 1,
+        "world_size": 1 + args.trainers + args.servers,
         "threads_per_rank": torch.get_num_threads(),
         "options": dict(vars(args)),
         "started": datetime.now(timezone.utc),
@@ -320,14 +291,10 @@ def begin(args) -> dict:
     if shutil.which("nvidia-smi"):
         say(subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True).stdout)
     parameters = sum(parameter.numel() for parameter in dense_net().parameters())
-    master = args.trainers + args.servers
     say(
-        f"rank 0 to {args.trainers - 1}: trainers, {parameters} dense parameters, "
-        f"DDP over {args.backend}"
-    )
-    say(
-        f"rank {args.trainers} to {master - 1}: parameter servers, a table of {args.embeddings} × "
-        f"{args.embedding_dim} each; rank {master}: master"
+        f"rank 0: master; {args.trainers} trainers, {parameters} dense parameters, DDP over "
+        f"{args.backend}; {args.servers} parameter servers, a table of {args.embeddings} × "
+        f"{args.embedding_dim} each"
     )
     say(f"a lookup takes at least {args.round_trip:g} ms; an epoch is {EPOCH} steps")
     say(f"{args.steps} steps are measured, after {args.warmup} to warm up")
@@ -352,39 +319,37 @@ def random_batches(args, embeddings: int, seed: int):
         yield indices, offsets, targets
 
 
-def new_model(args, servers, seed=0, process_group=None):
+def new_model(args, tables, seed=0, process_group=None):
     """On a trainer: the model and its optimizer. Trainers share the GPUs if these are fewer."""
     torch.manual_seed(seed)
     device = torch.device(args.device)
     if args.device == "cuda":
         device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
         torch.cuda.set_device(device)  # of this thread: RPC calls us on any of its own
-    model = HybridModel(servers, device, process_group, args.round_trip / 1000)
+    model = HybridModel(tables, device, process_group, args.round_trip / 1000)
     return model, model.optimizer()
 
 
-def call_all(names, function, *arguments, **limit):
+def new_tables(servers: list[str], embeddings: int, args) -> list[rpc.RRef]:
+    """Make a table on each server; returns the references to them."""
+    return [rpc.remote(name, new_table, (embeddings, args.embedding_dim)) for name in servers]
+
+
+def weights_of(tables: list[rpc.RRef]) -> torch.Tensor:
+    """Copies of all tables, float32 [servers, embeddings, embedding_dim]."""
+    return torch.stack([table.to_here().weight.detach() for table in tables])
+
+
+def call_all(names: list[str], function, *arguments) -> list:
     """Call a function on many processes at once; the results in their order.
 
-    limit: timeout=0 for what may take longer than --timeout. Who trains is missed by the others.
+    It may take longer than --timeout, because who trains is missed by the others.
     """
-    answers = [rpc.rpc_async(name, function, arguments, **limit) for name in names]
+    answers = [rpc.rpc_async(name, function, arguments, timeout=0) for name in names]
     return torch.futures.wait_all(answers)
 
 
-def network_bytes() -> int:
-    """What this process has sent and received over TCP, as Linux counts it; elsewhere 0."""
-    total = 0
-    for file in Path("/proc/self/fd").glob("*"):
-        with suppress(OSError):  # a file, or a socket of another kind
-            if os.readlink(file).startswith("socket:"):
-                with socket.socket(fileno=os.dup(int(file.name))) as connection:
-                    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136)
-                total += sum(struct.unpack_from("QQ", info, 120))  # bytes acknowledged, received
-    return total
-
-
-def verify_one_trainer(args, servers, embeddings):
+def verify_one_trainer(args, tables, embeddings):
     """Runs on trainer0: 20 steps with the servers, and 20 of a plain model in this process.
 
     Returns the largest difference between their weights.
@@ -393,40 +358,39 @@ def verify_one_trainer(args, servers, embeddings):
 
     with without_gloo_greeting():
         alone = dist.new_group([0], use_local_synchronization=True)
-    model, optimizer = new_model(args, servers, process_group=alone)
+    model, optimizer = new_model(args, tables, process_group=alone)
     # The same model without DDP and RPC: a copy of all its weights.
     dense = copy.deepcopy(model.dense.module)
-    from_weight = partial(nn.EmbeddingBag.from_pretrained, freeze=False, mode="sum")
-    tables = nn.ModuleList(map(from_weight, call_all(servers, weight_copy)))
-    plain = nn.ModuleList([dense, tables])
+    copies = nn.ModuleList([table.to_here() for table in tables])
+    plain = nn.ModuleList([dense, copies])
     plain_optimizer = torch.optim.SGD(plain.parameters(), lr=LEARNING_RATE)
     batches = random_batches(args, embeddings, seed=0)
     for step, batch in enumerate(islice(batches, VERIFY_STEPS)):
         training_step(model, optimizer, batch, LOOKUPS[step % 2])
         indices, offsets, targets = batch
-        columns = [embedding(indices, offsets) for embedding in tables]
+        columns = [table(indices, offsets) for table in copies]
         rows = torch.cat(columns, dim=1).reshape(-1, DENSE_INPUT)
         logits = dense(rows.to(model.device))
         F.cross_entropy(logits, targets.to(model.device)).backward()
         plain_optimizer.step()
         plain_optimizer.zero_grad()
-    weights = [*model.dense.parameters(), *call_all(servers, weight_copy)]
+    weights = [*model.dense.parameters(), *weights_of(tables)]
     pairs = zip(weights, plain.parameters(), strict=True)
     return max((weight - other).abs().max().item() for weight, other in pairs)
 
 
-def verify_replicas(args, servers, embeddings):
+def verify_replicas(args, tables, embeddings):
     """Runs on all trainers at once: 20 steps that look up even rows only.
 
     Returns this replica's weights and the rows that it has looked up.
     """
     rank = dist.get_rank()
-    model, optimizer = new_model(args, servers, seed=rank)  # DDP must make them equal
+    model, optimizer = new_model(args, tables, seed=rank)  # DDP must make them equal
     looked_up = set()
     batches = random_batches(args, max(1, embeddings // 2), seed=rank)
     for indices, offsets, targets in islice(batches, VERIFY_STEPS):
         even = 2 * indices
-        training_step(model, optimizer, (even, offsets, targets), "parallel")
+        training_step(model, optimizer, (even, offsets, targets))
         looked_up.update(even.tolist())
     weights = nn.utils.parameters_to_vector(model.dense.parameters())
     return weights.detach().cpu(), looked_up
@@ -439,10 +403,8 @@ def verify(args, trainers, servers):
     progress("verify: one trainer with all servers, against a plain model in one process")
     embeddings = min(args.embeddings, 300)  # the plain model has all tables in one process
     tolerance = 1e-5
-    tables = (create_table, embeddings, args.embedding_dim)
-    arguments = (args, servers, embeddings)
-    call_all(servers, *tables)
-    [difference] = call_all(trainers[:1], verify_one_trainer, *arguments, timeout=0)
+    tables = new_tables(servers, embeddings, args)
+    [difference] = call_all(trainers[:1], verify_one_trainer, args, tables, embeddings)
     if not difference <= tolerance:
         sys.exit(
             f"verify FAILED: one trainer is {difference:.1e} away from a plain model in one process"
@@ -453,14 +415,16 @@ def verify(args, trainers, servers):
     )
 
     progress("verify: all trainers with all servers")
-    call_all(servers, *tables)
-    before = torch.stack(call_all(servers, weight_copy))
-    replicas, rows = zip(*call_all(trainers, verify_replicas, *arguments, timeout=0), strict=True)
+    tables = new_tables(servers, embeddings, args)
+    before = weights_of(tables)
+    replicas, rows = zip(
+        *call_all(trainers, verify_replicas, args, tables, embeddings), strict=True
+    )
     if not all(torch.equal(replica, replicas[0]) for replica in replicas):
         sys.exit("verify FAILED: the trainers hold different dense weights")
     looked_up = torch.zeros(embeddings, dtype=torch.bool)
     looked_up[list(set().union(*rows))] = True
-    moved = (torch.stack(call_all(servers, weight_copy)) != before).any(dim=2)
+    moved = (weights_of(tables) != before).any(dim=2)
     if not (moved == looked_up).all():
         sys.exit("verify FAILED: the rows that moved are not those that were looked up")
     say(
@@ -470,25 +434,26 @@ def verify(args, trainers, servers):
     return {"max_abs_diff": difference, "tolerance": tolerance, "passed": True}
 
 
-def train(args, servers):
+def train(args, tables):
     """Runs on every trainer. Returns what it measured, a dictionary per epoch.
 
-    "lookup", "seconds", "lookup_seconds", "examples" (bags), "loss", "is_counted" (no warm-up).
+    "lookup", "seconds", "lookup_seconds", "message_bytes", "examples" (bags), "loss", "is_counted"
+    (no warm-up).
     """
     from common.setup import progress
 
     rank = dist.get_rank()
     warmup = args.warmup // EPOCH
     rounds = warmup + args.steps // EPOCH
-    model, optimizer = new_model(args, servers)
+    model, optimizer = new_model(args, tables)
     all_batches = random_batches(args, args.embeddings, seed=rank)
     epochs = []
     for number in range(rounds):
         if rank == 0:
-            progress(f"training: epoch {number + 1} of {rounds}")
+            rpc.rpc_async("master", progress, (f"training: epoch {number + 1} of {rounds}",))
         for lookup in LOOKUPS if args.lookup == "both" else [args.lookup]:
             batches = list(islice(all_batches, EPOCH))
-            model.lookup_seconds = 0.0
+            model.lookup_seconds, model.message_bytes = 0.0, 0
             start = time.perf_counter()
             losses = [training_step(model, optimizer, batch, lookup) for batch in batches]
             loss = torch.stack(losses).mean().item()  # waits for the GPU, if any
@@ -497,6 +462,7 @@ def train(args, servers):
                     "lookup": lookup,
                     "seconds": time.perf_counter() - start,
                     "lookup_seconds": model.lookup_seconds,
+                    "message_bytes": model.message_bytes,
                     "examples": sum(len(offsets) for _, offsets, _ in batches),
                     "loss": loss,
                     "is_counted": number >= warmup,
@@ -509,22 +475,23 @@ def run_master(args, names: list[str]) -> None:
     """Verify, have the trainers train, print and write what they measured."""
     from common import report
 
-    trainers, servers = names[: args.trainers], names[args.trainers : -1]
+    trainers, servers = names[1 : 1 + args.trainers], names[1 + args.trainers :]
     result = begin(args)
     result["verify"] = None if args.no_verify else verify(args, trainers, servers)
-    call_all(servers, create_table, args.embeddings, args.embedding_dim)
-    before = sum(call_all(servers, network_bytes))
-    epochs = result["epochs"] = call_all(trainers, train, args, servers, timeout=0)
-    carried = sum(call_all(servers, network_bytes)) - before
-    result["network_bytes_per_step"] = carried / (EPOCH * sum(map(len, epochs)))
-    print_result(epochs, result["network_bytes_per_step"])
+    tables = new_tables(servers, args.embeddings, args)
+    result["epochs"] = call_all(trainers, train, args, tables)
+    print_result(result["epochs"])
     report.write_json(args.json, result)
 
 
-def print_result(trainers: list[list[dict]], bytes_per_step: float) -> None:
+def print_result(trainers: list[list[dict]]) -> None:
     """The epochs of each trainer, as `train` returns them, and of all together."""
     from common.report import percentiles, print_table
     from common.setup import say
+
+    def counted(group: list[list[dict]], lookup: str, quantity: str) -> list[float]:
+        epochs = [epoch for epochs in group for epoch in epochs if epoch["is_counted"]]
+        return [epoch[quantity] for epoch in epochs if epoch["lookup"] == lookup]
 
     lookups = list(dict.fromkeys(epoch["lookup"] for epoch in trainers[0]))
     groups = {f"trainer{rank}": [epochs] for rank, epochs in enumerate(trainers)}
@@ -551,8 +518,11 @@ def print_result(trainers: list[list[dict]], bytes_per_step: float) -> None:
             f"parallel / sequential: {faster:.3f} × the examples per second, all epochs; "
             f"sequential / parallel: {longer:.2f} × the time in lookups"
         )
-    kilobytes = bytes_per_step / 1000
-    say(f"a trainer and all servers exchange {kilobytes:.1f} kB per step, 1 kB = 1000 bytes")
+    kilobytes = fmean(epoch["message_bytes"] for epoch in sum(trainers, [])) / EPOCH / 1000
+    say(
+        f"a trainer and all servers exchange {kilobytes:.1f} kB per step: indices, sums, and their "
+        "gradients; 1 kB = 1000 bytes"
+    )
     first = fmean(epochs[0]["loss"] for epochs in trainers)
     last = fmean(epochs[-1]["loss"] for epochs in trainers)
     say(
@@ -561,42 +531,27 @@ def print_result(trainers: list[list[dict]], bytes_per_step: float) -> None:
     )
 
 
-def counted(trainers: list[list[dict]], lookup: str, quantity: str) -> list[float]:
-    """One quantity of all epochs with this lookup that are no warm-up."""
-    epochs = [epoch for epochs in trainers for epoch in epochs if epoch["is_counted"]]
-    return [epoch[quantity] for epoch in epochs if epoch["lookup"] == lookup]
-
-
 def main():
     folder = Path(__file__).resolve().parent
     sys.path[:0] = [str(folder), str(folder.parent)]
     try:
-        from common.spawn import run_ranks
-        from common.setup import forget_launcher, progress
+        from common import setup
     except ModuleNotFoundError as error:
         sys.exit(f"error: {error}: copy the repository's folder common/ beside {folder} or into it")
 
-    forget_launcher()
     args = read_arguments()
-    names = [f"trainer{i}" for i in range(args.trainers)]
-    names += [*[f"ps{i}" for i in range(args.servers)], "master"]
-    # A forked process has imported torch: on two cores 17 take a second, and not half a minute.
-    # Neither CUDA nor some libraries of macOS bear it.
-    method = "fork" if sys.platform == "linux" and args.device == "cpu" else "spawn"
-    progress(f"starting {len(names)} processes")
+    names = ["master", *[f"trainer{i}" for i in range(args.trainers)]]
+    names += [f"ps{i}" for i in range(args.servers)]
+    setup.progress(f"starting {len(names)} processes")
     try:
-        run_ranks(len(names), run_rank, args, names, start_method=method)
-    except KeyboardInterrupt as interrupt:
-        progress()
-        [number] = interrupt.args
-        sys.exit("interrupted" if number == signal.SIGINT else 128 + number)
+        setup.spawn(len(names), run_rank, args, names)
+    except KeyboardInterrupt:
+        setup.progress()
+        sys.exit("interrupted")
     except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-        progress()
-        rank = error.error_index
-        sys.exit(
-            f"{str(error).strip()}\n"
-            f"error: {names[rank]} (rank {rank}) failed; all other processes were ended"
-        )
+        setup.progress()
+        name = names[error.error_index]
+        sys.exit(f"{str(error).strip()}\nerror: {name} failed; all other processes were ended")
 
 
 if __name__ == "__main__":
