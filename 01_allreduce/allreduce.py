@@ -192,8 +192,7 @@ def join(backend: str, rank: int, world_size: int, store: dist.Store) -> torch.d
 def run_rank(rank: int, args, result: dict) -> None:
     """In a process of its own: show an all-reduce, then measure every cell that has this rank.
 
-    Rank 0 prints a row as soon as it has it and writes the JSON after each size, so that it is kept
-    whatever happens next.
+    Rank 0 writes the JSON and prints rows after each size: they are kept whatever happens next.
     """
     from alpha_beta import fit_and_draw
 
@@ -224,11 +223,11 @@ def run_rank(rank: int, args, result: dict) -> None:
         for megabytes in args.sizes_mb:
             tensor = torch.empty(max(1, int(megabytes * 2**18)), device=device)
             measured = measure_size(algorithms, tensor, args.steps, args.warmup)
-            for row in measured:
-                print_measured(row, measured[0]["p50"])
             rows += measured
             if rank == 0 and args.json:
                 args.json.write_text(json.dumps(result, default=str))
+            for row in measured:
+                print_measured(row, measured[0]["p50"])
         dist.destroy_process_group()
     if rank == 0:
         say(LEGEND)
