@@ -332,7 +332,6 @@ def configurations_of(args) -> list[Configuration]:
         Configuration("ddp", backend, split=False),
         Configuration("fsdp"),
         Configuration("fsdp", wrap=True),
-        Configuration("fsdp", wrap=True, checkpoint=True),
         Configuration("fsdp", backend, wrap=True),
     ]
 
