@@ -22,82 +22,72 @@ PHASES = {
     "exposed_comm_seconds": ("exposed all-reduce", "#F0E442"),
     "optimizer_seconds": ("optimizer", "#999999"),
 }
-PANELS = [  # of a run: what is shown, title, unit, how a bar's number is written
-    ("train_seconds", "Total time", "s", "%.1f"),
-    ("batch", "Mean time of a batch", "ms", "%.0f"),
-    ("images_per_second", "Throughput", "images/s over all ranks", "%.0f"),
-    ("speedup", "Speed-up in throughput, dashed: ideal", "× one device", "%.2f"),
-]
-# The options that runs must have in common to be compared; a checkpoint, too, belongs to these.
-SETTINGS = ["device", "threads", "data", "decode", "scaling", "epochs", "image_size"]
-SETTINGS += ["global_batch", "steps_per_epoch", "lr", "amp", "workers", "seed"]
+# What runs must have in common to be compared.
+COMMON = ["torch", "torchvision", "backend", "network", "device", "device_name", "threads"]
+COMMON += ["workers", "settings", "epochs", "first_epoch"]
 
 
 def find_runs(folder: Path) -> list[dict]:
-    """The run of one device, then by N those of the same settings; [] without one device.
+    """Returns the run of one device, then by N those that can be compared; [] without one device.
 
-    They are the JSON with what the table and the picture show of it; times of a batch are in ms.
+    They are the JSON, options and all in one, with what the table and the picture show of it.
     """
     runs = [json.loads(path.read_text()) for path in folder.glob("07_resnet_ddp_*.json")]
-    runs.sort(key=lambda run: run["world_size"])
+    runs = [run["options"] | run for run in sorted(runs, key=lambda run: run["world_size"])]
     single = runs[0]
     if single["world_size"] > 1:
         return []
     comparable = []
     for run in runs:
-        run["phases"] = {phase: 1000 * numpy.mean(run[phase]) for phase in PHASES}
-        run["batch"] = sum(run["phases"].values())
-        run["speedup"] = run["images_per_second"] / single["images_per_second"]
-        others = [name for name in SETTINGS if run["options"][name] != single["options"][name]]
+        run["name"] = f"DDP × {run['world_size']}" if comparable else "single"
+        others = [name for name in COMMON if run[name] != single[name]]
         if others:
             say(f"{run['name']} is not compared: {', '.join(others)} differ from one device's")
-        else:
-            comparable.append(run)
+            continue
+        run["phases"] = [1000 * numpy.mean(run[phase]) / run["dilation"] for phase in PHASES]
+        run["total"] = run["train_seconds"] / run["dilation"]
+        comparable.append(run)
     return comparable
 
 
 def print_comparison(runs: list[dict]) -> None:
-    header = ["", "total s", "batch ms", "data", "images/s", "speed-up", "in time"]
-    header += ["efficiency", "accuracy"]
     rows = []
     for run in runs:
+        batch = sum(run["phases"])
+        speedup = runs[0]["total"] / run["total"]
         row = [
             run["name"],
-            f"{run['train_seconds']:.1f}",
-            f"{run['batch']:.1f}",
-            f"{run['phases']['data_seconds'] / run['batch']:.1%}",
-            f"{run['images_per_second']:.1f}",
-            f"{run['speedup']:.2f}",
-            f"{runs[0]['train_seconds'] / run['train_seconds']:.2f}",
-            f"{run['speedup'] / run['world_size']:.1%}",
+            f"{run['total']:.1f}",
+            f"{batch:.1f}",
+            f"{run['phases'][0] / batch:.1%}",
+            f"{run['images'] / run['total']:.1f}",
+            f"{speedup:.2f}",
+            f"{speedup / run['world_size']:.1%}",
             f"{run['evaluations'][-1]['accuracy']:.2%}",
+            run["started"][:10],
         ]
         rows.append(row)
-    print_table(header, rows)
+    header = ["", "total s", "batch ms", "data", "images/s", "speed-up", "efficiency", "accuracy"]
+    print_table([*header, "started"], rows)
 
 
 def draw(runs: list[dict], path: Path) -> None:
-    """Total time, time of a batch with its phases, throughput and speed-up: a bar for each run."""
-    figure = Figure(figsize=(9, 6), dpi=120, layout="constrained")
-    caption = "ResNet-18, {image_size} px, --global-batch {global_batch}, {scaling} scaling"
-    figure.suptitle(caption.format(**runs[0]["options"]))
+    """A bar for each run, a batch by its phases, within the ideal: that of one device ÷ N."""
+    figure = Figure(figsize=(7, 4), dpi=120, layout="constrained")
+    axes = figure.subplots()
     names = [run["name"] for run in runs]
-    for axes, panel in zip(figure.subplots(2, 2).flat, PANELS, strict=True):
-        quantity, title, unit, number_format = panel
-        bars = axes.bar(names, [run[quantity] for run in runs], width=0.6, color="#666666")
-        axes.bar_label(bars, fmt=number_format, padding=2)
-        axes.set(title=title, ylabel=unit)
-        axes.margins(y=0.2)
-        if quantity == "batch":
-            below = numpy.zeros(len(runs))
-            for phase, (name, colour) in PHASES.items():  # over the bars of the whole
-                heights = [run["phases"][phase] for run in runs]
-                axes.bar(names, heights, width=0.6, bottom=below, color=colour, label=name)
-                below += heights
-            axes.legend(reverse=True, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
-        if quantity == "speedup":
-            ideal = [run["world_size"] for run in runs]
-            axes.bar(names, ideal, width=0.6, fill=False, linestyle="dashed")
+    below = numpy.zeros(len(runs))
+    for number, (name, colour) in enumerate(PHASES.values()):
+        heights = [run["phases"][number] for run in runs]
+        bars = axes.bar(names, heights, width=0.6, bottom=below, color=colour, label=name)
+        below += heights
+    axes.bar_label(bars, [f"{ms:.0f} ms" for ms in below], padding=2)
+    ideal = [below[0] / run["world_size"] for run in runs]
+    axes.bar(names, ideal, width=0.7, fill=False, linestyle="--", label="one device ÷ N")
+    axes.legend(reverse=True, loc="upper left", bbox_to_anchor=(1, 1))
+    title = "ResNet-18: mean time of a batch of {global_batch} images of {image_size} px"
+    axes.set(title=title.format(**runs[0]), ylabel="ms")
+    axes.margins(y=0.1)
     figure.savefig(path)
 
 

@@ -1,28 +1,27 @@
-"""07: the images of resnet_ddp.py, at any size: the digits that lie in common/, CIFAR-10, or noise.
+"""07: the images of resnet_ddp.py, at any size: the digits that lie in common/, or CIFAR-10.
 
 resnet_ddp.py imports this file when it runs. Every rank has both sets whole; which images it takes
 from them is sharded_loaders' business.
 """
 
-import io
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from datetime import timedelta
 
 import numpy
 import torch
 import torch.distributed as dist
-from PIL import Image  # torchvision brings it along
 from torch.utils.data import Dataset
 from torchvision.datasets import CIFAR10
 from torchvision.transforms import v2
 
-from common.setup import ROOT, fail
+from common.setup import ROOT, fail, without_gloo_greeting
 
 
 class Images(Dataset):
     """(transform(images[i]), labels[i]): as torchvision's sets, of images that are in memory."""
 
-    def __init__(self, images: Sequence, labels: torch.Tensor, transform: Callable):
+    def __init__(self, images: torch.Tensor, labels: torch.Tensor, transform: Callable):
         self.images = images
         self.labels = labels
         self.transform = transform
@@ -43,34 +42,27 @@ def to_input(image_size: int, mean: list[float], std: list[float]) -> v2.Compose
     return v2.Compose([*steps, v2.ToDtype(torch.float32, scale=True), v2.Normalize(mean, std)])
 
 
-def load_images(
-    data: str, download: bool, image_size: int, decode: int | None = None
-) -> tuple[Dataset, Dataset]:
-    """Training and held-out images.
-
-    "digits" (1,500 and 297); "synthetic": as many as CIFAR-10 has, JPEGs of `decode` pixels a side
-    (32 if it is None); or CIFAR-10 from the folder `data` (50,000 and 10,000).
-    """
-    if data == "digits":
+def load_images(data: str | None, download: bool, image_size: int) -> tuple[Dataset, Dataset]:
+    """Returns training and held-out images: CIFAR-10 from the folder `data` (50,000 and 10,000),
+    which `download` fills first, or the digits (1,500 and 297)."""
+    if not data and not download:
         return load_digits(to_input(image_size, 3 * [0.287], 3 * [0.354]))
-    if data == "synthetic":
-        transform = v2.Compose([Image.open, to_input(image_size, 3 * [0.5], 3 * [0.25])])
-        pixels = decode or 32
-        return make_jpegs(pixels, 50_000, transform), make_jpegs(pixels, 10_000, transform)
     try:
-        if download and os.environ["LOCAL_RANK"] == "0":
-            CIFAR10(data, download=True)
         if download:
-            dist.barrier()
+            # However long it takes: the ranks that wait have a group of their own.
+            with without_gloo_greeting():
+                waiting = dist.new_group(timeout=timedelta(days=7), backend="gloo")
+            if os.environ["LOCAL_RANK"] == "0":
+                CIFAR10(data, download=True)
+            dist.barrier(waiting)
         transform = to_input(image_size, [0.491, 0.482, 0.447], [0.247, 0.244, 0.262])
         return CIFAR10(data, True, transform), CIFAR10(data, False, transform)
     except Exception as error:  # torchvision has many kinds: files missing, cut short, not CIFAR-10
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        fail(f"argument --data: no readable CIFAR-10 in {data!r}; --download fetches it ({reason})")
+        fail(f"argument --data: {data!r} holds no readable CIFAR-10 ({error!r}); use --download")
 
 
 def load_digits(transform: Callable) -> tuple[Images, Images]:
-    """The digits in an order that is always the same; grey becomes three equal channels."""
+    """Returns the digits in an order that is always the same; grey becomes three equal channels."""
     digits = numpy.load(ROOT / "common" / "digits.npz")
     order = numpy.random.default_rng(0).permutation(len(digits["labels"]))
     images = 15 * torch.tensor(digits["images"][order])  # from 0 to 240
@@ -78,19 +70,3 @@ def load_digits(transform: Callable) -> tuple[Images, Images]:
     labels = torch.tensor(digits["labels"][order]).long()
     train_set = Images(images[297:], labels[297:], transform)
     return train_set, Images(images[:297], labels[:297], transform)
-
-
-def make_jpegs(pixels: int, count: int, transform: Callable) -> Images:
-    """JPEGs in memory, decoded when they are asked for, as ImageFolder does; always the same.
-
-    64 of them are different, of soft noise.
-    """
-    random = torch.Generator().manual_seed(count)
-    size = [64, 3, pixels // 3, pixels // 3]
-    noise = torch.randint(256, size, dtype=torch.uint8, generator=random)
-    files = []
-    for image in v2.functional.resize(noise, [pixels, pixels]):
-        files.append(io.BytesIO())
-        v2.functional.to_pil_image(image).save(files[-1], "JPEG")
-    labels = torch.randint(10, [count], generator=random)
-    return Images((files * (count // 64 + 1))[:count], labels, transform)

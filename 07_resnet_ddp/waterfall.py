@@ -22,10 +22,8 @@ from common import report, setup, timing  # noqa: E402
 
 
 def make_step(args, device, batch_size: int, ddp: bool = True, synchronize: bool = True):
-    """A step of a model of its own on `batch_size` images; without `ddp` rank 0 alone takes it."""
-    _, model = resnet_ddp.build_model(0, device, ddp)
-    optimizer = torch.optim.SGD(model.parameters(), 1e-3, momentum=0.9)
-    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    """Returns a step of a model of its own, on so many images; without `ddp` of rank 0 alone."""
+    training = resnet_ddp.prepare(args, device, ddp)
     images = torch.randn(batch_size, 3, args.image_size, args.image_size, device=device)
     labels = torch.randint(10, [batch_size], device=device)
 
@@ -34,28 +32,31 @@ def make_step(args, device, batch_size: int, ddp: bool = True, synchronize: bool
             return None
         watch = timing.Stopwatch(device)
         watch.mark("start")
-        with nullcontext() if synchronize else model.no_sync():
-            resnet_ddp.train_step(model, images, labels, optimizer, scheduler, watch)
+        with nullcontext() if synchronize else training.model.no_sync():
+            resnet_ddp.train_step(training, images, labels, watch)
         exposed = watch.seconds("last gradient", "backward")
         return {"step_seconds": watch.seconds("start", "end"), "exposed_comm_seconds": exposed}
 
     return step
 
 
-def explain(samples: dict[str, dict], world_size: int) -> dict[str, float]:
-    """The ms of DDP's step, by what takes them, and their sum, last; of p50s."""
-    p50 = {}
-    for name, times in samples.items():
-        p50[name] = 1000 * report.percentiles(times["step_seconds"])[0]
-    exposed = 1000 * report.percentiles(samples["DDP"]["exposed_comm_seconds"])[0]
-    ideal = p50["one device"] / world_size
+def explain(result: dict) -> dict[str, float]:
+    """Returns the ms of DDP's step, by what takes them, and their sum, last; of p50s."""
+    candidates = result["candidates"]
+
+    def p50(samples: list) -> float:
+        return 1000 * report.percentiles(samples)[0] / result["dilation"]
+
+    one, part, no_all_reduce, ddp = (p50(times["step_seconds"]) for times in candidates.values())
+    exposed = p50(candidates["DDP"]["exposed_comm_seconds"])
+    ideal = one / result["world_size"]
     return {
-        f"one device ÷ {world_size}": ideal,
-        "smaller\nbatch": p50["one device, a rank's batch"] - ideal,
-        "contention\nof the ranks": p50["no all-reduce"] - p50["one device, a rank's batch"],
-        "exposed\nall-reduce": exposed,
-        "rest: backward\nbeside all-reduce": p50["DDP"] - p50["no all-reduce"] - exposed,
-        "DDP": p50["DDP"],
+        f"one device ÷ {result['world_size']}": ideal,
+        "smaller batch": part - ideal,
+        "all ranks at once": no_all_reduce - part,
+        "exposed all-reduce": exposed,
+        "rest": ddp - no_all_reduce - exposed,
+        "DDP": ddp,
     }
 
 
@@ -66,8 +67,8 @@ def draw(reasons: dict[str, float], title: str, path: Path) -> None:
     figure = Figure(figsize=(9, 4.5), dpi=120, layout="constrained")
     axes = figure.subplots()
     bottoms = [0, *numpy.cumsum([*reasons.values()][:-2]), 0]
-    # As in all pictures: blue is computing, yellow exposed, orange while an all-reduce runs.
-    colours = ["#666666", "#0072B2", "#0072B2", "#F0E442", "#D55E00", "#666666"]
+    # As in all pictures: blue is computing, yellow exposed.
+    colours = ["#666666", "#0072B2", "#0072B2", "#F0E442", "#999999", "#666666"]
     bars = axes.bar(reasons.keys(), reasons.values(), bottom=bottoms, color=colours)
     axes.bar_label(bars, [f"{ms:.0f}" for ms in reasons.values()])
     axes.set(title=title, ylabel="time of a step, ms")
@@ -78,16 +79,15 @@ def draw(reasons: dict[str, float], title: str, path: Path) -> None:
 def main():
     parser = setup.Parser(__doc__)
     resnet_ddp.add_size_arguments(parser)
-    add = parser.add_argument
-    add("--steps", type=setup.whole_number(1), default=10, help="measured, of each kind")
-    add("--warmup", type=setup.whole_number(0), default=2, help="steps before them")
-    add("--json", type=setup.output_file, metavar="FILE", help="everything measured, raw")
+    whole, steps = setup.whole_number(1), "steps of each kind, after two to warm up"
+    parser.add_argument("--steps", type=whole, default=10, help=steps)
+    parser.add_argument("--json", type=setup.output_file, metavar="FILE", help="all measured, raw")
     setup.add_plot_arguments(parser, "waterfall.png")
     setup.add_process_group_arguments(parser)
-    parser.set_defaults(scaling="strong", workers=0)
+    parser.set_defaults(workers=0, seed=0, lr=1e-3)
     args = parser.parse_args()
-    with setup.process_group(args) as device:
-        resnet_ddp.choose_sizes(args)
+    resnet_ddp.choose_sizes(args)
+    with setup.process_group(args.device, args.backend, args.timeout, args.network) as device:
         torch.set_num_threads(args.threads)
         result = report.begin("07_resnet_ddp/waterfall", args, device)
         batch = args.batch_per_rank
@@ -97,10 +97,9 @@ def main():
             "no all-reduce": make_step(args, device, batch, synchronize=False),
             "DDP": make_step(args, device, batch),
         }
-        result["candidates"] = timing.measure(steps, args.steps, args.warmup)
-        reasons = explain(result["candidates"], dist.get_world_size())
-        rows = [[reason.replace("\n", " "), f"{ms:.1f}"] for reason, ms in reasons.items()]
-        report.print_table(["p50, ms", ""], rows)
+        result["candidates"] = timing.measure(steps, args.steps, 2, setup.wire())
+        reasons = explain(result)
+        report.print_table(["p50, ms", ""], [[name, f"{ms:.1f}"] for name, ms in reasons.items()])
         report.write_json(args.json, result)
         if args.plot and dist.get_rank() == 0:
             title = f"ResNet-18, {args.global_batch} images of {args.image_size} px a step"

@@ -2,12 +2,12 @@ r"""07: one forward and backward of DDP and of FSDP, eager and compiled.
 
 Two things want the same graph: a compiler wants it whole, DDP wants a pause after every bucket, to
 all-reduce it while the rest is still computed. So torch.compile splits the graph of a DDP model
-where the buckets end (--no-optimize-ddp: it does not). FSDP keeps only its shard of the parameters
-and gathers the others when they are needed (--fsdp-wrap: block by block, and never all at once).
-What each costs and saves is measured here, side by side; --bare, --ddp or --fsdp takes one of them,
---variants all that --fsdp-wrap, --fsdp-checkpoint and --no-optimize-ddp change.
+where the buckets end ("whole graph": it does not). FSDP keeps only its shard of the parameters and
+gathers the others when they are needed ("wrap": block by block, and never all at once). What each
+costs and saves is measured side by side; --bare, --ddp or --fsdp takes one of them.
 
     make 07_resnet_ddp/compile_ddp NPROC=2
+    make 07_resnet_ddp/compile_ddp NETWORK=1gbit,1ms
     python 07_resnet_ddp/compile_ddp/compile_ddp.py --compile aot_eager            (one process)
     torchrun --standalone --nproc-per-node 2 07_resnet_ddp/compile_ddp/compile_ddp.py --ddp
     torchrun --nnodes 2 --node-rank R --nproc-per-node 8 --master-addr HOST0 --master-port 29400 \
@@ -26,6 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -35,14 +36,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 from torch.utils.checkpoint import checkpoint
 
-FOLDER = Path(__file__).resolve().parent
-sys.path[:0] = [str(FOLDER), str(FOLDER.parent), str(FOLDER.parent.parent)]
+sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[1:3]]
 
 from compile_models import create  # noqa: E402
 from resnet_ddp import be_the_only_rank  # noqa: E402
-from upstream import as_ours  # noqa: E402
 
-from common import memory, report, setup, timing  # noqa: E402
+from common import report, setup, timing  # noqa: E402
 from common.setup import say  # noqa: E402
 
 
@@ -57,16 +56,12 @@ class Configuration(NamedTuple):
 
     @property
     def name(self) -> str:
-        name = f"{self.how} {self.backend or 'eager'}"
-        if self.backend == "eager":  # that of torch.compile, which leaves the graphs as they are
-            name = f"{self.how} dynamo only"
-        if self.wrap:
-            name += " wrap"
-        if self.checkpoint:
-            name += " checkpoint"
-        if not self.split:
-            name += " whole graph"
-        return name
+        # torch.compile's backend of the name "eager" leaves the graphs as they are.
+        backend = {None: "eager", "eager": "dynamo only"}.get(self.backend, self.backend)
+        wrap = " wrap" if self.wrap else ""
+        again = " checkpoint" if self.checkpoint else ""
+        whole = "" if self.split else " whole graph"
+        return f"{self.how} {backend}{wrap}{again}{whole}"
 
 
 def blocks_of(module: nn.Module) -> list[nn.Module]:
@@ -177,7 +172,7 @@ def empty_cache():
 def log_compiler(verbose: bool) -> None:
     """Let torch log errors only; with `verbose` what dynamo does, on rank 0."""
     messages = {}
-    if verbose and os.environ["RANK"] == "0":
+    if verbose and setup.is_rank_0():
         messages = {"dynamo": logging.DEBUG, "graph_breaks": True, "recompiles": True}
     torch._logging.set_logs(all=logging.ERROR, **messages)
 
@@ -190,48 +185,43 @@ def floats(values) -> list[torch.Tensor]:
     return [tensor for tensor in tensors if tensor.is_floating_point()]
 
 
-def gradients_of(model: nn.Module) -> list[torch.Tensor]:
-    """All gradients; FSDP's shards are gathered."""
+def outcome(model: nn.Module, outputs) -> list[torch.Tensor]:
+    """The outputs and all gradients; FSDP's shards are gathered."""
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    return [
-        gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-        for gradient in gradients
-    ]
+    whole = [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in gradients]
+    return [*floats(outputs), *whole]
 
 
 def reference(args, device) -> dict[str, list[torch.Tensor]]:
-    """Eager, without DDP or FSDP: outputs of this rank, and the gradients that each is to have."""
+    """Eager, without DDP or FSDP: the outcome of this rank alone, and with averaged gradients."""
     model, inputs = create(args, device)
-    outputs = [tensor.detach() for tensor in floats(forward_backward(model, inputs))]
-    gradients = gradients_of(model)
-    means = [gradient.clone() for gradient in gradients]
-    for mean in means:
-        dist.all_reduce(mean)
-        mean /= dist.get_world_size()
-    return {"outputs": outputs, "bare": gradients, "ddp": means, "fsdp": means}
+    outputs = forward_backward(model, inputs)
+    alone = outcome(model, outputs)
+    averaged = [tensor / dist.get_world_size() for tensor in outcome(model, [])]
+    for gradient in averaged:
+        dist.all_reduce(gradient)
+    averaged = [*floats(outputs), *averaged]
+    return {"bare": alone, "ddp": averaged, "fsdp": averaged}
 
 
 def difference(tensors: list, expected: list) -> float:
-    """The largest deviation of any tensor, relative to its own largest entry.
+    """The largest deviation of a tensor, as a fraction of its norm (and a little of the largest).
 
-    To that a thousandth of the largest entry of all is added, so that the rounding of a tensor that
-    should be zero does not count.
+    That little keeps the rounding of a tensor that should be zero from counting.
     """
-    largest = max(tensor.abs().max() for tensor in expected)
-    deviations = []
-    for ours, theirs in zip(tensors, expected, strict=True):
-        scale = theirs.abs().max() + largest / 1000
-        deviations.append((ours - theirs).abs().max() / scale)
+    least = 1e-3 * max(tensor.norm() for tensor in expected)
+    pairs = zip(tensors, expected, strict=True)
+    deviations = [(ours - theirs).norm() / (theirs.norm() + least) for ours, theirs in pairs]
     return torch.stack(deviations).max().item()  # unlike Python's max it keeps a nan
 
 
-def prepare(args, device, configuration: Configuration, expected: dict) -> dict:
-    """Build a configuration, time its first call, compare it with `expected`, take its memory."""
+def prepare(args, device, configuration: Configuration, expected: dict) -> tuple:
+    """Build a configuration, time its first call, compare it with `expected`, take its memory.
+
+    Returns a step to measure, and what was found. Ends the run if outputs or gradients are too far
+    from those expected.
+    """
     model, inputs = create(args, device)
-    if (configuration.wrap or configuration.checkpoint) and not blocks_of(model):
-        setup.fail(
-            "argument --fsdp-wrap, --fsdp-checkpoint: this model has no blocks to take one by one"
-        )
     model, graphs = distribute(model, configuration)
     watch = timing.Stopwatch(device)
 
@@ -246,75 +236,37 @@ def prepare(args, device, configuration: Configuration, expected: dict) -> dict:
         model.zero_grad()
         return {"forward_backward_seconds": watch.seconds("start", "end")}
 
-    outputs = floats(step())
-    found = {
-        "first_call_seconds": watch.seconds("start", "end"),
-        "output_difference": difference(outputs, expected["outputs"]),
-        "gradient_difference": difference(gradients_of(model), expected[configuration.how]),
-    }
-    del outputs
+    found = outcome(model, step())
+    first_call = watch.seconds("start", "end")
+    deviation = difference(found, expected[configuration.how])
+    tolerance = 1e-2 if device.type == "cuda" else 1e-3  # there convolutions may use TF32, 10 bits
+    compared = (
+        f"{configuration.name}: outputs and gradients within {deviation:.1e} of eager single-device"
+    )
+    if not deviation <= tolerance:  # so that nan is caught, too
+        sys.exit(f"error: rank {dist.get_rank()}: only {compared} (allowed: {tolerance:.0e})")
+    say(compared)
+    del found
     model.zero_grad()
     measured_step()  # after its first backward DDP arranges the buckets anew
     # The least is right: the profiler may miss what gloo's thread releases, and then counts more.
-    peak = min(memory.peak_bytes(measured_step, device) for _ in range(3))
-    held = memory.held_bytes(model.parameters())
-    stays = held + memory.held_bytes([*model.buffers(), *floats(inputs)])
+    peak = min(report.peak_bytes(measured_step, device) for _ in range(3))
+    held = report.held_bytes(model.parameters())
+    peak += held + report.held_bytes([*model.buffers(), *floats(inputs)])
     if configuration.how == "ddp":  # its buckets have a place for each gradient
-        stays += held
-    found["peak_bytes"] = stays + peak
-    found["parameters"] = held // next(model.parameters()).itemsize  # all are of one dtype
-    found["graphs"] = len(graphs)
-    return {"step": measured_step, "model": model, "inputs": inputs, "found": found}
-
-
-def problem_of(backend: str | None, device) -> str:
-    """Why a backend of torch.compile does not work on some rank; "" if it does on all.
-
-    It compiles something tiny, where no rank waits for another in a collective: without g++, Triton
-    or what else the backend needs that fails.
-    """
-    problem = ""
-    try:
-        if backend not in (None, "print"):
-            torch.compile(torch.sin, backend=backend)(torch.ones(8, device=device))
-    except Exception as error:  # compilers have many kinds
-        cause = getattr(error, "inner_exception", error)
-        message = str(cause).strip().partition("\n")[0] or type(cause).__name__
-        problem = f"{message} (rank {dist.get_rank()})"
-    problems = [""] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    return max(problems)
-
-
-def prepare_all(args, device, wanted: list[Configuration]) -> tuple[dict, dict]:
-    """Prepare all: by name those that can be measured, and why the others cannot.
-
-    Ends the run if one is too far from eager mode on a single device.
-    """
-    tolerance = 1e-2 if device.type == "cuda" else 1e-3  # there convolutions may use TF32, 10 bits
-    setup.progress("eager on a single device")
-    expected = reference(args, device)
-    prepared = {}
-    left_out = {}
-    for number, configuration in enumerate(wanted, 1):
-        name = configuration.name
-        setup.progress(f"{name}, {number} of {len(wanted)}")
-        with empty_cache():  # else the first call would find the kernels of another one
-            problem = problem_of(configuration.backend, device)
-            if problem:
-                left_out[name] = problem
-                continue
-            prepared[name] = prepare(args, device, configuration, expected)
-        outputs = prepared[name]["found"]["output_difference"]
-        gradients = prepared[name]["found"]["gradient_difference"]
-        compared = (
-            f"outputs within {outputs:.1e}, gradients within {gradients:.1e} of eager "
-            f"single-device (allowed: {tolerance:.0e})"
-        )
-        if not (outputs <= tolerance and gradients <= tolerance):  # so that nan is caught, too
-            sys.exit(f"error: {name}, rank {dist.get_rank()}: only {compared}")
-        say(f"{name}: {compared}")
-    return prepared, left_out
+        peak += held
+    if args.verbose:
+        say(f"\n{configuration.name}: {model}")
+    if args.graph:
+        write_graph(args.graph, model, inputs)
+    return measured_step, {
+        "name": configuration.name,
+        "first_call_seconds": first_call,
+        "deviation": deviation,
+        "peak_bytes": peak,
+        "parameters": held // next(model.parameters()).itemsize,  # all are of one dtype
+        "graphs": len(graphs),
+    }
 
 
 LEGEND = """\
@@ -323,17 +275,17 @@ first call: compilation included, nothing cached; graphs: compiled;
 peak memory of tensors, parameters held: of rank 0"""
 
 
-def print_results(results: list[dict], left_out: dict) -> None:
+def print_results(results: list[dict], dilation: float) -> None:
     """The table: a row per configuration of the JSON."""
     samples = {result["name"]: result["forward_backward_seconds"] for result in results}
     rows = []
     for result in results:
-        seconds = samples[result["name"]]
+        seconds = numpy.array(samples[result["name"]]) / dilation
         row = [
             result["name"],
-            f"{1000 * torch.tensor(seconds).mean():.1f}",
+            f"{1000 * seconds.mean():.1f}",
             *report.milliseconds(seconds),
-            report.ratio(seconds, samples.get("bare eager")),
+            report.ratio(samples[result["name"]], samples.get("bare eager")),
             f"{result['first_call_seconds']:.1f}",
             str(result["graphs"]),
             f"{result['peak_bytes'] / 2**20:.1f}",
@@ -344,8 +296,6 @@ def print_results(results: list[dict], left_out: dict) -> None:
     header += ["first call, s", "graphs", "peak memory, MB", "parameters, M"]
     say()
     report.print_table(header, rows)
-    for name, problem in left_out.items():
-        say(f"{name}: not measured: {problem}")
     say(LEGEND)
 
 
@@ -365,128 +315,101 @@ def write_graph(path: Path, model: nn.Module, inputs: tuple) -> None:
             graph.render(path)
         say(f"written: {path}")
     loss.backward()  # for DDP and FSDP, which expect one after every forward
+    model.zero_grad()
 
 
 def configurations_of(args) -> list[Configuration]:
     """What to measure."""
+    if args.only:
+        options = args.fsdp_wrap, args.fsdp_checkpoint, not args.dynamo_no_optimize_ddp
+        return [Configuration(args.only, args.compile, *options)]
     backend = args.compile or "inductor"
-    if args.variants:
-        return [
-            Configuration("bare"),
-            Configuration("ddp"),
-            Configuration("fsdp"),
-            Configuration("fsdp", wrap=True),
-            Configuration("fsdp", checkpoint=True),
-            Configuration("fsdp", wrap=True, checkpoint=True),
-            Configuration("ddp", backend),
-            Configuration("ddp", backend, split=False),
-        ]
-    ddp = Configuration("ddp", split=not args.no_optimize_ddp)
-    fsdp = Configuration("fsdp", None, args.fsdp_wrap, args.fsdp_checkpoint)
-    configurations = []
-    for eager in (Configuration("bare"), ddp, fsdp):
-        if args.only == eager.how:
-            return [eager._replace(backend=args.compile)]
-        configurations += [eager, eager._replace(backend=backend)]
-    return configurations
-
-
-UPSTREAM = {  # flags of benchmarks/dynamo/distributed.py that have another name here
-    "--toy-model": "--model=toy",
-    "--dynamo": "--compile",
-    "--dynamo-no-optimize-ddp": "--no-optimize-ddp",
-    "--repeat": "--steps",
-    "--trace-file": "--trace",
-    "--torchviz": "--graph",
-}
+    return [
+        Configuration("bare"),
+        Configuration("bare", backend),
+        Configuration("ddp"),
+        Configuration("ddp", backend),
+        Configuration("ddp", backend, split=False),
+        Configuration("fsdp"),
+        Configuration("fsdp", wrap=True),
+        Configuration("fsdp", backend, wrap=True),
+    ]
 
 
 def add_arguments(parser) -> None:
-    """The flags, apart from those of the process group."""
+    """The flags; those of upstream are among them, in both of its spellings."""
     models = parser.add_mutually_exclusive_group()
     models.add_argument("--model", choices=["toy", "lm"], default="lm")
+    toy = {"dest": "model", "action": "store_const", "const": "toy", "help": "--model toy"}
+    models.add_argument("--toy-model", "--toy_model", **toy)
     checkout = "one of torchbenchmark, through a checkout of it on PYTHONPATH"
-    models.add_argument("--torchbench-model", metavar="NAME", help=checkout)
+    models.add_argument("--torchbench-model", "--torchbench_model", metavar="NAME", help=checkout)
     one_of = parser.add_mutually_exclusive_group()
     for how in ("bare", "ddp", "fsdp"):
         one_of.add_argument(f"--{how}", dest="only", action="store_const", const=how, help="alone")
-    variants = "what --fsdp-wrap, --fsdp-checkpoint and --no-optimize-ddp change, side by side"
-    one_of.add_argument("--variants", action="store_true", help=variants)
     add = parser.add_argument
-    add("--batch-size", type=setup.whole_number(1), help="per rank (default: toy 20, lm 4)")
+    whole = setup.whole_number
+    size = "per rank (default: toy 20, lm 4)"
+    add("--batch-size", "--batch_size", type=whole(1), help=size)
     known = [*torch.compiler.list_backends(exclude_tags=()), "print"]
     backends = "torch.compile's backend: inductor, aot_eager, eager, …; print: print the graphs"
-    add("--compile", choices=known, metavar="NAME", help=backends)
+    add("--compile", "--dynamo", choices=known, metavar="NAME", help=backends)
     switches = {
-        "--no-optimize-ddp": "don't split the graph where DDP's buckets end",
-        "--fsdp-wrap": "each block its own unit; otherwise the model is the only one",
-        "--fsdp-checkpoint": "compute each block's activations again in backward",
+        "--dynamo-no-optimize-ddp": "--ddp: don't split the graph where buckets end",
+        "--fsdp-wrap": "--fsdp: each block its own unit; otherwise the model is the only one",
+        "--fsdp-checkpoint": "--fsdp: compute each block's activations again in backward",
+        "--gpu-memory-stats": "in the end torch's summary of rank 0's GPU memory",
         "--verbose": "print the model; dynamo's debug log and graph breaks of rank 0",
         "--profile": "the same as --trace profile.json",
-        "--gpu-memory-stats": "as upstream; the table always has the peak",
     }
     for switch, text in switches.items():
-        add(switch, action="store_true", help=text)
-    add("--steps", type=setup.whole_number(1), default=10, help="measured")
-    add("--warmup", type=setup.whole_number(0), default=3, help="steps before them, not measured")
+        spellings = {switch, "--" + switch[2:].replace("-", "_")}
+        add(*sorted(spellings), action="store_true", help=text)
+    add("--steps", "--repeat", type=whole(1), default=10, help="measured")
+    add("--warmup", type=whole(0), default=3, help="steps before them, not measured")
     add("--json", type=setup.output_file, metavar="FILE", help="everything measured, raw")
     trace = "Chrome trace of three more steps of rank 0"
-    add("--trace", type=setup.output_file, metavar="FILE", help=trace)
+    traces = ["--trace", "--trace-file", "--trace_file"]
+    add(*traces, type=setup.output_file, metavar="FILE", help=trace)
     graph = "the autograd graph for Graphviz, drawn where that is installed; needs torchviz"
     file = {"nargs": "?", "const": Path("torchviz.dot"), "metavar": "FILE"}
-    add("--graph", type=setup.output_file, help=graph, **file)
-
-
-def check(args) -> None:
-    """Fill in args.trace; end the run if flags contradict each other, or need what is not here."""
-    if args.profile and not args.trace:
-        args.trace = Path("profile.json")
-    if not args.only and (args.trace or args.graph or args.compile == "print"):
-        setup.fail("argument --trace, --graph, --compile print: only with --bare, --ddp or --fsdp")
-    if args.graph and not importlib.util.find_spec("torchviz"):
-        setup.fail("argument --graph: needs torchviz, which is not installed: pip install torchviz")
-    if args.torchbench_model:
-        try:
-            importlib.import_module(f"torchbenchmark.models.{args.torchbench_model}")
-        except ImportError as error:
-            setup.fail(
-                f"argument --torchbench-model: '{args.torchbench_model}' needs a checkout of "
-                f"github.com/pytorch/benchmark on PYTHONPATH and its install.py run ({error})"
-            )
+    add("--graph", "--torchviz", type=setup.output_file, help=graph, **file)
+    setup.add_process_group_arguments(parser)
 
 
 def main():
     parser = setup.Parser(__doc__)
     add_arguments(parser)
-    setup.add_process_group_arguments(parser)
-    args = parser.parse_args(as_ours(sys.argv[1:], UPSTREAM))
-    check(args)
+    args = parser.parse_args()
+    if args.profile:
+        args.trace = args.trace or Path("profile.json")
+    if not args.only and (args.trace or args.graph or args.compile == "print"):
+        setup.fail("argument --trace, --graph, --compile print: only with --bare, --ddp or --fsdp")
+    if args.graph and not importlib.util.find_spec("torchviz"):
+        setup.fail("argument --graph: needs torchviz, which is not installed: pip install torchviz")
     if "RANK" not in os.environ:  # no torchrun
         be_the_only_rank()
     log_compiler(args.verbose)
 
-    with setup.process_group(args) as device:
+    with setup.process_group(args.device, args.backend, args.timeout, args.network) as device:
         result = report.begin("07_resnet_ddp/compile_ddp", args, device)
         model = args.torchbench_model or args.model
         say(f"{model}; {args.steps} steps are measured, after {args.warmup} to warm up\n")
-        prepared, left_out = prepare_all(args, device, configurations_of(args))
-        if not prepared:
-            name, problem = left_out.popitem()
-            setup.fail(f"{name} does not work here: {problem}")
-        if args.verbose:
-            for name, one in prepared.items():
-                say(f"\n{name}: {one['model']}")
-        steps = {name: one["step"] for name, one in prepared.items()}
-        samples = timing.measure(steps, args.steps, args.warmup)
+        expected = reference(args, device)
+        steps = {}
         result["configurations"] = []
-        for name, one in prepared.items():
-            result["configurations"].append({"name": name, **one["found"], **samples[name]})
-        result["left_out"] = left_out
-        print_results(result["configurations"], left_out)
+        for configuration in configurations_of(args):
+            setup.progress(f"{configuration.name}: its first steps")
+            with empty_cache():  # else the first call would find the kernels of another one
+                steps[configuration.name], found = prepare(args, device, configuration, expected)
+            result["configurations"].append(found)
+        samples = timing.measure(steps, args.steps, args.warmup, setup.wire())
+        for found in result["configurations"]:
+            found |= samples[found["name"]]
+        print_results(result["configurations"], result["dilation"])
+        if args.gpu_memory_stats and device.type == "cuda":
+            say(torch.cuda.memory_summary(device, abbreviated=True))
         timing.profile(steps, args.trace)
-        if args.graph:
-            [one] = prepared.values()
-            write_graph(args.graph, one["model"], one["inputs"])
         report.write_json(args.json, result)
 
 

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from common.setup import fail
+
 TOY_WIDTHS = {"cpu": 1000, "cuda": 10_000}
 D_MODEL = 512  # of lm
 
@@ -63,7 +65,11 @@ def create(args, device: torch.device) -> tuple[nn.Module, tuple]:
     random = torch.Generator(device).manual_seed(1 + dist.get_rank())
     with device:
         if args.torchbench_model:
-            module = importlib.import_module(f"torchbenchmark.models.{args.torchbench_model}")
+            try:
+                module = importlib.import_module(f"torchbenchmark.models.{args.torchbench_model}")
+            except ImportError as error:
+                checkout = "a checkout of github.com/pytorch/benchmark on PYTHONPATH"
+                fail(f"argument --torchbench-model: needs {checkout}, installed ({error})")
             options = {"device": device.type, "batch_size": args.batch_size}
             benchmark = module.Model(test="train", **options)
             model, inputs = benchmark.get_module()

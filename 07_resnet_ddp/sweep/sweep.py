@@ -16,30 +16,28 @@ The defaults are small, for a CPU; --full takes upstream's models, images and ba
 upstream's, with --rank, --world-size, --master-addr and --master-port, it needs no torchrun. For a
 model of your own see sweep_models.py; compare two results with sweep_diff.py.
 
-Source: PyTorch's benchmarks/distributed/ddp, whose optimizer and JSON layout these are.
+Source: PyTorch's benchmarks/distributed/ddp, whose optimizer, flags and JSON layout these are.
 """
 
 import argparse
 import os
-import shutil
 import subprocess
 import sys
 import warnings
+from contextlib import nullcontext, suppress
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 
+import numpy
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-FOLDER = Path(__file__).resolve().parent
-sys.path[:0] = [str(FOLDER), str(FOLDER.parent), str(FOLDER.parent.parent)]
+sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
 
 import sweep_models  # noqa: E402
-from upstream import as_ours  # noqa: E402
 
 from common import report, setup, timing  # noqa: E402
 
@@ -61,18 +59,15 @@ def plan(ranks: int, local_size: int) -> list[tuple[str, list[int], bool]]:
     return subsets
 
 
-def train(benchmark, args, device, label: str, model: nn.Module) -> list[float]:
-    """Train on one batch of a sweep_models.Benchmark again and again.
-
-    Returns the seconds of each step after the first --warmup; on a terminal says in which it is.
-    """
+def train(benchmark, model: nn.Module, steps: int) -> list[float]:
+    """Train on one batch of a sweep_models.Benchmark again and again; returns seconds per step."""
     inputs = benchmark.generate_inputs()
     target = benchmark.generate_target()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9, weight_decay=1e-4)
-    watch = timing.Stopwatch(device)
+    watch = timing.Stopwatch(benchmark.device)
     seconds = []
-    for i in range(args.warmup + args.steps):
-        setup.progress(f"{label}: step {i + 1} of {args.warmup + args.steps}")
+    for step in range(1, steps + 1):
+        setup.progress(f"{benchmark.name}: step {step} of {steps}")
         watch.mark("start")
         logits = model(*inputs)
         # googlenet and inception_v3 have auxiliary classifiers, which must be trained as well,
@@ -83,22 +78,19 @@ def train(benchmark, args, device, label: str, model: nn.Module) -> list[float]:
         optimizer.step()
         optimizer.zero_grad()
         watch.mark("end")
-        # On CUDA this waits for the GPU, once per step.
-        seconds.append(watch.seconds("start", "end"))
-    return seconds[args.warmup :]
+        seconds.append(watch.seconds("start", "end"))  # on CUDA this waits for the GPU, once a step
+    return seconds
 
 
-def measure_subset(benchmark, ranks: list[int], use_ddp: bool, args, train_model) -> list[float]:
+def measure_subset(benchmark, ranks: list[int], use_ddp: bool, steps: int, **options) -> list:
     """Train on these ranks, in a process group of their own, while all others wait.
 
-    Returns what `train_model` returns of all these ranks' models, in one list.
+    Returns what each of these ranks measured, a list of lists; `options` are new_group's.
     """
     # Every rank has to create every group, also those that it is not in.
-    timeout = timedelta(seconds=min(args.timeout, 1e6))
-    backend = "slow_network" if args.network else args.backend
     with setup.without_gloo_greeting():
-        group = dist.new_group(ranks, timeout=timeout, backend=backend)
-    seconds = []
+        group = dist.new_group(ranks, **options)
+    seconds = None
     if dist.get_rank() in ranks:
         torch.manual_seed(dist.get_rank())
         model = benchmark.create_model()
@@ -107,64 +99,57 @@ def measure_subset(benchmark, ranks: list[int], use_ddp: bool, args, train_model
                 model,
                 broadcast_buffers=False,
                 process_group=group,
-                bucket_cap_mb=args.bucket_size_mb,
+                bucket_cap_mb=benchmark.bucket_size,
             )
-        with setup.on_the_network():
-            seconds = train_model(model)
+        with setup.wire() or nullcontext():
+            seconds = train(benchmark, model, steps)
         del model  # DDP's reducer uses the group until it is gone
         dist.destroy_process_group(group)
-    all_seconds = [None] * dist.get_world_size()
-    dist.all_gather_object(all_seconds, seconds)  # who does not train waits here
-    return sum(all_seconds, [])
+    all_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(all_ranks, seconds)  # who does not train waits here
+    return [all_ranks[rank] for rank in ranks]
 
 
 # ==================================================================================================
 # Below this line: the sweep over one model, what the machines look like, the command line.
 
 
-def sweep(name: str, args, device) -> dict:
+def sweep(benchmark, args, options: dict) -> dict:
     """Measure one model on all subsets and print a line for each.
 
     Returns an entry of "benchmark_results" of the JSON. Its "result" has one per subset,
     {"ranks": [0, 1, …], "measurements": seconds}.
     """
-    benchmark = sweep_models.make(name, args, device)
-    setup.say(f"\nBenchmark: {name} with batch size {benchmark.batch_size}\n")
+    setup.say(f"\nBenchmark: {benchmark.name} with batch size {benchmark.batch_size}\n")
     header = ["ranks"]
     for percentile in (50, 75, 90, 95):
         header += [f"p{percentile} sec/iter", "ex/sec"]
     widths = [15, *4 * [14, 8]]
     report.print_row(header, widths)
+    dilation = setup.wire().dilation if setup.wire() else 1.0
+    steps = args.warmup + args.steps
 
     # First each rank for itself, uncounted: libraries are loaded, memory is taken, kernels are
     # chosen.
-    torch.manual_seed(dist.get_rank())
-    train(benchmark, args, device, f"{name}, uncounted", benchmark.create_model())
+    train(benchmark, benchmark.create_model(), steps)
     dist.barrier()
     result = []
     for label, ranks, use_ddp in plan(dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])):
-        train_model = partial(train, benchmark, args, device, f"{name}, {label}")
-        measurements = measure_subset(benchmark, ranks, use_ddp, args, train_model)
-        result.append({"ranks": ranks, "measurements": measurements})
+        of_ranks = measure_subset(benchmark, ranks, use_ddp, steps, **options)
+        measurements = numpy.array(of_ranks)[:, args.warmup :].flatten()
+        result.append({"ranks": ranks, "measurements": measurements.tolist()})
         row = [f"{len(ranks):5}  {label}"]
-        for seconds in report.percentiles(measurements):
+        for seconds in report.percentiles(measurements / dilation):
             row += [f"{seconds:.4f}s", f"{benchmark.batch_size / seconds:.1f}/s"]
         report.print_row(row, widths)
-    return {"model": name, "batch_size": benchmark.batch_size, "result": result}
+    return {"model": benchmark.name, "batch_size": benchmark.batch_size, "result": result}
 
 
 def topology() -> str:
-    """How this host is built: `nvidia-smi topo -m`, and without it the cores and NUMA nodes."""
-    if shutil.which("nvidia-smi"):
-        answer = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True)
-        if answer.returncode == 0:
-            return answer.stdout.strip("\n")
-    nodes = []
-    for path in sorted(Path("/sys/devices/system/node").glob("node[0-9]*/cpulist")):
-        nodes.append(f"{path.parent.name}: cores {path.read_text().strip()}")
-    return (
-        f"{os.cpu_count()} cores, {report.processor_name()}; NUMA {', '.join(nodes) or 'unknown'}"
-    )
+    """How this host is built: `nvidia-smi topo -m`, and without it the cores and the processor."""
+    with suppress(OSError, subprocess.CalledProcessError):
+        return subprocess.check_output(["nvidia-smi", "topo", "-m"], text=True).strip("\n")
+    return f"{os.cpu_count()} cores, {report.processor_name()}"
 
 
 def check_hosts() -> None:
@@ -179,57 +164,51 @@ def check_hosts() -> None:
 
 def join_as_upstream(args) -> None:
     """Say by flags, as upstream's script does, what torchrun would: a process for each rank."""
-    names = ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
-    given = [vars(args)[name.lower()] for name in names]
-    if "LOCAL_RANK" in os.environ or given == [None] * 4:  # started by torchrun, or by nothing
+    if args.world_size is None or "LOCAL_RANK" in os.environ:  # started by torchrun, or by nothing
         return
-    if None in given:
-        setup.fail("argument --rank, --world-size, --master-addr, --master-port: all four or none")
-    if args.rank >= args.world_size:
-        setup.fail(f"argument --rank: '{args.rank}' is not below --world-size {args.world_size}")
-    os.environ |= {name: str(value) for name, value in zip(names, given, strict=True)}
+    if None in (args.rank, args.master_addr, args.master_port) or args.rank >= args.world_size:
+        setup.fail("argument --world-size: needs a --rank below it, --master-addr, --master-port")
     # Upstream has eight GPUs on every machine; here as many ranks as GPUs, or all on one machine.
     gpus = torch.cuda.device_count() if args.device != "cpu" else 0
     local_size = min(args.world_size, gpus or args.world_size)
-    os.environ["LOCAL_WORLD_SIZE"] = str(local_size)
-    os.environ["LOCAL_RANK"] = str(args.rank % local_size)
+    os.environ |= {"RANK": str(args.rank), "WORLD_SIZE": str(args.world_size)}
+    os.environ |= {"LOCAL_RANK": str(args.rank % local_size), "LOCAL_WORLD_SIZE": str(local_size)}
+    os.environ |= {"MASTER_ADDR": args.master_addr, "MASTER_PORT": str(args.master_port)}
 
 
 FULL = ["resnet50", "resnet101", "resnext50_32x4d", "resnext101_32x8d"]
-UPSTREAM = {  # flags that have another name here
-    "--bucket-size": "--bucket-size-mb",
-    "--distributed-backend": "--backend",
-    "--iterations": "--steps",
-}
 
 
 def add_arguments(parser) -> None:
+    """The flags; upstream's names, which have dashes, are understood with underscores, too."""
     add = parser.add_argument
+    whole = setup.whole_number
     models = "a classification model of torchvision, or FILE.py:CLASS of your own; repeatable"
     add("--model", action="append", metavar="NAME", help=f"{models} (default: resnet18)")
-    add("--batch-size", type=setup.whole_number(1), help="images per rank (default: 8)")
-    add("--image-size", type=setup.whole_number(1, 10_000), help="pixels a side (default: 64)")
+    add("--batch-size", type=whole(1), help="images per rank (default: 8)")
+    add("--image-size", type=whole(1, 10_000), help="pixels a side (default: 64)")
     upstreams = f"other defaults, upstream's: {', '.join(FULL)}; 32 images; 224 pixels"
     add("--full", action="store_true", help=upstreams)
-    add("--bucket-size-mb", type=setup.whole_number(1), default=25, help="of DDP")
-    add("--steps", type=setup.whole_number(1), default=10, help="measured")
-    add("--warmup", type=setup.whole_number(0), default=5, help="steps before them, not measured")
+    add("--bucket-size-mb", "--bucket-size", "--bucket_size", type=whole(1), default=25)
+    add("--steps", type=whole(1), default=10, help="measured")
+    add("--warmup", type=whole(0), default=5, help="steps before them, not measured")
     layout = "everything measured, as PyTorch's benchmark writes it"
     add("--json", type=setup.output_file, metavar="FILE", help=layout)
     setup.add_process_group_arguments(parser)
-    # Upstream's way to start it, a process at a time.
+    upstreams = {"choices": ["gloo", "nccl"], "default": argparse.SUPPRESS, "help": "as --backend"}
+    add("--distributed-backend", "--distributed_backend", dest="backend", **upstreams)
     rank = "this process's; this and the next three: instead of torchrun, which knows them"
-    add("--rank", type=setup.whole_number(0), default=os.environ.get("RANK"), help=rank)
-    add("--world-size", type=setup.whole_number(1), help="number of ranks")
-    add("--master-addr", metavar="ADDRESS", help="the machine of rank 0")
-    add("--master-port", type=setup.whole_number(1, 65535), metavar="PORT", help="a free one there")
+    add("--rank", type=whole(0), default=os.environ.get("RANK"), help=rank)
+    add("--world-size", "--world_size", type=whole(1), help="number of ranks")
+    add("--master-addr", "--master_addr", metavar="ADDRESS", help="the machine of rank 0")
+    add("--master-port", "--master_port", type=whole(1, 65535), help="a free one there")
 
 
 def main():
     parser = setup.Parser(__doc__)
     add_arguments(parser)
-    args = parser.parse_args(as_ours(sys.argv[1:], UPSTREAM))
-    args.model = args.model or (FULL if args.full else ["resnet18"])
+    args = parser.parse_args()
+    names = args.model or (FULL if args.full else ["resnet18"])
     # The published setting has broadcast_buffers=False; that torch has a newer name for it is not
     # this script's subject.
     warnings.filterwarnings("ignore", ".*broadcast_buffers", FutureWarning)
@@ -239,29 +218,23 @@ def main():
     # rank's GPU stays free, and for as long as the subsets need. torchrun ends the waiting ranks if
     # a training one fails.
     week = 7 * 24 * 3600
-    waiting = argparse.Namespace(device=args.device, backend="gloo", network=None, timeout=week)
-    with setup.process_group(waiting) as device:
-        waiting.timeout = args.timeout  # from now on what runs out of time is the group of a subset
-        setup.choose_device(args)  # the backend of the subsets
-        sweep_models.check(args)
+    with setup.process_group(args.device, "gloo", week, args.network) as device:
+        _, backend = setup.choose_device(args.device, args.backend, args.network)
+        options = {"backend": "slow_network" if args.network else backend}
+        options["timeout"] = timedelta(seconds=min(args.timeout, 1e6))
+        benchmarks = [sweep_models.make(name, args, device, backend) for name in names]
         result = report.begin("07_resnet_ddp/sweep", args, device)
-        result |= {
-            "pytorch_version": torch.__version__,
-            "cuda_version": torch.version.cuda,
-            "distributed_backend": args.backend,
-            "bucket_size": args.bucket_size_mb,
-            "benchmark_results": [],
-        }
-        pixels = args.image_size or (224 if args.full else 64)
+        cuda, gpus = torch.version.cuda, torch.cuda.device_count()
+        result |= {"backend": backend, "distributed_backend": backend}
+        result |= {"pytorch_version": torch.__version__, "cuda_version": cuda}
+        result |= {"bucket_size": args.bucket_size_mb, "benchmark_results": []}
         setup.say(
-            f"subsets over {args.backend}, buckets of {args.bucket_size_mb} MB; {pixels} × "
-            f"{pixels} pixels; {args.steps} steps, after {args.warmup} to warm up"
+            f"subsets over {backend}, buckets of {args.bucket_size_mb} MB, CUDA {cuda or 'none'}, "
+            f"{gpus} GPUs on this host; {args.steps} steps, after {args.warmup} to warm up"
         )
-        gpus = torch.cuda.device_count()
-        setup.say(f"CUDA {torch.version.cuda or 'none'}, {gpus} GPUs on this host")
         check_hosts()
-        for name in args.model:
-            result["benchmark_results"].append(sweep(name, args, device))
+        for benchmark in benchmarks:
+            result["benchmark_results"].append(sweep(benchmark, args, options))
             # After every model: an interrupted sweep keeps what it has.
             report.write_json(args.json, result)
         legend = "percentiles over all steps of all ranks of a subset"

@@ -19,12 +19,9 @@ from common.setup import Parser, fail, say  # noqa: E402
 
 
 def load(path: str) -> tuple[dict, dict]:
-    """The settings of a file, and {(model, batch size, "no ddp" or "N ranks"): [p75, p95] in s}."""
+    """A result, and of it {(model, batch size, "no ddp" or "N ranks"): [p75, p95] in s}."""
     try:
         result = json.loads(Path(path).read_text())
-        settings = result.get("options", {}) | result
-        for name in ("started", "seconds", "options", "json", "benchmark_results"):
-            settings.pop(name, None)
         times = {}
         for benchmark in result["benchmark_results"]:
             for i, entry in enumerate(benchmark["result"]):
@@ -32,8 +29,8 @@ def load(path: str) -> tuple[dict, dict]:
                 key = (benchmark["model"], str(benchmark["batch_size"]), ranks)
                 times[key] = numpy.percentile(entry["measurements"], (75, 95))
     except Exception as error:  # no file, no JSON, or another one
-        fail(f"{path!r} is not a result of sweep.py ({type(error).__name__}: {error})")
-    return settings, times
+        fail(f"{path!r} is not a result of sweep.py ({error!r})")
+    return result, times
 
 
 def main():
@@ -41,11 +38,11 @@ def main():
     parser.add_argument("baseline", metavar="BASELINE", help="what sweep.py --json wrote")
     parser.add_argument("test", metavar="TEST", help="the same, later or elsewhere")
     args = parser.parse_args()
-    settings, baseline = load(args.baseline)
-    test_settings, test = load(args.test)
+    result, baseline = load(args.baseline)
+    test_result, test = load(args.test)
     rows = []
-    for name in settings | test_settings:
-        rows.append([name, str(settings.get(name, "-")), str(test_settings.get(name, "-"))])
+    for name in ("pytorch_version", "cuda_version", "distributed_backend", "bucket_size"):
+        rows.append([name, str(result[name]), str(test_result[name])])
     print_table(["", "baseline", "test"], rows)
 
     header = ["model", "batch size", "ranks"]

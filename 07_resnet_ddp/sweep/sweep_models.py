@@ -20,7 +20,7 @@ Write a class with these three methods into a file, and name both:
 Its batch_size and image_size are its own, 32 and 224 if it sets none; --batch-size and --image-size
 win over them.
 
-Source: `Benchmark` of PyTorch's benchmarks/distributed/ddp; its subclasses work here unchanged.
+Source: `Benchmark` of PyTorch's benchmarks/distributed/ddp.
 """
 
 import torch
@@ -45,8 +45,6 @@ class Benchmark:
 class TorchvisionBenchmark(Benchmark):
     """A classification model of torchvision, float [batch_size, 3, image_size, image_size]."""
 
-    name = "resnet50"
-
     def create_model(self) -> nn.Module:
         return torchvision.models.get_model(self.name).to(self.device)
 
@@ -58,30 +56,18 @@ class TorchvisionBenchmark(Benchmark):
         return torch.randint(1000, (self.batch_size,), device=self.device)
 
 
-def make(name: str, args, device: torch.device) -> Benchmark:
-    """The benchmark of this name: a model of torchvision, or FILE.py:CLASS if that gives one."""
-    create = load(name) if ".py:" in name else TorchvisionBenchmark
-    benchmark = create(device, args.backend, args.bucket_size_mb)
-    if create is TorchvisionBenchmark:
+def make(name: str, args, device: torch.device, backend: str) -> Benchmark:
+    """Returns the benchmark of a torchvision model, or what FILE.py:CLASS gives; or ends the run."""
+    try:
+        create = load(name) if ".py:" in name else TorchvisionBenchmark
+        benchmark = create(device, backend, args.bucket_size_mb)
         benchmark.name = name
-        if not args.full:
-            benchmark.batch_size, benchmark.image_size = 8, 64
+        if create is TorchvisionBenchmark:
+            torchvision.models.get_model_builder(name)  # is there one?
+            if not args.full:
+                benchmark.batch_size, benchmark.image_size = 8, 64
+    except Exception as error:  # whatever a file does
+        fail(f"argument --model: '{name}' is no model to measure ({error!r})")
     benchmark.batch_size = args.batch_size or benchmark.batch_size
     benchmark.image_size = args.image_size or benchmark.image_size
     return benchmark
-
-
-def check(args) -> None:
-    """End the run now if a model is not there, or cannot be trained on such images.
-
-    torchvision's are tried without memory, on torch's meta device.
-    """
-    for name in args.model:
-        try:
-            benchmark = make(name, args, torch.device("meta"))
-            if isinstance(benchmark, TorchvisionBenchmark):
-                with benchmark.device:
-                    benchmark.create_model()(*benchmark.generate_inputs())
-        except Exception as error:  # assertions, shapes that don't fit, whatever a file does, …
-            reason = (str(error) or type(error).__name__).splitlines()[0]
-            fail(f"argument --model: '{name}' cannot be trained: {reason}")
