@@ -10,8 +10,8 @@ w and its fixed cost o. Both take o and w from all-reduces that run alone, in th
     make 05_bucketed/bucket_sweep NETWORK=1gbit,1ms
     torchrun --standalone --nproc-per-node 2 05_bucketed/bucket_sweep/bucket_sweep.py
 
-The sizes of the course's experiment need a large model. Of one above 100 million parameters every
-wrapper is built, measured and freed before the next is built, and torch's DDP is left out:
+The sizes of the course's experiment need a large model. Of a model larger than `mini` every wrapper
+is built, measured and freed before the next one is built, and torch's DDP is left out:
 
     make 05_bucketed/bucket_sweep NETWORK=5gbit,1ms ARGS="--size medium --bucket-sizes-mb \\
         1,10,100,1000 --batch-size 1 --steps 2 --warmup 1"
@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 FOLDER = Path(__file__).resolve().parent
 sys.path[:0] = [str(FOLDER), str(FOLDER.parent / "predict"), str(FOLDER.parent.parent)]
 
-from predict import Network, compare, measure  # noqa: E402
+from predict import Network, compare, measure, medians  # noqa: E402
 
 from common import report, setup  # noqa: E402
 from common.setup import say  # noqa: E402
@@ -57,16 +57,9 @@ def best_number_of_buckets(size: float, network: Network) -> float:
 NO_LIMIT = "BucketedDDP, no limit"
 
 
-def is_large(size: setup.Size) -> bool:
-    """Whether one wrapper at a time is enough for the memory: from 100 million parameters on."""
-    with torch.device("meta"):
-        model = compare.LanguageModel(*size[:5])
-    return sum(parameter.numel() for parameter in model.parameters()) > 1e8
-
-
 def sweep(args, device: torch.device, result: dict) -> Network:
     """Measure every size, and add to the result what both models say; returns what calls cost."""
-    in_turn = not is_large(setup.SIZES[args.size])
+    in_turn = args.size in ("nano", "mini")  # others take too much memory
     ours = {NO_LIMIT: compare.strategies(None)["BucketedDDP"]}
     torchs = {}
     for mb in sorted(set(args.bucket_sizes_mb), reverse=True):
@@ -114,12 +107,9 @@ def print_rows(rows: list[dict]) -> None:
 
 def draw(result: dict, network: Network, path: Path) -> None:
     """Overhead over the number of buckets: measured, simulated, and the formula as a curve."""
-    from matplotlib.figure import Figure
-
     rows = [row for row in result["overheads"] if row["simulated"] is not None]
     buckets = [row["buckets"] for row in rows]
-    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
-    axes = figure.subplots()
+    figure, axes = medians.new_picture(8, 4.5)
     measured = [1000 * row["measured"] for row in rows]
     axes.plot(buckets, measured, "o-", color="#332288", linewidth=2.5, label="measured")
     simulated = [1000 * row["simulated"] for row in rows]
@@ -137,8 +127,7 @@ def draw(result: dict, network: Network, path: Path) -> None:
     axes.set_ylabel("overhead: step − no communication, ms")
     axes.set_ylim(0, 1.2 * max(measured))
     axes.legend(frameon=False)
-    figure.savefig(path, format="png")
-    say(f"written: {path}")
+    medians.save(figure, path)
 
 
 def main():

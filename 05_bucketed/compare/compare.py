@@ -117,31 +117,25 @@ def one_process(args, device: torch.device, described: dict, dilation: float):
     return lambda: {name: seconds * dilation for name, seconds in step().items()}
 
 
-def read_arguments(many: bool):
+def main():
+    many = int(os.environ.get("WORLD_SIZE", 2)) > 2
     parser = setup.Parser(__doc__)
     setup.add_training_arguments(parser, steps=3 if many else 6)
     setup.add_mine(parser)
-    between = "what is between the ranks, for the table and the picture (default: --network)"
-    parser.add_argument("--label", metavar="TEXT", help=between)
     setup.add_plot_arguments(parser, "compare.png")
+    parser.add_argument("--label", help="of the network in table and picture (default: --network)")
     parser.set_defaults(warmup=1 if many else 2)
     args = parser.parse_args()
     args.json = args.json or setup.result_file("compare.json")
-    return args
-
-
-def main():
-    many = int(os.environ.get("WORLD_SIZE", 2)) > 2
-    args = read_arguments(many)
     with setup.process_group(args.device, args.backend, args.timeout, args.network) as device:
         result = report.begin("05_bucketed/compare", args, device)
         described = result["model"] = report.describe(LanguageModel, args, replicas=3)
         model, _, step = shared_model(args, device, described)
-        wrappers = {"no communication": no_communication}
+        steps = {"no communication": partial(step, model)}
         for name, strategy in strategies(args.bucket_size_mb, controls=not many).items():
-            wrappers[name] = strategy.wrap
-        wrappers |= timing.torch_ddp(args)
-        steps = {name: partial(step, wrap(model)) for name, wrap in wrappers.items()}
+            steps[name] = partial(step, strategy.wrap(model))
+        for name, wrap in timing.torch_ddp(args).items():
+            steps[name] = partial(step, wrap(model))
         for name, wrap in setup.users_class(args).items():  # its hooks may act at any time
             steps[name] = make_step(wrap, args, device, described)
         steps["one process"] = one_process(args, device, described, result["dilation"])

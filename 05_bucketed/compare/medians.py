@@ -51,10 +51,10 @@ Run = dict[str, dict[str, float]]  # {candidate: {quantity: p50 in seconds}}
 def p50s(result: dict) -> Run:
     """Of each candidate the p50 of every quantity, over all steps of all ranks, not dilated."""
     run = {}
-    for candidate in result["candidates"]:
-        run[candidate["name"]] = times = {}
-        for key in [key for key in candidate if key.endswith("_seconds")]:
-            times[key] = report.percentiles(candidate[key])[0] / result["dilation"]
+    for each in result["candidates"]:
+        quantities = [key for key in each if key.endswith("_seconds")]
+        p50 = {key: report.percentiles(each[key])[0] / result["dilation"] for key in quantities}
+        run[each["name"]] = p50
     return run
 
 
@@ -89,20 +89,25 @@ def print_table(title: str, columns: dict[str, list[Run]], values, *arguments) -
     report.print_table([title, *columns], rows)
 
 
-def new_axes(width: float):
-    """A picture of this width in inches, and its axes."""
+def new_picture(width: float, height: float):
+    """A figure of this size in inches, and its axes."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, 4), dpi=200, layout="constrained")
+    figure = Figure(figsize=(width, height), dpi=200, layout="constrained")
     axes = figure.subplots()
     axes.spines[["top", "right"]].set_visible(False)
     return figure, axes
 
 
+def save(figure, path: Path) -> None:
+    figure.savefig(path, format="png")
+    setup.say(f"written: {path}")
+
+
 def draw(columns: dict[str, list[Run]], path: Path) -> None:
     """A bar for the first candidate, and per label one for each other: median steps ÷ it."""
     floor = next(iter(next(iter(columns.values()))[0]))
-    figure, axes = new_axes(max(7, 5 * len(columns)))
+    figure, axes = new_picture(max(7, 5 * len(columns)), 4)
     ticks = {0: floor}  # place: text
     axes.bar(0, 1, color="#56B4E9")
     for label, runs in columns.items():
@@ -114,10 +119,9 @@ def draw(columns: dict[str, list[Run]], path: Path) -> None:
     axes.set_xticks(list(ticks), [text.replace(" ", "\n") for text in ticks.values()], fontsize=8)
     axes.set_ylabel(f"step ÷ {floor}")
     axes.margins(x=0.01, y=0.15)
-    handles, texts = axes.get_legend_handles_labels()
-    figure.legend(handles[:3], texts[:3], loc="outside lower center", ncols=3, frameon=False)
-    figure.savefig(path, format="png")
-    setup.say(f"written: {path}")
+    legend = dict(zip(*axes.get_legend_handles_labels()[::-1], strict=True))  # one of each text
+    figure.legend(legend.values(), legend, loc="outside lower center", ncols=3, frameon=False)
+    save(figure, path)
 
 
 def draw_bars(axes, runs: list[Run], floor: str, names: list[str], places: list[float]) -> None:
@@ -136,7 +140,7 @@ def draw_bars(axes, runs: list[Run], floor: str, names: list[str], places: list[
 
 def draw_scaling(columns: dict[int, list[Run]], predicted: dict[int, list[Run]], path: Path):
     """Speed-ups over the number of ranks, a line per stage; thin: as predicted."""
-    figure, axes = new_axes(7)
+    figure, axes = new_picture(7, 4)
     axes.plot([1, *columns], [1, *columns], "--", color="#BBBBBB", label="ideal")
     axes.axhline(1, color="#CC79A7", linestyle="--", label="one process")
     for name, color in LINES.items():
@@ -150,8 +154,7 @@ def draw_scaling(columns: dict[int, list[Run]], predicted: dict[int, list[Run]],
     axes.set_ylabel("times as fast as one process")
     axes.set_ylim(bottom=0)
     axes.legend(frameon=False)
-    figure.savefig(path, format="png")
-    setup.say(f"written: {path}")
+    save(figure, path)
 
 
 def main() -> None:
@@ -160,36 +163,35 @@ def main() -> None:
     add("files", nargs="+", metavar="[LABEL=]FILE.json", help="written by --json")
     add("--plot", type=setup.output_file, metavar="FILE", help="bars of every label, PNG")
     add("--predicted", metavar="FILE", help="what predict.py has written")
-    add("--scaling", type=setup.output_file, metavar="FILE", help="speed-up over ranks, PNG")
+    add("--scaling", type=setup.output_file, metavar="FILE", help="speed-up; labels are ranks")
     args = parser.parse_args()
-    columns = {}  # by label
-    of_ranks = {}  # by number of ranks
+    columns = {}
     for argument in args.files:
         label, _, path = argument.rpartition("=")
         runs = columns.setdefault(label or path, [])
         try:
-            result = json.loads(Path(path).read_text())
-            runs.append(p50s(result))
+            runs.append(p50s(json.loads(Path(path).read_text())))
         except (OSError, ValueError, LookupError, TypeError) as error:
             setup.fail(f"{path}: is not a result of --json with candidates ({error!r})")
-        if list(runs[0]) != list(runs[-1]):
-            setup.fail(f"{path}: has other candidates than the first file of {label}")
-        of_ranks[result["world_size"]] = runs
     names = list(next(iter(columns.values()))[0])
-    predicted = json.loads(Path(args.predicted).read_text())["predicted"] if args.predicted else {}
-    predicted = {int(ranks): [run] for ranks, run in predicted.items()}
-    more = columns | {f"{ranks} ranks, predicted": runs for ranks, runs in predicted.items()}
-    for baseline in [names[0], *[name for name in names if name in OF_TORCH]]:
-        print_table(f"step ÷ {baseline}", more, ratios, baseline)
+    predicted = {}
+    if args.predicted:
+        of_ranks = json.loads(Path(args.predicted).read_text())["predicted"]
+        predicted = {int(ranks): [run] for ranks, run in of_ranks.items()}
+    more = columns | {f"{ranks} ranks, predicted": predicted[ranks] for ranks in predicted}
+    print_table(f"step ÷ {names[0]}", more, ratios, names[0])
+    setup.say()
+    for baseline in [name for name in names if name in OF_TORCH]:
+        print_table(f"step ÷ {baseline}", columns, ratios, baseline)
         setup.say()
     if "one process" in names:
         print_table("speed-up over one process", more, speed_ups)
         setup.say()
-    print_table("step, ms", more, milliseconds)
+    print_table("step, ms", columns, milliseconds)
     if args.plot:
         draw(columns, args.plot)
     if args.scaling:
-        draw_scaling(of_ranks, predicted, args.scaling)
+        draw_scaling({int(label): columns[label] for label in columns}, predicted, args.scaling)
 
 
 if __name__ == "__main__":

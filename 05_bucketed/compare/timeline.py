@@ -22,6 +22,7 @@ FOLDER = Path(__file__).resolve().parent
 sys.path[:0] = [str(FOLDER.parent.parent), str(FOLDER)]
 
 import compare  # noqa: E402
+import medians  # noqa: E402
 
 from common import report, setup, timing  # noqa: E402
 
@@ -42,85 +43,79 @@ COLORS = {
 }
 
 
-class Step(NamedTuple):
-    """One training step: all times in ms from its start."""
-
-    phases: list[tuple[str, float, float]]  # key of COLORS, start and end of each
-    all_reduces: list[tuple[int, float, float]]  # row, start, end
-    duration: float
+PLACES = [(0.0, 0.9), (0.85, 0.45), (1.3, 0.45)]  # of rows: their middle, and height
 
 
-def step_of(marks: dict[str, float], calls: list[tuple[float, float, float]]) -> Step:
+class Bar(NamedTuple):
+    """What takes time in a step, in ms from its start."""
+
+    name: str  # key of COLORS
+    start: float
+    end: float
+    row: int = 0  # 0: computes; 1 and 2: the network carries it
+    text: str = ""
+
+
+def bars_of(marks: dict[str, float], calls: list[tuple[float, float, float]]) -> list[Bar]:
     """A step by the marks of its stopwatch, and by when each call is launched, begins and arrives.
 
     All in seconds by one clock: time.perf_counter and time.monotonic are the same. What surrounds a
     single call in `sync` packs and unpacks.
     """
-    zero = marks["forward starts"]
 
-    def ms(moment: float) -> float:
-        return 1000 * (moment - zero)
+    def bar(name: str, start: float, end: float, *row_and_text) -> Bar:
+        zero = marks["forward starts"]
+        return Bar(name, 1000 * (start - zero), 1000 * (end - zero), *row_and_text)
 
-    phases = []
-    for name, mark in zip(COLORS, ["forward", "backward", "sync", "optimizer"], strict=False):
-        phases.append((name, ms(marks[f"{mark} starts"]), ms(marks[f"{mark} ends"])))
-    _, sync_starts, sync_ends = phases[2]
-    if len(calls) == 1 and ms(calls[0][0]) >= sync_starts:
-        phases.append(("pack, unpack", sync_starts, ms(calls[0][0])))
-        phases.append(("pack, unpack", ms(calls[0][2]), sync_ends))
-    all_reduces = []
-    busy_until = [zero, zero]  # of two rows
-    for _, begins, arrives in calls:
-        row = int(begins < busy_until[0])
-        busy_until[row] = arrives
-        all_reduces.append((row, ms(begins), ms(arrives)))
-    return Step(phases, all_reduces, ms(marks["optimizer ends"]))
+    bars = []
+    for name in ("forward", "backward", "optimizer"):
+        bars.append(bar(name, marks[f"{name} starts"], marks[f"{name} ends"]))
+    starts, ends = marks["sync starts"], marks["sync ends"]
+    bars.append(bar("exposed communication", starts, ends, 0, f"{1000 * (ends - starts):.0f} ms"))
+    if len(calls) == 1 and calls[0][0] >= starts:
+        launched, _, arrives = calls[0]
+        bars += [bar("pack, unpack", starts, launched), bar("pack, unpack", arrives, ends)]
+    first_row_is_free = 0.0
+    for number, (_, begins, arrives) in enumerate(calls, 1):
+        row = 2 if begins < first_row_is_free else 1
+        if row == 1:
+            first_row_is_free = arrives
+        bars.append(bar("all-reduce", begins, arrives, row, str(number)))
+    return bars
 
 
-def draw(steps: dict[str, Step], path: Path, end: float) -> None:
-    """The steps above each other, on one axis until `end`."""
-    from matplotlib.figure import Figure
+def duration(bars: list[Bar]) -> float:
+    return max(bar.end for bar in bars)
+
+
+def draw(steps: dict[str, list[Bar]], path: Path, end: float) -> None:
+    """The steps below each other, on one axis until `end`; texts where they fit."""
     from matplotlib.patches import Patch
 
-    figure = Figure(figsize=(8, 1 + 0.9 * len(steps)), dpi=200, layout="constrained")
-    axes = figure.subplots()
+    figure, axes = medians.new_picture(8, 1 + 0.9 * len(steps))
     ticks = {}  # height: text
-    for number, (label, step) in enumerate(steps.items()):
-        top = 2.6 * number
+    for number, (label, bars) in enumerate(steps.items()):
+        top = 2.7 * number
         ticks[top] = label
-        for name, start, stop in step.phases:
-            axes.barh(top, stop - start, 0.9, start, color=COLORS[name])
-        _, start, stop = step.phases[2]
-        if stop - start > 0.06 * end:
-            write(axes, (start + stop) / 2, top, f"{stop - start:.0f} ms")
-        axes.text(step.duration, top, f"  {step.duration:.0f} ms", va="center", fontsize=9)
-        if step.all_reduces:
-            ticks[top + 1.05] = f"all-reduces: {len(step.all_reduces)}"
-            draw_all_reduces(axes, step, top + 0.6, end)
+        center = {"ha": "center", "va": "center", "fontsize": 8}
+        for bar in bars:
+            middle, height = top + PLACES[bar.row][0], PLACES[bar.row][1]
+            edge = {"edgecolor": "white", "linewidth": 0.3 if bar.row else 0}
+            axes.barh(
+                middle, bar.end - bar.start, height, bar.start, color=COLORS[bar.name], **edge
+            )
+            if bar.end - bar.start > 0.014 * len(bar.text) * end:
+                axes.text((bar.start + bar.end) / 2, middle, bar.text, **center)
+        axes.text(duration(bars), top, f"  {duration(bars):.0f} ms", va="center", fontsize=9)
+        if calls := [bar for bar in bars if bar.row]:
+            ticks[top + 1.07] = f"all-reduces: {len(calls)}"
     axes.set_yticks(list(ticks), list(ticks.values()), fontsize=9)
     axes.invert_yaxis()
     axes.set_xlim(0, end)
     axes.set_xlabel("time of one training step on rank 0, ms")
-    axes.spines[["top", "right", "left"]].set_visible(False)
     handles = [Patch(color=color, label=name) for name, color in COLORS.items()]
     figure.legend(handles=handles, loc="outside upper center", ncols=3, fontsize=9, frameon=False)
-    figure.savefig(path, format="png")
-    setup.say(f"written: {path}")
-
-
-def write(axes, x: float, y: float, text: str) -> None:
-    axes.text(x, y, text, ha="center", va="center", fontsize=8)
-
-
-def draw_all_reduces(axes, step: Step, top: float, end: float) -> None:
-    """One row or two below `top`; numbers, where they fit."""
-    height = 0.9 / (1 + max(row for row, _, _ in step.all_reduces))
-    edge = {"color": COLORS["all-reduce"], "edgecolor": "white", "linewidth": 0.3}
-    for number, (row, start, stop) in enumerate(step.all_reduces, 1):
-        middle = top + (row + 0.5) * height
-        axes.barh(middle, stop - start, height, start, **edge)
-        if stop - start > 0.02 * end:
-            write(axes, (start + stop) / 2, middle, str(number))
+    medians.save(figure, path)
 
 
 def main() -> None:
@@ -134,10 +129,10 @@ def main() -> None:
         model, watch, train = compare.shared_model(args, device, described)
         wire = setup.wire()
 
-        def step(wrapped) -> dict[str, Step]:
+        def step(wrapped) -> dict[str, list[Bar]]:
             wire.spans.clear()
             train(wrapped)
-            return {"step": step_of(watch.marks, [span[-3:] for span in wire.spans])}
+            return {"bars": bars_of(watch.marks, [span[-3:] for span in wire.spans])}
 
         candidates = {name: partial(step, wrap(model)) for name, wrap in STAGES.items()}
         samples = timing.measure(candidates, args.steps, args.warmup, wire)
@@ -145,10 +140,10 @@ def main() -> None:
         return
     steps = {}
     for name in STAGES:
-        of_rank_0 = sorted(samples[name]["step"][0], key=lambda step: step.duration)
-        steps[name] = step = of_rank_0[args.steps // 2]
-        setup.say(f"{name}: {len(step.all_reduces)} all-reduces in {step.duration:.0f} ms")
-    end = 1.08 * max(step.duration for step in steps.values())
+        steps[name] = sorted(samples[name]["bars"][0], key=duration)[args.steps // 2]
+        calls = sum(bar.row > 0 for bar in steps[name])
+        setup.say(f"{name}: {calls} all-reduces in {duration(steps[name]):.0f} ms")
+    end = 1.08 * max(map(duration, steps.values()))
     draw(steps, args.plot, end)
     for name in list(STAGES)[1:]:
         two = {each: steps[each] for each in ("no communication", name)}

@@ -29,6 +29,7 @@ FOLDER = Path(__file__).resolve().parent
 sys.path[:0] = [str(FOLDER.parent / "compare"), str(FOLDER.parent.parent)]
 
 import compare  # noqa: E402
+import medians  # noqa: E402
 from bucketed import fill_buckets  # noqa: E402
 from compare import Strategy  # noqa: E402
 
@@ -184,10 +185,7 @@ def print_predicted(result: dict) -> None:
 
 def draw(alone: Alone, path: Path) -> None:
     """The time from each gradient's arrival until backward ends; the last layer's at the top."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 2.8), dpi=200, layout="constrained")
-    axes = figure.subplots()
+    figure, axes = medians.new_picture(7, 2.8)
     forward, backward = 1000 * alone.forward_ends, 1000 * alone.backward_ends
     axes.barh(-6, forward, 8, color="#56B4E9")
     axes.barh(-6, backward - forward, 8, forward, color="#0072B2")
@@ -197,18 +195,16 @@ def draw(alone: Alone, path: Path) -> None:
     axes.set_yticks([-6, rows[0] + 2, rows[-1]], ["forward, backward", "last layer", "first layer"])
     axes.invert_yaxis()
     axes.set_xlabel("ms; orange: this gradient is there, and can travel while backward goes on")
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, format="png")
+    medians.save(figure, path)
 
 
-def write_page(alone: Alone, call_seconds: float, tokens: int, path: Path) -> None:
+def write_page(alone: Alone, tokens: int, path: Path) -> None:
     """The page step.html with these gradients instead of those that stand in it."""
-    data = {"tokens": tokens, "call": call_seconds, "forward": alone.forward_ends}
-    data |= {"backward": alone.backward_ends, "optimizer": alone.optimizer}
     sizes = [parameter.nbytes for parameter in alone.gradients]
-    data["gradients"] = list(zip(sizes, [round(t, 6) for t in alone.ready], strict=True))
+    data = alone._asdict() | {"tokens": tokens}
+    data["gradients"] = list(zip(sizes, data.pop("ready"), strict=True))
     page = (FOLDER / "step.html").read_text(encoding="utf-8")
-    page = re.sub(r"const DATA = .*", f"const DATA = {json.dumps(data)};", page, count=1)
+    page = re.sub("const DATA = .*", f"const DATA = {json.dumps(data)};", page, count=1)
     path.write_text(page, encoding="utf-8")
 
 
@@ -223,18 +219,13 @@ def main():
         of_stages = compare.strategies(args.bucket_size_mb)
         wrappers = {name: strategy.wrap for name, strategy in of_stages.items()}
         alone, network = measure(args, device, wrappers, result)
-        world_size = result["world_size"]
-        result["predicted"] = predict(alone, network, world_size, args.bucket_size_mb)
+        result["predicted"] = predict(alone, network, result["world_size"], args.bucket_size_mb)
         print_predicted(result)
         report.write_json(args.json, result)
-        if args.json and setup.is_rank_0():
-            draw(alone, args.json.with_name("gradients.png"))
-            delays, wire = 0.0, setup.wire()
-            if wire:
-                delays = wire.cost("allreduce", 0, world_size)[1] / wire.dilation
-            call = max(0.0, network.call_seconds - delays)
-            tokens = result["model"]["batch_size"] * result["model"]["context_length"]
-            write_page(alone, call, tokens, args.json.with_name("step.html"))
+    if args.json and setup.is_rank_0():
+        draw(alone, args.json.with_name("gradients.png"))
+        tokens = result["model"]["batch_size"] * result["model"]["context_length"]
+        write_page(alone, tokens, args.json.with_name("step.html"))
 
 
 if __name__ == "__main__":
