@@ -51,8 +51,7 @@ def tables(output: str) -> dict[str, dict[str, list[str]]]:
     """{title: {candidate: cells}}"""
     found = {}
     for block in output.split("\n\n"):
-        lines = [line.split("  ") for line in block.strip().splitlines()]
-        (title, *_), *rows = [[cell.strip() for cell in line if cell] for line in lines]
+        (title, *_), *rows = [re.split("  +", line) for line in block.strip().splitlines()]
         found[title] = {row[0]: row[1:] for row in rows}
     return found
 
@@ -139,38 +138,32 @@ def test_all_stages_with_a_class_of_the_users_own(forked, tmp_path):
     assert status == 0, output
     candidates = read_json(raw, "05_bucketed/compare")["candidates"]
     counts = {one["name"]: one["collectives_per_step"] for one in candidates}
-    assert counts == {
-        "no communication": 0,
-        "NaiveDDP": 99,
-        "OverlapDDP, after backward": 99,
-        "OverlapDDP": 99,
-        "FlatDDP": 1,
-        "BucketedDDP, after backward": 7,
-        "BucketedDDP": 7,
-        "torch DDP": 6,
-        "Mine (mine)": 7,
-        "one process": 0,
-    }
+    names = [
+        "no communication",
+        *compare.strategies(5.0),
+        "torch DDP",
+        "Mine (mine)",
+        "one process",
+    ]
+    assert list(counts) == names and list(counts.values()) == [0, 99, 99, 99, 1, 7, 7, 6, 7, 0]
     assert [len(one["step_seconds"]) for one in candidates] == 9 * [2] + [1]
     ratios = tables(output)["step ÷ no communication"]
-    assert ratios["no communication"] == ["1.00"] and ratios.keys() == counts.keys()
+    assert ratios["no communication"] == ["1.00"] and ratios.keys() >= counts.keys()
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_eight_ranks_share_the_cores(forked, tmp_path):
-    """Time is stretched, but not that of one process; ours and torch's rows without controls."""
+@pytest.mark.full
+def test_many_ranks_share_the_cores(forked, tmp_path):
+    """No controls, fewer steps; a call of four ranks takes twelve delays, after stretching."""
     words = ["--size", "nano", "--network", "1gbit,1ms", "--device", "cpu", "--no-plot"]
     status, output = forked(
         4, FOLDER / "compare.py", *words, "--json", tmp_path / "x", cwd=tmp_path
     )
     assert status == 0, output
     found = read_json(tmp_path / "x", "05_bucketed/compare")
-    assert found["dilation"] == max(1, 4 / setup.cores()) and found["options"]["steps"] == 3
-    names = [one["name"] for one in found["candidates"]]
-    stages = ["NaiveDDP", "OverlapDDP", "FlatDDP", "BucketedDDP"]
-    assert names == ["no communication", *stages, "torch DDP", "one process"]
-    naive = medians.p50s(found)["NaiveDDP"]["step_seconds"]  # 15 calls of 12 delays each
-    assert 0.18 < naive < 0.5
+    assert found["dilation"] == max(1, 4 / setup.cores())
+    assert [len(one["step_seconds"][0]) for one in found["candidates"]] == 7 * [3]
+    assert 0.18 < medians.p50s(found)["NaiveDDP"]["step_seconds"] < 0.5
 
 
 STEP = {"forward": 8.25, "backward": 8.5, "sync": 9.0, "optimizer": 9.5}  # when they end
@@ -206,6 +199,5 @@ def test_timeline_of_every_stage_in_one_run(forked, tmp_path):
     found = re.findall(r"^(.*): (\d+) all-reduces in \d+ ms", output, re.MULTILINE)
     expected = {"02_naive_ddp": 15, "03_flat_ddp": 1, "04_overlap_ddp": 15, "05_bucketed": 1}
     assert {name: int(count) for name, count in found} == {"no communication": 0, **expected}
-    pictures = list(tmp_path.glob("*.png"))
-    assert len(pictures) == 5
-    assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
+    pictures = [picture.read_bytes() for picture in tmp_path.glob("*.png")]
+    assert len(pictures) == 5 and all(each.startswith(b"\x89PNG") for each in pictures)
