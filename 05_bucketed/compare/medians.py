@@ -105,37 +105,36 @@ def save(figure, path: Path) -> None:
 
 
 def draw(columns: dict[str, list[Run]], path: Path) -> None:
-    """A bar for the first candidate, and per label one for each other: median steps ÷ it."""
+    """A bar for the first candidate, and per label one for each other: median steps ÷ it.
+
+    Yellow is communication that nothing hides.
+    """
     floor = next(iter(next(iter(columns.values()))[0]))
     figure, axes = new_picture(max(7, 5 * len(columns)), 4)
     ticks = {0: floor}  # place: text
-    axes.bar(0, 1, color="#56B4E9")
+    axes.bar(0, 1, color="#56B4E9", label="everything else")
     for label, runs in columns.items():
-        names = [name for name in runs[0] if name not in (floor, "one process")]
-        places = [max(ticks) + 1.5 + number for number in range(len(names))]
-        ticks |= {place: SHORT.get(name, name) for place, name in zip(places, names, strict=True)}
-        draw_bars(axes, runs, floor, names, places)
-        axes.text(median(places), 1, label, ha="center", transform=axes.get_xaxis_transform())
+        first = place = max(ticks) + 1.5
+        for name in [name for name in runs[0] if name not in (floor, "one process")]:
+            step = median(ratios(runs, name, floor))
+            wait = median(ratios(runs, name, floor, "exposed_comm_seconds"))
+            axes.bar(place, step - wait, color="#56B4E9")
+            axes.bar(
+                place, wait, bottom=step - wait, color="#F0E442", label="exposed communication"
+            )
+            axes.text(place, step, f"{step:.2f}", ha="center", va="bottom", fontsize=9)
+            ticks[place] = SHORT.get(name, name)
+            place += 1
+        axes.text((first + place) / 2, 1, label, transform=axes.get_xaxis_transform(), ha="center")
+        if alone := ratios(runs, "one process", floor):
+            line = {"color": "#CC79A7", "linestyle": "--", "label": "one process"}
+            axes.hlines(median(alone), first - 0.5, place - 0.5, **line)
     axes.set_xticks(list(ticks), [text.replace(" ", "\n") for text in ticks.values()], fontsize=8)
     axes.set_ylabel(f"step ÷ {floor}")
     axes.margins(x=0.01, y=0.15)
     legend = dict(zip(*axes.get_legend_handles_labels()[::-1], strict=True))  # one of each text
     figure.legend(legend.values(), legend, loc="outside lower center", ncols=3, frameon=False)
     save(figure, path)
-
-
-def draw_bars(axes, runs: list[Run], floor: str, names: list[str], places: list[float]) -> None:
-    """A bar per candidate, with its number; yellow is communication that nothing hides."""
-    steps = [median(ratios(runs, name, floor)) for name in names]
-    waits = [median(ratios(runs, name, floor, "exposed_comm_seconds")) for name in names]
-    computes = [step - wait for step, wait in zip(steps, waits, strict=True)]
-    axes.bar(places, computes, color="#56B4E9", label="everything else")
-    exposed = {"color": "#F0E442", "label": "exposed communication"}  # timeline.py's colour of it
-    bars = axes.bar(places, waits, bottom=computes, **exposed)
-    axes.bar_label(bars, [f"{step:.2f}" for step in steps], padding=3, fontsize=9)
-    if alone := ratios(runs, "one process", floor):
-        line = {"color": "#CC79A7", "linestyle": "--", "label": "one process with the whole batch"}
-        axes.hlines(median(alone), places[0] - 0.5, places[-1] + 0.5, **line)
 
 
 def draw_scaling(columns: dict[int, list[Run]], predicted: dict[int, list[Run]], path: Path):
