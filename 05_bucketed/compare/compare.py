@@ -11,8 +11,6 @@ all of them launched after backward. What 04 and 05 gain over these is what over
     make compare NETWORK=1gbit,1ms NPROC=8             (eight machines, played by those you have)
     make compare MINE=my_ddp.py:MyDDP                              (and a class of your own)
     torchrun --standalone --nproc-per-node 2 05_bucketed/compare/compare.py
-
-medians.py puts the results of several runs beside each other.
 """
 
 import os
@@ -43,7 +41,7 @@ class OverlapAfterBackward(OverlapDDP):
     """The calls of 04, all launched when backward is over."""
 
     def _launch_ready(self):
-        if not self.in_step:  # the finish launches what is left, and that is everything
+        if not self.in_step:  # but in the finish
             super()._launch_ready()
 
 

@@ -2,9 +2,8 @@
 
     python 05_bucketed/compare/medians.py results/before.json results/after.json
 
-It reads what 02 to 06, fsdp, compare and bucket_sweep write. Every file gets a column. Files with
-the same label are runs of the same thing and share a column, with the median of the runs, the
-lowest and the highest:
+It reads what 02 to 06, fsdp, compare and bucket_sweep write. A file has a column of its own. Files
+with the same label share one, with the median of the runs, the lowest and the highest:
 
     python 05_bucketed/compare/medians.py loopback=results/loopback_{1..5}.json \\
         "1 Gbit/s, 1 ms"=results/slow_{1..3}.json --plot results/networks.png

@@ -4,11 +4,10 @@
     make timeline NETWORK=100mbit,5ms
     torchrun --standalone --nproc-per-node 2 05_bucketed/compare/timeline.py
 
-`no communication` and stages 02 to 05 train in turn in one process group, because the machine's
-speed changes from second to second. Of nine steps of each the one of median length is drawn, and so
-its times differ from those of the tables: what computes above, what the network carries below, in
-two rows, because gloo sends two messages at a time. Beside the picture lies one of each stage
-alone, on the same axis.
+`no communication` and stages 02 to 05 train in turn in one process group. Of nine steps of each the
+one of median length is drawn: what computes above, what the network carries below, in two rows,
+because gloo sends two messages at a time. Beside the picture lies one of each stage alone, on the
+same axis.
 
 On other networks, and on GPUs, --trace of a stage shows its steps in torch.profiler's own form.
 """
@@ -99,12 +98,11 @@ def draw(steps: dict[str, list[Bar]], path: Path, end: float) -> None:
         ticks[top] = label
         center = {"ha": "center", "va": "center", "fontsize": 8}
         for bar in bars:
-            middle, height = top + PLACES[bar.row][0], PLACES[bar.row][1]
-            edge = {"edgecolor": "white", "linewidth": 0.3 if bar.row else 0}
-            axes.barh(
-                middle, bar.end - bar.start, height, bar.start, color=COLORS[bar.name], **edge
-            )
-            if bar.end - bar.start > 0.014 * len(bar.text) * end:
+            shift, height = PLACES[bar.row]
+            width, middle = bar.end - bar.start, top + shift
+            look = {"color": COLORS[bar.name], "edgecolor": "white", "linewidth": 0.3}
+            axes.barh(middle, width, height, bar.start, **look)
+            if width > 0.014 * len(bar.text) * end:
                 axes.text((bar.start + bar.end) / 2, middle, bar.text, **center)
         axes.text(duration(bars), top, f"  {duration(bars):.0f} ms", va="center", fontsize=9)
         if calls := [bar for bar in bars if bar.row]:
@@ -140,9 +138,9 @@ def main() -> None:
         return
     steps = {}
     for name in STAGES:
-        steps[name] = sorted(samples[name]["bars"][0], key=duration)[args.steps // 2]
-        calls = sum(bar.row > 0 for bar in steps[name])
-        setup.say(f"{name}: {calls} all-reduces in {duration(steps[name]):.0f} ms")
+        steps[name] = bars = sorted(samples[name]["bars"][0], key=duration)[args.steps // 2]
+        calls = sum(bar.row > 0 for bar in bars)
+        setup.say(f"{name}: {calls} all-reduces in {duration(bars):.0f} ms")
     end = 1.08 * max(map(duration, steps.values()))
     draw(steps, args.plot, end)
     for name in list(STAGES)[1:]:

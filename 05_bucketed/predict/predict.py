@@ -192,7 +192,7 @@ def draw(alone: Alone, path: Path) -> None:
     rows = range(len(alone.ready))
     ready = [1000 * moment for moment in alone.ready]
     axes.barh(rows, [backward - moment for moment in ready], 1, ready, color="#D55E00")
-    axes.set_yticks([-6, rows[0] + 2, rows[-1]], ["forward, backward", "last layer", "first layer"])
+    axes.set_yticks([-6, 0, rows[-1]], ["forward, backward", "last layer", "first layer"])
     axes.invert_yaxis()
     axes.set_xlabel("ms; orange: this gradient is there, and can travel while backward goes on")
     medians.save(figure, path)
@@ -216,8 +216,8 @@ def main():
     args.json = args.json or setup.result_file("predict.json")
     with setup.process_group(args.device, args.backend, args.timeout, args.network) as device:
         result = report.begin("05_bucketed/predict", args, device)
-        of_stages = compare.strategies(args.bucket_size_mb)
-        wrappers = {name: strategy.wrap for name, strategy in of_stages.items()}
+        stages = compare.strategies(args.bucket_size_mb).items()
+        wrappers = {name: strategy.wrap for name, strategy in stages}
         alone, network = measure(args, device, wrappers, result)
         result["predicted"] = predict(alone, network, result["world_size"], args.bucket_size_mb)
         print_predicted(result)
