@@ -125,7 +125,7 @@ def draw(result: dict, network: Network, path: Path) -> None:
     axes.minorticks_off()
     axes.set_xlabel("largest bucket, and all-reduces in a step")
     axes.set_ylabel("overhead: step − no communication, ms")
-    axes.set_ylim(0, 1.2 * max(measured))
+    axes.set_ylim(bottom=0)
     axes.legend(frameon=False)
     medians.save(figure, path)
 

@@ -19,14 +19,12 @@ FOLDER = Path(__file__).resolve().parent
 ALL_REDUCE = dist.all_reduce
 
 
-def result(own=0.8, torch_ddp=1.0, alone=1.0, name="BucketedDDP", dilation=1.0):
-    """What --json writes, in part: two ranks, two steps each."""
+def result(dilation=1.0, **times):
+    """What --json writes, in part: two ranks, two steps each of candidates that take so long."""
     candidates = []
-    times = {"no communication": 0.5, name: own, "torch DDP": torch_ddp, "one process": alone}
-    for each, step in times.items():
-        exposed = [[0.2, 0.3], [0.1, 0.2]]
-        both = {"step_seconds": [[step] * 2] * 2, "exposed_comm_seconds": exposed}
-        candidates.append({"name": each, **both})
+    for name, step in ({"no communication": 0.5} | times).items():
+        exposed = {"exposed_comm_seconds": [[0.2, 0.3], [0.1, 0.2]]}
+        candidates.append({"name": name, "step_seconds": [[step] * 2] * 2} | exposed)
     return {"dilation": dilation, "candidates": candidates}
 
 
@@ -58,30 +56,25 @@ def tables(output: str) -> dict[str, dict[str, list[str]]]:
 
 def test_several_runs_are_a_median_with_its_range_and_networks_are_columns(medians_of, tmp_path):
     """Ratios are those within a run: the median of 0.8, 0.6 and 0.9 ÷ 1.0, 0.5 and 1.0 is 0.9."""
-    loopback = [("loopback=", result(*times)) for times in ((0.8, 1.0), (0.6, 0.5), (0.9, 1.0))]
-    other = result(1.5, name="NaiveDDP")
-    found = medians_of([*loopback, ("slow=", other)], "--plot", tmp_path / "x.png")
+    times = [(0.8, 1.0), (0.6, 0.5), (0.9, 1.0)]
+    runs = [("loopback=", result(FlatDDP=own, **{"torch DDP": other})) for own, other in times]
+    runs.append(("slow=", result(NaiveDDP=1.5)))
+    found = medians_of(runs, "--plot", tmp_path / "x.png")
     assert found["step ÷ no communication"] == {
         "no communication": ["1.00 (1.00 to 1.00)", "1.00"],
-        "BucketedDDP": ["1.60 (1.20 to 1.80)", "-"],
-        "torch DDP": ["2.00 (1.00 to 2.00)", "2.00"],
-        "one process": ["2.00 (2.00 to 2.00)", "2.00"],
+        "FlatDDP": ["1.60 (1.20 to 1.80)", "-"],
+        "torch DDP": ["2.00 (1.00 to 2.00)", "-"],
         "NaiveDDP": ["-", "3.00"],
     }
-    assert found["step ÷ torch DDP"]["BucketedDDP"] == ["0.90 (0.80 to 1.20)", "-"]
+    assert found["step ÷ torch DDP"]["FlatDDP"] == ["0.90 (0.80 to 1.20)", "-"]
     assert found["step, ms"]["NaiveDDP"] == ["-", "1500.00"]
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_speed_ups_over_one_process_beside_those_that_were_predicted(medians_of, tmp_path):
     """Milliseconds are those of machines that share no cores."""
-    measured = {
-        name: result(dilation=2.0)["candidates"][1] | {"name": name} for name in medians.LINES
-    }
-    runs = result(alone=2.0, dilation=2.0)
-    runs["candidates"] = [*runs["candidates"][::3], *measured.values()]
-    seconds = {"one process": 3.0, "NaiveDDP": 4.0}
-    steps = {name: {"step_seconds": value} for name, value in seconds.items()}
+    runs = result(2.0, **{"one process": 2.0, **dict.fromkeys(medians.LINES, 0.8)})
+    steps = {"one process": {"step_seconds": 3.0}, "NaiveDDP": {"step_seconds": 4.0}}
     (tmp_path / "predicted").write_text(json.dumps({"predicted": {"4": steps}}))
     files = ["--predicted", tmp_path / "predicted", "--scaling", tmp_path / "x.png"]
     found = medians_of([("4=", runs)], *files)
@@ -138,17 +131,11 @@ def test_all_stages_with_a_class_of_the_users_own(forked, tmp_path):
     assert status == 0, output
     candidates = read_json(raw, "05_bucketed/compare")["candidates"]
     counts = {one["name"]: one["collectives_per_step"] for one in candidates}
-    names = [
-        "no communication",
-        *compare.strategies(5.0),
-        "torch DDP",
-        "Mine (mine)",
-        "one process",
-    ]
-    assert list(counts) == names and list(counts.values()) == [0, 99, 99, 99, 1, 7, 7, 6, 7, 0]
+    others = ["torch DDP", "Mine (mine)", "one process"]
+    assert list(counts) == ["no communication", *compare.strategies(5.0), *others]
+    assert list(counts.values()) == [0, 99, 99, 99, 1, 7, 7, 6, 7, 0]
     assert [len(one["step_seconds"]) for one in candidates] == 9 * [2] + [1]
-    ratios = tables(output)["step ÷ no communication"]
-    assert ratios["no communication"] == ["1.00"] and ratios.keys() >= counts.keys()
+    assert tables(output)["step ÷ no communication"]["no communication"] == ["1.00"]
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -156,9 +143,7 @@ def test_all_stages_with_a_class_of_the_users_own(forked, tmp_path):
 def test_many_ranks_share_the_cores(forked, tmp_path):
     """No controls, fewer steps; a call of four ranks takes twelve delays, after stretching."""
     words = ["--size", "nano", "--network", "1gbit,1ms", "--device", "cpu", "--no-plot"]
-    status, output = forked(
-        4, FOLDER / "compare.py", *words, "--json", tmp_path / "x", cwd=tmp_path
-    )
+    status, output = forked(4, FOLDER / "compare.py", *words, "--json", tmp_path / "x")
     assert status == 0, output
     found = read_json(tmp_path / "x", "05_bucketed/compare")
     assert found["dilation"] == max(1, 4 / setup.cores())
@@ -166,28 +151,23 @@ def test_many_ranks_share_the_cores(forked, tmp_path):
     assert 0.18 < medians.p50s(found)["NaiveDDP"]["step_seconds"] < 0.5
 
 
-STEP = {"forward": 8.25, "backward": 8.5, "sync": 9.0, "optimizer": 9.5}  # when they end
+CASES = [([0.625], 2, [1]), ([0.625, 0.75], 0, [1, 2]), ([0.25, 0.375, 0.45], 0, [1, 2, 1])]
 
 
-@pytest.mark.parametrize(
-    "launched, packs, rows",
-    [([8.625], 2, [1]), ([8.625, 8.75], 0, [1, 2]), ([8.25, 8.375, 8.45], 0, [1, 2, 1])],
-)
+@pytest.mark.parametrize("launched, packs, rows", CASES)
 def test_a_step_of_the_timeline(launched, packs, rows):
     """What surrounds a single call in sync packs. Calls that overlap take two rows."""
-    marks = {}
-    start = 8.0
-    for name, end in STEP.items():
-        marks |= {f"{name} starts": start, f"{name} ends": end}
-        start = end
-    calls = [(moment, moment + 0.0625, moment + 0.25) for moment in launched]
+    marks = {"forward starts": 8.0, "backward starts": 8.25, "sync starts": 8.5}
+    marks |= {"optimizer starts": 9.0, "optimizer ends": 9.5, "sync ends": 9.0}
+    marks |= {"forward ends": 8.25, "backward ends": 8.5}
+    calls = [(8 + moment, 8.0625 + moment, 8.25 + moment) for moment in launched]
     bars = timeline.bars_of(marks, calls)
     assert timeline.duration(bars) == 1500
     assert ("exposed communication", 500, 1000, 0, "500 ms") in bars
     packing = [bar[1:3] for bar in bars if bar.name == "pack, unpack"]
     assert packing == [(500, 625), (875, 1000)][:packs]
     carried = [bar for bar in bars if bar.name == "all-reduce"]
-    first = 1000 * (launched[0] - 8)
+    first = 1000 * launched[0]
     assert carried[0][1:3] == (first + 62.5, first + 250)
     assert [bar.row for bar in carried] == rows
 
