@@ -29,7 +29,7 @@ def test_best_number_of_buckets_is_the_minimum_of_the_overhead(size, network):
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def test_run(forked, tmp_path, device):
-    """What it says of every size is what it has measured; medians.py reads the JSON."""
+    """What it says of every size is what it has measured."""
     files = ["--json", tmp_path / "json", "--plot", tmp_path / "png", "--trace", tmp_path / "trace"]
     words = [*testing.QUICK, "--device", device, "--bucket-sizes-mb", "5,0.25", *files]
     status, output = forked(2, SCRIPT, *words, cwd=tmp_path)
@@ -48,10 +48,6 @@ def test_run(forked, tmp_path, device):
         said = ["-" if seconds is None else f"{1000 * seconds:.1f}" for seconds in cells]
         assert rows[row["name"]] == [*said, f"{p50s[1] / p50:.2f}"]
     assert [row["buckets"] for row in result["overheads"]][:4] == [0, 1, 1, 4]
-
-    medians = FOLDER.parent / "compare" / "medians.py"
-    status, output = forked(None, medians, tmp_path / "json")
-    assert status == 0 and "BucketedDDP, 5 MB" in output, output
 
 
 def measure_two(in_turn: bool) -> tuple[list, list]:

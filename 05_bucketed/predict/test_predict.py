@@ -51,10 +51,8 @@ def test_calls_after_backward():
 
 @pytest.mark.parametrize("ranks, call, bandwidth", [(2, 0.5, 16.0), (4, 1.5, 16 / 1.5)])
 def test_a_ring_of_other_ranks(ranks, call, bandwidth):
-    """2(n-1) steps instead of 2, 2(n-1)/n of the bytes instead of all; and back again."""
-    there = predict.ring(NETWORK, 2, ranks)
-    assert there == pytest.approx((call, bandwidth, 2))
-    assert predict.ring(there, ranks, 2) == pytest.approx(NETWORK)
+    """2(n-1) steps instead of 2, 2(n-1)/n of the bytes instead of all."""
+    assert predict.ring(NETWORK, 2, ranks) == pytest.approx((call, bandwidth, 2))
 
 
 def gradients(*sizes_mb: int) -> list[torch.nn.Parameter]:
