@@ -14,8 +14,7 @@ from predict import Network, measure
 
 from tools import testing
 
-FOLDER = Path(__file__).resolve().parent
-SCRIPT = FOLDER / "bucket_sweep.py"
+SCRIPT = Path(__file__).with_name("bucket_sweep.py")
 
 
 @pytest.mark.parametrize("size, network", [(1e8, Network(5e-4, 1e9)), (1e6, Network(1e-3, 1e9))])

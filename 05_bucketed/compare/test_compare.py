@@ -69,7 +69,6 @@ def test_several_runs_are_a_median_with_its_range_and_networks_are_columns(media
 
 
 def test_speed_ups_over_one_process_beside_those_that_were_predicted(medians_of, tmp_path):
-    """Milliseconds are those of machines that share no cores."""
     runs = result(2.0, **{"one process": 2.0, **dict.fromkeys(medians.LINES, 0.8)})
     steps = {"one process": {"step_seconds": 3.0}, "NaiveDDP": {"step_seconds": 4.0}}
     (tmp_path / "predicted").write_text(json.dumps({"predicted": {"4": steps}}))
@@ -117,7 +116,6 @@ def test_a_control_makes_the_same_calls_after_backward(ranks, stage, count):
 
 
 def test_all_stages_with_a_class_of_the_users_own(forked, tmp_path):
-    """Buckets of 5 MB for all that have some."""
     (tmp_path / "mine.py").write_text("class Mine(__import__('bucketed').BucketedDDP): pass\n")
     words = [*SHORT, "--device", "cpu", "--network", "1gbit,0", "--mine", "mine.py:Mine"]
     words += ["--json", tmp_path / "x", "--plot", tmp_path / "png"]
