@@ -15,8 +15,8 @@ import torch.distributed as dist
 from allreduce import IN_FLIGHT, PIECE_BYTES, RINGS
 from alpha_beta import fit
 
-from tools import harness
-from tools.harness import ROOT, read_json, wait_for_line
+from tools import testing
+from tools.testing import ROOT, read_json, wait_for_line
 
 SCRIPT = Path(__file__).with_name("allreduce.py")
 SMALL = ["--sizes-mb", "0.5,32", "--nproc", "2", "--steps", "3", "--warmup", "1"]
@@ -170,14 +170,14 @@ def test_bad_input_is_one_line(refusal, words):
 
 
 def test_file_alone(tmp_path):
-    harness.check_script_alone(SCRIPT, tmp_path)
+    testing.check_script_alone(SCRIPT, tmp_path)
 
 
 # What ends it early: the run would take a minute, and is hit when the first sizes are measured.
 LONG = [SCRIPT, "--sizes-mb", "0.5,1,400", "--nproc", "2"]
 
 
-@harness.needs_proc
+@testing.needs_proc
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.full)]
 )

@@ -7,8 +7,8 @@ import torch
 from bucketed import BucketedDDP
 from torch import nn
 
+from tools import testing
 from tools.check import checks_of_wrappers
-from tools import harness
 
 
 def with_buckets(bucket_size_mb, module):
@@ -23,7 +23,7 @@ def test_bucket_sizes(ranks, bucket_size_mb):
         checks_of_wrappers.keeps_one_order_on_any_branch,
         checks_of_wrappers.averages_what_one_rank_uses,
     ]
-    assert not harness.failed(harness.judged(ranks, wrapper, checks, 3))
+    assert not testing.failed(testing.judged(ranks, wrapper, checks, 3))
 
 
 def buckets_of_layers(bucket_size_mb):

@@ -15,10 +15,10 @@ from torch import nn
 from zero1 import ZeRO1
 
 from common.timing import CollectiveCounter
-from tools import harness
+from tools import testing
 from tools.check import checks_of_optimizers
-from tools.harness import failed, judged, masked
 from tools.record import output_of
+from tools.testing import failed, judged, masked
 
 SCRIPT = Path(__file__).with_name("sharded_optimizer.py")
 ADAM = torch.optim.Adam
@@ -356,7 +356,7 @@ QUICK = "--size nano --device cpu --batch-size 1 --context-length 8 --steps 1 --
 
 def test_script(forked, tmp_path):
     """Whole, on a small MNIST: it prints the recorded lines, and writes files."""
-    harness.write_mnist(tmp_path / "data", 700, 10)  # the last batch is not full
+    testing.write_mnist(tmp_path / "data", 700, 10)  # the last batch is not full
     words = ["--data", tmp_path / "data"]
     for name in ("json", "trace"):
         words += [f"--{name}", tmp_path / name]
@@ -364,7 +364,7 @@ def test_script(forked, tmp_path):
     assert status == 0, output
     recorded = output_of(SCRIPT.with_name("reference_output.txt"))
     assert masked(output)[2:] == masked(recorded)[2:], output  # below the head
-    result = harness.read_json(tmp_path / "json", "06_sharded_optimizer")
+    result = testing.read_json(tmp_path / "json", "06_sharded_optimizer")
     assert result["verify"]["max_abs_diff"] == 0
     whole = 4 * result["model"]["parameters"]
     for name, moments in result["memory_bytes"].items():
@@ -380,16 +380,16 @@ def test_script(forked, tmp_path):
 
 @pytest.mark.parametrize("name, status", [("RightShards", 0), ("SendsNothing", 1)])
 def test_a_class_of_the_users_own_is_verified_and_has_a_row(forked, tmp_path, name, status):
-    mine = f"{harness.ROOT}/tools/check/mistakes.py:{name}"
+    mine = f"{testing.ROOT}/tools/check/mistakes.py:{name}"
     words = [*QUICK, "--no-baseline", "--json", tmp_path / "json", "--mine", mine]
     found, output = forked(2, SCRIPT, *words)
     assert found == status and f"verify: {name} (mine)\n" in output, output
     if status == 1:
         assert "verify: FAILED, a weight is" in output, output
         return
-    result = harness.read_json(tmp_path / "json", "06_sharded_optimizer")
+    result = testing.read_json(tmp_path / "json", "06_sharded_optimizer")
     assert result["candidates"][1]["name"] == "RightShards (mine)"
 
 
 def test_file_alone(tmp_path):
-    harness.check_script_alone(SCRIPT, tmp_path)
+    testing.check_script_alone(SCRIPT, tmp_path)

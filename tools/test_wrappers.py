@@ -25,7 +25,7 @@ from tools.check.checks_of_wrappers import (
     follow,
     follow_one_process,
 )
-from tools.harness import ROOT, failed, judged
+from tools.testing import ROOT, failed, judged
 
 STAGES = ["02_naive_ddp", "03_flat_ddp", "04_overlap_ddp", "05_bucketed"]
 for stage in [*STAGES, "06_sharded_optimizer/fsdp"]:

@@ -23,11 +23,10 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
 
 from common.timing import CollectiveCounter
-from tools import harness
+from tools import testing
 from tools.check import checks_of_fsdp, checks_of_wrappers
-from tools.harness import judged, masked, torchrun
-from tools.processes import Ranks
 from tools.record import output_of
+from tools.testing import Ranks, judged, masked, torchrun
 
 SCRIPT = Path(__file__).with_name("fsdp.py")
 FOLDER = "06_sharded_optimizer/fsdp"
@@ -525,11 +524,11 @@ def test_script_alone(forked, tmp_path, world_size):
     Part by part and together, ranks hold within 5 % of what the formula says. Not so what is in
     flight alone: gloo is sometimes done with its copy before the gradients come.
     """
-    harness.write_mnist(tmp_path / "data", 700, 10)  # the last batch is not full
+    testing.write_mnist(tmp_path / "data", 700, 10)  # the last batch is not full
     files = "--json", tmp_path / "json", "--data", tmp_path / "data", "--no-plot"
     status, output = forked(world_size, SCRIPT, *QUICK, *files, "--no-baseline")
     assert status == 0, output
-    result = harness.read_json(tmp_path / "json", FOLDER)
+    result = testing.read_json(tmp_path / "json", FOLDER)
     assert result["verify"]["passed"] and result["verify"]["max_abs_diff"] <= 1e-10
     recorded = masked(output_of(SCRIPT.with_name("reference_output.txt")))
     starts = "#_sharded", "mini", "verify: ", "MB", "in flight", "Percentiles"
@@ -550,7 +549,7 @@ def test_script(script, tmp_path):
         words += [f"--{name}", tmp_path / name]
     status, output = script(torchrun(2, SCRIPT, *words)).wait()
     assert status == 0 and output.count("verify: passed") == 2 and "FSDP (mine)" in output, output
-    result = harness.read_json(tmp_path / "json", FOLDER)
+    result = testing.read_json(tmp_path / "json", FOLDER)
     if sys.platform == "linux":
         whole = 4 * result["model"]["parameters"]
         sent = {one["name"]: one["sent_bytes"] / whole for one in result["candidates"]}
@@ -559,7 +558,7 @@ def test_script(script, tmp_path):
 
 
 def test_file_alone(tmp_path):
-    harness.check_script_alone(SCRIPT, tmp_path)
+    testing.check_script_alone(SCRIPT, tmp_path)
 
 
 @pytest.mark.cuda

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from common import setup
 from tools.record import output_of
-from tools.harness import masked, read_json, torchrun
+from tools.testing import masked, read_json, torchrun
 
 SCRIPT = Path(__file__).resolve().with_name("compile_ddp.py")
 sys.path[:0] = [str(SCRIPT.parent), str(SCRIPT.parent.parent)]

@@ -14,7 +14,7 @@ import torch
 
 from common import setup
 from tools.record import output_of
-from tools.harness import ONLY_RANK, masked, read_json
+from tools.testing import ONLY_RANK, masked, read_json
 
 FOLDER = Path(__file__).resolve().parent
 sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]

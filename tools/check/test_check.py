@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from fsdp import FSDP
 from sharded_optimizer import ShardedOptimizer
-from tools.testing import failed, judged
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -31,6 +30,7 @@ from tools.check import (
 )
 from tools.check.adapters import kind_of
 from tools.check.runner import judge
+from tools.testing import failed, judged
 
 CHECK = ROOT / "tools" / "check" / "check.py"
 MISTAKES = CHECK.with_name("mistakes.py")
