@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from tools import testing
-from tools.record import output_of
 from tools.testing import FAULTS, ROOT
 
 STAGES = ["02_naive_ddp", "03_flat_ddp", "04_overlap_ddp", "05_bucketed"]
@@ -22,18 +21,14 @@ each = pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
 
 
 def check_run(run, path, folder, world_size, device="cpu", words=()) -> dict:
-    """A whole script, small: its output is what is recorded, and its files are right.
+    """A whole script, small: it verifies itself, and its files are right.
 
     run: the fixture `forked` or `launched`. Returns the JSON.
     """
     words = [*testing.QUICK, "--device", device, *testing.files_in(folder), *words]
     status, output = run(world_size, path, *words, cwd=folder)
-    assert status == 0, output
+    assert status == 0 and "verify: passed" in output, output
     result = testing.read_json(folder / "json", path.parent.name)
-    recorded = output_of(path.parent / "reference_output.txt")
-    recorded = recorded.replace("gloo on cpu", f"{result['backend']} on {device}")
-    recorded = recorded.replace("mini model", "nano model")
-    assert testing.masked(output) == testing.masked(recorded), output
     gpu_per_rank = device == "cuda" and torch.cuda.device_count() >= world_size
     assert (result["backend"] == "nccl") == gpu_per_rank
     assert result["world_size"] == world_size
@@ -43,7 +38,6 @@ def check_run(run, path, folder, world_size, device="cpu", words=()) -> dict:
     for one in result["candidates"]:
         for times in ("step_seconds", "exposed_comm_seconds", "optimizer_seconds"):
             assert [len(rank_times) for rank_times in one[times]] == world_size * [2], times
-    assert len(torch.load(folder / "save", weights_only=True)) == 6
     trace = json.loads((folder / "trace").read_text())
     spans = {event["name"] for event in trace["traceEvents"]}
     assert {"forward", "backward", "sync", "optimizer", *counts} <= spans
@@ -101,22 +95,21 @@ QUICKLY = "mini model: ", ["--no-verify", "--no-baseline"]  # these lead to it
 @pytest.mark.parametrize(
     "fault", [FAULTS[0], *(pytest.param(other, marks=FULL) for other in FAULTS[1:])]
 )
-def test_faults(script, fault, moment, words, tmp_path):
+def test_faults(script, fault, moment, words):
     command = testing.torchrun(2, BUCKETED, *words, *testing.LONG)
-    testing.check_fault(script, command, moment, fault, tmp_path)
+    testing.check_fault(script, command, moment, fault)
 
 
 @pytest.mark.full
 @testing.needs_proc
-def test_a_rank_that_stops_answering_is_named(script):
+def test_a_rank_that_waits_too_long_says_so(script):
     words = ["--timeout", "3", "--no-verify", *testing.LONG]
     run = script(testing.torchrun(2, BUCKETED, *words))
     victim = testing.rank_1(run)
     testing.wait_for_line(run, "mini model: ")
     os.kill(victim, signal.SIGSTOP)
     status, output = run.wait(timeout=60)
-    message = "error: rank 0 waited more than --timeout 3 s; no answer from rank 1\n"
-    assert status != 0 and message in output, output
+    assert status != 0 and "error: rank 0 waited more than --timeout 3 s" in output, output
 
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="is right with a GPU")
@@ -125,7 +118,7 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="is right wit
 @pytest.mark.parametrize(
     "path, option, value",
     [
-        (BUCKETED, "--bucket-size-mb", "nan"),  # test_setup.py has what all others are
+        (BUCKETED, "--bucket-size-mb", "nan"),  # test_common.py has what all others are
         (NAIVE, "--mine", "nowhere.py:X"),
         pytest.param(NAIVE, "--device", "cuda", marks=without_gpu),
         pytest.param(NAIVE, "--backend", "nccl", marks=without_gpu),
@@ -137,13 +130,7 @@ def test_wrong_input(refusal, monkeypatch, path, option, value):
     assert said.startswith(f"argument {option}: ") and value in said
 
 
-@pytest.mark.parametrize(
-    "words, said",
-    [
-        ([], "start this script with torchrun --standalone"),
-        (["--no-verify", "--save", "x"], "argument --save: not with --no-verify"),
-    ],
-)
-def test_a_run_that_cannot_begin_is_one_line(forked, tmp_path, words, said):
-    status, output = forked(None, NAIVE, *words, cwd=tmp_path)
-    assert status == 2 and output.count("\n") == 1 and said in output, output
+def test_without_torchrun_it_says_how_to_start_it(forked, tmp_path):
+    status, output = forked(None, NAIVE, cwd=tmp_path)
+    assert status == 2 and output.count("\n") == 1, output
+    assert "start this script with torchrun --standalone" in output

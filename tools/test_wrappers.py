@@ -6,7 +6,6 @@ that takes a wrapper is a promise, and runs on every rank.
 
 import copy
 import itertools
-import sys
 import weakref
 from contextlib import nullcontext, suppress
 from functools import partial
@@ -14,6 +13,11 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from bucketed import BucketedDDP
+from flat_ddp import FlatDDP
+from fsdp import FSDP
+from naive_ddp import NaiveDDP
+from overlap_ddp import OverlapDDP
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -25,17 +29,7 @@ from tools.check.checks_of_wrappers import (
     follow,
     follow_one_process,
 )
-from tools.testing import ROOT, failed, judged
-
-STAGES = ["02_naive_ddp", "03_flat_ddp", "04_overlap_ddp", "05_bucketed"]
-for stage in [*STAGES, "06_sharded_optimizer/fsdp"]:
-    sys.path.insert(0, str(ROOT / stage))
-
-from bucketed import BucketedDDP  # noqa: E402
-from flat_ddp import FlatDDP  # noqa: E402
-from fsdp import FSDP  # noqa: E402
-from naive_ddp import NaiveDDP  # noqa: E402
-from overlap_ddp import OverlapDDP  # noqa: E402
+from tools.testing import failed, judged
 
 WRAPPERS = [NaiveDDP, FlatDDP, OverlapDDP, BucketedDDP]
 OF_HOOKS = [OverlapDDP, BucketedDDP]  # they communicate during backward
