@@ -208,7 +208,8 @@ def by_formula(size: str, world_size: int) -> dict[str, list[float]]:
 
     With FSDP three neighbours have memory in backward: one's gradients travel, and are sent and
     received; one computes, and has weights and gradients; one is gathered, by gloo into a copy.
-    Then the shards of the gradients of the last two are not there yet.
+    Then the shards of the gradients of the last two are not there yet. Without resharding all
+    weights are whole until their own backward.
     """
     with torch.device("meta"):
         model = stage.LanguageModel(*setup.SIZES[size][:5])
@@ -216,14 +217,17 @@ def by_formula(size: str, world_size: int) -> dict[str, list[float]]:
     units = [sum(p.nbytes for p in part.parameters() if p.ndim >= 2) for part in modules]
     whole = sum(p.nbytes for p in model.parameters())
     shards = [whole / world_size, whole / world_size, 2 * whole / world_size]
-    moments = []
+    resharded, whole_until_backward = [], []  # bytes in flight when a unit's gradients travel
     for last in range(2, len(units)):
-        moments.append(2 * sum(units[last - 2 : last + 1]) - sum(units[: last + 1]) / world_size)
+        missing = sum(units[: last + 1]) / world_size
+        resharded.append(2 * sum(units[last - 2 : last + 1]) - missing)
+        in_backward = units[last - 1] + 2 * units[last]
+        whole_until_backward.append(sum(units[:last]) + in_backward - missing)
     return {
         "DDP": [whole, whole, 2 * whole, 0],
         "ShardedOptimizer": [whole, whole, shards[2], 0],
-        "fully_shard, no reshard": [*shards, whole],
-        "FSDP": [*shards, max(moments)],
+        "torch, no reshard": [*shards, max(whole_until_backward)],
+        "FSDP": [*shards, max(resharded)],
     }
 
 
