@@ -22,14 +22,14 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
-from common import setup  # noqa: E402
-from tools.check import adapters, runner  # noqa: E402
-from tools.check import checks_of_fsdp as fsdp  # noqa: E402
-from tools.check import checks_of_functions as functions  # noqa: E402
-from tools.check import checks_of_losses as losses  # noqa: E402
-from tools.check import checks_of_optimizers as optimizers  # noqa: E402
-from tools.check import checks_of_wrappers as wrappers  # noqa: E402
-from tools.check.findings import FAILED, PASSED, UNUSABLE  # noqa: E402
+from common import setup
+from tools.check import adapters, runner
+from tools.check import checks_of_fsdp as fsdp
+from tools.check import checks_of_functions as functions
+from tools.check import checks_of_losses as losses
+from tools.check import checks_of_optimizers as optimizers
+from tools.check import checks_of_wrappers as wrappers
+from tools.check.findings import FAILED, PASSED, UNUSABLE
 
 KINDS = {"wrapper": wrappers, "function": functions, "optimizer": optimizers, "fsdp": fsdp}
 KINDS["loss"] = losses
