@@ -423,10 +423,8 @@ def print_result(samples):
     faster = parallel[3] / parallel[0] * sequential[0] / sequential[3]
     say(f"parallel / sequential: {faster:.3f} × the examples per second, all epochs")
     kilobytes = samples[..., 2].mean() / EPOCH / 1000
-    say(
-        f"a trainer and all servers exchange {kilobytes:.1f} kB of tensors per step, 1 kB = 1000 bytes:"
-    )
-    say("indices, sums of rows, and the gradients of these sums")
+    say(f"a trainer and all servers exchange {kilobytes:.1f} kB per step (1 kB = 1000 bytes):")
+    say("the tensors in requests (indices), answers (sums), and backward (the sums' gradients)")
 
 
 def main():
