@@ -188,7 +188,7 @@ def test_what_is_measured_is_kept(script, tmp_path, number):
     if number == signal.SIGINT:
         os.killpg(run.process.pid, number)  # as a terminal does
     else:
-        os.kill(run.processes()[-1], number)
+        os.kill(max(run.processes()), number)
     status, output = run.wait(30)
     assert status == 1 and "Traceback" not in output, output
     assert ("interrupted" if number == signal.SIGINT else "error: a rank ended: ") in output

@@ -405,9 +405,9 @@ def print_result(samples):
     from common.report import percentiles, print_table
     from common.setup import say
 
-    groups = {f"trainer{rank}": samples[rank : rank + 1] for rank in range(len(samples))}
+    names = [*[f"trainer{rank}" for rank in range(len(samples))], "all"]
     rows = []
-    for name, group in (groups | {"all": samples}).items():
+    for name, group in zip(names, [*samples.split(1), samples], strict=True):
         for number, lookup in enumerate(LOOKUPS):
             seconds, waits, _, examples = group[:, number].flatten(0, 1).T
             in_an_epoch = len(group) * examples.mean()
@@ -424,7 +424,7 @@ def print_result(samples):
     say(f"parallel / sequential: {faster:.3f} × the examples per second, all epochs")
     kilobytes = samples[..., 2].mean() / EPOCH / 1000
     say(f"a trainer and all servers exchange {kilobytes:.1f} kB per step (1 kB = 1000 bytes):")
-    say("indices, sums of rows, and the gradients of these sums")
+    say("the tensors in requests (indices), answers (sums), and backward (the sums' gradients)")
 
 
 def main():
