@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -107,13 +106,6 @@ def test_wrong_gradients_are_seen_also_of_a_tensor_that_is_small(factor):
     assert not compile_ddp.difference([large, factor * small], [large, small]) <= 1e-2
 
 
-def test_blocks():
-    lm = compile_models.LanguageModel(64)
-    toy = compile_models.ToyModel(20)
-    assert compile_ddp.blocks_of(lm) == list(lm.encoder.layers)
-    assert compile_ddp.blocks_of(toy) == list(toy.layers[:-1])
-
-
 NAMES = ["bare eager", "bare dynamo only", "ddp eager", "ddp dynamo only"]
 NAMES += ["ddp dynamo only whole graph", "fsdp eager", "fsdp eager wrap", "fsdp dynamo only wrap"]
 
@@ -167,28 +159,6 @@ def test_upstreams_flags_are_understood(tmp_path, dash):
     }.items():
         [configuration] = compile_ddp.configurations_of(parsed(flags.replace("_", dash)))
         assert configuration.name == name
-
-
-def cuda_graphs_after_sharding():
-    torch._inductor.config.triton.cudagraphs = True
-    compile_ddp.distribute(compile_models.ToyModel(20), Configuration("fsdp"))
-    return torch._inductor.config.triton.cudagraphs
-
-
-def test_under_fsdp_inductor_makes_no_cuda_graphs(ranks):
-    assert ranks(1).run(cuda_graphs_after_sharding) == [False]
-
-
-def test_graph_with_what_is_saved_drawn_where_graphviz_is(forked, tmp_path):
-    pytest.importorskip("torchviz")
-    dot = tmp_path / "dot"
-    dot.write_text('#!/bin/sh\nfor last; do :; done\ncp "$last" "$last.pdf"\n')  # draws nothing
-    dot.chmod(0o755)
-    words = [*TOY, "--fsdp", "--graph", tmp_path / "graph.dot"]
-    status, output = forked(2, SCRIPT, *words, PATH=f"{tmp_path}:{os.environ['PATH']}")
-    assert status == 0, output
-    graph = (tmp_path / "graph.dot.pdf").read_text()
-    assert graph.startswith("digraph") and "[saved tensor]" in graph, graph[:1000]
 
 
 @pytest.mark.cuda

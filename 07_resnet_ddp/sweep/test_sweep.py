@@ -156,36 +156,6 @@ def test_on_a_gpu(launched, world_size):
     assert status == 0 and measured(output) == ["no", "1M/1G", "1M/2G"][: world_size + 1], output
 
 
-def two_hosts(script, local_size, second_environment):
-    """Two launchers that find each other at a port of this machine, as on two machines."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", 2]
-    launcher += ["--nproc-per-node", local_size]
-    launcher += ["--master-addr", "127.0.0.1", "--master-port", free_port()]
-    hosts = []
-    for node_rank, environment in enumerate([{}, second_environment]):
-        command = [*launcher, "--node-rank", node_rank, FOLDER / "sweep.py", *TINY]
-        hosts.append(script(command, env=environment))
-    return [host.wait() for host in hosts]
-
-
-@pytest.mark.full
-def test_two_hosts(script):
-    (status, output), (second_status, second_output) = two_hosts(script, 2, {})
-    assert status == second_status == 0, output + second_output
-    assert measured(output) == ["no", "1M/1G", "1M/2G", "2M/2G"], output
-
-
-@pytest.mark.full
-def test_hosts_that_differ(script, tmp_path):
-    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho GPU0 is somewhere else\n")
-    (tmp_path / "nvidia-smi").chmod(0o755)
-    path = {"PATH": f"{tmp_path}:/usr/local/bin:/usr/bin:/bin"}
-    (status, output), (second_status, _) = two_hosts(script, 1, path)
-    assert status != 0 and second_status != 0
-    assert "\nGPU0 is somewhere else\n" in output and " cores, " in output, output
-    assert output.count("sweep.py: error: ") == 1, output
-
-
 @pytest.mark.parametrize(
     "words, named, environment",
     [
@@ -247,10 +217,3 @@ def test_diff(tmp_path, diff):
     ):
         assert row in rows, rows
     assert sum("vgg11" in row for row in rows) == 2
-
-
-@pytest.mark.parametrize("content", ["no JSON\n", "[1, 2]", '{"stage": "05_bucketed"}'])
-def test_diff_of_a_bad_file_is_one_line(refusal, tmp_path, content):
-    bad = tmp_path / "bad"
-    bad.write_text(content)
-    assert str(bad) in refusal(sweep_diff.main, "sweep_diff.py", write(tmp_path / "good", 1), bad)
