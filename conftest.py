@@ -1,13 +1,15 @@
-"""The fixtures of all tests; what else they share is in tools/."""
+"""The fixtures of all tests; what else they share is in tools/testing.py."""
 
 import os
 import signal
 import sys
+from functools import cache, partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
-pytest.register_assert_rewrite("tools.harness", "tools.processes")
+pytest.register_assert_rewrite("tools.testing")
 # Nothing here imports torch at once: it takes seconds, and one of pytest's processes runs no test.
 
 # Several tests share the cores: no thread should wait for another one by spinning.
@@ -16,28 +18,18 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_modifyitems(items):
+def pytest_runtest_setup(item):
     import torch
 
-    for item in items:
-        if item.get_closest_marker("cuda") and not torch.cuda.is_available():
-            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
-
-
-def pytest_collection_finish(session):
-    if any({"ranks", "late_ranks", "forked"} & set(item.fixturenames) for item in session.items):
-        from tools.processes import ready_processes
-
-        ready_processes()  # they import while the first tests run
+    if item.get_closest_marker("cuda") and not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
 
 
 @pytest.fixture(autouse=True)
 def same_environment():
     """What a script's main() tells torch through the environment ends with the test."""
-    before = dict(os.environ)
-    yield
-    os.environ.clear()
-    os.environ.update(before)
+    with mock.patch.dict(os.environ):
+        yield
 
 
 @pytest.fixture
@@ -46,7 +38,7 @@ def refusal(monkeypatch, capsys):
 
     Without `script.py: error: ` in front. It is torchrun's only rank, unless told otherwise.
     """
-    from tools.harness import ONLY_RANK
+    from tools.testing import ONLY_RANK
 
     def run(main, script, *words, environment=ONLY_RANK) -> str:
         name = Path(script).name
@@ -63,45 +55,29 @@ def refusal(monkeypatch, capsys):
     return run
 
 
-def started_ranks(is_late: bool):
-    from tools.processes import Ranks
-
-    started = {}
-
-    def get(world_size: int) -> Ranks:
-        if world_size not in started or not started[world_size].processes:
-            started[world_size] = Ranks(world_size, is_late)
-        return started[world_size]
-
-    yield get
-    for group in started.values():
-        group.end()
-
-
 @pytest.fixture(scope="session")
 def ranks():
     """ranks(n).run(function, *arguments): call a module-level function on n ranks of gloo."""
-    yield from started_ranks(False)
+    from tools.testing import Ranks
+
+    return cache(Ranks)
 
 
 @pytest.fixture(scope="session")
 def late_ranks():
     """The same on the network that is late, for the checks of `make check`."""
-    yield from started_ranks(True)
+    from tools.testing import Ranks
+
+    return cache(partial(Ranks, is_late=True))
 
 
 @pytest.fixture
 def script():
-    """script(command, …) starts a command as a Script and ends it with the test."""
-    from tools.processes import Script
+    """script(command, …) starts a command as a Script, which ends with the test."""
+    from tools.testing import Script
 
     started = []
-
-    def start(command: list, **options) -> Script:
-        started.append(Script(command, **options))
-        return started[-1]
-
-    yield start
+    yield lambda *words, **options: started.append(Script(*words, **options)) or started[-1]
     for one in started:
         one.kill()
 
@@ -109,7 +85,7 @@ def script():
 @pytest.fixture
 def launched(script):
     """launched(world_size, path, *words) is torchrun's run of a script: (exit status, output)."""
-    from tools.harness import torchrun
+    from tools.testing import torchrun
 
     def run(world_size: int, *words, timeout: float = 120, **options) -> tuple[int, str]:
         return script(torchrun(world_size, *words), **options).wait(timeout)
@@ -118,10 +94,11 @@ def launched(script):
 
 
 @pytest.fixture
-def forked(tmp_path_factory):
-    """The same in 0.1 s instead of seconds, in processes that have torch: see Forked."""
-    from tools.processes import Forked
+def forked():
+    """The same in 0.1 s instead of seconds, in processes that have torch: see Forks."""
+    from tools.testing import Forks
 
-    runs = Forked(tmp_path_factory.mktemp("forked"))
+    runs = Forks()
     yield runs
-    runs.end()
+    for run in runs.runs:
+        run.kill()

@@ -25,78 +25,56 @@ def fit(
     traffic = 2 * (world_size - 1) / world_size * numpy.array(sizes_bytes)
     seconds_per_byte, alpha = numpy.polyfit(traffic, times, 1, w=1 / times)
     errors = (alpha + seconds_per_byte * traffic) / times - 1
-    return float(alpha), float(1 / seconds_per_byte), float(numpy.sqrt(numpy.mean(errors**2)))
+    return alpha, 1 / seconds_per_byte, numpy.sqrt(numpy.mean(errors**2))
 
 
 # ==================================================================================================
 # Below this line: the table and the picture.
 
-
-def lines_of(rows: list[dict]) -> dict[tuple[str, int], tuple[list, list]]:
-    """(algorithm, world size): (sizes in bytes, p50s in seconds), a line of the picture each."""
-    lines = {}
-    for row in rows:
-        sizes, times = lines.setdefault((row["algorithm"], row["world_size"]), ([], []))
-        sizes.append(row["size_bytes"])
-        times.append(row["p50"])
-    return lines
+COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00"]
 
 
-def fit_all(rows: list[dict]) -> list[dict]:
-    """Fit the model to each algorithm and world size, and print the table."""
+def fit_and_draw(rows: list[dict], path: Path | None) -> list[dict]:
+    """Fit the model to each algorithm and number of ranks, print a table, return it for the JSON.
+
+    The picture, where there is a path: the backends' own, points measured and lines fitted.
+    """
+    from matplotlib.figure import Figure
+
     from common.report import print_table
     from common.setup import say
 
-    fits = []
-    table = []
-    for (name, world_size), (sizes, times) in lines_of(rows).items():
-        cells = ["-", "-", "-"]
-        if world_size > 1 and len(set(sizes)) > 1:
-            alpha, beta, error = fit(sizes, times, world_size)
-            line = {"algorithm": name, "world_size": world_size}
-            fits.append(line | {"alpha": alpha, "beta": beta, "error": error})
-            cells = [f"{1e6 * alpha:.0f}", f"{beta / 1e9:.2f}", f"{100 * error:.1f} %"]
-        table.append([name, str(world_size), *cells])
-    say("\nmodel: t(S) = α + 2(n-1)/n · S/β, fitted to the p50s")
-    print_table(["algorithm", "ranks", "α, µs", "β, GB/s", "error (rms)"], table)
-    return fits
-
-
-COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00"]  # of the world sizes
-
-
-def draw(path: Path, rows: list[dict], copy: float) -> None:
-    """Draw busbw over size: gloo's or nccl's lines, and those of the fastest that is ours.
-
-    copy: bytes per second of a memory copy, a line to compare with.
-    """
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import LogLocator
-
-    from common.setup import say
-
-    lines = lines_of(rows)
-    ours = "shared" if any(name == "shared" for name, _ in lines) else "ring"
-    world_sizes = sorted({world_size for _, world_size in lines})
-    figure = Figure(figsize=(8, 5.5), layout="constrained")
+    measured = {}
+    for row in rows:
+        points = measured.setdefault((row["algorithm"], row["world_size"]), [])
+        points.append((row["size_bytes"], row["p50"]))
+    figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
-    for (name, world_size), (sizes, times) in lines.items():
-        if name in ("gloo", "nccl", ours):
-            traffic = 2 * (world_size - 1) / world_size * numpy.array(sizes)  # leaves a rank
-            color = COLORS[world_sizes.index(world_size) % len(COLORS)]
-            style = "s--" if name == ours else "o-"
+    fits, table = [], []
+    for (name, world_size), points in measured.items():
+        if world_size == 1 or len(points) == 1:
+            continue  # there is nothing to fit
+        sizes, times = numpy.array(points).T
+        alpha, beta, error = fit(sizes, times, world_size)
+        of_fit = {"alpha": alpha, "beta": beta, "error": error}
+        fits.append({"algorithm": name, "world_size": world_size, **of_fit})
+        cells = [f"{1e6 * alpha:.0f}", f"{beta / 1e9:.2f}", f"{100 * error:.1f} %"]
+        table.append([name, str(world_size), *cells])
+        if name in ("gloo", "nccl"):
+            color = COLORS[len(axes.lines) // 2 % len(COLORS)]
             label = f"{name}, {world_size} ranks"
-            busbw = traffic / numpy.array(times) / 1e9
-            axes.plot(numpy.array(sizes) / 2**20, busbw, style, color=color, label=label)
-    axes.axhline(copy / 1e9, color="black", linestyle=":", label="memory copy, one process")
-    axes.set_title(f"All-reduce of float32 tensors on one machine; dashed: {ours}")
-    axes.set(xscale="log", yscale="log", xlabel="tensor size, MB", ylabel="busbw (p50), GB/s")
-    axes.grid(alpha=0.3)
-    ticks = sorted({row["size_bytes"] / 2**20 for row in rows})
-    axes.set_xticks(ticks, [f"{size:g}" for size in ticks])
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.minorticks_off()
-    figure.legend(loc="outside lower center", ncols=len(world_sizes) + 1)
-    figure.savefig(path, dpi=120, format="png")
-    say(f"written: {path}")
+            axes.loglog(sizes / 2**20, 1000 * times, "o", color=color, label=label)
+            many = numpy.geomspace(min(sizes), max(sizes), 200)
+            model = alpha + 2 * (world_size - 1) / world_size * many / beta
+            axes.loglog(many / 2**20, 1000 * model, color=color)
+    if fits:
+        say("\nmodel: t(S) = α + 2(n-1)/n · S/β, fitted to the p50s")
+        print_table(["algorithm", "ranks", "α, µs", "β, GB/s", "error (rms)"], table)
+    if fits and path:
+        axes.set_title("All-reduce on one machine: small calls cost the call, large ones the bytes")
+        axes.set(xlabel="tensor size, MB", ylabel="time of a call, ms")
+        axes.grid(alpha=0.3)
+        axes.legend(title="points: measured (p50)\nlines: α + 2(n-1)/n · S/β")
+        figure.savefig(path, dpi=120, format="png")
+        say(f"written: {path}")
+    return fits

@@ -14,7 +14,6 @@ Source: Li et al., "PyTorch Distributed", VLDB 2020, 3.1 and 3.2; Stanford CS336
 import sys
 from contextlib import contextmanager
 from functools import partial
-from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -31,15 +30,12 @@ class FlatDDP(nn.Module):
     model.finish_gradient_synchronization()     # averages all gradients
     optimizer.step()                            # the same step on every rank
     optimizer.zero_grad()
-
-    `process_group`: the ranks that train together; None: all of them. ValueError if the module
-    cannot be wrapped, RuntimeError if a gradient cannot be averaged.
     """
 
     def __init__(self, module: nn.Module, process_group: dist.ProcessGroup | None = None):
         super().__init__()
         self.module = module
-        self.process_group = process_group
+        self.process_group = process_group  # the ranks that train together; None: all of them
         self.world_size = dist.get_world_size(process_group)
         self.synchronizing = True  # False within no_sync()
         broadcast_from_rank_0(module, process_group)
@@ -60,17 +56,14 @@ class FlatDDP(nn.Module):
         for kind, gradients in groups.items():
             sizes = [gradient.numel() for gradient in gradients]
             flat = self.flats.setdefault(kind, gradients[0].new_empty(0)).resize_(sum(sizes))
-            pieces = flat.split(sizes)
-            for gradient, piece in zip(gradients, pieces, strict=True):
-                # Copy and divide in one pass; divide before the sum, which could overflow.
-                torch.mul(gradient.flatten(), 1 / self.world_size, out=piece)
+            for gradient, piece in zip(gradients, flat.split(sizes), strict=True):
+                torch.mul(gradient.flatten(), 1 / self.world_size, out=piece)  # copy and divide
             dist.all_reduce(flat, group=self.process_group)
-            for gradient, piece in zip(gradients, pieces, strict=True):
+            for gradient, piece in zip(gradients, flat.split(sizes), strict=True):
                 gradient.copy_(piece.view_as(gradient))
 
     def no_sync(self):
-        """A context in which gradients are only accumulated; nothing is communicated."""
-        return accumulating(self)
+        return accumulating(self)  # a context: gradients are added up, and nothing is sent
 
 
 def main():
@@ -82,37 +75,20 @@ def main():
 
 
 def broadcast_from_rank_0(module: nn.Module, process_group: dist.ProcessGroup | None) -> None:
-    """Give all ranks rank 0's parameters and buffers. ValueError, on all, if theirs differ."""
-    if dist.get_rank(process_group) < 0:
-        raise ValueError("this rank is not a member of process_group: wrap on its members only")
-    if any(hasattr(part, "no_sync") for part in module.modules()):
-        raise ValueError("a module can be wrapped only once: wrap the plain one, model.module")
-    tensors = dict(module.named_parameters()) | dict(module.named_buffers())
-    mine = []
-    for name, tensor in tensors.items():
-        layout = f"{tuple(tensor.shape)} {tensor.dtype} strides={tensor.stride()}"
-        mine.append(f"{name} {layout} requires_grad={tensor.requires_grad}")
-    all_ranks = [None] * dist.get_world_size(process_group)
-    dist.all_gather_object(all_ranks, mine, group=process_group)
-    for rank, other in enumerate(all_ranks):
-        for first, second in zip_longest(all_ranks[0], other, fillvalue="nothing"):
-            if first != second:
-                raise ValueError(f"models differ: rank 0 has {first}, rank {rank} has {second}")
-    for tensor in tensors.values():
+    """Give all ranks rank 0's parameters and buffers. ValueError if the module is wrapped."""
+    for part in module.modules():
+        if hasattr(part, "no_sync") or hasattr(part, "finish_gradient_synchronization"):
+            raise ValueError("a module can be wrapped only once: wrap the plain one, model.module")
+    for tensor in [*module.parameters(), *module.buffers()]:
         contiguous = tensor.detach().contiguous()  # as collectives need it
         dist.broadcast(contiguous, group=process_group, group_src=0)
         tensor.detach().copy_(contiguous)
 
 
 def gradient_or_zeros(parameter: nn.Parameter) -> torch.Tensor:
-    """.grad, set to zeros if there is none; RuntimeError if it cannot be averaged."""
+    """Return .grad, which is set to zeros if there is none."""
     if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter, dtype=getattr(parameter, "grad_dtype", None))
-    if parameter.grad.is_sparse:
-        raise RuntimeError("a sparse gradient cannot be averaged: use nn.Embedding(sparse=False)")
-    if parameter.grad.requires_grad:
-        raise RuntimeError("backward(create_graph=True) is not supported: use torch.autograd.grad")
-    parameter.grad = parameter.grad.resolve_conj().resolve_neg()  # lazy flags of one rank
+        parameter.grad = torch.zeros_like(parameter)
     return parameter.grad
 
 
@@ -146,7 +122,7 @@ class LanguageModel(nn.Module):
 
 
 def train_step(model, optimizer, watch, inputs, targets):
-    """The step that is verified, then measured: returns its loss and the seconds of its phases."""
+    """Train on one batch; return its loss and the seconds of its phases, by name."""
     with watch.phase("forward"):
         loss = F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
     with watch.phase("backward"):
@@ -160,10 +136,11 @@ def train_step(model, optimizer, watch, inputs, targets):
     return loss, watch.times()
 
 
-def verify(wrap, args, device):
+def verify(name, wrap, args, device):
     """Train a classifier on shares, and a twin in one process on their union; compare weights."""
     from common import report, setup, timing
 
+    setup.say(f"verify: {name}")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     images, labels, *held_out = setup.load_equal_shares(args, device)
     twin = setup.classifier(args.seed, images)
@@ -181,21 +158,20 @@ def verify(wrap, args, device):
             loss, times = train_step(model, optimizer, watch, images[share], labels[share])
             report.log_step(args, epoch, step, loss, times)
         accuracy = report.evaluate(epoch, model, *held_out)
-    verdict = report.compare_weights(module, twin)
-    return verdict | {"accuracy": accuracy}
+    return report.compare_weights(module, twin) | {"accuracy": accuracy}
 
 
 def make_step(wrap, args, device, described):
     """A function that trains a model of its own for a step, and returns the times of its phases."""
     from common import setup, timing
 
-    shape = setup.SIZES[args.size][:5]
+    size = setup.SIZES[args.size]
     batch_shape = described["batch_size"], described["context_length"]
     torch.manual_seed(args.seed + dist.get_rank())
-    tokens, targets = torch.randint(shape[-1], (2, *batch_shape), device=device)
+    tokens, targets = torch.randint(size.vocabulary, (2, *batch_shape), device=device)
     torch.manual_seed(args.seed)
     with device:
-        model = wrap(LanguageModel(*shape).to(getattr(torch, args.dtype)))
+        model = wrap(LanguageModel(*size[:5]).to(getattr(torch, args.dtype)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     watch = timing.Stopwatch(device)
     watch.mark_last_gradient(next(model.parameters()))  # torch's DDP waits within backward
@@ -214,17 +190,16 @@ def run(wrapper, **options):
     wrap = partial(wrapper, **{name: getattr(args, name) for name in options})
     with setup.process_group(args.device, args.backend, args.timeout, args.network) as device:
         result = report.begin(folder.name, args, device)
-        wrappers = measured = setup.users_class(args) | {wrapper.__name__: wrap}
-        if not args.no_baseline:
-            no_communication = {"no communication": lambda module: module}
-            measured = no_communication | wrappers | timing.torch_ddp(args)
-        model = result["model"] = report.describe(LanguageModel, args, replicas=len(measured))
+        ours = {**setup.users_class(args), wrapper.__name__: wrap}
+        rows = {"no communication": lambda module: module, **ours, **timing.torch_ddp(args)}
+        if args.no_baseline:
+            rows = ours
+        model = result["model"] = report.describe(LanguageModel, args, replicas=len(rows))
         result["verify"] = {}
         if not args.no_verify:
-            for name in wrappers:
-                setup.say(f"verify: {name}")
-                result["verify"][name] = verify(wrappers[name], args, device)
-        steps = {name: make_step(wrap, args, device, model) for name, wrap in measured.items()}
+            for name, wrap in ours.items():
+                result["verify"][name] = verify(name, wrap, args, device)
+        steps = {name: make_step(wrap, args, device, model) for name, wrap in rows.items()}
         result |= timing.benchmark(steps, args, device)
         timing.profile(steps, args.trace)
         report.print_steps(result)

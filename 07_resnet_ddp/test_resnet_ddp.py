@@ -23,7 +23,7 @@ from torchvision.datasets import cifar
 from torchvision.models import resnet18
 from torchvision.ops import FrozenBatchNorm2d
 
-from tools import harness
+from tools import testing
 
 sys.path.insert(0, str(Path(__file__).parent))
 import compare_runs  # noqa: E402
@@ -121,7 +121,7 @@ def test_evaluation_counts_each_image_once_and_is_the_same_everywhere(ranks, cou
 
 def check_result(path, world_size, epochs=1):
     """What a run of TINY has written: the phases of a step add up to it, and the steps to all."""
-    result = harness.read_json(path, "07_resnet_ddp")
+    result = testing.read_json(path, "07_resnet_ddp")
     assert result["world_size"] == world_size and len(result["evaluations"]) == epochs
     assert result["evaluations"][0]["images"] == 297
     assert result["images"] == epochs * 3 * 12
@@ -147,7 +147,7 @@ def test_ddp_then_single_then_a_picture(forked, tmp_path):
 
 
 def test_alone_it_imports_and_says_what_to_copy(tmp_path):
-    harness.check_script_alone(SCRIPT, tmp_path)
+    testing.check_script_alone(SCRIPT, tmp_path)
 
 
 def check_equal_checkpoints(whole, resumed):
@@ -180,7 +180,7 @@ def test_a_run_resumes_from_its_own_checkpoint_only_also_on_one_rank_more(forked
 
 
 @pytest.mark.full
-@harness.needs_proc
+@testing.needs_proc
 def test_a_killed_worker_costs_at_most_its_epoch_and_no_bit_of_the_result(
     script, launched, tmp_path
 ):
@@ -189,9 +189,9 @@ def test_a_killed_worker_costs_at_most_its_epoch_and_no_bit_of_the_result(
     assert status == 0, output
     new_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # see the README
     words += ["--checkpoint", tmp_path / "killed"]
-    killed = script(harness.torchrun(2, "--max-restarts", 3, SCRIPT, *words), env=new_store)
-    harness.wait_for_line(killed, "epoch 2 step")
-    os.kill(harness.rank_1(killed), signal.SIGKILL)
+    killed = script(testing.torchrun(2, "--max-restarts", 3, SCRIPT, *words), env=new_store)
+    testing.wait_for_line(killed, "epoch 2 step")
+    os.kill(testing.rank_1(killed), signal.SIGKILL)
     status, output = killed.wait()
     assert status == 0, output
     assert "after epoch 1" in output and "epoch 1 step" not in output, output
@@ -288,7 +288,7 @@ def test_waterfall(forked, tmp_path):
     rows = re.findall(r"^\S.* (-?\d+\.\d)$", output, re.MULTILINE)
     *parts, whole = [float(ms) for ms in rows]
     assert len(parts) == 5 and sum(parts) == pytest.approx(whole, abs=0.5), output
-    candidates = harness.read_json(tmp_path / "json", "07_resnet_ddp/waterfall")["candidates"]
+    candidates = testing.read_json(tmp_path / "json", "07_resnet_ddp/waterfall")["candidates"]
     ranks = [len(times["step_seconds"]) for times in candidates.values()]
     assert ranks == [1, 1, 2, 2]
 
@@ -319,7 +319,7 @@ def test_bad_input_is_one_line(refusal, words, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "environment, named",
     [
-        (harness.ONLY_RANK | {"WORLD_SIZE": "3"}, "'64' cannot be divided by 3 ranks"),
+        (testing.ONLY_RANK | {"WORLD_SIZE": "3"}, "'64' cannot be divided by 3 ranks"),
         ({"SLURM_STEP_NUM_TASKS": "2"}, "srun has started 2 tasks"),
         ({"RANK": "0"}, "LOCAL_RANK"),  # it may be left over: neither one rank nor one device
     ],

@@ -2,15 +2,15 @@
 
 Tables too large for one process are not replicated: every parameter server keeps its own, and
 trainers ask for the rows they need by remote procedure call. The dense net is small: every trainer
-has a replica, and DDP keeps them equal. One distributed backward pass serves both. All servers are
-asked at once, and their answers are awaited together.
+has a replica, and DDP keeps them equal. One distributed backward pass serves both. Asking
+all servers at once is measured against asking one after another, epoch by epoch in turn.
 
     make 08_ddp_rpc                                     (2 trainers and 2 servers)
     make 08_ddp_rpc NPROC=8                             (8 and 8, as upstream)
-    python 08_ddp_rpc/ddp_rpc.py --trainers 1 --servers 8 --lookup both --round-trip 2ms
-                        (both kinds of lookup, epoch by epoch in turn; each takes at least 2 ms)
+    python 08_ddp_rpc/ddp_rpc.py --trainers 1 --servers 8 --round-trip-ms 2
+                                                        (each lookup takes at least 2 ms)
 
-The processes, all on this host, are the trainers, then the servers, then a master. All join one RPC
+The processes, all on this host, are a master, the trainers, and the servers. All join one RPC
 world, the trainers a process group besides. The master alone acts by itself: the others do what
 they are called for.
 
@@ -23,21 +23,12 @@ import logging
 import math
 import os
 import shutil
-import signal
-import socket
-import struct
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from datetime import datetime, timedelta, timezone
-from functools import partial
 from itertools import islice
 from pathlib import Path
-from statistics import fmean
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while torch is imported
 
 import torch
 import torch.distributed as dist
@@ -56,30 +47,23 @@ EPOCH = 10  # steps, as upstream: it is timed as a whole
 VERIFY_STEPS = 20
 LOOKUPS = ["parallel", "sequential"]
 
-# Four functions that run on a parameter server when somebody calls them from afar.
-table = None  # this server's nn.EmbeddingBag
 
-
-def create_table(embeddings: int, embedding_dim: int) -> None:
-    """Make this server's table, float32 [embeddings, embedding_dim]; it replaces an older one."""
-    global table
+# Three functions that run on a parameter server when somebody calls them from afar. A table is an
+# object on its server; all others hold a remote reference (RRef) to it.
+def new_table(embeddings: int, embedding_dim: int) -> nn.EmbeddingBag:
+    """This server's table, float32 [embeddings, embedding_dim]."""
     torch.manual_seed(rpc.get_worker_info().id)  # each server's table is another one
-    table = nn.EmbeddingBag(embeddings, embedding_dim, mode="sum")
+    return nn.EmbeddingBag(embeddings, embedding_dim, mode="sum")
 
 
-def look_up(indices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+def look_up(table: rpc.RRef, indices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """The sum over each bag, float32 [bags, embedding_dim], of this server's columns."""
-    return table(indices, offsets)
+    return table.local_value()(indices, offsets)
 
 
-def weight_reference() -> rpc.RRef:
+def weight_of(table: rpc.RRef) -> rpc.RRef:
     """A reference to the table's parameter, which stays here."""
-    return rpc.RRef(table.weight)
-
-
-def weight_copy() -> torch.Tensor:
-    """The table itself, which `verify` looks at."""
-    return table.weight.detach()
+    return rpc.RRef(table.local_value().weight)
 
 
 def dense_net() -> nn.Sequential:
@@ -97,78 +81,63 @@ def dense_net() -> nn.Sequential:
 class HybridModel(nn.Module):
     """Embedding tables on the parameter servers, and this trainer's replica of the dense net.
 
-    servers: their RPC names. process_group: joins the trainers and nobody else; without it DDP
+    tables: a reference to each. process_group: joins the trainers and nobody else; without it DDP
     takes the default group. round_trip: seconds that a lookup takes at least.
     """
 
-    def __init__(
-        self,
-        servers: list[str],
-        device: torch.device,
-        process_group: dist.ProcessGroup | None = None,
-        round_trip: float = 0.0,
-    ):
+    def __init__(self, tables: list[rpc.RRef], device, process_group=None, round_trip=0.0):
         super().__init__()
-        self.servers = [rpc.get_worker_info(name) for name in servers]
+        self.tables = tables
         self.device = device
         self.dense = DistributedDataParallel(dense_net().to(device), process_group=process_group)
         self.round_trip = round_trip
+        self.lookup = "parallel"
         self.lookup_seconds = 0.0
+        self.message_bytes = 0
 
-    def forward(
-        self, indices: torch.Tensor, offsets: torch.Tensor, lookup: str = "parallel"
-    ) -> torch.Tensor:
+    def forward(self, indices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """Logits, float32 [bags * servers * embedding_dim / 512, 8].
 
         indices: int64 [n], rows of the tables; offsets: int64 [bags], where in it each bag starts.
         """
-        columns = self.ask_servers(indices, offsets, lookup)
+        columns = self.ask_servers(indices, offsets)
         # Side by side the columns make rows of the dense net's input, at least one per bag.
         rows = torch.cat(columns, dim=1).reshape(-1, DENSE_INPUT)
         return self.dense(rows.to(self.device))
 
-    def ask_servers(
-        self, indices: torch.Tensor, offsets: torch.Tensor, lookup: str
-    ) -> list[torch.Tensor]:
+    def ask_servers(self, indices: torch.Tensor, offsets: torch.Tensor) -> list[torch.Tensor]:
         """Every server's columns of the same bags, float32 [bags, embedding_dim] each."""
         start = time.perf_counter()
-        # No RRef among the arguments: handing one to its owner costs a second message, because
-        # its references are counted. look_up finds the table by itself.
-        bags = (indices, offsets)
-        if lookup == "parallel":
-            answers = [rpc.rpc_async(server, look_up, bags) for server in self.servers]
+        questions = [(table.owner(), look_up, (table, indices, offsets)) for table in self.tables]
+        if self.lookup == "parallel":
+            answers = [rpc.rpc_async(*question) for question in questions]
             columns = torch.futures.wait_all(answers)
-            sleep_until(start + self.round_trip)
+            round_trips = 1
         else:  # the naive loop: a round trip, then the next one
-            columns = []
-            for server in self.servers:
-                asked = time.perf_counter()
-                columns.append(rpc.rpc_sync(server, look_up, bags))
-                sleep_until(asked + self.round_trip)
+            columns = [rpc.rpc_sync(*question) for question in questions]
+            round_trips = len(questions)
+        end = start + round_trips * self.round_trip
+        time.sleep(max(0.0, end - time.perf_counter()))
         self.lookup_seconds += time.perf_counter() - start
+        self.message_bytes += len(questions) * (indices.nbytes + offsets.nbytes)
+        # The gradients of the answers, which are as large, go back in the backward pass.
+        self.message_bytes += 2 * sum(column.nbytes for column in columns)
         return columns
 
     def optimizer(self) -> DistributedOptimizer:
         """SGD that updates each parameter where it lives: here and on all servers, all at once."""
-        answers = [rpc.rpc_async(server, weight_reference) for server in self.servers]
+        answers = [rpc.rpc_async(table.owner(), weight_of, (table,)) for table in self.tables]
         remote = torch.futures.wait_all(answers)
         local = [rpc.RRef(parameter) for parameter in self.dense.parameters()]
         return DistributedOptimizer(torch.optim.SGD, remote + local, lr=LEARNING_RATE)
 
 
-def sleep_until(moment: float) -> None:
-    time.sleep(max(0.0, moment - time.perf_counter()))
-
-
-def training_step(
-    model: HybridModel, optimizer: DistributedOptimizer, batch: tuple, lookup: str
-) -> torch.Tensor:
+def training_step(model: HybridModel, optimizer: DistributedOptimizer, batch: tuple):
     """One step of one trainer; returns its loss."""
     indices, offsets, targets = batch
     # The context holds the gradients of this step, on every process: there are none to zero.
     with dist_autograd.context() as context_id:
-        logits = model(indices, offsets, lookup)
-        loss = F.cross_entropy(logits, targets.to(model.device))
+        loss = F.cross_entropy(model(indices, offsets), targets.to(model.device))
         # DDP averages the dense gradients, RPC takes the others to their servers.
         dist_autograd.backward(context_id, [loss])
         optimizer.step(context_id)
@@ -179,19 +148,18 @@ def training_step(
 # Below this line: the processes, the command line, verify, training, and the master, who prints.
 
 
-def run_rank(rank: int, args, names: list[str]) -> None:
+def run_rank(rank, args, names):
     """In a process of its own: join in this rank's role, serve until the master is done, leave."""
     from common.setup import threads_per_rank, without_gloo_greeting
 
     logging.captureWarnings(True)  # torch deprecates what its own RPC and optimizer are made of
     torch.set_num_threads(threads_per_rank(len(names) - 1))  # the master only waits
-    is_trainer = rank < args.trainers
-    limit = timedelta(seconds=args.timeout)
+    role = names[rank].rstrip("0123456789")
     options = rpc.TensorPipeRpcBackendOptions(
         # A trainer has a thread that trains and others that take the answers. A server has one in
         # all, so that updates of one table by several trainers follow one another: the optimizer
         # takes no lock.
-        num_worker_threads=1 if names[rank].startswith("ps") else 4,
+        num_worker_threads=1 if role == "ps" else 4,
         rpc_timeout=args.timeout,
         # Plain TCP. What torch adds to it on one host (shared memory, 16 more connections per pair)
         # took more CPU time with messages as small as these.
@@ -199,142 +167,99 @@ def run_rank(rank: int, args, names: list[str]) -> None:
         _channels=["basic"],
     )
     with without_gloo_greeting():  # RPC has a group of gloo's, too
-        if is_trainer:
-            group = {"rank": rank, "world_size": args.trainers, "timeout": limit}
-            dist.init_process_group(args.backend, **group)
-        world = {"rank": rank, "world_size": len(names), "rpc_backend_options": options}
-        rpc.init_rpc(names[rank], **world)
-    if names[rank] == "master":
+        if role == "trainer":
+            limit = timedelta(seconds=args.timeout)
+            dist.init_process_group(args.backend, None, limit, args.trainers, rank - 1)
+        rpc.init_rpc(names[rank], None, rank, len(names), options)
+    if role == "master":
         try:
             run_master(args, names)
         except RuntimeError as error:
-            if "imed out" in str(error) or "timeout" in str(error):
-                name_the_missing(names, args.timeout)
-            raise
+            if "imed out" not in str(error) and "timeout" not in str(error):
+                raise
+            silent = ", ".join(filter(is_silent, names[1:])) or "nobody: all answer again"
+            sys.exit(f"error: --timeout {args.timeout:g} s are over; no sign of life from {silent}")
     rpc.shutdown()
-    if is_trainer:
+    if role == "trainer":
         dist.destroy_process_group()
 
 
-def name_the_missing(names: list[str], timeout: float) -> None:
-    """End the master, after somebody has waited too long, with the names of all who are silent."""
-    signs = {name: rpc.rpc_async(name, os.getpid, timeout=5) for name in names[:-1]}
-    missing = []
-    for name, sign in signs.items():
-        try:
-            sign.wait()
-        except RuntimeError:
-            missing.append(name)
-    silent = ", ".join(missing) or "nobody: all answer again"
-    sys.exit(f"error: --timeout {timeout:g} s are over; no sign of life from {silent}")
+def is_silent(name):
+    """Whether another process does not answer within 5 seconds."""
+    try:
+        return not rpc.rpc_sync(name, os.getpid, timeout=5)
+    except RuntimeError:
+        return True
 
 
 def read_arguments():
     """The command line, checked and completed; upstream's names of flags are understood, too."""
     from common import setup
-    from common.setup import checked, fail, whole_number
 
-    def whole_epochs(low: int):
-        allowed = f"a multiple of {EPOCH} from {low}"
-        return checked(int, lambda n: n >= low and n % EPOCH == 0, allowed)
-
-    count, one = whole_number(1, 64), whole_number(1)
-    milliseconds = checked(
-        lambda text: float(text.removesuffix("ms")),
-        lambda number: 0 <= number <= 1000,
-        "a number of milliseconds up to 1000, such as 2ms",
-    )
-    rows = "rows of each server's table"
-    columns = f"its columns (default: the fewest that give all servers {DENSE_INPUT} together)"
-    lookup = "ask all servers at once, or one after another; both: epoch by epoch in turn"
+    count, one = setup.whole_number(1, 64), setup.whole_number(1)
+    gpus = torch.cuda.device_count()
+    devices = ["auto", "cpu", *["cuda"] * (gpus > 0)]
     parser = setup.Parser(__doc__)
     add = parser.add_argument
     add("--nproc", type=count, default=2, help="so many trainers, and as many servers")
     add("--trainers", "--number-trainers", type=count, help="(default: --nproc)")
     add("--servers", "--number-ps", type=count, help="(default: --nproc)")
-    add("--embeddings", "--number-embeddings", type=one, default=300, help=rows)
-    add("--embedding-dim", type=one, help=columns)
-    add("--steps", type=whole_epochs(EPOCH), default=1000, help=f"measured; {EPOCH} are an epoch")
-    add("--warmup", type=whole_epochs(0), default=50, help="steps before them, not measured")
-    add("--warmup-cycles", type=whole_number(0), help="the same, in epochs, as upstream")
-    add("--lookup", choices=[*LOOKUPS, "both"], default="parallel", help=lookup)
-    add("--round-trip", type=milliseconds, default="0ms", help="a lookup takes at least as long")
-    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="of the dense net")
+    add("--embeddings", "--number-embeddings", type=one, default=300, help="rows of each table")
+    add("--embedding-dim", type=one, help="its columns (default: the fewest that are enough)")
+    add("--steps", type=one, default=500, help=f"of each lookup, in epochs of {EPOCH}")
+    add("--warmup-cycles", type=setup.whole_number(0), default=5, help="epochs before them")
+    add("--round-trip-ms", type=float, default=0.0, help="a lookup takes at least as long")
+    add("--device", choices=devices, default="auto", help="of the dense net")
     add("--timeout", type=setup.positive_number, default=300.0, help="seconds to wait for others")
     add("--no-verify", action="store_true", help="only measure")
     add("--json", type=setup.output_file, metavar="FILE", help="everything measured, raw")
     args = parser.parse_args()
     args.trainers = args.trainers or args.nproc
     args.servers = args.servers or args.nproc
-    args.timeout = min(args.timeout, 1e6)  # infinity is no timedelta
-    if args.warmup_cycles is not None:
-        args.warmup = EPOCH * args.warmup_cycles
-
-    gpus = torch.cuda.device_count()
-    args.device = args.device.replace("auto", "cuda" if gpus > 0 else "cpu")
-    if args.device == "cuda" and gpus == 0:
-        fail("argument --device: 'cuda' needs a GPU that torch can use, and there is none; use cpu")
+    if args.device == "auto":
+        args.device = "cuda" if gpus else "cpu"
     gpu_per_trainer = args.device == "cuda" and gpus >= args.trainers
     args.backend = "nccl" if gpu_per_trainer else "gloo"  # of the trainers' process group
-
     multiple = DENSE_INPUT // math.gcd(DENSE_INPUT, args.servers)
     args.embedding_dim = args.embedding_dim or multiple
     if args.embedding_dim % multiple:
-        fail(
+        setup.fail(
             f"argument --embedding-dim: '{args.embedding_dim}' is not a multiple of {multiple}: "
             f"the columns of {args.servers} servers have to make rows of {DENSE_INPUT}"
-        )
-    tables = 4 * args.servers * args.embeddings * args.embedding_dim
-    needed = tables * (1 + args.trainers)  # bytes: each trainer has a gradient there
-    available = setup.available_memory()
-    if needed > available:
-        fail(
-            f"argument --embeddings: '{args.embeddings}' rows of {args.embedding_dim} columns need "
-            f"{needed / 1e9:.0f} GB, and this host has {available / 1e9:.0f} left: use fewer"
         )
     return args
 
 
-def begin(args) -> dict:
+def begin(args):
     """Print what runs, where, and which rank is what; returns the head of the JSON."""
     from common.report import processor_name
     from common.setup import say
 
-    on_cuda = args.device == "cuda"
-    result = {
+    threads, world_size = torch.get_num_threads(), 1 + args.trainers + args.servers
+    cuda = f"CUDA {torch.version.cuda or 'none'}, {torch.cuda.device_count()} GPUs"
+    say(
+        f"08_ddp_rpc: torch {torch.__version__}, {cuda}, {args.backend} on {args.device}, "
+        f"{world_size} ranks, threads per rank: {threads}"
+    )
+    if shutil.which("nvidia-smi"):
+        say(subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True).stdout)
+    tables = f"a table of {args.embeddings} × {args.embedding_dim} each"
+    say(f"{args.trainers} trainers, DDP over {args.backend}; {args.servers} servers, {tables}")
+    say(f"a lookup takes at least {args.round_trip_ms:g} ms; an epoch is {EPOCH} steps")
+    return {
         "stage": "08_ddp_rpc",
         "torch": torch.__version__,
         "backend": args.backend,
         "device": args.device,
-        "device_name": torch.cuda.get_device_name() if on_cuda else processor_name(),
-        "world_size": args.trainers + args.servers + 1,
-        "threads_per_rank": torch.get_num_threads(),
+        "device_name": torch.cuda.get_device_name() if args.device == "cuda" else processor_name(),
+        "world_size": world_size,
+        "threads_per_rank": threads,
         "options": dict(vars(args)),
         "started": datetime.now(timezone.utc),
     }
-    say(
-        f"08_ddp_rpc: torch {torch.__version__}, {args.backend} on {args.device}, "
-        f"{result['world_size']} ranks, threads per rank: {result['threads_per_rank']}"
-    )
-    say(f"CUDA {torch.version.cuda or 'none'}, {torch.cuda.device_count()} GPUs")
-    if shutil.which("nvidia-smi"):
-        say(subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True).stdout)
-    parameters = sum(parameter.numel() for parameter in dense_net().parameters())
-    master = args.trainers + args.servers
-    say(
-        f"rank 0 to {args.trainers - 1}: trainers, {parameters} dense parameters, "
-        f"DDP over {args.backend}"
-    )
-    say(
-        f"rank {args.trainers} to {master - 1}: parameter servers, a table of {args.embeddings} × "
-        f"{args.embedding_dim} each; rank {master}: master"
-    )
-    say(f"a lookup takes at least {args.round_trip:g} ms; an epoch is {EPOCH} steps")
-    say(f"{args.steps} steps are measured, after {args.warmup} to warm up")
-    return result
 
 
-def random_batches(args, embeddings: int, seed: int):
+def random_batches(args, embeddings, seed):
     """Yield (indices, offsets, targets) without end: 20 to 50 indices in bags of 1 to 10.
 
     There is a target per row of the dense net's input.
@@ -352,39 +277,31 @@ def random_batches(args, embeddings: int, seed: int):
         yield indices, offsets, targets
 
 
-def new_model(args, servers, seed=0, process_group=None):
+def new_model(args, tables, seed=0, process_group=None):
     """On a trainer: the model and its optimizer. Trainers share the GPUs if these are fewer."""
     torch.manual_seed(seed)
+    if args.device == "cuda":  # of this thread: RPC calls us on any of its own
+        torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
     device = torch.device(args.device)
-    if args.device == "cuda":
-        device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
-        torch.cuda.set_device(device)  # of this thread: RPC calls us on any of its own
-    model = HybridModel(servers, device, process_group, args.round_trip / 1000)
+    model = HybridModel(tables, device, process_group, args.round_trip_ms / 1000)
     return model, model.optimizer()
 
 
-def call_all(names, function, *arguments, **limit):
+def new_tables(servers, embeddings, args):
+    """Make a table on each server; returns the references to them."""
+    return [rpc.remote(name, new_table, (embeddings, args.embedding_dim)) for name in servers]
+
+
+def call_all(names, function, *arguments):
     """Call a function on many processes at once; the results in their order.
 
-    limit: timeout=0 for what may take longer than --timeout. Who trains is missed by the others.
+    It may take longer than --timeout, because who trains is missed by the others.
     """
-    answers = [rpc.rpc_async(name, function, arguments, **limit) for name in names]
+    answers = [rpc.rpc_async(name, function, arguments, timeout=0) for name in names]
     return torch.futures.wait_all(answers)
 
 
-def network_bytes() -> int:
-    """What this process has sent and received over TCP, as Linux counts it; elsewhere 0."""
-    total = 0
-    for file in Path("/proc/self/fd").glob("*"):
-        with suppress(OSError):  # a file, or a socket of another kind
-            if os.readlink(file).startswith("socket:"):
-                with socket.socket(fileno=os.dup(int(file.name))) as connection:
-                    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136)
-                total += sum(struct.unpack_from("QQ", info, 120))  # bytes acknowledged, received
-    return total
-
-
-def verify_one_trainer(args, servers, embeddings):
+def verify_one_trainer(args, tables, embeddings):
     """Runs on trainer0: 20 steps with the servers, and 20 of a plain model in this process.
 
     Returns the largest difference between their weights.
@@ -393,43 +310,25 @@ def verify_one_trainer(args, servers, embeddings):
 
     with without_gloo_greeting():
         alone = dist.new_group([0], use_local_synchronization=True)
-    model, optimizer = new_model(args, servers, process_group=alone)
+    model, optimizer = new_model(args, tables, process_group=alone)
     # The same model without DDP and RPC: a copy of all its weights.
     dense = copy.deepcopy(model.dense.module)
-    from_weight = partial(nn.EmbeddingBag.from_pretrained, freeze=False, mode="sum")
-    tables = nn.ModuleList(map(from_weight, call_all(servers, weight_copy)))
-    plain = nn.ModuleList([dense, tables])
+    copies = [table.to_here() for table in tables]
+    plain = nn.ModuleList([dense, *copies])
     plain_optimizer = torch.optim.SGD(plain.parameters(), lr=LEARNING_RATE)
     batches = random_batches(args, embeddings, seed=0)
     for step, batch in enumerate(islice(batches, VERIFY_STEPS)):
-        training_step(model, optimizer, batch, LOOKUPS[step % 2])
+        model.lookup = LOOKUPS[step % 2]
+        training_step(model, optimizer, batch)
         indices, offsets, targets = batch
-        columns = [embedding(indices, offsets) for embedding in tables]
-        rows = torch.cat(columns, dim=1).reshape(-1, DENSE_INPUT)
-        logits = dense(rows.to(model.device))
+        columns = [table(indices, offsets) for table in copies]
+        logits = dense(torch.cat(columns, dim=1).reshape(-1, DENSE_INPUT).to(model.device))
         F.cross_entropy(logits, targets.to(model.device)).backward()
         plain_optimizer.step()
         plain_optimizer.zero_grad()
-    weights = [*model.dense.parameters(), *call_all(servers, weight_copy)]
+    weights = [*model.dense.parameters(), *[table.to_here().weight for table in tables]]
     pairs = zip(weights, plain.parameters(), strict=True)
     return max((weight - other).abs().max().item() for weight, other in pairs)
-
-
-def verify_replicas(args, servers, embeddings):
-    """Runs on all trainers at once: 20 steps that look up even rows only.
-
-    Returns this replica's weights and the rows that it has looked up.
-    """
-    rank = dist.get_rank()
-    model, optimizer = new_model(args, servers, seed=rank)  # DDP must make them equal
-    looked_up = set()
-    batches = random_batches(args, max(1, embeddings // 2), seed=rank)
-    for indices, offsets, targets in islice(batches, VERIFY_STEPS):
-        even = 2 * indices
-        training_step(model, optimizer, (even, offsets, targets), "parallel")
-        looked_up.update(even.tolist())
-    weights = nn.utils.parameters_to_vector(model.dense.parameters())
-    return weights.detach().cpu(), looked_up
 
 
 def verify(args, trainers, servers):
@@ -437,166 +336,116 @@ def verify(args, trainers, servers):
     from common.setup import progress, say
 
     progress("verify: one trainer with all servers, against a plain model in one process")
-    embeddings = min(args.embeddings, 300)  # the plain model has all tables in one process
     tolerance = 1e-5
-    tables = (create_table, embeddings, args.embedding_dim)
-    arguments = (args, servers, embeddings)
-    call_all(servers, *tables)
-    [difference] = call_all(trainers[:1], verify_one_trainer, *arguments, timeout=0)
+    embeddings = min(args.embeddings, 300)  # the plain model has all tables in one process
+    tables = new_tables(servers, embeddings, args)
+    [difference] = call_all(trainers[:1], verify_one_trainer, args, tables, embeddings)
+    found = (
+        f"one trainer and {len(servers)} servers are at most {difference:.1e} away from a plain "
+        f"model in one process after {VERIFY_STEPS} steps; allowed: {tolerance}"
+    )
     if not difference <= tolerance:
-        sys.exit(
-            f"verify FAILED: one trainer is {difference:.1e} away from a plain model in one process"
-        )
-    say(
-        f"verify: passed, one trainer and {len(servers)} servers at most {difference:.1e} away "
-        f"from a plain model in one process after {VERIFY_STEPS} steps; allowed: {tolerance}"
-    )
-
-    progress("verify: all trainers with all servers")
-    call_all(servers, *tables)
-    before = torch.stack(call_all(servers, weight_copy))
-    replicas, rows = zip(*call_all(trainers, verify_replicas, *arguments, timeout=0), strict=True)
-    if not all(torch.equal(replica, replicas[0]) for replica in replicas):
-        sys.exit("verify FAILED: the trainers hold different dense weights")
-    looked_up = torch.zeros(embeddings, dtype=torch.bool)
-    looked_up[list(set().union(*rows))] = True
-    moved = (torch.stack(call_all(servers, weight_copy)) != before).any(dim=2)
-    if not (moved == looked_up).all():
-        sys.exit("verify FAILED: the rows that moved are not those that were looked up")
-    say(
-        f"verify: passed, dense weights of {len(trainers)} trainers bitwise equal; of {embeddings} "
-        f"rows per server exactly the {looked_up.sum()} that were looked up have moved\n"
-    )
+        sys.exit(f"verify FAILED: {found}")
+    say(f"verify: passed, {found}\n")
     return {"max_abs_diff": difference, "tolerance": tolerance, "passed": True}
 
 
-def train(args, servers):
-    """Runs on every trainer. Returns what it measured, a dictionary per epoch.
+def train(args, tables):
+    """Runs on every trainer. Returns float64 [lookup, epoch, 4], and the weights of its replica.
 
-    "lookup", "seconds", "lookup_seconds", "examples" (bags), "loss", "is_counted" (no warm-up).
+    The four: seconds, seconds in lookups, bytes of messages, examples (bags).
     """
     from common.setup import progress
 
     rank = dist.get_rank()
-    warmup = args.warmup // EPOCH
-    rounds = warmup + args.steps // EPOCH
-    model, optimizer = new_model(args, servers)
+    rounds = args.warmup_cycles + math.ceil(args.steps / EPOCH)
+    model, optimizer = new_model(args, tables, seed=rank)  # DDP must make the replicas equal
     all_batches = random_batches(args, args.embeddings, seed=rank)
-    epochs = []
+    epochs = {lookup: [] for lookup in LOOKUPS}
     for number in range(rounds):
         if rank == 0:
-            progress(f"training: epoch {number + 1} of {rounds}")
-        for lookup in LOOKUPS if args.lookup == "both" else [args.lookup]:
+            rpc.rpc_async("master", progress, (f"training: epoch {number + 1} of {rounds}",))
+        for lookup in LOOKUPS:
+            model.lookup = lookup
             batches = list(islice(all_batches, EPOCH))
-            model.lookup_seconds = 0.0
+            model.lookup_seconds, model.message_bytes = 0.0, 0
             start = time.perf_counter()
-            losses = [training_step(model, optimizer, batch, lookup) for batch in batches]
-            loss = torch.stack(losses).mean().item()  # waits for the GPU, if any
-            epochs.append(
-                {
-                    "lookup": lookup,
-                    "seconds": time.perf_counter() - start,
-                    "lookup_seconds": model.lookup_seconds,
-                    "examples": sum(len(offsets) for _, offsets, _ in batches),
-                    "loss": loss,
-                    "is_counted": number >= warmup,
-                }
-            )
-    return epochs
+            losses = [training_step(model, optimizer, batch) for batch in batches]
+            losses[-1].item()  # waits for the GPU, if any
+            seconds = time.perf_counter() - start
+            examples = sum(len(offsets) for _, offsets, _ in batches)
+            measured = [seconds, model.lookup_seconds, model.message_bytes, examples]
+            if number >= args.warmup_cycles:
+                epochs[lookup].append(measured)
+    weights = nn.utils.parameters_to_vector(model.dense.parameters())
+    return torch.tensor(list(epochs.values()), dtype=torch.float64), weights.detach().cpu()
 
 
-def run_master(args, names: list[str]) -> None:
+def run_master(args, names):
     """Verify, have the trainers train, print and write what they measured."""
     from common import report
+    from common.setup import say
 
-    trainers, servers = names[: args.trainers], names[args.trainers : -1]
+    trainers, servers = names[1 : 1 + args.trainers], names[1 + args.trainers :]
     result = begin(args)
     result["verify"] = None if args.no_verify else verify(args, trainers, servers)
-    call_all(servers, create_table, args.embeddings, args.embedding_dim)
-    before = sum(call_all(servers, network_bytes))
-    epochs = result["epochs"] = call_all(trainers, train, args, servers, timeout=0)
-    carried = sum(call_all(servers, network_bytes)) - before
-    result["network_bytes_per_step"] = carried / (EPOCH * sum(map(len, epochs)))
-    print_result(epochs, result["network_bytes_per_step"])
+    tables = new_tables(servers, args.embeddings, args)
+    samples, replicas = zip(*call_all(trainers, train, args, tables), strict=True)
+    samples = torch.stack(samples)  # [trainer, lookup, epoch, 4]
+    print_result(samples)
+    if not all(torch.equal(replica, replicas[0]) for replica in replicas):
+        sys.exit("verify FAILED: the trainers hold different dense weights")
+    say(f"verify: passed, dense weights of {len(trainers)} trainers bitwise equal")
+    result["epochs"] = samples.tolist()
     report.write_json(args.json, result)
 
 
-def print_result(trainers: list[list[dict]], bytes_per_step: float) -> None:
-    """The epochs of each trainer, as `train` returns them, and of all together."""
+def print_result(samples):
+    """A row of the table per trainer and lookup, and of all trainers together."""
     from common.report import percentiles, print_table
     from common.setup import say
 
-    lookups = list(dict.fromkeys(epoch["lookup"] for epoch in trainers[0]))
-    groups = {f"trainer{rank}": [epochs] for rank, epochs in enumerate(trainers)}
-    rows, rates, waits = [], {}, {}
-    for name, group in (groups | {"all": trainers}).items():
-        for lookup in lookups:
-            seconds = counted(group, lookup, "seconds")
-            examples = sum(counted(group, lookup, "examples"))
-            rates[lookup] = examples / sum(seconds)  # in the end those of all
-            waits[lookup] = sum(counted(group, lookup, "lookup_seconds"))
-            in_an_epoch = examples / len(seconds) * len(group)
+    groups = {f"trainer{rank}": samples[rank : rank + 1] for rank in range(len(samples))}
+    rows = []
+    for name, group in (groups | {"all": samples}).items():
+        for number, lookup in enumerate(LOOKUPS):
+            seconds, waits, _, examples = group[:, number].flatten(0, 1).T
+            in_an_epoch = len(group) * examples.mean()
             cells = [f"{name} {lookup}"]
             for percentile in percentiles(seconds):
                 cells += [f"{percentile:.3f}", f"{in_an_epoch / percentile:.0f}"]
-            rows.append([*cells, f"{100 * waits[lookup] / sum(seconds):.0f} %"])
+            rows.append([*cells, f"{100 * waits.sum() / seconds.sum():.0f} %"])
     header = ["", "p50", "ex./s", "p75", "ex./s", "p90", "ex./s", "p95", "ex./s", "lookups"]
     print_table(header, rows)
     say("seconds per epoch at each percentile, and examples (bags) per second at that pace;")
     say("lookups: their share of the time; all: samples pooled, examples summed")
-    if lookups == LOOKUPS:
-        faster = rates["parallel"] / rates["sequential"]
-        longer = waits["sequential"] / waits["parallel"]
-        say(
-            f"parallel / sequential: {faster:.3f} × the examples per second, all epochs; "
-            f"sequential / parallel: {longer:.2f} × the time in lookups"
-        )
-    kilobytes = bytes_per_step / 1000
-    say(f"a trainer and all servers exchange {kilobytes:.1f} kB per step, 1 kB = 1000 bytes")
-    first = fmean(epochs[0]["loss"] for epochs in trainers)
-    last = fmean(epochs[-1]["loss"] for epochs in trainers)
-    say(
-        f"loss: {first:.3f} in the first epoch, {last:.3f} in the last; the targets are random, so "
-        f"that ln {CLASSES} = {math.log(CLASSES):.3f} is all there is to learn"
-    )
-
-
-def counted(trainers: list[list[dict]], lookup: str, quantity: str) -> list[float]:
-    """One quantity of all epochs with this lookup that are no warm-up."""
-    epochs = [epoch for epochs in trainers for epoch in epochs if epoch["is_counted"]]
-    return [epoch[quantity] for epoch in epochs if epoch["lookup"] == lookup]
+    parallel, sequential = samples.sum(dim=(0, 2))
+    faster = parallel[3] / parallel[0] * sequential[0] / sequential[3]
+    say(f"parallel / sequential: {faster:.3f} × the examples per second, all epochs")
+    kilobytes = samples[..., 2].mean() / EPOCH / 1000
+    say(f"a trainer and all servers exchange {kilobytes:.1f} kB per step (1 kB = 1000 bytes):")
+    say("indices, sums of rows, and the gradients of these sums")
 
 
 def main():
     folder = Path(__file__).resolve().parent
     sys.path[:0] = [str(folder), str(folder.parent)]
     try:
-        from common.spawn import run_ranks
-        from common.setup import forget_launcher, progress
+        from common import setup
     except ModuleNotFoundError as error:
         sys.exit(f"error: {error}: copy the repository's folder common/ beside {folder} or into it")
 
-    forget_launcher()
     args = read_arguments()
-    names = [f"trainer{i}" for i in range(args.trainers)]
-    names += [*[f"ps{i}" for i in range(args.servers)], "master"]
-    # A forked process has imported torch: on two cores 17 take a second, and not half a minute.
-    # Neither CUDA nor some libraries of macOS bear it.
-    method = "fork" if sys.platform == "linux" and args.device == "cpu" else "spawn"
-    progress(f"starting {len(names)} processes")
+    trainers = [f"trainer{number}" for number in range(args.trainers)]
+    names = ["master", *trainers, *[f"ps{number}" for number in range(args.servers)]]
+    setup.progress(f"starting {len(names)} processes")
     try:
-        run_ranks(len(names), run_rank, args, names, start_method=method)
-    except KeyboardInterrupt as interrupt:
-        progress()
-        [number] = interrupt.args
-        sys.exit("interrupted" if number == signal.SIGINT else 128 + number)
+        setup.spawn(len(names), run_rank, args, names)
+    except KeyboardInterrupt:
+        sys.exit("interrupted")
     except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-        progress()
-        rank = error.error_index
-        sys.exit(
-            f"{str(error).strip()}\n"
-            f"error: {names[rank]} (rank {rank}) failed; all other processes were ended"
-        )
+        reason = str(error).strip().splitlines()[-1]
+        sys.exit(f"error: {names[error.error_index]} failed, and all others were ended: {reason}")
 
 
 if __name__ == "__main__":

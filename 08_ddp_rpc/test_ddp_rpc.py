@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch.distributed import rpc
 
+from tools import testing
 from tools.record import output_of
-from tools import harness
-from tools.harness import needs_proc, wait_for_line
+from tools.testing import needs_proc, wait_for_line
 
 FOLDER = Path(__file__).resolve().parent
 SCRIPT = FOLDER / "ddp_rpc.py"
@@ -41,8 +41,8 @@ def test_it_prints_what_was_recorded(forked):
     status, output = forked(None, SCRIPT, "--device", "cpu", "--warmup", 0, "--steps", 50)
     output = re.sub(CLOSED_EARLY, "", output)
     assert status == 0 and "Warning" not in output, output
-    lines = harness.masked(output)
-    recorded = harness.masked(output_of(FOLDER / "reference_output.txt"))
+    lines = testing.masked(output)
+    recorded = testing.masked(output_of(FOLDER / "reference_output.txt"))
     machine = 1  # the line of CUDA, which some builds lack
     assert lines[machine].startswith("CUDA ")
     del lines[machine], recorded[machine]
@@ -58,7 +58,7 @@ def test_uneven_layouts_verify_train_and_count_every_example(forked, tmp_path, t
     assert status == 0 and output.count("verify: passed") == 2 and "Warning" not in output, output
     assert output.endswith(f"written: {tmp_path}/out.json\n") and " ? the time in l" in output
     assert "of 31 rows per server exactly the 15 that were looked up have moved" in output
-    result = harness.read_json(tmp_path / "out.json", "08_ddp_rpc")
+    result = testing.read_json(tmp_path / "out.json", "08_ddp_rpc")
     assert len(result["epochs"]) == trainers and result["verify"]["max_abs_diff"] <= 1e-5
     for rank, epochs in enumerate(result["epochs"]):
         batches = ddp_rpc.random_batches(SimpleNamespace(**result["options"]), 31, rank)
@@ -99,7 +99,7 @@ def test_what_crosses_the_network_grows_with_the_batch_and_not_with_the_tables(f
         words = ["--steps", 50, "--warmup", 0, "--no-verify", "--embeddings", rows]
         status, output = forked(None, SCRIPT, *words, "--json", tmp_path / "out.json")
         assert status == 0, output
-        result = harness.read_json(tmp_path / "out.json", "08_ddp_rpc")
+        result = testing.read_json(tmp_path / "out.json", "08_ddp_rpc")
         per_step[rows] = result["network_bytes_per_step"]
         assert f"exchange {per_step[rows] / 1000:.1f} kB per step" in output
     examples = sum(epoch["examples"] for epoch in result["epochs"][0])
@@ -197,10 +197,10 @@ def test_when_the_launcher_is_ended_all_end(script, number, expected):
 
 @needs_proc
 @pytest.mark.full
-@pytest.mark.parametrize("fault", harness.FAULTS)
+@pytest.mark.parametrize("fault", testing.FAULTS)
 def test_faults(script, fault, tmp_path):
     """While the processes start."""
-    harness.check_fault(script, [sys.executable, *ENDLESS], "", fault, tmp_path, trainer_1)
+    testing.check_fault(script, [sys.executable, *ENDLESS], "", fault, tmp_path, trainer_1)
 
 
 @needs_proc
@@ -266,7 +266,7 @@ def test_wrong_input_is_one_line(refusal, words, said):
 
 
 def test_file_alone(tmp_path):
-    harness.check_script_alone(SCRIPT, tmp_path)
+    testing.check_script_alone(SCRIPT, tmp_path)
 
 
 # What few machines can run.

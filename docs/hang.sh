@@ -2,6 +2,7 @@
 # It needs py-spy (pip install py-spy). Long paths are cut, and torchrun's report.
 command -v py-spy > /dev/null || { echo 'error: needs py-spy: pip install py-spy' >&2; exit 2; }
 python=$1
+mkdir -p results
 unset PYTHONUNBUFFERED  # so that a line is written in one piece
 run="$python -m torch.distributed.run --standalone --nproc-per-node 2 docs/hang.py"
 short() { sed -E "s@[^ \"]*/site-packages/@@; s@$PWD/@@; s@^.*\] failed \(exitcode.*@@" | grep -E '^\[rank|^rank|^error'; }

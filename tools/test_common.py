@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from common import report, setup, timing
-from tools.harness import ONLY_RANK, ROOT, write_mnist
+from tools.testing import ONLY_RANK, ROOT, write_mnist
 
 CPU = torch.device("cpu")
 

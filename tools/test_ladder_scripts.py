@@ -11,9 +11,9 @@ import signal
 import pytest
 import torch
 
+from tools import testing
 from tools.record import output_of
-from tools import harness
-from tools.harness import FAULTS, ROOT
+from tools.testing import FAULTS, ROOT
 
 STAGES = ["02_naive_ddp", "03_flat_ddp", "04_overlap_ddp", "05_bucketed"]
 SCRIPTS = [ROOT / stage / f"{stage[3:]}.py" for stage in STAGES]
@@ -26,20 +26,20 @@ def check_run(run, path, folder, world_size, device="cpu", words=()) -> dict:
 
     run: the fixture `forked` or `launched`. Returns the JSON.
     """
-    words = [*harness.QUICK, "--device", device, *harness.files_in(folder), *words]
+    words = [*testing.QUICK, "--device", device, *testing.files_in(folder), *words]
     status, output = run(world_size, path, *words, cwd=folder)
     assert status == 0, output
-    result = harness.read_json(folder / "json", path.parent.name)
+    result = testing.read_json(folder / "json", path.parent.name)
     recorded = output_of(path.parent / "reference_output.txt")
     recorded = recorded.replace("gloo on cpu", f"{result['backend']} on {device}")
     recorded = recorded.replace("mini model", "nano model")
-    assert harness.masked(output) == harness.masked(recorded), output
+    assert testing.masked(output) == testing.masked(recorded), output
     gpu_per_rank = device == "cuda" and torch.cuda.device_count() >= world_size
     assert (result["backend"] == "nccl") == gpu_per_rank
     assert result["world_size"] == world_size
     assert [one["passed"] for one in result["verify"].values()] == [True]
     counts = {one["name"]: one["collectives_per_step"] for one in result["candidates"]}
-    assert counts == {name: harness.NANO_CALLS[name] for name in counts} and len(counts) == 3
+    assert counts == {name: testing.NANO_CALLS[name] for name in counts} and len(counts) == 3
     for one in result["candidates"]:
         for times in ("step_seconds", "exposed_comm_seconds", "optimizer_seconds"):
             assert [len(rank_times) for rank_times in one[times]] == world_size * [2], times
@@ -52,12 +52,12 @@ def check_run(run, path, folder, world_size, device="cpu", words=()) -> dict:
 
 @each
 def test_file_alone(path, tmp_path):
-    harness.check_script_alone(path, tmp_path)
+    testing.check_script_alone(path, tmp_path)
 
 
 @each
 def test_run_on_a_small_mnist(forked, tmp_path, path):
-    harness.write_mnist(tmp_path / "data", 320, 10)
+    testing.write_mnist(tmp_path / "data", 320, 10)
     check_run(forked, path, tmp_path, 2, words=["--data", tmp_path / "data"])
 
 
@@ -79,40 +79,40 @@ def test_on_a_gpu(launched, tmp_path, path, world_size):
 @pytest.mark.parametrize("name, status", [("Right", 0), ("SumForMean", 1)])
 def test_a_class_of_the_users_own_is_verified_and_has_a_row(forked, tmp_path, name, status):
     mine = f"{ROOT}/tools/check/mistakes.py:{name}"
-    words = [*harness.QUICK, "--device", "cpu", "--json", tmp_path / "json", "--mine", mine]
+    words = [*testing.QUICK, "--device", "cpu", "--json", tmp_path / "json", "--mine", mine]
     found, output = forked(2, FLAT, *words, cwd=tmp_path)
     assert found == status and f"verify: {name} (mine)\n" in output, output
     if status == 1:
         assert "verify: FAILED, a weight is" in output, output
         return
-    result = harness.read_json(tmp_path / "json", "03_flat_ddp")
+    result = testing.read_json(tmp_path / "json", "03_flat_ddp")
     names = [candidate["name"] for candidate in result["candidates"]]
     assert names == ["no communication", "Right (mine)", "FlatDDP", "torch DDP"]
     assert result["verify"]["Right (mine)"]["passed"] and result["verify"]["FlatDDP"]["passed"]
-    assert result["candidates"][1]["collectives_per_step"] == harness.NANO_CALLS["NaiveDDP"]
+    assert result["candidates"][1]["collectives_per_step"] == testing.NANO_CALLS["NaiveDDP"]
 
 
 FULL = pytest.mark.full
 QUICKLY = "mini model: ", ["--no-verify", "--no-baseline"]  # these lead to it
 
 
-@harness.needs_proc
+@testing.needs_proc
 @pytest.mark.parametrize("moment, words", [QUICKLY, pytest.param("", [], marks=FULL)])
 @pytest.mark.parametrize(
     "fault", [FAULTS[0], *(pytest.param(other, marks=FULL) for other in FAULTS[1:])]
 )
 def test_faults(script, fault, moment, words, tmp_path):
-    command = harness.torchrun(2, BUCKETED, *words, *harness.LONG)
-    harness.check_fault(script, command, moment, fault, tmp_path)
+    command = testing.torchrun(2, BUCKETED, *words, *testing.LONG)
+    testing.check_fault(script, command, moment, fault, tmp_path)
 
 
 @pytest.mark.full
-@harness.needs_proc
+@testing.needs_proc
 def test_a_rank_that_stops_answering_is_named(script):
-    words = ["--timeout", "3", "--no-verify", *harness.LONG]
-    run = script(harness.torchrun(2, BUCKETED, *words))
-    victim = harness.rank_1(run)
-    harness.wait_for_line(run, "mini model: ")
+    words = ["--timeout", "3", "--no-verify", *testing.LONG]
+    run = script(testing.torchrun(2, BUCKETED, *words))
+    victim = testing.rank_1(run)
+    testing.wait_for_line(run, "mini model: ")
     os.kill(victim, signal.SIGSTOP)
     status, output = run.wait(timeout=60)
     message = "error: rank 0 waited more than --timeout 3 s; no answer from rank 1\n"

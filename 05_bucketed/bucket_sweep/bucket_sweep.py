@@ -1,14 +1,20 @@
-"""05: which bucket size is best? By a formula, by a simulation, and measured.
+"""05: which bucket size is best? Measured, simulated, and by a formula.
 
 Small buckets start early and leave little to wait for after backward, but each costs a call; large
 ones are the other way round. This script measures BucketedDDP and torch's DDP with buckets of
-several sizes in turn, and holds against it the course's formula, overhead(n) = s / (n·w) + n·o for
-n buckets, s bytes of gradients, an all-reduce's bytes per second w and its fixed cost o, and the
-simulation of predict.py. Both take o and w from all-reduces that run alone, in the same run.
+several sizes, and holds against it the simulation of predict.py, and the course's formula,
+overhead(n) = s / (n·w) + n·o for n buckets, s bytes of gradients, an all-reduce's bytes per second
+w and its fixed cost o. Both take o and w from all-reduces that run alone, in the same run.
 
     make 05_bucketed/bucket_sweep NPROC=2                                  (see also ARGS="--help")
     make 05_bucketed/bucket_sweep NETWORK=1gbit,1ms
     torchrun --standalone --nproc-per-node 2 05_bucketed/bucket_sweep/bucket_sweep.py
+
+The sizes of the course's experiment need a large model. Of a model larger than `mini` every wrapper
+is built, measured and freed before the next one is built, and torch's DDP is left out:
+
+    make 05_bucketed/bucket_sweep NETWORK=5gbit,1ms ARGS="--size medium --bucket-sizes-mb \\
+        1,10,100,1000 --batch-size 1 --steps 2 --warmup 1"
 
 Source: Stanford CS336, assignment 2, "DDP bucketed benchmarking".
 """
@@ -18,6 +24,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import numpy
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -25,104 +32,102 @@ from torch.nn.parallel import DistributedDataParallel
 FOLDER = Path(__file__).resolve().parent
 sys.path[:0] = [str(FOLDER), str(FOLDER.parent / "predict"), str(FOLDER.parent.parent)]
 
-from predict import BucketedDDP, measure, predict  # noqa: E402
+from predict import Network, compare, measure, medians  # noqa: E402
 
 from common import report, setup  # noqa: E402
 from common.setup import say  # noqa: E402
 
 
-def overhead(buckets: float, size: float, bandwidth: float, call: float) -> float:
+def overhead(buckets: float, size: float, network: Network) -> float:
     """Seconds left over after backward: one bucket's transfer, and every bucket's call.
 
     Nothing hides the transfer of the last bucket any more, because backward is over.
     """
-    return size / (buckets * bandwidth) + buckets * call
+    return size / (buckets * network.bytes_per_second) + buckets * network.call_seconds
 
 
-def best_number_of_buckets(size: float, bandwidth: float, call: float) -> float:
+def best_number_of_buckets(size: float, network: Network) -> float:
     """Where `overhead` is smallest: its derivative in n, o − s / (n²·w), is 0 at √(s / (w·o))."""
-    return math.sqrt(size / (bandwidth * call))
+    return math.sqrt(size / (network.bytes_per_second * network.call_seconds))
 
 
 # ==================================================================================================
 # Below this line: the measurement, the table, the picture.
 
+NO_LIMIT = "BucketedDDP, no limit"
 
-def sweep(args, device: torch.device) -> dict:
-    """Measure every size, and what both models say of it: what --json has besides its head."""
-    wrappers = {"BucketedDDP, no limit": partial(BucketedDDP, bucket_size_mb=None)}
-    ways = {"BucketedDDP, no limit": (None, True)}
+
+def sweep(args, device: torch.device, result: dict) -> Network:
+    """Measure every size, and add to the result what both models say; returns what calls cost."""
+    in_turn = args.size in ("nano", "mini")  # others take too much memory
+    ours = {NO_LIMIT: compare.strategies(None)["BucketedDDP"]}
+    torchs = {}
     for mb in sorted(set(args.bucket_sizes_mb), reverse=True):
-        wrappers[f"BucketedDDP, {mb:g} MB"] = partial(BucketedDDP, bucket_size_mb=mb)
-        wrappers[f"torch DDP, {mb:g} MB"] = partial(DistributedDataParallel, bucket_cap_mb=mb)
-        ways[f"BucketedDDP, {mb:g} MB"] = (mb, True)
-    gradients, result = measure(args, device, wrappers)
-    simulated = predict(gradients, result, ways)
-    size = sum(parameter.nbytes for parameter in gradients)
-    network = result["all_reduce"]["bytes_per_second"], result["all_reduce"]["call_seconds"]
-    best_mb = size / best_number_of_buckets(size, *network) / 2**20
+        ours[f"BucketedDDP, {mb:g} MB"] = compare.strategies(mb)["BucketedDDP"]
+        if in_turn:
+            torchs[f"torch DDP, {mb:g} MB"] = partial(DistributedDataParallel, bucket_cap_mb=mb)
+    wrappers = {name: strategy.wrap for name, strategy in ours.items()} | torchs
+    alone, network = measure(args, device, wrappers, result, in_turn, args.trace)
+    if not in_turn:
+        say("Each row was built, measured and freed before the next, not in turn with the others.")
+    size = result["gradient_bytes"] = sum(parameter.nbytes for parameter in alone.gradients)
+    best_mb = size / best_number_of_buckets(size, network) / 2**20
     say(f"formula: of {size / 2**20:.1f} MB of gradients the best bucket has {best_mb:.1f} MB")
-    alone = report.percentiles(result["candidates"][0]["step_seconds"])[0]
-    overheads = []
-    for candidate in result["candidates"][1:]:
+    rows = result["overheads"] = []
+    for candidate in result["candidates"]:
         name, buckets = candidate["name"], candidate["collectives_per_step"]
-        row = {"name": name, "buckets": buckets}
-        row["measured"] = report.percentiles(candidate["step_seconds"])[0] - alone
-        row["formula"] = overhead(buckets, size, *network)
-        row["simulated"] = simulated[name] - alone if name in ways else None  # torch cuts others
-        overheads.append(row)
-    return result | {"gradient_bytes": size, "formula_best_mb": best_mb, "overheads": overheads}
-
-
-def print_rows(result: dict) -> None:
-    """A row per candidate, in ms."""
-    rows = []
-    overheads = [{}, *result["overheads"]]  # no communication has none
-    for candidate, ways in zip(result["candidates"], overheads, strict=True):
-        row = [candidate["name"], str(candidate["collectives_per_step"])]
-        row += report.milliseconds(candidate["step_seconds"])
-        row.append(report.milliseconds(candidate["exposed_comm_seconds"])[0])
-        for way in ("measured", "formula", "simulated"):
-            row.append("-" if ways.get(way) is None else f"{1000 * ways[way]:.1f}")
+        step = report.percentiles(candidate["step_seconds"])[0] / result["dilation"]
+        row = {"name": name, "buckets": buckets, "step": step}
+        row["measured"] = step - rows[0]["step"] if rows else None
+        row["simulated"] = None
+        if name in ours:
+            row["simulated"] = alone.step(ours[name], network) - rows[0]["step"]
+        row["formula"] = overhead(buckets, size, network) if buckets else None
         rows.append(row)
-    header = ["step, ms", "buckets", "p50", "p75", "p90", "p95", "exposed", "overhead"]
-    report.print_table([*header, "formula", "simulated"], rows)
+    return network
+
+
+def print_rows(rows: list[dict]) -> None:
+    """A row per candidate, in ms."""
+    table = []
+    no_limit = rows[1]["step"]
+    for row in rows:
+        cells = [row["name"], str(row["buckets"]), f"{1000 * row['step']:.1f}"]
+        for way in ("measured", "simulated", "formula"):
+            cells.append("-" if row[way] is None else f"{1000 * row[way]:.1f}")
+        table.append([*cells, f"{no_limit / row['step']:.2f}"])
+    header = ["step, ms", "buckets", "p50", "overhead", "simulated", "formula", "speed-up"]
+    report.print_table(header, table)
     say(
-        "Percentiles over all steps of all ranks; exposed: p50, from the last gradient until all\n"
-        "are averaged; overhead: p50 minus that of no communication; formula: s/(n·w) + n·o with\n"
-        "the row's n buckets; simulated: by predict.py, with the o and w above."
+        "p50: of all steps of all ranks; overhead: p50 minus that of no communication; simulated:\n"
+        "by predict.py, with the o and w above; formula: s/(n·w) + n·o with the row's n buckets;\n"
+        "speed-up: over one bucket for all."
     )
 
 
-LINES = {"measured": ("#0072B2", "o-"), "simulated": ("#0072B2", "--"), "formula": ("black", ":")}
-
-
-def draw(result: dict, path: Path) -> None:
-    """Overhead over the number of buckets: BucketedDDP's measured and simulated, the formula's."""
-    from matplotlib.figure import Figure
-
+def draw(result: dict, network: Network, path: Path) -> None:
+    """Overhead over the number of buckets: measured, simulated, and the formula as a curve."""
     rows = [row for row in result["overheads"] if row["simulated"] is not None]
     buckets = [row["buckets"] for row in rows]
-    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
-    axes = figure.subplots()
-    for way, (color, line) in LINES.items():
-        heights = [1000 * row[way] for row in rows]
-        axes.plot(buckets, heights, line, color=color, linewidth=2, label=way)
-    for row in rows:
-        size = row["name"].partition(", ")[2]
-        place = row["buckets"], 1000 * row["measured"]
-        axes.annotate(size, place, (0, 10), textcoords="offset points", ha="center")
-    where = result["network"] or {"gloo": "loopback"}.get(result["backend"], result["backend"])
-    axes.set_title(f"What communication adds to a step: {where}")
-    axes.set_xlabel("all-reduces in a step (smaller buckets →)")
-    axes.set_ylabel("overhead: step − no communication, ms")
+    figure, axes = medians.new_picture(8, 4.5)
+    measured = [1000 * row["measured"] for row in rows]
+    axes.plot(buckets, measured, "o-", color="#332288", linewidth=2.5, label="measured")
+    simulated = [1000 * row["simulated"] for row in rows]
+    axes.plot(buckets, simulated, "x--", color="#332288", linewidth=1, label="simulated")
+    numbers = numpy.geomspace(1, max(buckets), 100)
+    curve = [1000 * overhead(number, result["gradient_bytes"], network) for number in numbers]
+    axes.plot(numbers, curve, ":", color="black", label="formula")
+    best = min(rows, key=lambda row: row["measured"])
+    axes.plot(best["buckets"], 1000 * best["measured"], "o", ms=16, mfc="none", color="#D55E00")
     axes.set_xscale("log")
-    axes.margins(y=0.1)
+    sizes = [row["name"].partition(", ")[2] for row in rows]
+    axes.set_xticks(buckets, [f"{size}\n{n} calls" for size, n in zip(sizes, buckets, strict=True)])
+    axes.minorticks_off()
+    axes.set_xlabel("largest bucket, and all-reduces in a step")
+    axes.set_ylabel("overhead: step − no communication, ms")
     axes.set_ylim(bottom=0)
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.grid(alpha=0.3)
     axes.legend(frameon=False)
-    figure.savefig(path, format="png")
+    medians.save(figure, path)
 
 
 def main():
@@ -131,17 +136,18 @@ def main():
     parser = setup.Parser(__doc__)
     add = parser.add_argument
     add("--bucket-sizes-mb", type=setup.list_of(size), default="0.5,1,5,10,25", metavar="MB,…")
+    trace = "Chrome trace of three more steps of each row, or of the last row of a large model"
+    add("--trace", type=setup.output_file, metavar="FILE", help=trace)
     setup.add_training_arguments(parser, steps=6)
     parser.set_defaults(warmup=2)
     setup.add_plot_arguments(parser, "bucket_sweep.png")
     args = parser.parse_args()
-    with setup.process_group(args) as device:
+    with setup.process_group(args.device, args.backend, args.timeout, args.network) as device:
         result = report.begin("05_bucketed/bucket_sweep", args, device)
-        result |= sweep(args, device)
-        print_rows(result)
+        network = sweep(args, device, result)
+        print_rows(result["overheads"])
         if args.plot and dist.get_rank() == 0:
-            draw(result, args.plot)
-            say(f"written: {args.plot}")
+            draw(result, network, args.plot)
         report.write_json(args.json, result)
 
 

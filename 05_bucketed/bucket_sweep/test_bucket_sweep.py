@@ -1,59 +1,75 @@
 """05/bucket_sweep: the formula, the table, and the script from outside."""
 
-import sys
+import os
+import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
+import bucket_sweep
 import numpy
 import pytest
+import torch
+from bucketed import BucketedDDP
+from predict import Network, measure
 
-from tools.record import output_of
-from tools import harness
+from tools import testing
 
-FOLDER = Path(__file__).resolve().parent
-sys.path.insert(0, str(FOLDER))
-
-import bucket_sweep  # noqa: E402
-
-SCRIPT = FOLDER / "bucket_sweep.py"
+SCRIPT = Path(__file__).with_name("bucket_sweep.py")
 
 
-@pytest.mark.parametrize("size, bandwidth, call", [(1e8, 1e9, 5e-4), (1e6, 1e9, 1e-3)])
-def test_best_number_of_buckets_is_the_minimum_of_the_overhead(size, bandwidth, call):
-    best = bucket_sweep.best_number_of_buckets(size, bandwidth, call)
+@pytest.mark.parametrize("size, network", [(1e8, Network(5e-4, 1e9)), (1e6, Network(1e-3, 1e9))])
+def test_best_number_of_buckets_is_the_minimum_of_the_overhead(size, network):
+    best = bucket_sweep.best_number_of_buckets(size, network)
     numbers = [best, 0.99 * best, 1.01 * best]
-    least, *others = [bucket_sweep.overhead(n, size, bandwidth, call) for n in numbers]
+    least, *others = [bucket_sweep.overhead(n, size, network) for n in numbers]
     assert least < min(others)
-    assert least == pytest.approx(2 * (size * call / bandwidth) ** 0.5)
+    assert least == pytest.approx(2 * (size * network.call_seconds / 1e9) ** 0.5)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def test_run(forked, tmp_path, device):
-    """It prints the table that is recorded, and writes both files; medians.py reads the JSON."""
-    files = ["--json", tmp_path / "sweep.json", "--plot", tmp_path / "sweep.png"]
-    words = [*harness.QUICK, "--device", device, *files]
+    """What it says of every size is what it has measured."""
+    files = ["--json", tmp_path / "json", "--plot", tmp_path / "png", "--trace", tmp_path / "trace"]
+    words = [*testing.QUICK, "--device", device, "--bucket-sizes-mb", "5,0.25", *files]
     status, output = forked(2, SCRIPT, *words, cwd=tmp_path)
     assert status == 0, output
-    recorded = output_of(FOLDER / "reference_output.txt").replace("mini model", "nano model")
-    assert harness.masked(output)[1:] == harness.masked(recorded)[1:], output
-    rows = {line.split("  ")[0]: line.split()[-3:] for line in output.splitlines()}
-    assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
-
-    result = harness.read_json(tmp_path / "sweep.json", "05_bucketed/bucket_sweep")
-    alone, *candidates = result["candidates"]
-    floor = numpy.median(alone["step_seconds"])
+    assert (tmp_path / "png").read_bytes().startswith(b"\x89PNG")
+    assert "BucketedDDP, 0.25 MB" in (tmp_path / "trace").read_text()
+    result = testing.read_json(tmp_path / "json", "05_bucketed/bucket_sweep")
+    p50s = [float(numpy.median(one["step_seconds"])) for one in result["candidates"]]
     assert result["gradient_bytes"] == 4 * result["model"]["parameters"]
-    for one, row in zip(candidates, result["overheads"], strict=True):
-        assert row["name"] == one["name"]
-        assert row["measured"] == pytest.approx(numpy.median(one["step_seconds"]) - floor)
+    rows = {line.split("  ")[0]: line.split()[-5:] for line in output.splitlines()}
+    for p50, row in zip(p50s[1:], result["overheads"][1:], strict=True):
+        assert row["measured"] == pytest.approx(p50 - p50s[0])
         assert row["formula"] > 0
-        assert (row["simulated"] is None) == one["name"].startswith("torch")
-        cells = [row["measured"], row["formula"], row["simulated"]]
+        assert (row["simulated"] is None) == row["name"].startswith("torch")
+        cells = [p50, row["measured"], row["simulated"], row["formula"]]
         said = ["-" if seconds is None else f"{1000 * seconds:.1f}" for seconds in cells]
-        assert rows[row["name"]] == said
+        assert rows[row["name"]] == [*said, f"{p50s[1] / p50:.2f}"]
+    assert [row["buckets"] for row in result["overheads"]][:4] == [0, 1, 1, 4]
 
-    medians = FOLDER.parent / "compare" / "medians.py"
-    status, output = forked(None, medians, tmp_path / "sweep.json", "--per-rank")
-    assert status == 0 and "BucketedDDP, 25 MB" in output, output
+
+def measure_two(in_turn: bool) -> tuple[list, list]:
+    """All-reduces of each row, and how many wrappers were there when each was built."""
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    built = []
+    alive = []
+
+    def wrap(module):
+        alive.append(sum(each() is not None for each in built))
+        built.append(weakref.ref(wrapped := BucketedDDP(module)))
+        return wrapped
+
+    batch = {"batch_size": 1, "context_length": 8, "dtype": "float32"}
+    args = SimpleNamespace(size="nano", steps=1, warmup=1, seed=0, **batch)
+    result = {"dilation": 1.0}
+    measure(args, torch.device("cpu"), {"a": wrap, "b": wrap}, result, in_turn)
+    return [one["collectives_per_step"] for one in result["candidates"]], alive
+
+
+@pytest.mark.parametrize("in_turn, alive", [(True, [0, 1]), (False, [0, 0])])
+def test_of_a_large_model_one_wrapper_at_a_time_is_in_memory(ranks, in_turn, alive):
+    assert ranks(2).run(measure_two, in_turn) == 2 * [([0, 1, 1], alive)]
 
 
 @pytest.mark.parametrize("value", ["0", "", "nan", "1e30"])

@@ -1,26 +1,27 @@
 """05: stages 02 to 05 beside each other, in one process group, step by step in turn.
 
-Stages that run one after the other meet the machine in different moods, minutes apart. Here each
-has a replica of its own, and all take turns (no communication, 02, 03, 04, 05, torch DDP as it is
-and tuned, one process with the batch of all, and again), so that they can be compared.
+Stages that run one after the other meet the machine in different moods, minutes apart. Here all
+train one model in turn (no communication, 02, 03, 04, 05, torch DDP, one process with the batch of
+all, and again), so that they can be compared. Two rows are controls: the calls of 04 and of 05, but
+all of them launched after backward. What 04 and 05 gain over these is what overlap gains.
 
     make compare                                                        (see also ARGS="--help")
     make compare NETWORK=1gbit,1ms                  (on an emulated network, as slow as you like)
+    make compare NETWORK=1gbit,1ms,1                     (one call at a time, as NCCL makes them)
+    make compare NETWORK=1gbit,1ms NPROC=8             (eight machines, played by those you have)
     make compare MINE=my_ddp.py:MyDDP                              (and a class of your own)
     torchrun --standalone --nproc-per-node 2 05_bucketed/compare/compare.py
-
-medians.py puts the results of several runs beside each other.
 """
 
-import inspect
 import os
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parent.parent
@@ -28,73 +29,119 @@ STAGES = ["02_naive_ddp", "03_flat_ddp", "04_overlap_ddp", "05_bucketed"]
 sys.path[:0] = [str(ROOT), str(FOLDER), *(str(ROOT / stage) for stage in STAGES)]
 
 import medians  # noqa: E402
-import naive_ddp  # noqa: E402
-from bucketed import BucketedDDP  # noqa: E402
+from bucketed import BucketedDDP, LanguageModel, make_step, train_step  # noqa: E402
 from flat_ddp import FlatDDP  # noqa: E402
+from naive_ddp import NaiveDDP  # noqa: E402
 from overlap_ddp import OverlapDDP  # noqa: E402
 
 from common import report, setup, timing  # noqa: E402
 
 
-def read_arguments():
-    parser = setup.Parser(__doc__)
-    setup.add_training_arguments(parser, steps=6)
-    setup.add_mine(parser)
-    between = "what is between the ranks; for the table and the picture (default: the network)"
-    parser.add_argument("--label", metavar="TEXT", help=between)
-    setup.add_plot_arguments(parser, "compare.png")
-    parser.set_defaults(warmup=2)
-    args = parser.parse_args()
-    args.json = args.json or setup.result_file("compare.json")
-    return args
+class OverlapAfterBackward(OverlapDDP):
+    """The calls of 04, all launched when backward is over."""
+
+    def _launch_ready(self):
+        if not self.in_step:  # but in the finish
+            super()._launch_ready()
 
 
-def tuned_torch_ddp(args) -> dict:
-    """torch's DDP with options that save copies and calls, where every step is like the first."""
-    options = {"gradient_as_bucket_view": True, "static_graph": True}
-    if "batched_grad_copy" in inspect.signature(DistributedDataParallel).parameters:
-        options["batched_grad_copy"] = True  # older torch lacks it
-    return {"torch DDP, tuned": partial(timing.torch_ddp(args)["torch DDP"], **options)}
+class BucketedAfterBackward(BucketedDDP):
+    """The calls of 05, all launched when backward is over; buckets are filled during backward."""
+
+    def _launch_ready(self):
+        if not self.in_step:
+            super()._launch_ready()
+
+
+class Strategy(NamedTuple):
+    """A wrapper, and when it sends what."""
+
+    wrap: Callable[[torch.nn.Module], torch.nn.Module]
+    bucket_size_mb: float | None  # of a call; None: one call for all; 0: one for each gradient
+    overlap: bool = False  # launched when the gradients are ready, and not after backward
+    blocking: bool = False  # launched when the call before has arrived
+
+
+def strategies(size: float, controls: bool = True) -> dict[str, Strategy]:
+    """Stages 02 to 05 by the names of their rows, in order of their `size` of buckets, in MB."""
+    found = {"NaiveDDP": Strategy(NaiveDDP, 0, blocking=True)}
+    if controls:
+        found["OverlapDDP, after backward"] = Strategy(OverlapAfterBackward, 0)
+    found["OverlapDDP"] = Strategy(OverlapDDP, 0, overlap=True)
+    found["FlatDDP"] = Strategy(FlatDDP, None)
+    if controls:
+        wrap = partial(BucketedAfterBackward, bucket_size_mb=size)
+        found["BucketedDDP, after backward"] = Strategy(wrap, size)
+    wrap = partial(BucketedDDP, bucket_size_mb=size)
+    return found | {"BucketedDDP": Strategy(wrap, size, overlap=True)}
 
 
 def no_communication(module: torch.nn.Module) -> torch.nn.Module:
     return module
 
 
-def one_process(args, device, model: dict):
+def shared_model(args, device: torch.device, described: dict):
+    """A model, its stopwatch, and what trains it for a step in one of its wrappers: seconds.
+
+    It may have several wrappers, because one acts only between its own forward and its finish.
+    """
+    size = setup.SIZES[args.size]
+    batch_shape = described["batch_size"], described["context_length"]
+    torch.manual_seed(args.seed + dist.get_rank())
+    tokens, targets = torch.randint(size.vocabulary, (2, *batch_shape), device=device)
+    torch.manual_seed(args.seed)
+    with device:
+        model = LanguageModel(*size[:5]).to(getattr(torch, args.dtype))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    watch = timing.Stopwatch(device)
+    watch.mark_last_gradient(next(model.parameters()))  # torch's DDP waits within backward
+
+    def step(wrapped: torch.nn.Module) -> dict[str, float]:
+        return train_step(wrapped, optimizer, watch, tokens, targets)[1]
+
+    return model, watch, step
+
+
+def one_process(args, device: torch.device, described: dict, dilation: float):
     """A step of rank 0 alone, with the batches of all ranks, while these wait: what DDP replaces.
 
-    It has as many threads as a rank.
+    It has as many threads as a rank. It shares its core with nobody, so its times are not dilated;
+    here they are, so that all times of a result are alike.
     """
     if dist.get_rank() > 0:
         return lambda: None
-    whole_batch = model | {"batch_size": model["batch_size"] * dist.get_world_size()}
-    return naive_ddp.make_step(no_communication, args, device, whole_batch)
+    whole_batch = described | {"batch_size": described["batch_size"] * dist.get_world_size()}
+    step = make_step(no_communication, args, device, whole_batch)
+    return lambda: {name: seconds * dilation for name, seconds in step().items()}
 
 
 def main():
-    args = read_arguments()
-    bucketed = partial(BucketedDDP, bucket_size_mb=args.bucket_size_mb)
-    with setup.process_group(args) as device:
-        wrappers = {"no communication": no_communication}
-        wrappers |= {"NaiveDDP": naive_ddp.NaiveDDP, "FlatDDP": FlatDDP, "OverlapDDP": OverlapDDP}
-        wrappers |= {"BucketedDDP": bucketed, **setup.users_class(args)}
-        wrappers |= timing.torch_ddp(args) | tuned_torch_ddp(args)
+    many = int(os.environ.get("WORLD_SIZE", 2)) > 2
+    parser = setup.Parser(__doc__)
+    setup.add_training_arguments(parser, steps=3 if many else 6)
+    setup.add_mine(parser)
+    setup.add_plot_arguments(parser, "compare.png")
+    parser.add_argument("--label", help="of the network in table and picture (default: --network)")
+    parser.set_defaults(warmup=1 if many else 2)
+    args = parser.parse_args()
+    args.json = args.json or setup.result_file("compare.json")
+    with setup.process_group(args.device, args.backend, args.timeout, args.network) as device:
         result = report.begin("05_bucketed/compare", args, device)
-        model = result["model"] = report.describe(naive_ddp.LanguageModel, args, len(wrappers) + 1)
-        steps = {}
-        for name, wrap in wrappers.items():
-            steps[name] = naive_ddp.make_step(wrap, args, device, model)
-        steps["one process"] = one_process(args, device, model)
+        described = result["model"] = report.describe(LanguageModel, args, replicas=3)
+        model, _, step = shared_model(args, device, described)
+        steps = {"no communication": partial(step, model)}
+        for name, strategy in strategies(args.bucket_size_mb, controls=not many).items():
+            steps[name] = partial(step, strategy.wrap(model))
+        for name, wrap in timing.torch_ddp(args).items():
+            steps[name] = partial(step, wrap(model))
+        for name, wrap in setup.users_class(args).items():  # its hooks may act at any time
+            steps[name] = make_step(wrap, args, device, described)
+        steps["one process"] = one_process(args, device, described, result["dilation"])
         result |= timing.benchmark(steps, args, device)
         report.print_steps(result)
-        is_one_host = os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]
-        label = "loopback" if is_one_host and args.backend == "gloo" else args.backend
-        if args.network:
-            label = report.in_words(args.network).replace(" and ", ", ")
-        columns = {args.label or label: [medians.p50s(result)]}
+        columns = {args.label or args.network or dist.get_backend(): [medians.p50s(result)]}
         setup.say()
-        medians.print_ratios(columns, "no communication")
+        medians.print_table("step ÷ no communication", columns, medians.ratios, "no communication")
         report.write_json(args.json, result)
         if args.plot and dist.get_rank() == 0:
             medians.draw(columns, args.plot)

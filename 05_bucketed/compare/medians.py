@@ -1,210 +1,195 @@
-"""Results of --json beside each other: medians with their range, in tables and in a picture.
+"""Results of --json beside each other: medians with their range, in tables and in pictures.
 
     python 05_bucketed/compare/medians.py results/before.json results/after.json
-    python 05_bucketed/compare/medians.py results/compare.json --per-rank   (is a rank slower?)
 
-It reads what 02 to 06, fsdp, compare and bucket_sweep write. Every file gets a column. Files with
-the same label are runs of the same thing and share a column, with the median of the runs, the
-lowest and the highest:
+It reads what 02 to 06, fsdp, compare and bucket_sweep write. A file has a column of its own. Files
+with the same label share one, with the median of the runs, the lowest and the highest:
 
     python 05_bucketed/compare/medians.py loopback=results/loopback_{1..5}.json \\
         "1 Gbit/s, 1 ms"=results/slow_{1..3}.json --plot results/networks.png
 
-The time of a run is the p50 over all steps of all its ranks, and a ratio is one of two candidates
-of the same run.
+Runs of compare with several numbers of ranks show how it scales, beside what predict.py predicts:
+
+    python 05_bucketed/compare/medians.py 2=results/of_2.json 4=results/of_4.json \\
+        8=results/of_8.json --predicted results/predict.json --scaling results/scaling.png
+
+The time of a run is the p50 over all steps of all its ranks, divided by its dilation, and a ratio
+is one of two candidates of the same run.
 """
 
 import json
 import sys
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
 from common import report, setup  # noqa: E402
 
-# What a reader must know if it differs; and of the options all but these.
-HEAD = ("torch", "backend", "device", "device_name", "world_size", "threads_per_rank")
-NAMES = ("--json", "--plot", "--trace", "--save", "--label")
 OF_TORCH = ("torch DDP", "torch ZeRO", "torch ZeRO view", "torch fully_shard")
-BARS = {  # what stands below them; other names as they are
-    "no communication": "no com-\nmunication",
-    "NaiveDDP": "02\nnaive",
-    "FlatDDP": "03\nflat",
-    "OverlapDDP": "04\noverlap",
-    "BucketedDDP": "05\nbuckets",
+LINES = {  # color in the picture of scaling
+    "NaiveDDP": "#E69F00",
+    "FlatDDP": "#A6761D",
+    "OverlapDDP": "#882255",
+    "BucketedDDP": "#332288",
+    "torch DDP": "black",
+}
+SHORT = {  # in pictures; other names as they are
+    "NaiveDDP": "02 naive",
+    "OverlapDDP, after backward": "04, after backward",
+    "OverlapDDP": "04 overlap",
+    "FlatDDP": "03 flat",
+    "BucketedDDP, after backward": "05, after backward",
+    "BucketedDDP": "05 buckets",
 }
 
 Run = dict[str, dict[str, float]]  # {candidate: {quantity: p50 in seconds}}
 
 
-def samples_of(candidate: dict) -> dict[str, list[list[float]]]:
-    """{quantity: [rank][step]}: what was measured of a candidate."""
-    return {key: samples for key, samples in candidate.items() if key.endswith("_seconds")}
-
-
 def p50s(result: dict) -> Run:
-    """Of each candidate the p50 of every quantity, over all steps of all ranks."""
+    """Of each candidate the p50 of every quantity, over all steps of all ranks, not dilated."""
     run = {}
-    for candidate in result["candidates"]:
-        samples = samples_of(candidate)
-        run[candidate["name"]] = {key: report.percentiles(samples[key])[0] for key in samples}
+    for each in result["candidates"]:
+        quantities = [key for key in each if key.endswith("_seconds")]
+        p50 = {key: report.percentiles(each[key])[0] / result["dilation"] for key in quantities}
+        run[each["name"]] = p50
     return run
-
-
-def read(path: str) -> tuple[dict, Run]:
-    """A result and its run. Ends with one line if the file is no result."""
-    try:
-        result = json.loads(Path(path).read_text())
-        result["options"].items()
-        run = p50s(result)
-        next(iter(run.values()))["step_seconds"]  # what all others are compared with
-        return result, run
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, StopIteration) as error:
-        setup.fail(f"{path}: is not a result of --json with candidates ({error!r})")
-
-
-def print_differences(results: list[tuple[str, dict]]) -> None:
-    """A line for whatever is not the same in all results; with each its label."""
-    found = {}  # what it is: {label: its values}
-    for label, result in results:
-        values = {key: result.get(key) for key in HEAD}
-        for option, value in result["options"].items():
-            values["--" + option.replace("_", "-")] = value
-        for key, value in values.items():
-            found.setdefault(key, {}).setdefault(label, set()).add(str(value))
-    for key, by_label in found.items():
-        if key not in NAMES and len(set.union(*by_label.values())) > 1:
-            texts = [f"{label}: {' and '.join(sorted(by_label[label]))}" for label in by_label]
-            setup.say(f"{key} differs: {'; '.join(texts)}")
 
 
 def ratios(runs: list[Run], name: str, baseline: str, quantity="step_seconds") -> list[float]:
     """In each run: how many times as long as the baseline's step it takes; [] without either."""
-    found = []
-    for run in runs:
-        if quantity in run.get(name, {}) and "step_seconds" in run.get(baseline, {}):
-            found.append(run[name][quantity] / run[baseline]["step_seconds"])
-    return found
+    both = [run for run in runs if name in run and baseline in run]
+    return [run[name][quantity] / run[baseline]["step_seconds"] for run in both]
 
 
-def cell(values: list[float], digits: int) -> str:
+def speed_ups(runs: list[Run], name: str) -> list[float]:
+    """In each run: how many times as fast as one process with the batch of all ranks."""
+    return ratios(runs, "one process", name)
+
+
+def milliseconds(runs: list[Run], name: str) -> list[float]:
+    return [1000 * run[name]["step_seconds"] for run in runs if name in run]
+
+
+def cell(values: list[float]) -> str:
     """Their median, and of several the lowest and the highest."""
-    if not values:
-        return "-"
-    text = f"{median(values):.{digits}f}"
     if len(values) > 1:
-        text += f" ({min(values):.{digits}f} to {max(values):.{digits}f})"
-    return text
+        return f"{median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+    return f"{values[0]:.2f}" if values else "-"
 
 
-def print_ratios(columns: dict[str, list[Run]], baseline: str) -> None:
-    """The table of all steps ÷ the baseline's, with a column per label."""
-    names = dict.fromkeys(name for runs in columns.values() for name in runs[0])
+def print_table(title: str, columns: dict[str, list[Run]], values, *arguments) -> None:
+    """A row per candidate, a column per label: the cell of values(runs, candidate, *arguments)."""
     rows = []
-    for name in names:
-        rows.append([name, *[cell(ratios(runs, name, baseline), 2) for runs in columns.values()]])
-    report.print_table([f"step ÷ {baseline}", *columns], rows)
-
-
-def in_words(quantity: str) -> str:
-    return quantity.removesuffix("_seconds").replace("_", " ")
-
-
-def print_milliseconds(label: str, runs: list[Run]) -> None:
-    """The table of one label, with a column per quantity."""
-    rows = []
-    for name, quantities in runs[0].items():
-        cells = [cell([1000 * run[name][key] for run in runs], digits=1) for key in quantities]
+    for name in dict.fromkeys(name for runs in columns.values() for name in runs[0]):
+        cells = [cell(values(runs, name, *arguments)) for runs in columns.values()]
         rows.append([name, *cells])
-    report.print_table([f"ms, {label}", *map(in_words, quantities)], rows)
+    report.print_table([title, *columns], rows)
 
 
-def print_per_rank(label: str, candidates: list[dict]) -> None:
-    """A row for every candidate, quantity and rank: mean, least and most of its steps, in ms."""
-    rows = []
-    for candidate in candidates:
-        for quantity, by_rank in samples_of(candidate).items():
-            for rank, seconds in enumerate(by_rank):
-                times = fmean(seconds), min(seconds), max(seconds)
-                cells = [f"{1000 * time:.1f}" for time in times]
-                rows.append([candidate["name"], in_words(quantity), str(rank), *cells])
-    report.print_table([f"ms, {label}", "quantity", "rank", "mean", "min", "max"], rows)
-    setup.say("Over the steps of a rank. In an all-reduce the ranks wait for the slowest:")
-    setup.say("their steps are as long as its, and it is the one that exposes least.")
-
-
-def draw(columns: dict[str, list[Run]], path: Path) -> None:
-    """A panel per label, all on one scale: median steps ÷ the first one's."""
+def new_picture(width: float, height: float):
+    """A figure of this size in inches, and its axes."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(4.2 * max(len(columns), 1.4), 3.6), dpi=200, layout="constrained")
-    panels = figure.subplots(1, len(columns), squeeze=False, sharey=True)[0]
-    for axis, (label, runs) in zip(panels, columns.items(), strict=True):
-        draw_panel(axis, runs)
-        axis.set_title(label, fontsize=11)
-    panels[0].set_ylabel(f"step ÷ {next(iter(runs[0]))}")
-    handles = panels[0].get_legend_handles_labels()
-    figure.legend(*handles, loc="outside lower center", ncols=3, fontsize=9, frameon=False)
+    figure = Figure(figsize=(width, height), dpi=200, layout="constrained")
+    axes = figure.subplots()
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def save(figure, path: Path) -> None:
     figure.savefig(path, format="png")
     setup.say(f"written: {path}")
 
 
-def draw_panel(axis, runs: list[Run]) -> None:
-    """A bar per candidate, with its number; yellow is communication that nothing hides."""
-    floor = next(iter(runs[0]))
-    names = [name for name in runs[0] if name not in ("one process", "torch DDP, tuned")]
-    steps = [median(ratios(runs, name, floor)) for name in names]
-    waits = [median(ratios(runs, name, floor, "exposed_comm_seconds")) for name in names]
-    computes = [step - wait for step, wait in zip(steps, waits, strict=True)]
-    if "one process" in runs[0]:
-        line = {"color": "#CC79A7", "linestyle": "--", "label": "one process with the whole batch"}
-        axis.axhline(median(ratios(runs, "one process", floor)), **line)
-    places = range(len(names))
-    axis.bar(places, computes, color="#56B4E9", label="everything else")
-    exposed = {"color": "#F0E442", "label": "exposed communication"}  # timeline.py's colour of it
-    bars = axis.bar(places, waits, bottom=computes, **exposed)
-    for text in axis.bar_label(bars, [f"{step:.2f}" for step in steps], padding=3, fontsize=9):
-        text.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.5})  # no line crosses it
-    axis.set_xticks(places, [BARS.get(name, name.replace(" ", "\n")) for name in names], fontsize=8)
-    axis.margins(y=0.12)
-    axis.spines[["top", "right"]].set_visible(False)
+def draw(columns: dict[str, list[Run]], path: Path) -> None:
+    """A bar for the first candidate, and per label one for each other: median steps ÷ it.
+
+    Yellow is communication that nothing hides.
+    """
+    floor = next(iter(next(iter(columns.values()))[0]))
+    figure, axes = new_picture(max(7, 5 * len(columns)), 4)
+    ticks = {0: floor}  # place: text
+    axes.bar(0, 1, color="#56B4E9", label="everything else")
+    for label, runs in columns.items():
+        first = place = max(ticks) + 1.5
+        for name in [name for name in runs[0] if name not in (floor, "one process")]:
+            step = median(ratios(runs, name, floor))
+            wait = median(ratios(runs, name, floor, "exposed_comm_seconds"))
+            axes.bar(place, step - wait, color="#56B4E9")
+            axes.bar(
+                place, wait, bottom=step - wait, color="#F0E442", label="exposed communication"
+            )
+            axes.text(place, step, f"{step:.2f}", ha="center", va="bottom", fontsize=9)
+            ticks[place] = SHORT.get(name, name)
+            place += 1
+        axes.text((first + place) / 2, 1, label, transform=axes.get_xaxis_transform(), ha="center")
+        if alone := ratios(runs, "one process", floor):
+            line = {"color": "#CC79A7", "linestyle": "--", "label": "one process"}
+            axes.hlines(median(alone), first - 0.5, place - 0.5, **line)
+    axes.set_xticks(list(ticks), [text.replace(" ", "\n") for text in ticks.values()], fontsize=8)
+    axes.set_ylabel(f"step ÷ {floor}")
+    axes.margins(x=0.01, y=0.15)
+    legend = dict(zip(*axes.get_legend_handles_labels()[::-1], strict=True))  # one of each text
+    figure.legend(legend.values(), legend, loc="outside lower center", ncols=3, frameon=False)
+    save(figure, path)
+
+
+def draw_scaling(columns: dict[int, list[Run]], predicted: dict[int, list[Run]], path: Path):
+    """Speed-ups over the number of ranks, a line per stage; thin: as predicted."""
+    figure, axes = new_picture(7, 4)
+    axes.plot([1, *columns], [1, *columns], "--", color="#BBBBBB", label="ideal")
+    axes.axhline(1, color="#CC79A7", linestyle="--", label="one process")
+    for name, color in LINES.items():
+        heights = [median(speed_ups(runs, name)) for runs in columns.values()]
+        line = {"color": color, "label": SHORT.get(name, name)}
+        axes.plot([1, *columns], [1, *heights], "o-", linewidth=2.5, **line)
+        foreseen = [value for runs in predicted.values() for value in speed_ups(runs, name)]
+        axes.plot([1, *predicted][: 1 + len(foreseen)], [1, *foreseen], color=color, linewidth=0.8)
+    axes.set_xticks([1, *columns])
+    axes.set_xlabel("ranks, each a machine (thin lines: predicted from a run of two)")
+    axes.set_ylabel("times as fast as one process")
+    axes.set_ylim(bottom=0)
+    axes.legend(frameon=False)
+    save(figure, path)
 
 
 def main() -> None:
-    setup.forget_launcher()
     parser = setup.Parser(__doc__)
     add = parser.add_argument
     add("files", nargs="+", metavar="[LABEL=]FILE.json", help="written by --json")
-    add("--plot", type=setup.output_file, metavar="FILE", help="the picture, PNG")
-    add("--per-rank", action="store_true", help="also mean, min and max of every rank")
+    add("--plot", type=setup.output_file, metavar="FILE", help="bars of every label, PNG")
+    add("--predicted", metavar="FILE", help="what predict.py has written")
+    add("--scaling", type=setup.output_file, metavar="FILE", help="speed-up; labels are ranks")
     args = parser.parse_args()
-    results = []
     columns = {}
     for argument in args.files:
         label, _, path = argument.rpartition("=")
-        label = label or path
-        result, run = read(path)
-        results.append((label, result))
-        runs = columns.setdefault(label, [])
-        if runs and list(runs[0]) != list(run):
-            setup.fail(f"{path}: has other candidates than the first file of {label}")
-        runs.append(run)
-    print_differences(results)
+        runs = columns.setdefault(label or path, [])
+        try:
+            runs.append(p50s(json.loads(Path(path).read_text())))
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            setup.fail(f"{path}: is not a result of --json with candidates ({error!r})")
     names = list(next(iter(columns.values()))[0])
-    for baseline in [names[0], *[name for name in names if name in OF_TORCH]]:
+    predicted = {}
+    if args.predicted:
+        of_ranks = json.loads(Path(args.predicted).read_text())["predicted"]
+        predicted = {int(ranks): [run] for ranks, run in of_ranks.items()}
+    more = columns | {f"{ranks} ranks, predicted": predicted[ranks] for ranks in predicted}
+    print_table(f"step ÷ {names[0]}", more, ratios, names[0])
+    setup.say()
+    for baseline in [name for name in names if name in OF_TORCH]:
+        print_table(f"step ÷ {baseline}", columns, ratios, baseline)
         setup.say()
-        print_ratios(columns, baseline)
-    for label, runs in columns.items():
+    if "one process" in names:
+        print_table("speed-up over one process", more, speed_ups)
         setup.say()
-        print_milliseconds(label, runs)
-    if args.per_rank:
-        for label, result in results:
-            setup.say()
-            print_per_rank(label, result["candidates"])
+    print_table("step, ms", columns, milliseconds)
     if args.plot:
         draw(columns, args.plot)
+    if args.scaling:
+        draw_scaling({int(label): columns[label] for label in columns}, predicted, args.scaling)
 
 
 if __name__ == "__main__":

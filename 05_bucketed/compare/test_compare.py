@@ -1,35 +1,36 @@
-"""05/compare: the medians of hand-written results, a hand-written step, and small runs."""
+"""05/compare: medians of hand-written results, a hand-written step, the controls, small runs."""
 
 import json
 import re
-import sys
 from pathlib import Path
-from statistics import median
+from unittest import mock
 
+import compare
+import medians
 import pytest
+import timeline
+import torch
+import torch.distributed as dist
 
-from tools.harness import SHORT, read_json
+from common import setup
+from tools.testing import SHORT, read_json
 
 FOLDER = Path(__file__).resolve().parent
-sys.path.insert(0, str(FOLDER))
-
-import medians  # noqa: E402
-import timeline  # noqa: E402
+ALL_REDUCE = dist.all_reduce
 
 
-def result(own=0.8, torch_ddp=1.0, name="BucketedDDP", **changes):
-    """What --json writes, in part: two ranks, two steps each."""
+def result(dilation=1.0, **times):
+    """What --json writes, in part: two ranks, two steps each of candidates that take so long."""
     candidates = []
-    for each, step in (("no communication", 0.5), (name, own), ("torch DDP", torch_ddp)):
-        times = {"step_seconds": [[step] * 2] * 2, "exposed_comm_seconds": [[0.2, 0.3], [0.1, 0.2]]}
-        candidates.append({"name": each, **times})
-    options = {"steps": 2, "json": own}
-    return {"world_size": 2, "options": options, "candidates": candidates} | changes
+    for name, step in ({"no communication": 0.5} | times).items():
+        exposed = {"exposed_comm_seconds": [[0.2, 0.3], [0.1, 0.2]]}
+        candidates.append({"name": name, "step_seconds": [[step] * 2] * 2} | exposed)
+    return {"dilation": dilation, "candidates": candidates}
 
 
 @pytest.fixture
 def medians_of(tmp_path, monkeypatch, capsys):
-    """medians_of([("label=", result), …], flag, …): what medians.py prints."""
+    """medians_of([("label=", result), …], flag, …): the tables that medians.py prints."""
 
     def run(results, *words):
         arguments = []
@@ -37,138 +38,138 @@ def medians_of(tmp_path, monkeypatch, capsys):
             file = tmp_path / f"{number}.json"
             file.write_text(json.dumps(content))
             arguments.append(f"{label}{file}")
-        monkeypatch.setattr(sys, "argv", ["medians.py", *arguments, *map(str, words)])
+        monkeypatch.setattr("sys.argv", ["medians.py", *arguments, *map(str, words)])
         medians.main()
-        return capsys.readouterr().out
+        return tables(capsys.readouterr().out)
 
     return run
 
 
-def tables(output: str) -> dict[str, list[list[str]]]:
-    """The rows of each table by its title."""
+def tables(output: str) -> dict[str, dict[str, list[str]]]:
+    """{title: {candidate: cells}}"""
     found = {}
     for block in output.split("\n\n"):
-        lines = [line.split("  ") for line in block.strip().splitlines()]
-        rows = [[cell.strip() for cell in line if cell] for line in lines]
-        if " differs: " not in block:
-            found[rows[0][0]] = rows[1:]
+        (title, *_), *rows = [re.split("  +", line) for line in block.strip().splitlines()]
+        found[title] = {row[0]: row[1:] for row in rows}
     return found
 
 
 def test_several_runs_are_a_median_with_its_range_and_networks_are_columns(medians_of, tmp_path):
     """Ratios are those within a run: the median of 0.8, 0.6 and 0.9 ÷ 1.0, 0.5 and 1.0 is 0.9."""
-    loopback = [("loopback=", result(*times)) for times in ((0.8, 1.0), (0.6, 0.5), (0.9, 1.0))]
-    other = result(1.5, name="NaiveDDP")
-    del other["candidates"][2]
-    output = medians_of([*loopback, ("slow=", other)], "--plot", tmp_path / "x.png")
-    found = tables(output)
-    assert found["step ÷ no communication"] == [
-        ["no communication", "1.00 (1.00 to 1.00)", "1.00"],
-        ["BucketedDDP", "1.60 (1.20 to 1.80)", "-"],
-        ["torch DDP", "2.00 (1.00 to 2.00)", "-"],
-        ["NaiveDDP", "-", "3.00"],
-    ]
-    assert found["step ÷ torch DDP"][1] == ["BucketedDDP", "0.90 (0.80 to 1.20)", "-"]
-    cells = ["torch DDP", "1000.0 (500.0 to 1000.0)", "200.0 (200.0 to 200.0)"]
-    assert found["ms, loopback"][2] == cells
-    assert found["ms, slow"][1] == ["NaiveDDP", "1500.0", "200.0"]
+    times = [(0.8, 1.0), (0.6, 0.5), (0.9, 1.0)]
+    runs = [("loopback=", result(FlatDDP=own, **{"torch DDP": other})) for own, other in times]
+    runs.append(("slow=", result(NaiveDDP=1.5)))
+    found = medians_of(runs, "--plot", tmp_path / "x.png")
+    ratios = found["step ÷ no communication"]
+    assert list(ratios) == ["no communication", "FlatDDP", "torch DDP", "NaiveDDP"]
+    assert ratios["FlatDDP"] == ["1.60 (1.20 to 1.80)", "-"] and ratios["NaiveDDP"] == ["-", "3.00"]
+    assert found["step ÷ torch DDP"]["FlatDDP"] == ["0.90 (0.80 to 1.20)", "-"]
+    assert found["step, ms"]["NaiveDDP"] == ["-", "1500.00"]
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_every_rank(medians_of):
-    """Mean, least and most of its steps."""
-    output = medians_of([("a=", result())], "--per-rank")
-    rows = [re.split("  +", line) for line in output.splitlines()]
-    assert ["BucketedDDP", "step", "1", "800.0", "800.0", "800.0"] in rows
-    assert ["BucketedDDP", "exposed comm", "1", "150.0", "100.0", "200.0"] in rows
+def test_speed_ups_over_one_process_beside_those_that_were_predicted(medians_of, tmp_path):
+    runs = result(2.0, **{"one process": 2.0, **dict.fromkeys(medians.LINES, 0.8)})
+    steps = {"one process": {"step_seconds": 3.0}, "NaiveDDP": {"step_seconds": 4.0}}
+    (tmp_path / "predicted").write_text(json.dumps({"predicted": {"4": steps}}))
+    files = ["--predicted", tmp_path / "predicted", "--scaling", tmp_path / "x.png"]
+    found = medians_of([("4=", runs)], *files)
+    assert found["speed-up over one process"]["NaiveDDP"] == ["2.50", "0.75"]
+    assert found["speed-up over one process"]["FlatDDP"] == ["2.50", "-"]
+    assert found["step, ms"]["one process"] == ["1000.00"]
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_what_else_differs_is_said_first(medians_of):
-    before = result(torch="2.9", threads_per_rank=1, options={"bucket_size_mb": 25.0, "json": "a"})
-    after = result(torch="2.9", threads_per_rank=2, options={"bucket_size_mb": 1.0, "json": "b"})
-    output = medians_of([("a=", before), ("b=", after)])
-    assert output.split("\n\n")[0].splitlines() == [
-        "threads_per_rank differs: a: 1; b: 2",
-        "--bucket-size-mb differs: a: 25.0; b: 1.0",
-    ]
+def test_what_is_no_result_is_one_line(refusal, tmp_path):
+    (tmp_path / "x").write_text("{}")
+    assert refusal(medians.main, "medians.py", tmp_path / "x").startswith(f"{tmp_path / 'x'}: is ")
 
 
-@pytest.mark.parametrize(
-    "content, what",
-    [
-        ("", "is not a result of --json"),
-        (result(name="NaiveDDP"), "has other candidates than the first file of a"),
-    ],
-)
-def test_what_does_not_compare_is_one_line(refusal, tmp_path, content, what):
-    paths = [tmp_path / "0.json", tmp_path / "1.json"]
-    for path, text in zip(paths, [result(), content], strict=True):
-        path.write_text(json.dumps(text))
-    said = refusal(medians.main, "medians.py", *[f"a={path}" for path in paths])
-    assert said.startswith(f"{paths[1]}: {what}")
+def calls_of(name: str) -> tuple[list, list]:
+    """Of a step: (after backward? asynchronous? elements) of all calls, and gradients averaged."""
+    torch.manual_seed(dist.get_rank())
+    model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(3)])
+    wrapped = compare.strategies(0.02)[name].wrap(model)
+    calls = []
+    backward_is_over = False
+
+    def all_reduce(tensor, group=None, async_op=False):
+        calls.append((backward_is_over, async_op, tensor.numel()))
+        return ALL_REDUCE(tensor, group=group, async_op=async_op)
+
+    with mock.patch.object(dist, "all_reduce", all_reduce):
+        wrapped(torch.randn(2, 64)).square().sum().backward()
+        backward_is_over = True
+        for bucket in getattr(wrapped, "buckets", []):  # filled by now
+            assert all(p.grad is view for p, view in bucket.views.items())
+        wrapped.finish_gradient_synchronization()
+    return calls, [parameter.grad for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("stage, count", [("OverlapDDP", 6), ("BucketedDDP", 3)])
+def test_a_control_makes_the_same_calls_after_backward(ranks, stage, count):
+    own, control = ranks(2).run(calls_of, stage), ranks(2).run(calls_of, f"{stage}, after backward")
+    for (calls, gradients), (controls, same) in zip(own, control, strict=True):
+        assert len(calls) == count and {call[:2] for call in calls} == {(False, True)}
+        assert controls == [(True, True, size) for _, _, size in calls]
+        assert all(map(torch.equal, gradients, same))
 
 
 def test_all_stages_with_a_class_of_the_users_own(forked, tmp_path):
-    """Buckets of 5 MB for all that have some; the network's words head the table."""
-    raw, picture, mine = tmp_path / "x.json", tmp_path / "x.png", tmp_path / "mine.py"
-    mine.write_text("class Mine(__import__('bucketed').BucketedDDP): pass\n")
-    words = [*SHORT, "--device", "cpu", "--network", "1gbit,0", "--mine", f"{mine}:Mine"]
-    words += ["--json", raw, "--plot", picture]
+    (tmp_path / "mine.py").write_text("class Mine(__import__('bucketed').BucketedDDP): pass\n")
+    words = [*SHORT, "--device", "cpu", "--network", "1gbit,0", "--mine", "mine.py:Mine"]
+    words += ["--json", tmp_path / "x", "--plot", tmp_path / "png"]
     status, output = forked(2, FOLDER / "compare.py", *words, cwd=tmp_path)
     assert status == 0, output
-    candidates = read_json(raw, "05_bucketed/compare")["candidates"]
+    candidates = read_json(tmp_path / "x", "05_bucketed/compare")["candidates"]
     counts = {one["name"]: one["collectives_per_step"] for one in candidates}
-    ours = {"NaiveDDP": 99, "FlatDDP": 1, "OverlapDDP": 99, "BucketedDDP": 7, "Mine (mine)": 7}
-    others = {"torch DDP": 6, "torch DDP, tuned": 6, "one process": 0}
-    assert counts == {"no communication": 0, **ours, **others}
-    assert [len(one["step_seconds"]) for one in candidates] == 8 * [2] + [1]
-    tokens_per_second = 2 * 8 / median(sum(candidates[0]["step_seconds"], []))
-    assert f" {tokens_per_second:.0f} " in output.splitlines()[3]
-    ratios = tables(output)["step ÷ no communication"]
-    assert [row[0] for row in ratios[:9]] == list(counts) and ratios[0][1] == "1.00"
-    assert "step ÷ no communication  1 Gbit/s, 0" in output
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    others = ["torch DDP", "Mine (mine)", "one process"]
+    assert list(counts) == ["no communication", *compare.strategies(5.0), *others]
+    assert list(counts.values()) == [0, 99, 99, 99, 1, 7, 7, 6, 7, 0]
+    assert [len(one["step_seconds"]) for one in candidates] == 9 * [2] + [1]
+    assert tables(output)["step ÷ no communication"]["no communication"] == ["1.00"]
+    assert (tmp_path / "png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(
-    "launched, packs, rows",
-    [([8.625], True, [0]), ([8.625, 8.75], False, [0, 1]), ([8.25, 8.375, 8.45], False, [0, 1, 0])],
-)
+@pytest.mark.full
+def test_many_ranks_share_the_cores(forked, tmp_path):
+    """No controls, fewer steps; a call of four ranks takes twelve delays, after stretching."""
+    words = ["--size", "nano", "--network", "1gbit,1ms", "--device", "cpu", "--no-plot"]
+    status, output = forked(4, FOLDER / "compare.py", *words, "--json", tmp_path / "x")
+    assert status == 0, output
+    found = read_json(tmp_path / "x", "05_bucketed/compare")
+    assert found["dilation"] == max(1, 4 / setup.cores())
+    assert [len(one["step_seconds"][0]) for one in found["candidates"]] == 7 * [3]
+    assert 0.18 < medians.p50s(found)["NaiveDDP"]["step_seconds"] < 0.5
+
+
+CASES = [([0.625], 2, [1]), ([0.625, 0.75], 0, [1, 2]), ([0.25, 0.375, 0.45], 0, [1, 2, 1])]
+
+
+@pytest.mark.parametrize("launched, packs, rows", CASES)
 def test_a_step_of_the_timeline(launched, packs, rows):
     """What surrounds a single call in sync packs. Calls that overlap take two rows."""
-    marks = {}
-    start = 8.0
-    for name, end in (("forward", 8.25), ("backward", 8.5), ("sync", 9.0), ("optimizer", 9.5)):
-        marks |= {f"{name} starts": start, f"{name} ends": end}
-        start = end
-    calls = [(moment, moment + 0.0625, moment + 0.25) for moment in launched]
-    step = timeline.step_of(marks, calls)
-    waits = [(timeline.WAITING, 500, 1000)]
-    if packs:
-        waits = [(timeline.PACKING, 500, 625), (timeline.WAITING, 625, 875)]
-        waits.append((timeline.PACKING, 875, 1000))
-    assert step.phases[2:-1] == waits and step.phases[-1] == ("optimizer", 1000, 1500)
-    first = 1000 * (launched[0] - 8)
-    assert step.all_reduces[0][:2] == (first + 62.5, first + 250)
-    assert [row for *_, row in step.all_reduces] == rows
-
-
-def test_what_a_bucket_holds():
-    layers = [f"layers.layers.{number}.norm1.weight" for number in (15, 14, 13)]
-    assert timeline.contents(["head.weight"]) == "head"
-    assert timeline.contents(["layers.norm.weight", *layers]) == "norm, layers 15 to 13"
+    marks = {"forward starts": 8.0, "backward starts": 8.25, "sync starts": 8.5}
+    marks |= {"optimizer starts": 9.0, "optimizer ends": 9.5, "sync ends": 9.0}
+    marks |= {"forward ends": 8.25, "backward ends": 8.5}
+    calls = [(8 + moment, 8.0625 + moment, 8.25 + moment) for moment in launched]
+    bars = timeline.bars_of(marks, calls)
+    assert timeline.duration(bars) == 1500
+    assert ("exposed communication", 500, 1000, 0, "500 ms") in bars
+    packing = [bar[1:3] for bar in bars if bar.name == "pack, unpack"]
+    assert packing == [(500, 625), (875, 1000)][:packs]
+    carried = [bar for bar in bars if bar.name == "all-reduce"]
+    first = 1000 * launched[0]
+    assert carried[0][1:3] == (first + 62.5, first + 250)
+    assert [bar.row for bar in carried] == rows
 
 
 def test_timeline_of_every_stage_in_one_run(forked, tmp_path):
-    """An all-reduce takes four delays of the network."""
-    words = ["--size", "nano", "--plot", tmp_path / "timeline.png"]
+    words = ["--size", "nano", "--steps", "3", "--plot", tmp_path / "timeline.png"]
     status, output = forked(2, FOLDER / "timeline.py", *words, cwd=tmp_path)
     assert status == 0, output
-    found = re.findall(r"^(.*): (\d+) all-reduces? in (\d+) ms", output, re.MULTILINE)
-    counts = {name: int(count) for name, count, _ in found}
-    expected = {"02_naive_ddp": 15, "03_flat_ddp": 1, "04_overlap_ddp": 15, "05_bucketed": 2}
-    assert counts == {"no communication": 0, **expected}
-    assert int(found[1][2]) > 15 * 4 and int(found[2][2]) > 4
-    pictures = list(tmp_path.glob("*.png"))
-    assert len(pictures) == 5
-    assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
+    found = re.findall(r"^(.*): (\d+) all-reduces in \d+ ms", output, re.MULTILINE)
+    expected = {"02_naive_ddp": 15, "03_flat_ddp": 1, "04_overlap_ddp": 15, "05_bucketed": 1}
+    assert {name: int(count) for name, count in found} == {"no communication": 0, **expected}
+    pictures = [picture.read_bytes() for picture in tmp_path.glob("*.png")]
+    assert len(pictures) == 5 and all(each.startswith(b"\x89PNG") for each in pictures)

@@ -1,150 +1,133 @@
-"""05/predict: the event loop on cases worked out by hand, a real run, the extrapolation.
+"""05/predict: the event loop on cases worked out by hand, here and in step.html; a real run.
 
 The numbers of the loop are sums of powers of two, which floating point adds up exactly.
 """
 
-import sys
+import json
+import re
+import shutil
+import subprocess
 from pathlib import Path
 
+import compare
+import predict
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
+from predict import Alone, Network, Strategy, simulate
 
-from tools.record import output_of
-from common.setup import SIZES
-from tools import harness
+from tools import testing
 
 FOLDER = Path(__file__).resolve().parent
-sys.path.insert(0, str(FOLDER))
-
-import predict  # noqa: E402
-from predict import simulate  # noqa: E402
-
-SCRIPT = FOLDER / "predict.py"
-NETWORK = {"call_seconds": 0.5, "bytes_per_second": 16.0}  # 8 bytes: half a second on the wire
-
-
-# The event loop. Backward ends at second 4; a call is (bytes, the second when it is ready).
-
-
+NETWORK = Network(0.5, 16.0)  # 8 bytes: half a second on the wire
+OVERLAP = Strategy(None, 0, overlap=True)
+CONTROL = Strategy(None, 0)
+BLOCKING = Strategy(None, 0, blocking=True)
+# Backward ends at second 4; a call is (bytes, the second when it is ready).
 LATE = (8.0, 4.0)  # ready when backward ends, and half a second on the wire
+CASES = [
+    ([LATE] * 2, [(4.0, 5.0), (4.5, 5.5)]),  # bytes take turns, o passes beside the second's
+    ([LATE] * 3, [(4.0, 5.0), (4.5, 5.5), (5.0, 6.0)]),  # the third: when the first has arrived
+    ([LATE, (16.0, 1.0)], [(4.0, 5.0), (4.5, 6.0)]),  # launches keep their order
+    ([(48.0, 1.0), (8.0, 3.0)], [(1.0, 4.5), (4.0, 5.0)]),  # the first delays the second
+    ([(8.0, 1.0), (8.0, 3.75)], [(1.0, 2.0), (3.75, 4.75)]),  # the wire is idle in between
+]
 
 
-@pytest.mark.parametrize(
-    "calls, averaged",
-    [
-        ([], 4.0),
-        ([(8.0, 1.0)], 4.0),  # over before backward is
-        ([LATE] * 2, 4.0 + 2 * 0.5 + 0.5),  # bytes take turns, o passes beside the second's
-        ([LATE] * 3, 4.0 + 3 * 0.5 + 0.5),  # the third begins when the first has arrived
-        ([(0.0, 4.0)] * 5, 4.0 + 3 * 0.5),  # two at a time
-        ([LATE, (16.0, 1.0)], 4.0 + 0.5 + 1.0 + 0.5),  # launches keep their order
-        ([(48.0, 1.0), (8.0, 3.0)], 1.0 + 3.0 + 0.5 + 0.5),  # the first delays the second
-        ([(8.0, 1.0), (8.0, 3.75)], 3.75 + 0.5 + 0.5),  # the wire is idle in between
-    ],
-)
-def test_calls_during_backward(calls, averaged):
-    assert simulate(calls, 4.0, True, **NETWORK) == averaged
+@pytest.mark.parametrize("calls, spans", CASES)
+def test_calls_during_backward(calls, spans):
+    assert simulate(calls, 4.0, OVERLAP, NETWORK) == spans
 
 
-def test_calls_one_at_a_time():
-    """After backward each waits for the one before; during it where the network takes one."""
-    assert simulate([(8.0, 1.0)] * 3, 4.0, False, **NETWORK) == 4.0 + 3 * (0.5 + 0.5)
-    assert simulate([LATE] * 3, 4.0, True, **NETWORK, at_once=1) == 4.0 + 3 * (0.5 + 0.5)
+def test_calls_after_backward():
+    """Two at a time, or each when the one before has arrived, or where the network takes one."""
+    early = [(8.0, 1.0)] * 3
+    two = [(4.0, 5.0), (4.5, 5.5), (5.0, 6.0)]
+    one = [(4.0, 5.0), (5.0, 6.0), (6.0, 7.0)]
+    assert simulate(early, 4.0, CONTROL, NETWORK) == two
+    assert simulate(early, 4.0, BLOCKING, NETWORK) == one
+    assert simulate(early, 4.0, CONTROL, NETWORK._replace(at_once=1)) == one
 
 
-MB = 2**18  # elements of 4 bytes
+@pytest.mark.parametrize("ranks, call, bandwidth", [(2, 0.5, 16.0), (4, 1.5, 16 / 1.5)])
+def test_a_ring_of_other_ranks(ranks, call, bandwidth):
+    """2(n-1) steps instead of 2, 2(n-1)/n of the bytes instead of all."""
+    assert predict.ring(NETWORK, 2, ranks) == pytest.approx((call, bandwidth, 2))
 
 
-@pytest.mark.parametrize(
-    "bucket_size_mb, expected",
-    [
-        (predict.ONE_EACH, [(1, 1.0), (2, 4.0), (3, 2.0)]),
-        (None, [(6, 4.0)]),
-        (25, [(1, 1.0), (5, 4.0)]),
-    ],
-)
+def gradients(*sizes_mb: int) -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(torch.empty(n * 2**18, device="meta")) for n in sizes_mb]
+
+
+BUCKETS = [(0, [(1, 1), (2, 4), (3, 2)]), (None, [(6, 4)]), (3, [(3, 4), (3, 2)])]
+
+
+@pytest.mark.parametrize("bucket_size_mb, expected", BUCKETS)
 def test_buckets_are_those_of_stage_05_and_wait_for_their_last_gradient(bucket_size_mb, expected):
-    """The first has a 25th of the size, and here takes its gradient alone."""
-    gradients = [torch.nn.Parameter(torch.empty(n * MB, device="meta")) for n in (1, 2, 3)]
-    calls = predict.calls_of(gradients, [1.0, 4.0, 2.0], bucket_size_mb)
+    calls = predict.calls_of(gradients(1, 2, 3), [1.0, 4.0, 2.0], bucket_size_mb)
     assert [(size / 2**20, ready) for size, ready in calls] == expected
 
 
-def test_a_call_waits_for_the_last_rank():
-    """Of two ranks and three steps: each rank is the later one of a gradient."""
-    gradients = [torch.nn.Parameter(torch.empty(2, device="meta")) for _ in range(2)]
-    alone = {"ready": [[[1.0, 3.0]] * 3, [[2.0, 2.5]] * 3], "backward_ends": [[4.0] * 3, [3.5] * 3]}
-    alone["optimizer_seconds"] = [[0.25] * 3] * 2
-    result = {"candidates": [alone], "all_reduce": NETWORK | {"bytes_per_second": 8.0}}
-    ways = {"04": (predict.ONE_EACH, True), "03": (None, False)}
-    predicted = predict.predict(gradients, result, ways)
-    assert predicted == {"04": 3.0 + 1.0 + 0.5 + 0.25, "03": 4.0 + 2.0 + 0.5 + 0.25}
+def test_a_step_and_its_speed_up_with_more_ranks():
+    """One call of 2 MB after backward; one process does the work of all in turn."""
+    alone = Alone(gradients(1, 1), [1.0, 4.0], 0.5, 4.0, 0.25)
+    network = Network(0.5, 2.0 * 2**20)
+    flat = alone.step(Strategy(None, None), network)
+    assert flat == 4.0 + 1.0 + 0.5 + 0.25
+    of_ranks = predict.predict(alone, network, 2, 5.0)
+    steps = {ranks: of_ranks[ranks]["FlatDDP"]["step_seconds"] for ranks in of_ranks}
+    assert steps == {2: flat, 4: 4.0 + 1.5 + 1.5 + 0.25, 8: 4.0 + 1.75 + 3.5 + 0.25}
+    assert of_ranks[8]["one process"] == {"step_seconds": 8 * 4.0 + 0.25}
+
+
+def node(program: str):
+    """What a program prints as JSON that is run after the model of step.html."""
+    page = (FOLDER / "step.html").read_text(encoding="utf-8")
+    model = re.search(r'<script id="model">(.*?)</script>', page, re.DOTALL)[1]
+    command = [shutil.which("node") or pytest.skip("no node"), "-e", f"{model}\n{program}"]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
+def test_the_page_simulates_the_same():
+    """Every strategy on random calls, one and two at once."""
+    torch.manual_seed(0)
+    calls = torch.rand(30, 2).mul(torch.tensor([1e7, 0.3])).tolist()
+    for at_once in (1, 2):
+        for strategy in (OVERLAP, CONTROL, BLOCKING):
+            kind = json.dumps({"overlap": strategy.overlap, "blocking": strategy.blocking})
+            of_page = f"{{ callSeconds: 0.0044, bytesPerSecond: 1.25e8, atOnce: {at_once} }}"
+            said = node(f"console.log(JSON.stringify(simulate({calls}, 0.3, {kind}, {of_page})))")
+            here = simulate(calls, 0.3, strategy, Network(0.0044, 1.25e8, at_once))
+            assert said == [list(span) for span in here]
+
+
+def test_the_page_cuts_the_same_buckets_and_knows_the_same_ring():
+    """A network of 1 GB/s and 1 ms, whose calls cost 0.4 ms besides."""
+    data = node("console.log(JSON.stringify(DATA))")
+    sizes, ready = zip(*data["gradients"], strict=True)
+    parameters = [torch.nn.Parameter(torch.empty(n // 4, device="meta")) for n in sizes]
+    for mb, words in ((0, "0"), (1, "1"), (5, "5"), (None, "Infinity")):
+        said = node(f"console.log(JSON.stringify(callsOf(DATA.gradients, {words})))")
+        calls = predict.calls_of(parameters, ready, mb)
+        assert said == [list(call) for call in calls]
+    said = node("console.log(JSON.stringify(ring(8, 1e9, 0.001, 1)))")
+    there = predict.ring(Network(0.004, 1e9, 1), 2, 8)
+    assert list(said.values()) == pytest.approx(there._replace(call_seconds=0.0284))
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def test_run(forked, tmp_path, device):
-    words = [*harness.QUICK, "--device", device, "--json", tmp_path / "json"]
-    status, output = forked(2, SCRIPT, *words, cwd=tmp_path)
+    words = [*testing.QUICK, "--device", device, "--json", tmp_path / "json"]
+    status, output = forked(2, FOLDER / "predict.py", *words, cwd=tmp_path)
     assert status == 0, output
-    recorded = output_of(FOLDER / "reference_output.txt").replace("mini model", "nano model")
-    table = harness.masked(recorded)[1:-1]  # the last line names a row
-    assert harness.masked(output)[1:-1] == table, output
-    result = harness.read_json(tmp_path / "json", "05_bucketed/predict")
+    result = testing.read_json(tmp_path / "json", "05_bucketed/predict")
     alone, *candidates = result["candidates"]
-    assert [one["name"] for one in candidates] == list(predict.WAYS)
-    calls = [alone["collectives_per_step"], *(one["collectives_per_step"] for one in candidates)]
-    assert calls == [0, 15, 1, 15, 2, 2, 2, 1]
+    assert [one["name"] for one in candidates] == list(compare.strategies(5.0))
+    assert [one["collectives_per_step"] for one in candidates] == [15, 15, 15, 1, 1, 1]
     for ready, ends in zip(alone["ready"], alone["backward_ends"], strict=True):
         assert max(map(max, ready)) <= max(ends) and {len(moments) for moments in ready} == {15}
-    assert list(result["predicted"]) == list(predict.WAYS)
-
-
-# Many ranks
-
-
-def nano():
-    *shape, batch_size, context_length = SIZES["nano"]
-    with torch.device("meta"):
-        model = predict.LanguageModel(*shape)
-        return model, torch.zeros(batch_size, context_length, dtype=torch.int64)
-
-
-def test_floating_point_operations_are_those_that_torch_counts():
-    """But for the attention scores, which are left out."""
-    model, tokens = nano()
-    with FlopCounterMode(display=False) as counter:
-        model(tokens).sum().backward()
-    ready = predict.backward_times(model, tokens.numel(), operations_per_second=1.0)
-    assert 0.8 * counter.get_total_flops() < ready[-1] <= counter.get_total_flops()
-    assert len(ready) == 15 and ready == sorted(ready)
-
-
-def test_a_flat_ring():
-    """03 after backward: 2(n-1)/n of the bytes, 2(n-1) times the latency."""
-    model, _ = nano()
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    compute = predict.backward_times(model, predict.GLOBAL_BATCH / 8, 1e12)[-1]
-    update = predict.UPDATE * parameters
-    ring = 2 * 7 / 8 * 4 * parameters / 1e9 + predict.CALL + 2 * 7 * predict.LATENCY
-    kept = (compute + update) / (compute + update + ring)
-    assert predict.efficiency(model, (None, False), 8.0, 1.0, 8) == pytest.approx(kept)
-
-
-def test_extrapolation(forked, tmp_path):
-    """The numbers that are recorded."""
-    status, output = forked(1, SCRIPT, "--extrapolate", "10,400", cwd=tmp_path)
-    assert status == 0, output
-    recorded = output_of(FOLDER / "reference_output_extrapolate.txt")
-    head, *tables = output.split("\n\n")
-    assert head.splitlines()[-1] in recorded and len(tables) == 3
-    for table in tables[:2]:
-        assert table in recorded
-
-
-@pytest.mark.parametrize(
-    "option, value", [("--tflops", "inf"), ("--extrapolate", "nan"), ("--extrapolate", "")]
-)
-def test_wrong_input(refusal, option, value):
-    said = refusal(predict.main, SCRIPT, option, value)
-    assert said.startswith(f"argument {option}: ") and value in said
+    assert result["predicted"].keys() == {"2", "4", "8"}
+    assert (tmp_path / "gradients.png").read_bytes().startswith(b"\x89PNG")
+    data = re.search(r"const DATA = (.*);", (tmp_path / "step.html").read_text())[1]
+    assert len(json.loads(data)["gradients"]) == 15

@@ -9,71 +9,63 @@ Backward does the same in reverse, and sends each rank its part of the gradients
     torchrun --nnodes 2 --node-rank R --nproc-per-node 8 --master-addr HOST0 --master-port 29400 \
         06_sharded_optimizer/fsdp/fsdp.py                               (two hosts; R is 0 on HOST0)
 
-Names are torch's: FlatParameter (FSDPParamGroup in fully_shard), unshard, reshard, sharded_params.
 Source: Rajbhandari et al., "ZeRO", SC 2020; Zhao et al., "PyTorch FSDP", VLDB 2023; CS336 (2026).
 """
 
 import sys
-import weakref
-from collections.abc import Mapping
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
 
 
 class FlatParameter:
     """A unit's weights, one after another in `unsharded`, which has memory only for a while.
 
-    This rank keeps `local_shard`, one of N equal slices. Of each weight the optimizer gets a view
-    into it, with as many dimensions as the weight, so that "decay what has two" still works.
+    This rank keeps `local_shard`, one of N equal slices. Autograd keeps the tensor `unsharded` for
+    backward, and its version, which counts writes. To give up its memory is no write, and to fill
+    it again through `.data` is none either: backward finds the same tensor with the same values.
     """
 
-    def __init__(self, name: str, weights: list[nn.Parameter], dtype: torch.dtype, process_group):
+    def __init__(self, name: str, number: int, weights, dtype: torch.dtype, process_group):
         self.name, self.group = name, process_group
         self.requires_grad = weights[0].requires_grad  # that of all
-        world_size, rank = dist.get_world_size(process_group), dist.get_rank(process_group)
+        world_size = dist.get_world_size(process_group)
         flat = flatten(weights, world_size)
-        self.local_shard = flat.view(world_size, -1)[rank].clone()
+        self.local_shard = flat.view(world_size, -1)[dist.get_rank(process_group)].clone()
         self.unsharded = torch.empty_like(flat, dtype=dtype)  # weights travel in this dtype
-        self.sharded_params = []  # of each weight this rank's part: for the optimizer
-        self.unsharded_params = []  # of each weight the whole: for its module, a leaf of autograd
-        start, low = 0, rank * len(self.local_shard)  # of the weight and of the slice in `flat`
-        for weight, whole in zip(weights, split_like(weights, self.unsharded), strict=True):
-            first = max(start, low)
-            start += weight.numel()
-            last = max(first, min(start, low + len(self.local_shard)))
-            mine = self.local_shard[first - low : last - low].view(*[1] * (weight.ndim - 1), -1)
-            self.sharded_params.append(nn.Parameter(mine, self.requires_grad))
-            self.unsharded_params.append(whole.detach().requires_grad_(self.requires_grad))
+        self.sharded_params = parts_of(weights, self.local_shard, process_group)  # to be optimized
+        self.unsharded_params = leaves_like(weights, self.unsharded)  # modules compute with them
         self.owners = []  # where modules read them: (module, name, weight)
-        self.missing = set(self.unsharded_params)  # those whose gradient is not there yet
+        self.number = torch.tensor([number], device=flat.device)  # of this unit, on all ranks
+        self.numbers = self.number.repeat(world_size)  # of the units that the ranks have gathered
+        self.gathering = []  # calls under way
         self.users = 0  # forwards that compute with it now
-        self.gathering = None  # while it is put together
+        self.missing = set(self.unsharded_params)  # those whose gradient is not there yet
         self.reshard()
 
     def unshard(self) -> None:
-        """Begin to put the whole weights together."""
+        """Begin to put the whole weights together. The unit's number travels beside them."""
+        if self.unsharded.untyped_storage().size() > 0:
+            return
         self.unsharded.untyped_storage().resize_(self.unsharded.nbytes)
-        sent = self.local_shard.to(self.unsharded.dtype)
-        self.gathering = all_gather_single(self.unsharded.data, sent, self.group, async_op=True)
+        local = self.local_shard.to(self.unsharded.dtype)
+        gather = partial(all_gather_single, group=self.group, async_op=True)
+        self.gathering = [gather(self.numbers, self.number), gather(self.unsharded.data, local)]
 
-    def wait_for_unshard(self) -> None:
-        if self.gathering:
-            self.gathering.wait()
-            self.gathering = None
-            set_version(self.unsharded, self.local_shard._version)  # autograd refuses older graphs
+    def wait(self) -> None:
+        while self.gathering:
+            self.gathering.pop().wait()
+        set_version(self.unsharded, self.local_shard._version)  # autograd refuses older graphs
 
     def reshard(self) -> None:
         """Give up the memory. Autograd keeps the empty weights: backward fills them again."""
         if self.users == 0:
-            self.wait_for_unshard()
+            self.wait()
             self.unsharded.untyped_storage().resize_(0)
             set_version(self.unsharded, NO_MEMORY)  # autograd refuses to read it until it is filled
 
@@ -81,41 +73,45 @@ class FlatParameter:
 class FSDP(nn.Module):
     """Keep 1/N of each weight, of its gradient and of its optimizer state; biases stay whole.
 
-    Construct the optimizer afterwards, of this rank's shards. `units`: modules whose weights are
-    gathered together (default: choose_units). `compute_dtype`: of weights and inputs, but norms'.
+    model = FSDP(model)  # or with compute_dtype=torch.bfloat16, units=[model.block1, …]
+    optimizer = torch.optim.AdamW(model.parameters())  # of this rank's shards
+    loss_fn(model(x), y).backward()
+    model.finish_gradient_synchronization()
+    optimizer.step()
     """
 
     def __init__(self, module, compute_dtype=None, process_group=None, prefetch=True, units=None):
         super().__init__()
         units = units or choose_units(module)
-        check_and_broadcast(module, units, process_group)
-        self.module, self.process_group = module, process_group
+        check_and_broadcast(module, process_group)
+        self.module, self.process_group, self.prefetch = module, process_group, prefetch
         self.flats, uses = shard_weights(module, units, compute_dtype, process_group)
-        self.uses = [flat for _, flat in uses]  # modules need them in this order, mostly
-        self.ahead = 3 if prefetch else 1
-        self.agreement = Agreement(self.flats, process_group)  # on what is gathered next
+        self.uses = [None, *[flat for _, flat in uses], None]  # usually needed in this order
         self.order = [flat for flat in reversed(self.flats) if flat.requires_grad]
-        self.waiting = self.order.copy()  # they are reduced in this order
-        self.reduction = None  # the one that is reduced now
-        self.in_backward = False  # until the finish
-        self.flat_of = {weight: flat for flat in self.order for weight in flat.unsharded_params}
-        hook = partial(FSDP._gradient_is_there, weakref.proxy(self))  # or it is never freed
-        for weight in self.flat_of:
-            weight.register_post_accumulate_grad_hook(hook)
-        for number, (module, _) in enumerate(uses):
-            module.register_forward_pre_hook(partial(self._before_forward, number), prepend=True)
-            module.register_forward_hook(partial(self._after_forward, number), always_call=True)
-        self.layout = layout_of(self.module)
+        self.waiting = self.order.copy()  # all ranks reduce their gradients in this order
+        self.reduction = None  # the one under way
+        self.in_backward = self.has_gradients = False  # of weights, since the last finish
+        for flat in self.order:
+            for weight in flat.unsharded_params:
+                weight.register_post_accumulate_grad_hook(partial(self._gradient_is_there, flat))
+        for number, (part, _) in enumerate(uses, start=1):
+            part.register_forward_pre_hook(partial(self._before_forward, number), prepend=True)
+            part.register_forward_hook(partial(self._after_forward, number), always_call=True)
+        self.layout = layout_of(module)  # which parameters there are; begin_forward compares
 
     def forward(self, *inputs, **kwargs):
-        check_before_forward(self)
-        reshard_all(self)  # what an earlier forward has gathered in vain
+        begin_forward(self)  # frees what an earlier one has gathered in vain
         return self.module(*inputs, **kwargs)
 
     def _unshard(self, number: int) -> None:
-        """Gather the weights of this use, begin to gather the next, announce those of one more."""
-        coming = self.uses[number::-1] if self.in_backward else self.uses[number:]
-        self.agreement.unshard(*coming[: self.ahead])
+        """Gather the weights of this use, and begin to gather those of the next (prefetch)."""
+        current = self.uses[number]
+        following = self.uses[number - 1 if self.in_backward else number + 1]
+        current.unshard()  # nothing if it was prefetched
+        current.wait()
+        check_numbers(self, current)  # have all ranks gathered the same unit?
+        if following and self.prefetch:
+            following.unshard()
 
     def _before_forward(self, number: int, *_) -> None:
         """Hook 1, before a module's forward. In backward a checkpoint calls it again."""
@@ -124,25 +120,21 @@ class FSDP(nn.Module):
 
     def _after_forward(self, number: int, module: nn.Module, inputs, outputs) -> None:
         """Hook 2, after a module's forward."""
-        flat = self.uses[number]
-        use_sharded_params(flat)  # module.weight is this rank's shard again
-        for tensor in tensors_in_backward(module, flat, inputs, outputs):
+        use_sharded_params(self.uses[number])  # module.weight is this rank's shard again
+        for tensor in tensors_in_backward(self.uses[number], inputs, outputs):
             tensor.register_hook(partial(self._before_backward, number))
         if not self.in_backward:  # there a checkpoint's own backward comes next
-            flat.reshard()
+            self.uses[number].reshard()
 
     def _before_backward(self, number: int, _) -> None:
         """Hook 3, when backward comes to what a module returned."""
         self.in_backward = True
         self._unshard(number)
 
-    def _gradient_is_there(self, weight: torch.Tensor) -> None:
+    def _gradient_is_there(self, flat: FlatParameter, weight: torch.Tensor) -> None:
         """Hook 4, when a weight's gradient is complete. All ranks reduce in one order."""
-        flat = self.flat_of[weight]
-        if flat not in self.waiting or weight not in flat.missing:
-            weight.grad = None
-            raise RuntimeError(CAME_TWICE)
-        self.in_backward = True
+        refuse_second_gradient(self, flat, weight)
+        self.has_gradients = True
         flat.missing.remove(weight)
         if not flat.missing:
             flat.reshard()
@@ -151,14 +143,17 @@ class FSDP(nn.Module):
 
     def finish_gradient_synchronization(self) -> None:
         """Complete all gradients. Call it after backward(), before optimizer.step()."""
-        self.agreement.finish()  # no rank gathers anything more
         while self.waiting:
-            begin_reduction(self, self.waiting.pop(0))  # with zeros for the missing
+            begin_reduction(self, self.waiting.pop(0))  # with zeros for what is missing
         end_reduction(self)
-        average_replicated(self)  # biases, norms
+        average_replicated(self)  # gradients of biases and norms
         reshard_all(self)  # frozen ones, and what was gathered in vain
         self.waiting = self.order.copy()
-        self.in_backward = False
+        self.in_backward = self.has_gradients = False
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """After the finish, on all ranks: torch's clip_grad_norm_, by the norm of whole weights."""
+        return clip(self, max_norm)
 
     def gather_full_params(self) -> dict[str, torch.Tensor]:
         """The state_dict of the whole module, on every rank; all ranks must call it."""
@@ -168,23 +163,20 @@ class FSDP(nn.Module):
         """Take this rank's part of what gather_full_params() returned on any number of ranks."""
         load_full_state(self, params)
 
-    def whole(self):
-        """On all ranks: `with model.whole():` weights are whole without a forward."""
-        return all_unsharded(self)
-
 
 # ==================================================================================================
-# Below this line: what ranks agree on, the reduction, clipping, which module needs which weights,
-# saving, and what is refused. verify, the benchmark and the memory are in measure.py.
+# Below this line: reduction, clipping, which module needs which weights, saving, what is refused.
+# verify, the benchmark and the memory are in measure.py.
 
 
-# torch has renamed them (2.13, 2.14), and warns of the old names.
+# torch has renamed it (2.13, 2.14), and warns of the old name.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-CAME_TWICE = """\
-a weight's gradient came twice before the finish. Either backward() ran twice: finish in between.
-Or one backward did it, with two re-entrant checkpoints of a layer, or a head in chunks that each
-run a backward: use checkpoint(..., use_reentrant=False), which needs no second backward."""
+NO_MEMORY = 2**30  # a version that no weight has
+
+
+def set_version(tensor: torch.Tensor, version: int) -> None:
+    """Of a tensor and its views; autograd refuses another than it has kept. (Private in torch.)"""
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 
 def flatten(tensors, multiple: int) -> torch.Tensor:
@@ -201,64 +193,73 @@ def split_like(tensors, flat: torch.Tensor) -> list[torch.Tensor]:
     return [piece.view_as(tensor) for piece, tensor in zip(pieces, tensors, strict=True)]
 
 
-class Agreement:
-    """All ranks must gather the same in the same order: where sizes differ, gloo ends the process.
+def leaves_like(weights: list[nn.Parameter], flat: torch.Tensor) -> list[torch.Tensor]:
+    """Views into `flat` that autograd takes for these weights."""
+    views = split_like(weights, flat)
+    return [view.detach().requires_grad_(weights[0].requires_grad) for view in views]
 
-    So each rank announces ahead, in a second group, the number of what it gathers next. When all
-    have announced the same it is gathered; if they differ, all ranks raise.
+
+def parts_of(weights: list[nn.Parameter], shard: torch.Tensor, process_group) -> list[nn.Parameter]:
+    """Of each weight the part in this rank's shard, maybe empty, with as many dimensions."""
+    start = dist.get_rank(process_group) * len(shard)
+    ends = torch.tensor([weight.numel() for weight in weights], device="cpu").cumsum(0) - start
+    *pieces, _ = shard.tensor_split(ends.clamp(0, len(shard)))  # the last one is padding
+    parts = []
+    for weight, piece in zip(weights, pieces, strict=True):
+        shape = [1] * (weight.ndim - 1)  # recipes decay what has two dimensions
+        parts.append(nn.Parameter(piece.view(*shape, -1), weight.requires_grad))
+        vars(parts[-1]).update(vars(weight), is_shard=True)
+    return parts
+
+
+def check_numbers(model: FSDP, *flats: FlatParameter) -> None:
+    """RuntimeError, on all ranks, if they have gathered different units of one size.
+
+    On a GPU only the finish looks at the numbers, because to read them is to wait for the GPU.
     """
-
-    second_groups = weakref.WeakKeyDictionary()  # of the same ranks, by the first group
-
-    def __init__(self, flats: list[FlatParameter], process_group):
-        self.numbers = {flat: number for number, flat in enumerate([*flats, None])}  # None: no more
-        self.announced = {}  # one of them -> (all ranks' numbers, work), in order
-        first = process_group or dist.group.WORLD
-        if first not in self.second_groups:
-            ranks, backend = dist.get_process_group_ranks(first), dist.get_backend(first)
-            backend = "gloo" if "nccl" in backend else backend  # numbers are on the CPU
-            group = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
-            self.second_groups[first] = group
-        self.group = self.second_groups[first]
-
-    def announce(self, flat: FlatParameter | None) -> None:
-        number = torch.tensor([self.numbers[flat]], device="cpu")
-        numbers = number.new_empty(dist.get_world_size(self.group))
-        work = all_gather_single(numbers, number, self.group, async_op=True)
-        self.announced[flat] = numbers, work
-
-    def unshard(self, now: FlatParameter, *ahead: FlatParameter) -> None:
-        """Wait for it, begin to gather the next one, announce what probably comes then."""
-        for flat in (now, *ahead):
-            if flat.unsharded.untyped_storage().size() == 0 and flat not in self.announced:
-                self.announce(flat)
-        while not self.announced.keys().isdisjoint([now, *ahead[:1]]):
-            self.unshard_first()
-        now.wait_for_unshard()
-
-    def unshard_first(self) -> None:
-        """What was announced first, and now all have announced."""
-        flat = next(iter(self.announced))
-        numbers, work = self.announced.pop(flat)
-        work.wait()
-        if (numbers != numbers[0]).any():
-            names = [each.name if each else "nothing more" for each in self.numbers]
-            found = [names[number] for number in numbers.tolist()]
+    if model.waiting and flats[0].numbers.is_cuda:
+        return
+    for flat in flats:
+        if (flat.numbers != flat.number).any():
+            names = [model.flats[number].name for number in flat.numbers.tolist()]
             raise RuntimeError(
-                f"rank by rank {found} are gathered: all ranks must use the same units in the same"
-                " order, or units=[that module]"
+                f"rank by rank {names} were gathered: all ranks must use the same modules in the"
+                " same order, or gather them together: units=[the module that has them]"
             )
-        if flat:
-            flat.unshard()
 
-    def finish(self) -> None:
-        """Gather what was announced in vain; then no rank gathers more before the next forward."""
-        self.announce(None)
-        while self.announced:
-            self.unshard_first()
 
-    def __getstate__(self):
-        raise RuntimeError("FSDP cannot be copied or pickled: gather_full_params() can be saved")
+def layout_of(module: nn.Module) -> list[tuple]:
+    return [(id(p), p.requires_grad, p.dtype, p.data_ptr()) for p in module.parameters()]
+
+
+def check_layout(model: FSDP) -> None:
+    if layout_of(model.module) != model.layout:
+        raise RuntimeError(
+            "parameters were frozen, unfrozen, replaced, moved or cast: wrap the module again"
+        )
+
+
+def begin_forward(model: FSDP) -> None:
+    """Free what an earlier forward has gathered in vain; RuntimeError where it cannot go on."""
+    if model.has_gradients:
+        raise RuntimeError("call finish_gradient_synchronization() after every backward()")
+    check_layout(model)
+    reshard_all(model)
+    model.in_backward = False
+
+
+def reshard_all(model: FSDP) -> None:
+    for flat in model.flats:
+        flat.reshard()
+
+
+def refuse_second_gradient(model: FSDP, flat: FlatParameter, weight: torch.Tensor) -> None:
+    if flat not in model.waiting or weight not in flat.missing:
+        weight.grad = None
+        raise RuntimeError(
+            "a weight's gradient came twice: call finish_gradient_synchronization() after every"
+            " backward(), and checkpoint(..., use_reentrant=False), which runs no second backward"
+        )
 
 
 def gradient_or_zeros(parameter: torch.Tensor) -> torch.Tensor:
@@ -268,105 +269,75 @@ def gradient_or_zeros(parameter: torch.Tensor) -> torch.Tensor:
 def begin_reduction(model: FSDP, flat: FlatParameter) -> None:
     """After the one before it, because each needs as much memory as the weights, twice.
 
-    gloo's reduce-scatter is an all-reduce, of twice the bytes. So there every rank gets all ranks'
-    gradients of its part. They are averaged in the shard's dtype either way.
+    This reduce-scatter is an all-to-all: each rank gets all ranks' gradients of its part, and takes
+    their mean itself, in the dtype of the shards. (gloo's own would send twice as much.)
     """
     end_reduction(model)
-    sent = flatten(map(gradient_or_zeros, flat.unsharded_params), dist.get_world_size(flat.group))
+    sent = flatten(map(gradient_or_zeros, flat.unsharded_params), len(flat.numbers))
     for weight in flat.unsharded_params:
         weight.grad = None
     flat.missing = set(flat.unsharded_params)  # the next ones
-    if dist.get_backend(flat.group) in ("gloo", "slow_network"):
-        received = torch.empty_like(sent)
-        work = dist.all_to_all_single(received, sent, group=flat.group, async_op=True)
-    else:
-        sent = sent.to(flat.local_shard.dtype)
-        received = torch.empty_like(flat.local_shard)
-        mean = dist.ReduceOp.AVG
-        work = reduce_scatter_single(received, sent, mean, group=flat.group, async_op=True)
+    received = torch.empty_like(sent)
+    work = dist.all_to_all_single(received, sent, group=flat.group, async_op=True)
     model.reduction = flat, sent, received, work
 
 
 def end_reduction(model: FSDP) -> None:
-    """Add the mean to `grad` of the shards, and call their hooks, as autograd does with weights."""
+    """Add the mean of all ranks to the gradients of the shards."""
     if model.reduction is None:
         return
     flat, _, received, work = model.reduction
     model.reduction = None
     work.wait()
-    received = received.view(-1, len(flat.local_shard))  # from each rank
-    mean = received.mean(0, dtype=flat.local_shard.dtype)
+    mean = received.view(len(flat.numbers), -1).mean(0, dtype=flat.local_shard.dtype)
     gradients = split_like(flat.sharded_params, mean)
     for shard, gradient in zip(flat.sharded_params, gradients, strict=True):
-        gradient = gradient if shard.grad is None else shard.grad + gradient
-        shard.grad = gradient.as_subclass(ShardedGradient)
-        shard.grad.group = flat.group
-        for hook in hooks_of(shard)[1].values():
-            hook(shard)
+        shard.grad = gradient if shard.grad is None else shard.grad + gradient
 
 
 def average_replicated(model: FSDP) -> None:
-    """With one all-reduce per dtype. What this rank did not use has a gradient of zeros."""
-    alike = {}
-    for parameter in model.module.parameters():
-        if parameter.requires_grad and not hasattr(parameter, "is_shard"):
-            parameter.grad = gradient_or_zeros(parameter)
-            alike.setdefault(parameter.dtype, []).append(parameter.grad)
-    for gradients in alike.values():
-        flat = nn.utils.parameters_to_vector(gradients)
-        flat.div_(dist.get_world_size(model.process_group))
-        dist.all_reduce(flat, group=model.process_group)
-        nn.utils.vector_to_parameters(flat, gradients)
+    """With one all-reduce; what this rank did not use has a gradient of zeros.
 
-
-def clip_grad_norm(model: FSDP, max_norm: float) -> torch.Tensor:
-    """torch's clip_grad_norm_ in one all-reduce, after the finish; returns the norm of all."""
-    if model.in_backward:
-        raise RuntimeError("call finish_gradient_synchronization() before clip_grad_norm()")
-    return nn.utils.clip_grad_norm_(model.parameters(), max_norm, foreach=True)
-
-
-class ShardedGradient(torch.Tensor):
-    """This rank's part of a gradient; its norm is that of the whole, and a call of all ranks.
-
-    So torch's clip_grad_norm_ is right here, and with foreach=True it is one all-reduce.
+    One more number travels with them: the sum of the bits of the parameters themselves, which must
+    be the same on all ranks. It is so small that its sum over the ranks is exact.
     """
+    check_numbers(model, *model.flats)
+    replicated = [p for p in model.parameters() if p.requires_grad and not hasattr(p, "is_shard")]
+    if not replicated:
+        return
+    for parameter in replicated:
+        parameter.grad = gradient_or_zeros(parameter)
+    world_size = dist.get_world_size(model.process_group)
+    values, gradients = [flatten(each, 1) for each in (replicated, [p.grad for p in replicated])]
+    most = int(2 / torch.finfo(values.dtype).eps) // world_size  # larger ones would be rounded
+    bits = values.view(torch.int16).sum() % max(most - 1, 1)
+    mean = torch.cat([gradients / world_size, bits.view(1)])
+    dist.all_reduce(mean, group=model.process_group)
+    if mean[-1] != bits * world_size:
+        raise RuntimeError(
+            "biases and norms differ between ranks since the last step: clip by"
+            " model.clip_grad_norm_(), and give all ranks the same learning rates and seeds"
+        )
+    for parameter, gradient in zip(replicated, split_like(replicated, mean), strict=True):
+        parameter.grad.copy_(gradient)
 
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if function is torch._foreach_norm:
-            return norms_of_whole(*args, **kwargs)
-        if function in (torch.linalg.vector_norm, torch.norm, torch.Tensor.norm):
-            return norms_of_whole([args[0]], *args[1:], **kwargs)[0]
-        with torch._C.DisableTorchFunctionSubclass():
-            return function(*args, **kwargs)
 
-
-def norms_of_whole(gradients, p="fro", ord=2, **options) -> list[torch.Tensor]:
-    """In float32 at least, whatever the default dtype is; RuntimeError for another than the 2-norm.
-
-    With one all-reduce. Of gradients that are not sharded every rank has the whole.
-    """
-    if p not in ("fro", 2) or ord != 2 or any(options.values()):
-        raise RuntimeError(f"of a sharded gradient there is only the 2-norm, not {p, ord, options}")
+@torch.no_grad()
+def clip(model: FSDP, max_norm: float) -> torch.Tensor:
+    """In float32 at least; inf and nan as in torch. Of what is sharded each rank adds its part."""
+    if model.has_gradients:
+        raise RuntimeError("call finish_gradient_synchronization() before clip_grad_norm_()")
+    world_size = dist.get_world_size(model.process_group)
     squares = []
-    for gradient in gradients:
-        part = gradient.as_subclass(torch.Tensor)
-        dtype = torch.promote_types(part.dtype, torch.float32)
-        squares.append(torch.linalg.vector_norm(part, dtype=dtype).square())
-    squares = torch.stack(squares)
-    sharded = [i for i, each in enumerate(gradients) if isinstance(each, ShardedGradient)]
-    if sharded:
-        summed = squares[sharded]
-        dist.all_reduce(summed, group=gradients[sharded[0]].group)
-        squares[sharded] = summed
-    return squares.sqrt().unbind()
-
-
-def reshard_all(model: FSDP) -> None:
-    for flat in model.flats:
-        flat.reshard()
+    for parameter in model.parameters():
+        dtype = torch.promote_types(parameter.dtype, torch.float32)
+        if parameter.grad is not None:
+            square = torch.linalg.vector_norm(parameter.grad, dtype=dtype).square()
+            squares.append(square if hasattr(parameter, "is_shard") else square / world_size)
+    total = torch.stack(squares).sum()
+    dist.all_reduce(total, group=model.process_group)
+    nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, total.sqrt())
+    return total.sqrt()
 
 
 def use_unsharded_params(flat: FlatParameter) -> None:
@@ -384,66 +355,21 @@ def use_sharded_params(flat: FlatParameter) -> None:
             del module.__dict__[name]
 
 
-@contextmanager
-def all_unsharded(model: FSDP):
-    """For what reads weights without a forward, such as model.module.generate()."""
-    with torch.no_grad():
-        for flat in model.flats:
-            model.agreement.unshard(flat)
-            use_unsharded_params(flat)
-        try:
-            yield
-        finally:
-            for flat in model.flats:
-                use_sharded_params(flat)
-                flat.reshard()
+def tensors_in_backward(flat: FlatParameter, inputs, outputs) -> list[torch.Tensor]:
+    """What a module returned, and backward comes to before it comes to the module's weights.
 
-
-def tensors_in_backward(module: nn.Module, flat, inputs, outputs) -> list[torch.Tensor]:
-    """Those of a module that backward comes to before its weights: it returned them or keeps them.
-
-    RuntimeError for a weight among them: it has no memory soon. No gradient says when backward is
-    done with frozen weights: those of the module's inputs do.
+    No gradient says when backward is done with frozen weights: those of the module's inputs do.
     """
-    returned = leaves_of(outputs)
-    whole = memory_of(flat.unsharded)
-    if any(torch.is_tensor(leaf) and memory_of(leaf) == whole for leaf in returned):
+    given = [leaf for leaf in tree_leaves(inputs) if torch.is_tensor(leaf) and leaf.requires_grad]
+    returned = [leaf for leaf in tree_leaves(outputs) if torch.is_tensor(leaf)]
+    memory = flat.unsharded.data_ptr()  # 0 on meta
+    if memory and memory in [tensor.untyped_storage().data_ptr() for tensor in returned]:
         raise RuntimeError("a module returned its weight, or a view of it: return a clone()")
-    if not torch.is_grad_enabled():
-        return []
-    if with_gradient(inputs) and not flat.requires_grad:
-        register_multi_grad_hook(with_gradient(inputs), lambda _: flat.reshard())
-    tensors = with_gradient(returned)
-    plain = torch.Tensor | int | float | str | None
-    unknown = {type(leaf).__name__ for leaf in returned if not isinstance(leaf, plain)}
-    if unknown and not tensors:
-        raise RuntimeError(
-            f"{flat.name} returned {unknown}, in which FSDP sees no tensor with a gradient:"
-            " return tensors, or lists, tuples, dicts, namespaces or dataclasses of them"
-        )
-    for each in module.modules():
-        kept = [value for value in vars(each).values() if torch.is_tensor(value) and value.grad_fn]
-        tensors += [tensor for tensor in kept if all(tensor is not other for other in inputs)]
+    if given and torch.is_grad_enabled() and not flat.requires_grad:
+        register_multi_grad_hook(given, lambda _: flat.reshard())
+    trained = [tensor for tensor in returned if tensor.requires_grad]
     # A view that is changed in place loses its hooks: so its base has them, too.
-    return tensors + with_gradient([tensor._base for tensor in tensors])
-
-
-def leaves_of(value) -> list:
-    """What is in lists, tuples, mappings, dataclasses and namespaces; else the value itself."""
-    if isinstance(value, SimpleNamespace):
-        value = vars(value)
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    elif hasattr(value, "__dataclass_fields__"):
-        value = [getattr(value, name) for name in value.__dataclass_fields__]
-    if not isinstance(value, list | tuple):
-        return [value]
-    return [leaf for element in value for leaf in leaves_of(element)]
-
-
-def with_gradient(value) -> list[torch.Tensor]:
-    """The tensors in it that take part in backward."""
-    return [leaf for leaf in leaves_of(value) if torch.is_tensor(leaf) and leaf.requires_grad]
+    return trained + [tensor._base for tensor in trained if tensor._base is not None]
 
 
 def choose_units(module: nn.Module) -> list[nn.Module]:
@@ -465,47 +391,35 @@ def shard_weights(module, units, compute_dtype, process_group) -> tuple[list, li
     Weights that differ in dtype, or in whether they are trained, are not in one FlatParameter.
     Returns all, and who needs which: (module, flat). A tied weight is needed by several modules.
     """
-    names = {part: name or "the module" for name, part in module.named_modules()}
-    owners = {}  # weight -> [(module, name), …]
-    for owner in names:
-        for name, parameter in owner._parameters.items():
-            if parameter is not None and parameter.ndim >= 2 and parameter.numel():
-                owners.setdefault(parameter, []).append((owner, name))
-    in_units = {parameter for unit in units for parameter in unit.parameters()}
+    in_units = {weight for unit in units for weight in unit.parameters()}
     in_units -= set(module.parameters(recurse=False))
-    weights_of = {module: [weight for weight in owners if weight not in in_units]}
-    for unit in units:
-        weights_of[unit] = [weight for weight in unit.parameters() if weight in owners]
-    flat_of = {}
-    uses = []
-    for unit, weights in weights_of.items():
+    weights_of = {module: [weight for weight in module.parameters() if weight not in in_units]}
+    weights_of |= {unit: list(unit.parameters()) for unit in units}
+    names = {part: name or "the module" for name, part in module.named_modules()}
+    flats, uses = [], []
+    shards = {}  # weight -> (its FlatParameter, this rank's shard, the whole)
+    for unit, parameters in weights_of.items():
+        weights = [p for p in parameters if p.ndim >= 2 and p.numel()]
         alike = {}
         for weight in weights:
-            if weight not in flat_of:
+            if weight not in shards:
                 alike.setdefault((weight.dtype, weight.requires_grad), []).append(weight)
         for (dtype, _), members in alike.items():
             dtype = compute_dtype if compute_dtype and dtype.is_floating_point else dtype
-            flat = FlatParameter(names[unit], members, dtype, process_group)
-            put_shards_in(flat, members, owners)
-            flat_of |= dict.fromkeys(members, flat)
-        uses += dict.fromkeys((unit, flat_of[weight]) for weight in weights)
-    flats = list(dict.fromkeys(flat_of.values()))
+            flat = FlatParameter(names[unit], len(flats), members, dtype, process_group)
+            flats.append(flat)
+            whole = zip(flat.sharded_params, flat.unsharded_params, strict=True)
+            shards |= {weight: (flat, *each) for weight, each in zip(members, whole, strict=True)}
+        uses += dict.fromkeys((unit, shards[weight][0]) for weight in weights)
+    for owner in module.modules():
+        for name, weight in owner.named_parameters(recurse=False, remove_duplicate=False):
+            if weight in shards:
+                flat, owner._parameters[name], whole = shards[weight]
+                flat.owners.append((owner, name, whole))
+                owner.register_state_dict_pre_hook(refuse_to_save)
     if compute_dtype:
         compute_in(compute_dtype, module, flats)
     return flats, uses
-
-
-def put_shards_in(flat: FlatParameter, weights: list[nn.Parameter], owners: dict) -> None:
-    """With the attributes that a weight was given, and its hooks that autograd would call last."""
-    shards = zip(flat.sharded_params, flat.unsharded_params, weights, strict=True)
-    for shard, whole, weight in shards:
-        vars(shard).update(vars(weight), is_shard=True)
-        for hook in hooks_of(weight)[1].values():
-            shard.register_post_accumulate_grad_hook(hook)
-        for module, name in owners[weight]:
-            module._parameters[name] = shard
-            module.register_state_dict_pre_hook(refuse_to_save)
-            flat.owners.append((module, name, whole))
 
 
 def compute_in(dtype: torch.dtype, module: nn.Module, flats: list[FlatParameter]) -> None:
@@ -517,12 +431,9 @@ def compute_in(dtype: torch.dtype, module: nn.Module, flats: list[FlatParameter]
         small = [(owner, name, parameter) for name, parameter in own if parameter.ndim < 2]
         if owner in flat_of:
             flat_of[owner].owners += small
-            cast_inputs = partial(cast, dtype)
-        elif small:
-            cast_inputs = partial(cast, small[0][2].dtype)
-        else:
-            continue
-        owner.register_forward_pre_hook(cast_inputs, with_kwargs=True, prepend=True)
+        if owner in flat_of or small:
+            to = dtype if owner in flat_of else small[0][2].dtype
+            owner.register_forward_pre_hook(partial(cast, to), with_kwargs=True, prepend=True)
 
 
 def cast(dtype: torch.dtype, module: nn.Module, inputs: tuple, kwargs: dict) -> tuple:
@@ -532,12 +443,13 @@ def cast(dtype: torch.dtype, module: nn.Module, inputs: tuple, kwargs: dict) -> 
         is_float = torch.is_tensor(value) and value.is_floating_point()
         return value.to(dtype) if is_float else value
 
-    return tuple(map(in_dtype, inputs)), {name: in_dtype(kwargs[name]) for name in kwargs}
+    return tuple(map(in_dtype, inputs)), {name: in_dtype(value) for name, value in kwargs.items()}
 
 
 @torch.no_grad()
 def full_state(model: FSDP) -> dict[str, torch.Tensor]:
     """Copies: of all parameters, whole, and of the buffers that a state_dict has."""
+    check_layout(model)
     whole = {}
     for flat in model.flats:
         values = flat.local_shard.new_empty(len(flat.unsharded))
@@ -549,110 +461,42 @@ def full_state(model: FSDP) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def load_full_state(model: FSDP, state: dict[str, torch.Tensor]) -> None:
-    whole = {}
-    for flat in model.flats:
-        flat.reshard()
-        whole |= zip(flat.sharded_params, flat.unsharded_params, strict=True)
-    values = {}
-    for name, tensor in model.module.state_dict(keep_vars=True).items():
-        found, expected = state[name].shape, whole.get(tensor, tensor).shape
-        if found != expected:
-            raise ValueError(f"{name} has shape {tuple(found)}, not {tuple(expected)}")
-        values[tensor] = state[name]
+    """ValueError, before anything is loaded, for other names or shapes."""
+    shapes = []
+    for each in (full_state(model), state):
+        shapes.append({(name, tuple(tensor.shape)) for name, tensor in each.items()})
+    if differing := sorted(shapes[0] ^ shapes[1]):
+        raise ValueError(f"missing, or not in the model, or of another shape: {differing}")
+    held = model.module.state_dict(keep_vars=True)
+    values = {tensor: state[name] for name, tensor in held.items()}
     for flat in model.flats:
         slices = flatten([values.pop(shard) for shard in flat.sharded_params], len(flat.unsharded))
-        flat.local_shard.copy_(slices.view(-1, len(flat.local_shard))[dist.get_rank(flat.group)])
-    for buffer, value in values.items():
-        buffer.copy_(value)
+        flat.local_shard.copy_(slices.view(len(flat.numbers), -1)[dist.get_rank(flat.group)])
+    for tensor, value in values.items():
+        tensor.copy_(value)
 
 
-def check_and_broadcast(module: nn.Module, units: list[nn.Module], process_group) -> None:
-    """Give every rank the parameters and buffers of rank 0. ValueError, on all, if they differ."""
-    names = {part: name for name, part in module.named_modules()}
-    mine = [f"unit {names[unit]}" for unit in units]
-    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    for name, p in tensors.items():
-        mine.append(f"{name} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}")
-    all_ranks = [None] * dist.get_world_size(process_group)
-    dist.all_gather_object(all_ranks, mine, group=process_group)
-    for rank, theirs in enumerate(all_ranks):
-        if theirs != all_ranks[0]:
-            differing = sorted(set(theirs) ^ set(all_ranks[0]))[:2] or "their order"
-            raise ValueError(f"models differ on ranks 0 and {rank}: {differing}")
-    for part, name in names.items():
-        if hasattr(part, "finish_gradient_synchronization"):
+def check_and_broadcast(module: nn.Module, process_group) -> None:
+    """Give every rank the parameters and buffers of rank 0."""
+    for part in module.modules():
+        if hasattr(part, "no_sync") or hasattr(part, "finish_gradient_synchronization"):
             raise ValueError("a module can be wrapped only once: wrap the plain one, model.module")
-        if getattr(part, "max_norm", None) is not None:
-            raise ValueError(f"{name}: max_norm would be forgotten, as it changes gathered weights")
-        if isinstance(part, nn.RNNBase) and next(part.parameters()).is_cuda:
-            raise ValueError(f"{name}: cuDNN would move the weights of an RNN elsewhere")
-    refuse_hooks(module)
-    for tensor in tensors.values():
+        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.max_norm:
+            raise ValueError(
+                "max_norm changes weights in forward, on each rank others: take it out"
+            )
+    for name, parameter in module.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise ValueError(f"{name} has hooks, which nobody would call: take them out")
+    for tensor in (*module.parameters(), *module.buffers()):
         contiguous = tensor.detach().contiguous()
         dist.broadcast(contiguous, group=process_group, group_src=0)
         tensor.detach().copy_(contiguous)
 
 
-def refuse_hooks(module: nn.Module) -> None:
-    """Those that nobody would call, or with the gradient of one rank alone."""
-    for name, parameter in module.named_parameters():
-        of_gradient, after_it = hooks_of(parameter)
-        if of_gradient or (after_it and parameter.ndim < 2):
-            raise RuntimeError(
-                f"{name}: only weights can have hooks, by register_post_accumulate_grad_hook"
-            )
-
-
-def layout_of(module: nn.Module) -> list[tuple]:
-    return [(id(p), p.requires_grad, p.dtype, p.data_ptr()) for p in module.parameters()]
-
-
-def check_before_forward(model: FSDP) -> None:
-    if model.in_backward:
-        raise RuntimeError("call finish_gradient_synchronization() after every backward()")
-    if layout_of(model.module) != model.layout:
-        raise RuntimeError(
-            "parameters were frozen, unfrozen, replaced, moved or cast: wrap the module again"
-        )
-    refuse_hooks(model.module)
-
-
 def refuse_to_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     if not keep_vars:  # as full_state() and load_full_state() have it
         raise RuntimeError("state_dict() would have shards: gather_full_params() has all")
-
-
-def refuse_sharded_weights(optimizer: torch.optim.Optimizer, *_) -> None:
-    """A hook of every optimizer's step: some look at a whole weight, and here it is a shard."""
-    if isinstance(optimizer, torch.optim.Adafactor | torch.optim.LBFGS | torch.optim.Muon):
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if any(hasattr(p, "is_shard") for p in parameters):
-            name = type(optimizer).__name__
-            raise RuntimeError(f"{name} needs whole weights, and FSDP's are sharded")
-
-
-register_optimizer_step_pre_hook(refuse_sharded_weights)
-
-
-# Private in torch, which has no public name for any of these; nothing else here is.
-
-
-def memory_of(tensor: torch.Tensor) -> int:
-    """The same for all views of one memory, also on `meta`, where there is no address."""
-    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else 0
-
-
-NO_MEMORY = 2**30  # a version that no weight has
-
-
-def set_version(tensor: torch.Tensor, version: int) -> None:
-    """Of a tensor and its views: autograd refuses what has not the version that it has kept."""
-    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
-
-
-def hooks_of(parameter: nn.Parameter) -> tuple[dict, dict]:
-    """Of register_hook, of register_post_accumulate_grad_hook."""
-    return parameter._backward_hooks or {}, parameter._post_accumulate_grad_hooks or {}
 
 
 def main():

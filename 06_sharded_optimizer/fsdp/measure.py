@@ -3,8 +3,8 @@
 import sys
 import warnings
 from functools import partial
-from pathlib import Path
 
+import numpy
 import sharded_optimizer as stage
 import torch
 import torch.distributed as dist
@@ -14,11 +14,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from common import report, setup, timing
-from common.memory import peak_bytes
 
 
-def fully_sharded(choose_units, model: nn.Module) -> nn.Module:
-    """torch's fully_shard with the same units."""
+def fully_sharded(choose_units, model: nn.Module, **options) -> nn.Module:
+    """torch's fully_shard with the same units, each with these options of it."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
@@ -26,8 +25,17 @@ def fully_sharded(choose_units, model: nn.Module) -> nn.Module:
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
     mesh = DeviceMesh.from_group(dist.group.WORLD, next(model.parameters()).device.type)
     for part in choose_units(model):
-        fully_shard(part, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+        fully_shard(part, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def torch_fsdp(choose_units) -> dict:
+    """fully_shard as it comes, and with whole weights from forward to backward (near ZeRO-2)."""
+    shard = partial(fully_sharded, choose_units)
+    return {
+        "torch fully_shard": shard,
+        "torch, no reshard": partial(shard, reshard_after_forward=False),
+    }
 
 
 def finish(model: nn.Module) -> None:
@@ -38,9 +46,8 @@ def finish(model: nn.Module) -> None:
 
 TOLERANCE = 1e-10  # of float64 weights after hundreds of steps; rounding alone stays far below
 LEGEND = """\
-Percentiles over all steps of all ranks; forward, backward with finish, optimizer: p50;
-beyond: forward and backward together, less those of no communication; sent: by rank 0 to its
-sockets in a step; /fully_shard: ratio of the p50s, below 1 is faster."""
+Percentiles over all steps of all ranks; forward, backward with finish, optimizer: p50; sent: by
+rank 0 to its sockets in a step; /fully_shard: ratio of the p50s, below 1 is faster."""
 
 
 def verify(args, device, wrap) -> dict:
@@ -79,56 +86,39 @@ def verify(args, device, wrap) -> dict:
     return {"max_abs_diff": worst, "tolerance": TOLERANCE, "passed": True, "accuracy": accuracy}
 
 
-def sent_bytes(step) -> int | None:
-    """What this rank writes in one more step, to sockets too; None where the system is silent."""
-    counters = Path("/proc/self/io")
-    if not counters.exists():
-        return None
-    written = []
-    for call in (dist.barrier, step):
-        call()
-        written.append(int(counters.read_text().partition("wchar: ")[2].split()[0]))
-    return written[1] - written[0]
-
-
 def benchmark(args, device, model, wraps, choose_units) -> list[dict]:
     """Time steps of a language model: no communication, torch's DDP and fully_shard, FSDP."""
     if not args.no_baseline:
         baselines = {"no communication": None, "torch DDP": DistributedDataParallel}
-        baselines["torch fully_shard"] = partial(fully_sharded, choose_units)
-        baselines["FSDP, no prefetch"] = partial(wraps["FSDP"], prefetch=False)
-        wraps = baselines | wraps
+        no_prefetch = {"FSDP, no prefetch": partial(wraps["FSDP"], prefetch=False)}
+        wraps = baselines | torch_fsdp(choose_units) | no_prefetch | wraps
     batch_shape = model["batch_size"], model["context_length"]
     steps = {}
     for name, wrap in wraps.items():
         steps[name] = Training(args, device, batch_shape, ADAMW, wrap, finish).step
-    samples = timing.measure(steps, args.steps, args.warmup)
+    samples = timing.measure(steps, args.steps, args.warmup, setup.wire())
     for name, step in steps.items():
-        samples[name]["sent_bytes"] = sent_bytes(step)
+        samples[name]["sent_bytes"] = stage.sent_bytes(step)
         samples[name]["collectives_per_step"] = timing.count_collectives(step)
     timing.profile(steps, args.trace)
-    print_steps(samples)
+    print_steps(samples, setup.wire().dilation if setup.wire() else 1.0)
     return [{"name": name, **times} for name, times in samples.items()]
 
 
-def print_steps(samples: dict[str, dict]) -> None:
-    """The table: a row per candidate."""
+def print_steps(samples: dict[str, dict], dilation: float) -> None:
+    """The table: a row per candidate; its times are ÷ dilation."""
     baseline = samples.get("torch fully_shard", {}).get("step_seconds")
-    alone = None  # forward and backward of the first candidate, no communication
     rows = []
     for name, times in samples.items():
-        parts = [times[f"{part}_seconds"] for part in ("forward", "backward", "optimizer")]
-        forward, backward, optimizer = [1000 * report.percentiles(part)[0] for part in parts]
-        if name == "no communication":
-            alone = forward + backward
-        beyond = "-" if alone is None else f"{forward + backward - alone:.1f}"
-        sent = "-" if times["sent_bytes"] is None else f"{times['sent_bytes'] / 2**20:.1f}"
-        row = [name, *report.milliseconds(times["step_seconds"])]
-        row += [f"{forward:.1f}", f"{backward:.1f}", f"{optimizer:.1f}", beyond, sent]
+        row = [name, *report.milliseconds(numpy.array(times["step_seconds"]) / dilation)]
+        for part in ("forward", "backward", "optimizer"):
+            p50 = report.percentiles(times[f"{part}_seconds"])[0]
+            row.append(f"{1000 * p50 / dilation:.1f}")
+        row.append("-" if times["sent_bytes"] is None else f"{times['sent_bytes'] / 2**20:.1f}")
         row.append(str(times["collectives_per_step"]))
         rows.append([*row, report.ratio(times["step_seconds"], baseline)])
     header = ["step, ms", "p50", "p75", "p90", "p95", "forward", "backward", "optimizer"]
-    report.print_table([*header, "beyond", "sent MB", "collectives", "/fully_shard"], rows)
+    report.print_table([*header, "sent MB", "collectives", "/fully_shard"], rows)
     setup.say(LEGEND)
 
 
@@ -142,12 +132,9 @@ in flight: the peak of everything else during forward and backward.
 def account(args, device, wrap, choose_units) -> dict:
     """{candidate: [rank][bytes of each of PARTS]}, for AdamW."""
     ddp = partial(DistributedDataParallel, gradient_as_bucket_view=True)
-    candidates = {
-        "unsharded": (ADAMW, ddp),
-        "ShardedOptimizer": (stage.SHARDED_ADAMW, ddp),
-        "torch fully_shard": (ADAMW, partial(fully_sharded, choose_units)),
-        "FSDP": (ADAMW, wrap),
-    }
+    candidates = {"unsharded": (ADAMW, ddp), "ShardedOptimizer": (stage.SHARDED_ADAMW, ddp)}
+    candidates |= {name: (ADAMW, shard) for name, shard in torch_fsdp(choose_units).items()}
+    candidates["FSDP"] = ADAMW, wrap
     memory = {}
     for name, (make_optimizer, wrapper) in candidates.items():
         if name == "FSDP" or not args.no_baseline:
@@ -166,7 +153,7 @@ def held_bytes(training: Training, device) -> list[int]:
     peaks = []  # the profiler may miss what gloo gives back, or gloo be quicker: the median
     for _ in range(3):
         training.optimizer.zero_grad()
-        peaks.append(peak_bytes(training.compute_gradients, device))
+        peaks.append(report.peak_bytes(training.compute_gradients, device))
     kept = training.held_parts()
     is_ddp = isinstance(training.model, DistributedDataParallel)  # its gradients stay in buckets
     return [*kept, sorted(peaks)[1] - (0 if is_ddp else kept[1])]
@@ -201,10 +188,13 @@ def draw(result, most, path):
     for number, (part, color) in enumerate(zip(PARTS, colors, strict=True)):
         widths = [parts[number] / 2**20 for parts in most.values()]
         drawn = axes.barh(list(most), widths, left=left, color=color, label=part, height=0.75)
-        numbers = [f"{width:.1f}" if width > 9 else "" for width in widths]
+        numbers = [f"{width:.1f}" if number < 3 else "" for width in widths]
         axes.bar_label(drawn, numbers, label_type="center", fontsize=9)
         left = [start + width for start, width in zip(left, widths, strict=True)]
-    axes.bar_label(drawn, [f"{total:.1f}" for total in left], padding=5)
+    totals = zip(left, widths, strict=True)
+    ends = [f"{total:.1f}, {in_flight:.1f} of them in flight" for total, in_flight in totals]
+    axes.bar_label(drawn, ends, padding=5, fontsize=9)
+    axes.set_xlim(0, 1.25 * max(left))
     axes.set_xlabel("MB")
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside lower center", ncols=len(PARTS), frameon=False)
@@ -229,8 +219,12 @@ def by_formula(size: str, world_size: int) -> dict[str, list[float]]:
     moments = []
     for last in range(2, len(units)):
         moments.append(2 * sum(units[last - 2 : last + 1]) - sum(units[: last + 1]) / world_size)
-    sharded = {"ShardedOptimizer": [whole, whole, shards[2], 0], "FSDP": [*shards, max(moments)]}
-    return {"DDP": [whole, whole, 2 * whole, 0], **sharded}
+    return {
+        "DDP": [whole, whole, 2 * whole, 0],
+        "ShardedOptimizer": [whole, whole, shards[2], 0],
+        "fully_shard, no reshard": [*shards, whole],
+        "FSDP": [*shards, max(moments)],
+    }
 
 
 def print_accounting(args) -> None:
@@ -258,16 +252,14 @@ def main(description: str, wrap, choose_units) -> None:
     if args.accounting:
         print_accounting(args)
         return
-    with setup.process_group(args) as device:
+    with setup.process_group(args.device, args.backend, args.timeout, args.network) as device:
         result = report.begin("06_sharded_optimizer/fsdp", args, device)
         wraps = {"FSDP": wrap} | setup.users_class(args)
-        replicas = len(wraps) if args.no_baseline else len(wraps) + 3
+        replicas = len(wraps) if args.no_baseline else len(wraps) + 4
         model = result["model"] = report.describe(stage.LanguageModel, args, replicas)
-        with setup.without_gloo_greeting():
-            wrap(nn.Linear(1, 1, device=device))  # makes its second process group
         result["verify"] = None
         if not args.no_verify:
-            for name in reversed(wraps):  # this lesson's last: it is saved
+            for name in reversed(wraps):
                 if args.mine:
                     setup.say(f"verify: {name}")
                 result["verify"] = verify(args, device, wraps[name])

@@ -5,41 +5,65 @@ ddp_on_after_backward(model, optimizer) is called after backward().
 """
 
 import importlib
+import importlib.util
 import inspect
+import re
 import sys
 import textwrap
-from functools import partial, wraps
+from functools import cache, wraps
+from pathlib import Path
 
 import torch
-from torch import nn
 
+from tools.check import checks_of_losses as losses
 from tools.check import models
-from tools.check.loading import load, load_module
 
-OF_COURSES = ("get_ddp_individual_parameters", "get_ddp_bucketed", "get_ddp", "get_fsdp")
-OF_COURSES += ("get_sharded_optimizer",)
+OF_COURSES = re.compile(r"get_.*(ddp|fsdp|sharded)")
 AROUND = ("on_after_backward", "on_train_batch_start", "gather_full_params")
-OF_CLASSES = ("__init__", "forward", "finish_gradient_synchronization", "gather_full_params")
-OF_CLASSES += ("add_param_group", "step")
 
 
-class Adapted(nn.Module):
-    """A model, with functions of the user's as its methods."""
+@cache
+def load_module(file: str):
+    """A file of the user's, imported as part of its package if it is in one.
 
-    def __init__(self, model: nn.Module, after_backward, before_forward=None, gather=None):
-        super().__init__()
-        self.model = model
-        self.before_forward = before_forward
-        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.0)  # they are given one
-        if after_backward:
-            self.finish_gradient_synchronization = partial(after_backward, model, self.optimizer)
-        if gather:
-            self.gather_full_params = partial(gather, model)
+    The folders of the file, of its package and of its repository are first in sys.path. What is
+    called common or tools there is found before ours.
+    """
+    path = Path(file).expanduser().resolve()
+    name, package = path.stem, path.parent
+    while (package / "__init__.py").exists():
+        name, package = f"{package.name}.{name}", package.parent
+    folders = [package]
+    for folder in path.parents:
+        if (folder / "pyproject.toml").exists() or (folder / ".git").exists():
+            folders.append(folder)
+            break
+    sys.path[:0] = [str(folder) for folder in (*folders, path.parent)]
+    hidden = {}
+    if Path(__file__).resolve().parents[2] not in folders:
+        ours = [each for each in sys.modules if each.partition(".")[0] in ("common", "tools")]
+        hidden = {each: sys.modules.pop(each) for each in ours}
+    try:
+        if "." in name:
+            return importlib.import_module(name)
+        spec = importlib.util.spec_from_file_location("of_the_user", path)
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["of_the_user"] = module  # as dataclasses and pickle need it
+        spec.loader.exec_module(module)  # FileNotFoundError names the file
+        return module
+    finally:
+        sys.modules.update(hidden)
 
-    def forward(self, *inputs):
-        if self.before_forward and self.training and torch.is_grad_enabled():
-            self.before_forward(self.model, self.optimizer)
-        return self.model(*inputs)
+
+def load(text: str):
+    """What FILE.py:NAME names. ValueError if there is none."""
+    file, _, name = text.rpartition(":")
+    if not file.endswith(".py") or not name.isidentifier():
+        raise ValueError(f"{text!r} is not FILE.py:NAME")
+    found = getattr(load_module(file), name, None)
+    if not callable(found):
+        raise ValueError(f"{file} has no class or function {name}")
+    return found
 
 
 def load_all(text: str) -> list:
@@ -53,17 +77,19 @@ def load_all(text: str) -> list:
 def prepare(text: str, kind: str, layers="", dtype=torch.float64):
     """On a rank: what FILE.py:NAME names, as the checks call it, and models of this form."""
     mine, *around = load_all(text)
-    sys.modules.pop("common", None)  # what it imports later finds the user's own first, too
+    if kind == "loss":
+        return mine, getattr(load_module(text.rpartition(":")[0]), "batch", losses.batch)
+    for name in ("common", "tools"):  # what it imports later finds the user's own first, too
+        sys.modules.pop(name, None)
     models.choose(layers, dtype, kind == "fsdp")
     if kind == "function":
-        return lambda module: Adapted(module, lambda model, optimizer: mine(model))
-    if not any(around):
+        return lambda module: models.as_module(module, lambda model, optimizer: mine(model))
+    if kind == "optimizer" or not any(around):
         return mine
 
     @wraps(mine)
     def adapted(*arguments, **options):
-        model = mine(*arguments, **options)
-        return Adapted(model, *around) if isinstance(model, nn.Module) else model
+        return models.as_module(mine(*arguments, **options), *around)
 
     return adapted
 
@@ -77,10 +103,9 @@ def describe(text: str, kind: str | None, layers: str) -> list[tuple[str, str, l
     """Of what MINE names: FILE.py:NAME, its kind, and what of it is not written yet."""
     texts = [text]
     if text.endswith(".py"):
-        module = load_module(text)
-        texts = [f"{text}:{name}" for name in OF_COURSES if hasattr(module, name)]
+        texts = [f"{text}:{name}" for name in vars(load_module(text)) if OF_COURSES.match(name)]
         if not texts:
-            raise ValueError(f"has none of {', '.join(OF_COURSES)}; a class is FILE.py:NAME")
+            raise ValueError("has no get_ddp or another adapter; a class is FILE.py:NAME")
     described = []
     for each in texts:
         mine, *around = load_all(each)
@@ -101,10 +126,9 @@ def kind_of(mine) -> str:
 
 
 def not_written(mine) -> list[str]:
-    """Itself, or what is called of its methods, where the end is raise NotImplementedError."""
-    is_class = isinstance(mine, type)
-    functions = [vars(mine).get(name) for name in OF_CLASSES] if is_class else [mine]
+    """The function, or the methods of a class, where the end is raise NotImplementedError."""
     found = []
+    functions = vars(mine).values() if isinstance(mine, type) else [mine]
     for function in filter(inspect.isfunction, functions):
         last = textwrap.dedent(inspect.getsource(function)).rstrip().splitlines()[-1]
         if last.startswith("    raise NotImplementedError"):

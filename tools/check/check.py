@@ -1,8 +1,9 @@
-r"""Is your own wrapper, sharded optimizer or FSDP right? Every check is a promise of the stages'.
+r"""Is your own wrapper, sharded optimizer, FSDP or loss right? Our promises, tried on it.
 
     make check MINE=my_ddp.py:MyDDP [NPROC=2] [KIND=wrapper] [LEVEL=course] [LAYERS=my.model]
     make check MINE=tests/adapters.py                   (every function of a course's that is there)
-    python tools/check/check.py my_ddp.py:MyDDP --nproc 3 --json results/check.json
+    make check MINE=loss.py:loss KIND=loss              (is it the mean of the ranks' losses?)
+    python tools/check/check.py my_ddp.py:MyDDP --nproc 3
 
 A wrapper is called as Mine(module), a sharded optimizer as Mine(params, optimizer_cls, **options),
 FSDP as Mine(module) or Mine(module, compute_dtype=...); a function that returns it does as well.
@@ -10,11 +11,10 @@ Exit status: 0 if all that has to hold holds, 1 if not, 2 if the class cannot be
 """
 
 import inspect
+import re
 import signal
 import sys
 import textwrap
-from datetime import datetime, timezone
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,47 +22,39 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
-from common import report, setup  # noqa: E402
+from common import setup  # noqa: E402
 from tools.check import adapters, runner  # noqa: E402
 from tools.check import checks_of_fsdp as fsdp  # noqa: E402
 from tools.check import checks_of_functions as functions  # noqa: E402
+from tools.check import checks_of_losses as losses  # noqa: E402
 from tools.check import checks_of_optimizers as optimizers  # noqa: E402
 from tools.check import checks_of_wrappers as wrappers  # noqa: E402
-from tools.check.findings import UNUSABLE  # noqa: E402
+from tools.check.findings import FAILED, PASSED, UNUSABLE  # noqa: E402
 
 KINDS = {"wrapper": wrappers, "function": functions, "optimizer": optimizers, "fsdp": fsdp}
-HEADINGS = {
-    "course": "What a course's tests ask",
-    "data parallelism": "What data parallelism means",
-    "beyond": "Beyond, partly more than torch's own classes do",
-    "facts": "Facts",
-}
+KINDS["loss"] = losses
+COURSE = "What a course's tests ask"
+MEANING = "What data parallelism means"
+BEYOND = "Beyond, partly more than torch's own classes do"
 WIDTH = 89  # of a line, beside its verdict
 SECONDS = 8.0  # for one check
 
 
 def main() -> int:
-    setup.forget_launcher()
     args = read_arguments()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the ranks are ended, too
-    setup.say(f"torch {torch.__version__}, {args.nproc} ranks, gloo on a network that is late")
-    result = {"stage": "check", "torch": torch.__version__, "backend": "gloo", "device": "cpu"}
-    result |= {"device_name": report.processor_name(), "world_size": args.nproc}
-    result |= {"threads_per_rank": 1, "options": dict(vars(args))}
-    result |= {"started": datetime.now(timezone.utc), "not_written": [], "checks": []}
+    torch.set_num_threads(1)  # a process with more should not be forked
+    place = "one process" if args.kind == "loss" else f"{args.nproc} ranks, gloo on a late network"
+    setup.say(f"torch {torch.__version__}, {place}")
     passed = []
     for text, kind, missing in find(args):
         setup.say(f"\n{text}, as {kind}")
         for name in missing:
             setup.say(f"not written yet: {name}")
-        result["not_written"] += missing
         if not missing:
-            checks = run_checks(args, KINDS[kind], *choose_form(args, text, kind))
-            result["checks"] += [{"mine": text, "kind": kind, **check} for check in checks]
-            passed.append(summarize(args, checks))
-    result["passed"] = bool(passed) and all(passed)
-    report.write_json(args.json, result)
-    return 0 if result["passed"] else 1
+            form = choose_form(args, text, kind)
+            passed.append(summarize(args, run_checks(args, KINDS[kind], form)))
+    return 0 if passed and all(passed) else 1
 
 
 def read_arguments():
@@ -75,110 +67,101 @@ def read_arguments():
     own = "a module with the Linear and Embedding that your FSDP shards (default: found)"
     add("--layers", default="", metavar="MODULE", help=own)
     add("--nproc", type=setup.whole_number(2, 64), default=2, help="ranks")
-    add("--json", type=setup.output_file, metavar="FILE", help="all verdicts, raw")
     return parser.parse_args()
 
 
 def find(args) -> list[tuple[str, str, list[str]]]:
     """What adapters.describe says, in a process of its own: a user's file may hang or end."""
-    found = runner.run(1, "gloo", 60, adapters.describe, args.mine, args.kind, args.layers)
-    if found["verdict"] == "failed":
+    found = runner.run(1, 60, adapters.describe, args.mine, args.kind, args.layers)
+    if found["verdict"] == FAILED:
         for line in found["lines"]:
             print(line, file=sys.stderr)
-        reason = found["seen"].removeprefix("rank 0: ").removeprefix("ValueError: ")
-        setup.fail(f"argument MINE: {args.mine}: {reason}")
+        cannot_be_used(args.mine, found)
     return found["seen"]
+
+
+def cannot_be_used(text: str, found: dict) -> None:
+    reason = re.sub(r"^(rank \d+: )?(ValueError: )?", "", found["seen"])
+    setup.fail(f"argument MINE: {text}: {reason}")
+
+
+def run_check(args, check, form: tuple) -> dict:
+    if args.kind == "loss":  # nothing of it needs ranks
+        return runner.judge(adapters.call, check, *form)
+    return runner.run(args.nproc, SECONDS, adapters.call, check, *form)
 
 
 def choose_form(args, text: str, kind: str) -> tuple:
     """What adapters.prepare is given: an FSDP may shard only its own layers, or keep float32."""
-    if runner.FORKS:
-        # The ranks inherit what is imported here: the class, and what the first optimizer imports.
-        torch.set_num_threads(1)  # a process with more should not be forked
-        setup.load(text)
-        torch.optim.SGD([torch.zeros(1)], lr=0.1)
-    on_ranks = partial(runner.run, args.nproc, "late", SECONDS, adapters.call)
+    adapters.load(text)  # so that the ranks, which are forked, have it and what optimizers import
+    torch.optim.SGD([torch.zeros(1)], lr=0.1)
     layers = args.layers
     if kind == "fsdp" and not layers:
-        found = on_ranks(fsdp.own_layers, text, kind)
-        layers = found["seen"] if found["verdict"] == "passed" else ""
+        found = run_check(args, fsdp.own_layers, (text, kind))
+        layers = found["seen"] if found["verdict"] == PASSED else ""
     if layers:
         setup.say(f"models of the layers of {layers}")
     form = text, kind, layers
-    tried = on_ranks(KINDS[kind].can_be_used, *form)
-    if kind == "fsdp" and tried["verdict"] == "failed":
+    tried = run_check(args, KINDS[kind].can_be_used, form)
+    if kind == "fsdp" and tried["verdict"] == FAILED:
         with_float32 = *form, torch.float32
-        if on_ranks(fsdp.can_be_used, *with_float32)["verdict"] == "passed":
+        if run_check(args, fsdp.can_be_used, with_float32)["verdict"] == PASSED:
             setup.say("judged in float32, to 0.001 of a gradient, as it keeps float32 weights")
             return with_float32
     if tried["means"] == UNUSABLE and text == args.mine:
-        setup.fail(f"argument MINE: {text}: {tried['seen'].partition(': ')[2]}")
+        cannot_be_used(text, tried)
     return form
 
 
-def run_checks(args, module, *form) -> list[dict]:
-    """All checks in turn, each printed when it is over."""
-    groups = [module.COURSE, module.MEANING, module.BEYOND, module.FACTS]
-    results = []
-    for group, checks in zip(HEADINGS, groups, strict=True):
+def run_checks(args, module, form: tuple) -> dict[str, list[str]]:
+    """All checks in turn, each printed when it is over; the verdicts by their groups."""
+    groups = {COURSE: module.COURSE, MEANING: module.MEANING, BEYOND: module.BEYOND}
+    verdicts = {group: [] for group in groups}
+    meanings = set()  # of failures that stand above
+    for group, checks in groups.items():
         if checks:
-            setup.say(f"\n{HEADINGS[group]}")
+            setup.say(f"\n{group}")
         for check in checks:
             promise = inspect.getdoc(check).splitlines()[0]
             setup.progress(promise)
-            network = "gloo" if group == "facts" else "late"
-            result = {"check": check.__name__, "promise": promise, "group": group}
-            result |= runner.run(args.nproc, network, SECONDS, adapters.call, check, *form)
-            known = {line for each in results for line in each["lines"]}  # such as a warning
-            result["lines"] = [line for line in result["lines"] if line not in known]
-            same = [each["check"] for each in results if each["means"] == result["means"] != ""]
-            result["as_in"] = same[0] if same else None  # it has failed for the same reason
-            if group == "facts":
-                if result["verdict"] == "failed":
-                    continue
-                result |= {"verdict": "fact", "lines": []}  # what it prints was shown above
-            results.append(result)
-            show(result)
-            if result["verdict"] == "failed" and check in (module.can_be_used, fsdp.splits_weights):
+            result = run_check(args, check, form)
+            verdict, seen, means = result["verdict"], result["seen"], result["means"]
+            verdicts[group].append(verdict)
+            if verdict != FAILED:
+                show(verdict, f"{promise}: {seen}" if seen else promise)
+            elif means in meanings:
+                show("FAILED", f"{promise} (as above: {means.partition(': ')[0]})")
+            else:
+                lines = [f"| {line}" for line in result["lines"]]
+                show("FAILED", promise, f"seen: {seen}", f"usually: {means}", *lines)
+                meanings.add(means)
+            if verdict == FAILED and check in (module.can_be_used, fsdp.splits_weights):
                 setup.say("nothing else was tried")
-                return results
-    return results
+                return verdicts
+    return verdicts
 
 
-def show(result: dict) -> None:
-    """A check: its verdict and promise, and what there is to say."""
-    verdict = result["verdict"].replace("failed", "FAILED").replace("fact", "")
-    texts = [result["promise"]]
-    if result["as_in"]:
-        texts[0] += f" (as above: {result['means'].partition(': ')[0]})"
-    elif result["verdict"] == "failed":
-        texts += [f"seen: {result['seen']}", f"mostly: {result['means']}"]
-    elif result["seen"]:
-        texts[0] += f": {result['seen']}"
-    if not result["as_in"]:
-        texts += [f"| {line}" for line in result["lines"]]
+def show(label: str, *texts: str) -> None:
     for text in texts:
         for line in textwrap.wrap(text, WIDTH):
-            setup.say(f"{verdict:<10} {line}".rstrip())
-            verdict = ""
+            setup.say(f"{label:<10} {line}".rstrip())
+            label = ""
 
 
-def summarize(args, results: list[dict]) -> bool:
-    """Print what passed of each group, and what did not; whether all that decides holds."""
+def summarize(args, verdicts: dict[str, list[str]]) -> bool:
+    """Print how many of each group passed; whether all that decides holds."""
     setup.say()
-    decides = ["course"] if args.level == "course" else ["course", "data parallelism"]
-    for groups in (["course"], ["data parallelism"], ["beyond"], decides):
-        some = [result for result in results if result["group"] in groups]
-        wrong = [result["promise"] for result in some if result["verdict"] == "failed"]
-        passed = sum(result["verdict"] == "passed" for result in some)
-        what = "has to hold" if groups is decides else HEADINGS[groups[0]]
-        text = f"{what}: {passed} of {passed + len(wrong)} passed"
-        if wrong and groups is not decides:
-            more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-            text += f"; not: {wrong[0]}{more}"
-        for line in textwrap.wrap(text, WIDTH, subsequent_indent="    "):
-            setup.say(line)
-    return bool(some) and not wrong
+    decides = [COURSE] if args.level == "course" else [COURSE, MEANING]
+    right = of = 0
+    for group, some in verdicts.items():
+        passed = some.count(PASSED)
+        tried = passed + some.count(FAILED)
+        if some:
+            setup.say(f"{group}: {passed} of {tried} passed")
+        if group in decides:
+            right, of = right + passed, of + tried
+    setup.say(f"has to hold: {right} of {of} passed")
+    return right == of
 
 
 if __name__ == "__main__":

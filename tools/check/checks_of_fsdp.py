@@ -12,14 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from common.report import held_bytes
 from tools.check import checks_of_wrappers as wrappers
 from tools.check import models
-from tools.check.checks_of_wrappers import OUTPUT, check_weights, output_of, wrap
-from tools.check.facts import communication
-from tools.check.findings import Failed, NotTried, evidence_of, need
-from tools.check.models import Plain, finish, new
+from tools.check.checks_of_wrappers import OUTPUT, check_weights, output_of
+from tools.check.findings import Failed, NotTried, need
+from tools.check.models import Plain, finish, new, wrap
 from tools.check.runner import is_of_user
-from common.memory import held_bytes
 
 
 def large():
@@ -28,11 +27,12 @@ def large():
 
 def can_be_used(mine):
     """it returns a module that computes, and a step goes through"""
-    wrappers.can_be_used(mine)
+    calls = wrappers.can_be_used(mine)
     dtypes = {weight.dtype for weight in wrap(mine, new(Plain)).parameters()}
     if dtypes != {models.dtype}:
         seen = f"of {models.dtype} weights it keeps {dtypes}"
         raise Failed(seen, "the optimizer has other weights")
+    return calls
 
 
 def share_of(tensors) -> float:
@@ -89,10 +89,8 @@ def gathers_full_parameters(mine):
     model, twin = wrap(mine, new(Plain)), new(Plain)
     need(model, "gather_full_params")
     for name, weight in wrappers.weights_of(model, twin).items():
-        expected = twin.get_parameter(name)
-        if not torch.equal(weight, expected):
-            evidence = [evidence_of(name, weight, expected)]
-            raise Failed(f"{name} has other values", "parts put together wrongly", evidence)
+        if not torch.equal(weight, twin.get_parameter(name)):
+            raise Failed(f"{name} has other values", "parts put together wrongly")
     others = [name for name in model.gather_full_params() if name not in twin.state_dict()]
     if others:
         raise Failed(f"{others[0]} is no name in the module", wrappers.NAMES)
@@ -110,27 +108,12 @@ def computes_in_another_dtype(mine):
     output = model(x).float()
     output.square().mean().backward()
     finish(model)
-    distance = ((output - expected).norm() / (exact - expected).norm()).item()
-    if not distance < 0.5:  # exact ones are 1 away
-        seen = f"the output is {distance:.1f} times as far from bfloat16's as float32's is"
-        evidence = [evidence_of(OUTPUT, output, expected)]
-        raise Failed(seen, "the weights or the inputs are not cast before the forward", evidence)
+    if not (output - expected).norm() < (output - exact).norm() / 2:
+        means = "the weights or the inputs are not cast before the forward"
+        raise Failed("the output is not bfloat16's", means)
     dtypes = {tensor.dtype for each in model.parameters() for tensor in (each, each.grad)}
     if dtypes != {torch.float32}:
         raise Failed(f"weights and gradients have {dtypes}", "the optimizer loses small updates")
-
-
-def splits_uneven_sizes(mine):
-    """sizes that the ranks do not divide"""
-    wrappers.follow_one_process(mine, models.Uneven)
-
-
-def agrees_on_any_branch(mine):
-    """ranks on different branches: the same gradients, or an error on every rank"""
-    try:
-        wrappers.follow_one_process(mine, models.BranchesOfVectors)
-    except RuntimeError as error:
-        return f"an error: {str(error).splitlines()[0][:80]}"
 
 
 COURSE = [
@@ -154,10 +137,4 @@ MEANING = [
     wrappers.evaluates_in_between,
 ]
 HAS_TO_HOLD = [*COURSE, *MEANING]
-BEYOND = [
-    wrappers.starts_with_the_parameters_of_rank_0,
-    wrappers.skips_what_nobody_uses,
-    splits_uneven_sizes,
-    agrees_on_any_branch,
-]
-FACTS = [communication]
+BEYOND = [wrappers.starts_with_the_parameters_of_rank_0, wrappers.skips_what_nobody_uses]

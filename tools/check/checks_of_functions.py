@@ -4,7 +4,6 @@ It is called as average_gradients(model); nothing of it runs at construction or 
 """
 
 from tools.check import checks_of_wrappers as wrappers
-from tools.check.facts import communication
 
 can_be_used = wrappers.can_be_used
 OF_WRAPPERS = (
@@ -15,4 +14,3 @@ OF_WRAPPERS = (
 COURSE = [check for check in wrappers.COURSE if check not in OF_WRAPPERS]
 MEANING = [check for check in wrappers.MEANING if check not in OF_WRAPPERS]
 BEYOND = [check for check in wrappers.BEYOND if check is not wrappers.keeps_buffers_equal]
-FACTS = [communication]

@@ -10,7 +10,6 @@ from tools.check.models import Plain, loss_of
 
 SUMMED = "summed, not averaged: nothing divides by the number of ranks"
 DIVIDED_TWICE = "divided twice by the number of ranks"
-NOT_REDUCED = "never reduced, or read before it arrived: is the all-reduce called, and waited for?"
 NOT_ADDED = "divided, but not added up: the all-reduce was given a copy, or is not waited for"
 ZERO = "set to zero, or not there, or taken from a buffer that nobody has filled"
 SWAPPED = "order: gradients are put back in another order than they were taken"
@@ -25,14 +24,13 @@ def gradients_of_ranks(twin: Plain, step: int, parts: int) -> dict[str, torch.Te
 
     The twin is left with the mean over the ranks, added up over the parts.
     """
-    world_size = dist.get_world_size()
     parameters = dict(twin.named_parameters())
+    ranks = range(dist.get_world_size())
     gradients = {}
     for name, parameter in parameters.items():
-        shape = parts, world_size, *parameter.shape
-        gradients[name] = torch.zeros(shape, dtype=parameter.dtype)
+        gradients[name] = parameter.new_zeros(parts, len(ranks), *parameter.shape).detach()
     for part in range(parts):
-        for twin.rank in range(world_size):
+        for twin.rank in ranks:
             twin.zero_grad()
             loss_of(twin, step, part, twin.rank).backward()
             for name, parameter in parameters.items():
@@ -44,30 +42,29 @@ def gradients_of_ranks(twin: Plain, step: int, parts: int) -> dict[str, torch.Te
     return gradients
 
 
-def check_gradients(found: dict, gradients: dict) -> None:
+def check_gradients(found: dict, gradients: dict, why_not_reduced: str) -> None:
     """Failed, unless these are the means over the ranks; says which are not, and how they differ.
 
     found: {name: gradient}; gradients: what gradients_of_ranks returns.
     """
     check_arrived(found)
-    mean = {name: of_ranks.sum(0).mean(0) for name, of_ranks in gradients.items()}
-    wrong = [name for name in found if not is_close(found[name], mean[name])]
+    wrong = [name for name in found if not is_close(found[name], gradients[name].sum(0).mean(0))]
     if not wrong:
         return
-    told = {name: explain(name, found[name], gradients) for name in wrong}
+    told = {name: explain(name, found[name], gradients, why_not_reduced) for name in wrong}
     # A gradient may look like two things at once. It is what most of the others are, too.
     means = Counter(means for _, means in told.values()).most_common(1)[0][0]
     names = [name for name in wrong if told[name][1] == means]
-    fail("gradients", f"are {told[names[0]][0]}", means, names, found, mean)
+    fail("gradients", f"are {told[names[0]][0]}", means, names, found)
 
 
-def explain(name: str, found: torch.Tensor, gradients: dict) -> tuple[str, str]:
+def explain(name: str, found: torch.Tensor, gradients: dict, why_not_reduced: str) -> tuple:
     """What a gradient is that is not the mean, and what that means."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     of_ranks = gradients[name].sum(0)  # of all parts
     mean = of_ranks.mean(0)
     possible = [
-        (of_ranks[rank], "this rank's own", NOT_REDUCED),
+        (of_ranks[rank], "this rank's own", why_not_reduced),
         (of_ranks[rank] / ranks, f"1/{ranks} of this rank's own", NOT_ADDED),
         (gradients[name][-1].mean(0), "the mean of the last backward alone", OVERWRITTEN),
     ]

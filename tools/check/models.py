@@ -1,15 +1,21 @@
-"""The small models of the checks, and the loss of a share of a batch."""
+"""The small models of the checks, the loss of a share of a batch, and how a class is called."""
 
 import importlib
+import re
+from functools import partial
+from inspect import isfunction, signature
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from tools.check.findings import UNUSABLE, Failed
+from tools.check.findings import NOT_REDUCED, UNUSABLE, Failed
 
 layers = nn  # a module with Linear and Embedding
 dtype = torch.float64
+FINISHES = ("finish_gradient_synchronization", "finish_gradient_sync", "finish", "synchronize")
+FINISHES += ("synchronize_gradients", "sync_gradients", "average_gradients", "reduce_gradients")
+FINISHES += ("all_reduce_gradients", "allreduce_gradients")
 
 
 def choose(of_user: str, of_weights: torch.dtype, is_sharded: bool) -> None:
@@ -49,10 +55,6 @@ class Plain(nn.Module):
         return self.second(self.norm(self.first(x).tanh())).tanh()
 
 
-class Uneven(Plain):
-    rows, width = 7, 11
-
-
 class Tied(Plain):
     """Its last weight is its first one; of layers of the user's, if there is no Embedding, two."""
 
@@ -70,15 +72,19 @@ class Frozen(Plain):
         self.first.requires_grad_(False)
 
 
-class UsedByNobody(Plain):
+class UsedByRank0(Plain):
+    users = (0,)  # ranks
+
     def __init__(self):
         super().__init__()
         self.never = linear(self.width, self.width).to(dtype)
 
-
-class UsedByRank0(UsedByNobody):
     def between(self, x):
-        return super().between(self.never(x) if self.rank == 0 else x)
+        return super().between(self.never(x) if self.rank in self.users else x)
+
+
+class UsedByNobody(UsedByRank0):
+    users = ()
 
 
 class UsedTwice(Plain):
@@ -89,13 +95,11 @@ class UsedTwice(Plain):
 class Branches(Plain):
     """Even ranks go through its layers in one order, odd ones in the other; a scalar between."""
 
-    shape = ()
-
     def __init__(self):
         super().__init__()
         # Without a bias gloo cannot tell it from the second.
         self.first = linear(self.width, self.width, bias=False).to(dtype)
-        self.scale = nn.Parameter(torch.ones(self.shape, dtype=dtype))
+        self.scale = nn.Parameter(torch.ones((), dtype=dtype))
 
     def between(self, x):
         if self.rank % 2 == 0:
@@ -103,10 +107,10 @@ class Branches(Plain):
         return self.norm(self.first(self.scale * self.second(x).tanh()))
 
 
-class BranchesOfVectors(Branches):
-    """Torch's FSDP takes no scalars."""
+class SeveralBuckets(Branches):
+    """Its two large weights do not fit into one bucket of 25 MB."""
 
-    shape = (1,)
+    width = 1300
 
 
 class SeveralDtypes(Plain):
@@ -144,6 +148,46 @@ def new(build, seed: int = 0) -> nn.Module:
     return build()
 
 
+def wrap(mine, module: nn.Module) -> nn.Module:
+    """The user's wrapper of it; with buckets so small that our models fill several."""
+    module.rank = dist.get_rank()
+    options = {}
+    for name, argument in signature(mine).parameters.items():
+        if re.fullmatch("bucket(_size|_cap)?(_mb|_bytes)?", name):
+            is_large = isinstance(argument.default, int | float) and argument.default > 10_000
+            options[name] = 512 if is_large or "bytes" in name else 0.0005  # bytes, or megabytes
+    model = mine(module, **options)
+    return model if isinstance(model, nn.Module) else as_module(model)
+
+
+def as_module(wrapper, after_backward=None, before_forward=None, gather=None):
+    """What wraps a module, perhaps without being one, as a module; with the functions around it.
+
+    before_forward and after_backward are given the wrapper and an optimizer.
+    """
+    inner = wrapper if isinstance(wrapper, nn.Module) else getattr(wrapper, "module", None)
+    if not isinstance(inner, nn.Module):
+        return wrapper
+    shell = nn.Module()
+    shell.inner, shell.kind = inner, type(wrapper)
+    optimizer = torch.optim.SGD(inner.parameters(), lr=0.0)
+
+    def forward(*inputs):
+        if before_forward and shell.training and torch.is_grad_enabled():
+            before_forward(wrapper, optimizer)
+        return wrapper(*inputs) if callable(wrapper) else wrapper.forward(*inputs)
+
+    shell.forward = forward
+    for name in (*FINISHES, "no_sync", "gather_full_params"):
+        if hasattr(wrapper, name):
+            setattr(shell, name, getattr(wrapper, name))
+    if after_backward:
+        shell.finish_gradient_synchronization = partial(after_backward, wrapper, optimizer)
+    if gather:
+        shell.gather_full_params = partial(gather, wrapper)
+    return shell
+
+
 def loss_of(model: nn.Module, step: int, part: int, rank: int) -> torch.Tensor:
     """The loss of a rank's share of a batch; a step has several parts where it accumulates."""
     generator = torch.Generator().manual_seed(10_000 * step + 100 * part + rank)
@@ -154,6 +198,31 @@ def loss_of(model: nn.Module, step: int, part: int, rank: int) -> torch.Tensor:
     return output.square().mean()
 
 
+def needs_nothing(method) -> bool:
+    """Whether one can call it without arguments."""
+    try:
+        signature(method).bind()
+    except TypeError:
+        return False
+    return True
+
+
+def finish_of(model: nn.Module):
+    """Its method that ends the averaging, by one of the usual names; None if it has none."""
+    methods = [getattr(model, name, None) for name in FINISHES]
+    return next(filter(needs_nothing, methods), None)
+
+
 def finish(model: nn.Module) -> None:
-    if hasattr(model, "finish_gradient_synchronization"):
-        model.finish_gradient_synchronization()
+    if method := finish_of(model):
+        method()
+
+
+def why_not_reduced(model: nn.Module) -> str:
+    """What it means that gradients are a rank's own."""
+    methods = vars(getattr(model, "kind", type(model)))
+    public = [name for name in methods if isfunction(methods[name]) and name[0] != "_"]
+    others = [f"{name}()" for name in public if needs_nothing(partial(methods[name], model))]
+    if finish_of(model) or not others:
+        return NOT_REDUCED
+    return f"nobody calls its finish, {FINISHES[0]}(): it has {', '.join(others)}"

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from common.setup import ROOT
+from tools.check.adapters import load_module
 from tools.check.check import KINDS
-from tools.check.loading import load_module
 from tools.check.runner import judge, verdict_of
-from tools.harness import ROOT
 
-CHECK = ROOT / "common" / "check" / "check.py"
+CHECK = ROOT / "tools" / "check" / "check.py"
 EXERCISES = [
     ("02_naive_ddp", "NaiveDDP", ["__init__", "finish_gradient_synchronization"]),
     ("03_flat_ddp", "FlatDDP", ["finish_gradient_synchronization"]),

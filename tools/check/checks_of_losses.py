@@ -1,0 +1,63 @@
+"""Is a loss the mean over equally many samples? Only then is it the mean of the ranks' losses.
+
+The batch: what batch(n) beside it returns, tensors of n rows; or cross_entropy's, with 10 classes.
+"""
+
+import torch
+
+from tools.check.findings import UNUSABLE, Failed, ratio_of
+
+SUMMED = "a sum over samples, not a mean: divide it by the number of samples"
+UNEVEN = "a weighted mean: divide by the mean of all ranks' weights (docs/everyday.md, which loss?)"
+MEETS = "a loss across samples: gather all ranks' outputs, with gradient (docs/everyday.md)"
+
+
+def batch(n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(n, 10), torch.randint(10, (n,))
+
+
+def loss_and_gradient(loss, tensors) -> tuple[torch.Tensor, torch.Tensor]:
+    first = tensors[0].detach().clone().requires_grad_()
+    value = loss(first, *tensors[1:])
+    return value.detach(), torch.autograd.grad(value, first)[0]
+
+
+def can_be_used(mine):
+    """it takes the batch, and returns one number that has a gradient"""
+    try:
+        compare(*mine, 1)
+    except Exception as error:  # whatever it does
+        raise Failed(
+            f"{error!r} (a function batch(n) may return what it takes)", UNUSABLE
+        ) from error
+
+
+def is_the_mean_of_its_shares(mine):
+    """the mean over the shares of 2 ranks, and of 4, is the loss of the batch; so are gradients"""
+    compare(*mine, 2)
+    compare(*mine, 4)
+
+
+def compare(loss, make_batch, ranks: int) -> None:
+    torch.manual_seed(0)
+    tensors = make_batch(64)
+    value, gradient = loss_and_gradient(loss, tensors)
+    # In a sum divided by one number a share's gradient is a multiple of the whole's.
+    mean, apart, inverses, is_sum = 0.0, 0.0, 0.0, True
+    for rank in range(ranks):
+        local, found = loss_and_gradient(loss, [tensor[rank::ranks] for tensor in tensors])
+        whole = gradient[rank::ranks]
+        factor = ratio_of(found, whole)
+        is_sum &= bool((found - factor * whole).norm() < 1e-4 * found.norm())
+        mean += local / ranks
+        apart += (found / ranks - whole).square().sum() / gradient.square().sum()
+        inverses += 1 / factor
+    if apart < 1e-8 and abs(mean - value) <= 1e-4 * abs(value):
+        return
+    seen = f"the mean is {mean:.4g}, and not {value:.4g}; the gradient is off by {apart**0.5:.0%}"
+    if is_sum and abs(inverses - ranks) < 1e-4:
+        raise Failed(seen, SUMMED)
+    raise Failed(seen, UNEVEN if is_sum and abs(inverses - 1) < 1e-5 else MEETS)
+
+
+COURSE, MEANING, BEYOND = [], [can_be_used, is_the_mean_of_its_shares], []

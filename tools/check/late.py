@@ -1,0 +1,164 @@
+"""The network that is late: what a call returns is NaN until the program waits for it.
+
+So a CPU shows what otherwise only a GPU does: reading too early, writing too early, handles that
+nobody waits for. `make check` runs on it. It is a backend of torch.distributed, over gloo.
+"""
+
+import random
+import threading
+import time
+from datetime import timedelta
+from functools import partialmethod
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_leaves, tree_map
+
+LONGEST_DELAY = 0.002  # seconds; each rank and call has its own, from 0 on
+IN_TIME = ("barrier", "monitored_barrier", "recv_anysource")  # these stay gloo's own
+
+
+class LateWork(dist.Work):
+    """A call on private copies of its tensors, which wait() or a future delivers.
+
+    Until then the outputs hold NaN (integers: their largest value). wait() raises RuntimeError if
+    a tensor of the call was written to meanwhile.
+    """
+
+    def __init__(self, group, name: str, arguments, options):
+        super().__init__()
+        outputs, inputs = (tensors_in(argument) for argument in arguments[:2])
+        is_root = getattr(arguments[-1], "rootRank", None) == group.rank()
+        if (
+            name == "send"
+            or (name == "broadcast" and is_root)
+            or (name == "reduce" and not is_root)
+        ):
+            outputs, inputs = [], outputs  # it is only read
+        copies = {id(tensor): copy_of(tensor) for tensor in outputs + inputs}
+        of_copies = tree_map(lambda leaf: copies.get(id(leaf), leaf), arguments)
+        self.gloos_work = getattr(group.gloo, name)(*of_copies, **options)
+        self.tensors = tensors_in(arguments[0])
+        self.results = [(tensor, copies[id(tensor)]) for tensor in outputs]
+        for tensor, copy in self.results:
+            if copy is not tensor:
+                tensor.data.fill_(unread_value(tensor))  # .data: autograd's version stays
+        in_flight = [tensor for tensor in outputs + inputs if copies[id(tensor)] is not tensor]
+        self.in_flight = [(each, each.detach().clone(), each._version) for each in in_flight]
+        self.launched_at = time.monotonic()
+        self.delivered_at = self.launched_at + LONGEST_DELAY * group.delays.random()
+        self.delivery = threading.Lock()  # a future may deliver while somebody waits
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        self.gloos_work.wait(timeout)
+        time.sleep(max(0.0, self.delivered_at - time.monotonic()))
+        with self.delivery:
+            written = [each for each, *before in self.in_flight if was_written(each, *before)]
+            for tensor, result in self.results:
+                tensor.data.copy_(result)
+            self.in_flight, self.results = [], []
+        if written:
+            shape = tuple(written[0].shape)
+            raise RuntimeError(
+                f"a tensor {shape} was written to while its collective was under way"
+            )
+        return True
+
+    def is_completed(self) -> bool:
+        """Who asks until it is True need not wait."""
+        is_here = self.gloos_work.is_completed() and time.monotonic() >= self.delivered_at
+        return is_here and self.wait()
+
+    def get_future(self) -> torch.futures.Future:
+        """For DDP and its hooks. A thread of its own completes it: a hook may wait for more."""
+        future = torch.futures.Future()
+
+        def complete():
+            try:
+                self.wait()
+            except Exception as error:
+                future.set_exception(error)
+            else:
+                future.set_result(self.tensors)
+
+        threading.Thread(target=complete, daemon=True).start()
+        return future
+
+
+class LateProcessGroup(dist.ProcessGroup):
+    """gloo's calls, each a LateWork."""
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: timedelta):
+        super().__init__(rank, world_size)
+        self.gloo = dist.ProcessGroupGloo(store, rank, world_size, timeout)
+        kind = dist.ProcessGroup.BackendType.GLOO
+        self._set_default_backend(kind)  # for what torch's C++ does without asking this class
+        self._register_backend(torch.device("cpu"), kind, self.gloo)
+        self.delays = random.Random(rank)
+        self.collectives = 0  # so many were launched; torch's tools see none of them
+
+    def launch(self, name: str, *arguments, **options) -> dist.Work:
+        self.collectives += not name.startswith(("send", "recv"))
+        if name in IN_TIME:
+            return getattr(self.gloo, name)(*arguments, **options)
+        return LateWork(self, name, arguments, options)
+
+    def launch_each(self, name: str, outputs: list, inputs: list, *options) -> dist.Work:
+        """What torch's C++ asks for a DTensor, nearly always of one tensor; returns the last."""
+        pairs = zip(outputs, inputs, strict=True)
+        *others, last = [self.launch(name, *pair, *options) for pair in pairs]
+        for work in others:
+            work.wait()
+        return last
+
+
+# Every call of gloo, whatever this version of torch names it.
+CALLS = ("all", "barrier", "broadcast", "gather", "monitored", "recv", "reduce", "scatter", "send")
+for method in set(dir(dist.ProcessGroup)) & set(dir(dist.ProcessGroupGloo)):
+    if method.removeprefix("_").startswith(CALLS):
+        setattr(LateProcessGroup, method, partialmethod(LateProcessGroup.launch, method))
+# Gloo has these in C++ alone.
+for method, one in [
+    ("allgather_into_tensor_coalesced", "_allgather_base"),
+    ("reduce_scatter_tensor_coalesced", "_reduce_scatter_base"),
+]:
+    setattr(LateProcessGroup, method, partialmethod(LateProcessGroup.launch_each, one))
+
+
+def tensors_in(argument) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(argument) if isinstance(leaf, torch.Tensor)]
+
+
+def copy_of(tensor: torch.Tensor) -> torch.Tensor:
+    """With the same strides; where that cannot be, the tensor itself, as gloo may refuse it."""
+    copy = tensor.detach().clone()
+    return copy if copy.stride() == tensor.stride() else tensor
+
+
+def unread_value(tensor: torch.Tensor) -> float:
+    if tensor.is_floating_point() or tensor.is_complex():
+        return torch.nan
+    return True if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).max
+
+
+def was_written(tensor: torch.Tensor, before: torch.Tensor, version: int) -> bool:
+    """A NaN that is divided stays one, so versions tell more; but those of a part of a buffer
+    count what is written to any part."""
+    is_whole = tensor.nbytes == tensor.untyped_storage().nbytes()
+    same = torch.equal(tensor.flatten().view(torch.uint8), before.flatten().view(torch.uint8))
+    return not same or (is_whole and tensor._version != version)
+
+
+def late_network() -> str:
+    """The name of this backend, for init_process_group; get_backend() answers gloo."""
+    return "late"
+
+
+def get_backend(group=None) -> str:
+    """torch's own, but that users' classes which ask for gloo find it."""
+    name = torchs_get_backend(group)
+    return dist.Backend.GLOO if name == late_network() else name
+
+
+dist.Backend.register_backend(late_network(), LateProcessGroup, devices=["cpu"])
+torchs_get_backend, dist.get_backend = dist.get_backend, get_backend

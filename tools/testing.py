@@ -1,0 +1,358 @@
+"""What tests of several folders share: ranks and scripts that run, and what is checked of them.
+
+conftest.py's fixtures hand out the three classes.
+"""
+
+import contextlib
+import json
+import multiprocessing
+import os
+import pty
+import random
+import runpy
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from datetime import timedelta
+from multiprocessing import connection
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).resolve().parent.parent
+SHORT = ["--steps", "2", "--warmup", "1", "--batch-size", "1", "--context-length", "8"]
+QUICK = ["--size", "nano", *SHORT]
+LONG = ["--batch-size", "1", "--context-length", "8", "--steps", "1000000"]
+ONLY_RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+ONLY_RANK |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+# All-reduces of a step: the model has 15 parameters, which fit in one bucket.
+NANO_CALLS = {"no communication": 0, "NaiveDDP": 15, "FlatDDP": 1, "OverlapDDP": 15}
+NANO_CALLS |= {"BucketedDDP": 1, "torch DDP": 1}
+HEAD = {"stage", "torch", "backend", "network", "device", "device_name", "world_size"}
+HEAD |= {"threads_per_rank", "dilation", "options", "started", "seconds"}
+FAULTS = ["SIGKILL of a rank", "SIGTERM of the launcher", "Ctrl-C"]
+no_proc = not Path("/proc/self/environ").exists()
+APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOCTTY
+needs_proc = pytest.mark.skipif(no_proc, reason="finding the ranks needs /proc")
+
+
+def new_process(function, *arguments, daemon: bool = False) -> multiprocessing.Process:
+    """A process that calls this; on Linux it is forked from one that has imported torch."""
+    context = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
+    needed = ["torch", "torchvision", "torch.distributed.optim", "torch.distributed.tensor.debug"]
+    context.set_forkserver_preload([*needed, "matplotlib.figure", "pytest"])
+    process = context.Process(target=function, args=arguments, daemon=daemon)
+    process.start()
+    return process
+
+
+class Ranks:
+    """Processes joined by gloo that stay alive between tests, so that each imports torch once.
+
+    is_late: on the network that is late, as `make check` runs.
+    """
+
+    def __init__(self, world_size: int, is_late: bool = False):
+        self.world_size = world_size
+        self.is_late = is_late
+        self.processes = {}  # by our end of the pipe
+
+    def start(self) -> None:
+        self.folder = tempfile.TemporaryDirectory()
+        for rank in range(self.world_size):
+            mine, theirs = multiprocessing.Pipe()
+            arguments = rank, self.world_size, Path(self.folder.name), theirs, self.is_late
+            self.processes[mine] = new_process(_serve, *arguments, daemon=True)
+            theirs.close()  # so that recv() ends with EOFError when the rank dies
+
+    def run(self, function, *arguments, timeout: float = 60) -> list:
+        """Call function(*arguments) on every rank; returns the results by rank.
+
+        The first rank that raises or dies, or silence for so long, fails the test.
+        """
+        if not self.processes:
+            self.start()
+        answers = {}
+        try:
+            for pipe in self.processes:
+                pipe.send(sys.path)  # first, because it may be needed to find the function
+                pipe.send((function, arguments))
+            while waiting := self.processes.keys() - answers.keys():
+                for pipe in connection.wait(waiting, timeout) or pytest.fail("no answer"):
+                    answers[pipe], failure = pipe.recv()
+                    if failure:
+                        pytest.fail(failure, pytrace=False)
+        except BaseException:  # the end of the test's time, too
+            print(Path(self.folder.name, "output").read_text())
+            self.end()
+            raise
+        return [answers[pipe] for pipe in self.processes]
+
+    def end(self) -> None:
+        for process in self.processes.values():
+            process.kill()
+            process.join()
+        self.processes = {}
+
+
+def _serve(rank: int, world_size: int, folder: Path, pipe, is_late: bool) -> None:
+    file = os.open(folder / "output", APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    torch.set_num_threads(1)
+    backend = "gloo"
+    if is_late:
+        from tools.check.late import late_network
+
+        backend = late_network()
+    options = {"rank": rank, "world_size": world_size, "timeout": timedelta(seconds=30)}
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", **options)
+    while True:
+        try:
+            sys.path[:] = pipe.recv()
+            function, arguments = pipe.recv()
+            answer = function(*arguments), None
+        except EOFError:
+            return
+        except BaseException:
+            answer = None, f"rank {rank}: {traceback.format_exc()}"
+        pipe.send(answer)
+
+
+class Script:
+    """A running command; a mark in the environment finds everything that it started."""
+
+    def __init__(self, command: list, env=None, **options):
+        self.mark = f"TEST_MARK={os.getpid()}.{time.monotonic_ns()}"
+        environment = os.environ | {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
+        environment |= {"MAKEFLAGS": "", "MFLAGS": ""}  # of a make that runs the tests
+        environment |= dict([self.mark.split("=")], **(env or {}))
+        output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        options = output | {"env": environment, "start_new_session": True} | options
+        self.process = subprocess.Popen([str(word) for word in command], **options)
+
+    def processes(self, *marks: str) -> list[int]:
+        """Its processes that are alive, with these variables in their environment; on Linux."""
+        wanted = {mark.encode() for mark in (self.mark, *marks)}
+        found = []
+        for file in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):  # it ended meanwhile
+                if wanted <= set(file.read_bytes().split(b"\0")):
+                    found.append(int(file.parent.name))
+        return found
+
+    def wait(self, timeout: float = 120) -> tuple[int, str]:
+        """Exit status and output; fails if it does not end in time or leaves a process behind."""
+        try:
+            output, _ = self.process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            pytest.fail(f"still running after {timeout} s\n{self.process.communicate()[0]}")
+        deadline = time.monotonic() + 5
+        while (left := self.processes()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        self.kill()
+        assert not left, f"processes left behind: {left}\n{output}"
+        return self.process.returncode, output
+
+    def kill(self) -> None:
+        self.process.kill()
+        for process in self.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+
+
+class Forked:
+    """A script that runs in a process per rank, which need not import torch and begins in 0.1 s.
+
+    On two ranks it is what torchrun makes of it, without torchrun, and on None what `python path
+    words` is. Options: cwd; stdout and stderr, files to open; environment variables.
+    """
+
+    def __init__(self, world_size, path, *words, cwd=ROOT, stdout=None, stderr=None, **variables):
+        self.folder = tempfile.TemporaryDirectory()
+        self.output = Path(self.folder.name, "output")
+        of_ranks = [{"OMP_NUM_THREADS": 1, **variables}]
+        if world_size is not None:
+            # As torchrun does it: the ranks meet at a store that is there before them.
+            self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self.store.port}
+            shared |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
+            shared |= {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size} | of_ranks[0]
+            of_ranks = [{"RANK": rank, "LOCAL_RANK": rank} | shared for rank in range(world_size)]
+        files = stdout or self.output, stderr or self.output
+        words = [str(word) for word in (path, *words)]
+        self.ranks = [new_process(_run_script, words, of_rank, cwd, *files) for of_rank in of_ranks]
+
+    def wait(self, timeout: float = 100) -> tuple[int, str]:
+        """Exit status and output, once all have ended, or one with a failure; then all end."""
+        failed = []
+        while not failed and (running := [rank for rank in self.ranks if rank.is_alive()]):
+            if not connection.wait([rank.sentinel for rank in running], timeout):
+                pytest.fail(f"still running after {timeout} s\n{self.output.read_text()}")
+            failed = [rank.exitcode for rank in self.ranks if rank.exitcode]
+        self.kill()
+        return (failed or [0])[0], self.output.read_text()
+
+    def kill(self) -> None:
+        for rank in self.ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(rank.pid, signal.SIGKILL)
+            rank.kill()  # it may have no group yet
+            rank.join()
+
+
+class Forks:
+    """forked(2, path, *words) is (exit status, output) of such a run."""
+
+    def __init__(self):
+        self.runs = []
+
+    def start(self, *words, **options) -> Forked:
+        self.runs.append(Forked(*words, **options))
+        return self.runs[-1]
+
+    def __call__(self, *words, timeout: float = 100, **options) -> tuple[int, str]:
+        return self.start(*words, **options).wait(timeout)
+
+    def on_a_terminal(self, *words, **options) -> tuple[int, str, str]:
+        """Exit status, standard output, and what a terminal gets on standard error."""
+        ours, terminal = pty.openpty()
+        run = self.start(*words, stderr=os.ttyname(terminal), **options)
+        shown = b""
+        while ours in connection.wait([ours, run.ranks[0].sentinel]):
+            shown += os.read(ours, 65536)
+        os.close(ours)
+        os.close(terminal)
+        return *run.wait(), shown.decode()
+
+
+def _run_script(
+    words: list[str], variables: dict, folder: Path, output: Path, errors: Path
+) -> None:
+    """Run `python words` in this folder, with these environment variables."""
+    os.setsid()  # all that it starts is in one group, which Ctrl-C at the tests' terminal spares
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    # What plain python has for a DataLoader's workers, and not what this process was made with.
+    multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
+    os.environ.update({name: str(value) for name, value in variables.items()})
+    os.dup2(os.open(output, APPEND), 1)
+    os.dup2(os.open(errors, APPEND), 2)
+    encoding = os.environ.get("PYTHONIOENCODING")
+    sys.stdout = os.fdopen(1, "w", buffering=1, encoding=encoding)
+    sys.stderr = os.fdopen(2, "w", buffering=1, encoding=encoding)
+    os.chdir(folder)
+    # Nothing of this repository is found where plain python would not find it; .venv is deeper.
+    others = [entry for entry in sys.path if ROOT not in [Path(entry), *Path(entry).parents[:2]]]
+    sys.path[:] = [str(Path(words[0]).parent), *filter(None, others)]
+    sys.argv = words
+    runpy.run_path(words[0], run_name="__main__")
+
+
+def judged(ranks, mine, checks: list, world_size: int = 2) -> dict[str, dict]:
+    """The verdict of each check on a class, by the checks' names; the ranks are the fixture's."""
+    from tools.check.runner import verdict_of
+
+    of_ranks = ranks(world_size).run(_judge_all, mine, checks)
+    verdicts = [verdict_of(dict(enumerate(answers))) for answers in zip(*of_ranks, strict=True)]
+    return {check.__name__: verdict for check, verdict in zip(checks, verdicts, strict=True)}
+
+
+def _judge_all(mine, checks: list) -> list[dict]:
+    from tools.check.runner import judge
+
+    return [judge(check, mine) for check in checks]
+
+
+def failed(verdicts: dict[str, dict]) -> set[str]:
+    return {name for name, verdict in verdicts.items() if verdict["verdict"] == "failed"}
+
+
+def torchrun(world_size: int, *words) -> list:
+    """The command line that starts a script on this many ranks of this host."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return [*command, "--nproc-per-node", world_size, *words]
+
+
+def make(*words) -> tuple[int, str]:
+    """Exit status and output of make, with none of the variables of a make that runs the tests."""
+    names = [name for name in os.environ if "MAKE" in name or name in ("NPROC", "ARGS", "PYTHON")]
+    command = ["env", *(f"--unset={name}" for name in names), "make", *words]
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    run = subprocess.run(command, cwd=ROOT, **output)
+    return run.returncode, run.stdout
+
+
+def would_make(*words) -> str:
+    """What make would run."""
+    status, output = make("-n", f"PYTHON={sys.executable}", *words)
+    assert status == 0, output
+    return output
+
+
+def check_script_alone(path: Path, folder: Path) -> None:
+    """Copied into an empty folder it says in one line what else a run needs."""
+    (folder / path.name).write_text(path.read_text())
+    status, output = Forked(None, folder / path.name, cwd=folder).wait()
+    assert status == 1 and output.count("\n") == 1, output
+    assert "copy the repository's folder common/" in output, output
+
+
+def write_mnist(folder: Path, train: int, test: int) -> list[Path]:
+    """A small MNIST of noise, in its own format; returns its files."""
+    raw = folder / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for name, count in (("train", train), ("t10k", test)):
+        images = struct.pack(">4I", 2051, count, 28, 28) + random.Random(0).randbytes(784 * count)
+        labels = struct.pack(">2I", 2049, count) + bytes(number % 10 for number in range(count))
+        (raw / f"{name}-images-idx3-ubyte").write_bytes(images)
+        (raw / f"{name}-labels-idx1-ubyte").write_bytes(labels)
+    return sorted(raw.iterdir())
+
+
+def files_in(folder: Path) -> list:
+    """The flags of all files that a script of the ladder can write."""
+    return ["--json", folder / "json", "--trace", folder / "trace"]
+
+
+def read_json(path: Path, stage: str) -> dict:
+    """What --json wrote: strict JSON with the head that all have."""
+    result = json.loads(path.read_text(), parse_constant=pytest.fail)  # NaN
+    assert HEAD <= result.keys() and result["stage"] == stage
+    return result
+
+
+def wait_for_line(run: Script, start: str) -> None:
+    """Read the run's output up to the line that begins so."""
+    found = any(line.startswith(start) for line in run.process.stdout)
+    assert found, f"it ended without a line that starts with {start!r}"
+
+
+def rank_1(run: Script) -> int:
+    """The process of rank 1, once it is there."""
+    while not (found := run.processes("RANK=1")):
+        assert run.process.poll() is None, "there is no rank 1"
+    return found[0]
+
+
+def check_fault(script, command: list, moment: str, fault: str, find_victim=rank_1) -> None:
+    """The run is hit at that line of its output ("": when its ranks start), and all of it ends."""
+    run = script(command)
+    if moment:
+        wait_for_line(run, moment)
+    victim = find_victim(run)
+    if fault == "SIGKILL of a rank":
+        os.kill(victim, signal.SIGKILL)
+    elif fault == "SIGTERM of the launcher":
+        run.process.send_signal(signal.SIGTERM)
+    else:
+        os.killpg(run.process.pid, signal.SIGINT)  # what a terminal does
+    # Python swallows a Ctrl-C in its first milliseconds; then torchrun kills, after 30 s.
+    status, output = run.wait(timeout=45)
+    assert status != 0, output
