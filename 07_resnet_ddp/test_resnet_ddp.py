@@ -8,11 +8,13 @@ import os
 import pickle
 import re
 import signal
-import sys
 from pathlib import Path
 
+import compare_runs
+import images
 import numpy
 import pytest
+import resnet_ddp
 import torch
 import torch.distributed as dist
 from matplotlib.image import imread
@@ -23,14 +25,8 @@ from torchvision.datasets import cifar
 from torchvision.models import resnet18
 from torchvision.ops import FrozenBatchNorm2d
 
+from common.timing import Stopwatch
 from tools import testing
-
-sys.path.insert(0, str(Path(__file__).parent))
-import compare_runs  # noqa: E402
-import images  # noqa: E402
-import resnet_ddp  # noqa: E402
-
-from common.timing import Stopwatch  # noqa: E402
 
 SCRIPT = Path(resnet_ddp.__file__)
 TINY = "--image-size 16 --global-batch 12 --steps-per-epoch 3 --device cpu --log-every 1".split()

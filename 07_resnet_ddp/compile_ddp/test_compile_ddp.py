@@ -9,13 +9,12 @@ import pytest
 import torch
 
 from common import setup
-from tools.harness import read_json, torchrun
+from tools.testing import read_json, torchrun
 
 SCRIPT = Path(__file__).resolve().with_name("compile_ddp.py")
-sys.path[:0] = [str(SCRIPT.parent), str(SCRIPT.parent.parent)]
-import compile_ddp  # noqa: E402
-import compile_models  # noqa: E402
-from compile_ddp import Configuration  # noqa: E402
+import compile_ddp
+import compile_models
+from compile_ddp import Configuration
 
 TOY = ["--model", "toy", "--steps", 2, "--device", "cpu"]
 

@@ -13,13 +13,12 @@ import pytest
 import torch
 
 from common import setup
-from tools.harness import ONLY_RANK, read_json
+from tools.testing import ONLY_RANK, read_json
 
 FOLDER = Path(__file__).resolve().parent
-sys.path.insert(0, str(FOLDER))
-import sweep  # noqa: E402
-import sweep_diff  # noqa: E402
-import sweep_models  # noqa: E402
+import sweep
+import sweep_diff
+import sweep_models
 
 TINY = ["--model", "squeezenet1_1", "--batch-size", 2, "--image-size", 32]
 TINY += ["--warmup", 1, "--steps", 3, "--device", "cpu"]
