@@ -127,7 +127,7 @@ def list_of(convert):
 
 def can_be_written(path: Path) -> bool:
     """A file that can be made or replaced; of all folders only results/ is made."""
-    if path.parent == ROOT / "results":
+    if path.absolute().parent == ROOT / "results":
         with suppress(OSError):
             path.parent.mkdir(exist_ok=True)
     is_file = path.is_file() or not path.exists()

@@ -24,6 +24,9 @@ from tools import figures
 SLOW = "NETWORK=1gbit,1ms"
 TORCHRUN = "python -m tools.torchrun --standalone --nproc-per-node 2"
 MEDIANS = "python 05_bucketed/compare/medians.py"
+ON_1GBIT = (
+    "'1 Gbit/s, 1 ms'=results/slow_{1..3}.json 'one call at a time'=results/one_call_{1..3}.json"
+)
 
 
 def in_turn(**candidates: tuple[int, str]) -> list[str]:
@@ -52,11 +55,11 @@ RECORDINGS = {  # besides those below that are one command
             of_4=(3, f"make compare NPROC=4 {SLOW}"),
             of_8=(3, f"make compare NPROC=8 {SLOW}"),
         ),
-        f"{MEDIANS} loopback=results/loopback_{{1..5}}.json '1 Gbit/s, 1 ms'=results/slow_{{1..3}}"
-        ".json 'one call at a time'=results/one_call_{1..3}.json hosts=results/hosts_{1..3}.json "
-        "--plot 05_bucketed/compare/compare.png",
+        f"{MEDIANS} loopback=results/loopback_{{1..5}}.json {ON_1GBIT} "
+        "hosts=results/hosts_{1..3}.json",
+        f"{MEDIANS} {ON_1GBIT} --plot 05_bucketed/compare/compare.png > /dev/null",
         f"{MEDIANS} 2=results/slow_{{1..3}}.json 4=results/of_4_{{1..3}}.json "
-        "8=results/of_8_{1..3}.json --predicted results/predict.json "
+        "8=results/of_8_{1..3}.json --predicted results/predict_1gbit.json "
         "--scaling 05_bucketed/compare/scaling.png",
     ],
     "05_bucketed/compare/reference_output_timeline.txt": [
@@ -93,6 +96,7 @@ RECORDINGS = {  # besides those below that are one command
     "docs/reference_output_hang.txt": ["bash docs/hang.sh python"],
 }
 BOTH = {"": "", "_1gbit": SLOW}  # what follows reference_output in the file's name: words of make
+COURSE = "--size medium --bucket-sizes-mb 1,10,100,1000 --batch-size 1 --steps 2 --warmup 1"
 EIGHT = "--lookup both --steps 100"
 for folder, variants in {
     "01_allreduce/slow_network": {"": ""},
@@ -100,8 +104,9 @@ for folder, variants in {
     "03_flat_ddp": BOTH,
     "04_overlap_ddp": BOTH,
     "05_bucketed": BOTH,
-    "05_bucketed/bucket_sweep": BOTH,
-    "05_bucketed/predict": BOTH | {"_extrapolate": 'ARGS="--extrapolate 10,100,400"'},
+    "05_bucketed/bucket_sweep": BOTH | {"_course": f'NETWORK=5gbit,1ms ARGS="{COURSE}"'},
+    "05_bucketed/predict": BOTH,
+    "06_sharded_optimizer": {"_1gbit": f'{SLOW} ARGS="--no-verify"'},
     "07_resnet_ddp/compile_ddp": BOTH | {"_variants": 'ARGS="--variants --batch-size 8 --steps 3"'},
     "07_resnet_ddp/sweep": {"": "", "_full": 'ARGS="--full --batch-size 2 --steps 2 --warmup 1"'},
     "08_ddp_rpc": {
@@ -115,6 +120,9 @@ for folder, variants in {
 for suffix in BOTH:
     picture = f"cp results/bucket_sweep.png 05_bucketed/bucket_sweep/bucket_sweep{suffix}.png"
     RECORDINGS[f"05_bucketed/bucket_sweep/reference_output{suffix}.txt"].append(picture)
+
+PREDICT = "05_bucketed/predict/reference_output_1gbit.txt"  # which compare draws, too
+RECORDINGS[PREDICT].append("cp results/predict.json results/predict_1gbit.json")
 
 
 def git(*words: str) -> subprocess.CompletedProcess:
