@@ -8,11 +8,13 @@ import os
 import pickle
 import re
 import signal
-import sys
 from pathlib import Path
 
+import compare_runs
+import images
 import numpy
 import pytest
+import resnet_ddp
 import torch
 import torch.distributed as dist
 from matplotlib.image import imread
@@ -23,16 +25,8 @@ from torchvision.datasets import cifar
 from torchvision.models import resnet18
 from torchvision.ops import FrozenBatchNorm2d
 
+from common.timing import Stopwatch
 from tools import testing
-
-sys.path.insert(0, str(Path(__file__).parent))
-import compare_runs  # noqa: E402
-import images  # noqa: E402
-import resnet_ddp  # noqa: E402
-import waterfall  # noqa: E402
-
-from common import setup  # noqa: E402
-from common.timing import CollectiveCounter, Stopwatch  # noqa: E402
 
 SCRIPT = Path(resnet_ddp.__file__)
 TINY = "--image-size 16 --global-batch 12 --steps-per-epoch 3 --device cpu --log-every 1".split()
@@ -181,18 +175,6 @@ def test_a_run_resumes_from_its_own_checkpoint_only_also_on_one_rank_more(forked
         assert status == 2 and named in output and output.count("error: ") == 1, output
 
 
-def test_a_save_that_is_cut_short_leaves_the_last_checkpoint(tmp_path):
-    args = setup.Parser("").parse_args([])
-    vars(args).update(checkpoint=tmp_path / "c", data=None, image_size=8, global_batch=2)
-    vars(args).update(steps_per_epoch=None, lr=0.1, seed=0)
-    model = nn.Linear(1, 1)
-    training = resnet_ddp.Training(model, model, torch.optim.SGD(model.parameters()), CPU)
-    resnet_ddp.save(args, [1], training)
-    with pytest.raises((AttributeError, pickle.PicklingError)):
-        resnet_ddp.save(args, [1, lambda: "which nobody can pickle"], training)
-    assert torch.load(args.checkpoint, weights_only=True)["evaluations"] == [1]
-
-
 @pytest.mark.full
 @testing.needs_proc
 def test_a_killed_worker_costs_at_most_its_epoch_and_no_bit_of_the_result(
@@ -293,12 +275,6 @@ def test_runs_are_compared_where_all_that_matters_agrees(tmp_path, capsys):
     assert imread(tmp_path / "speedup.png").std() > 0.05
 
 
-def test_without_one_device_nothing_is_compared(tmp_path, capsys):
-    (tmp_path / "07_resnet_ddp_2.json").write_text(json.dumps(result(2, 400)))
-    compare_runs.compare(tmp_path)
-    assert not capsys.readouterr().out and not (tmp_path / "speedup.png").exists()
-
-
 def test_waterfall(forked, tmp_path):
     """Its bars add up to DDP's step; one device is measured on rank 0 alone."""
     words = ["--image-size", 16, "--global-batch", 4, "--steps", 2, "--device", "cpu"]
@@ -311,19 +287,6 @@ def test_waterfall(forked, tmp_path):
     candidates = testing.read_json(tmp_path / "json", "07_resnet_ddp/waterfall")["candidates"]
     ranks = [len(times["step_seconds"]) for times in candidates.values()]
     assert ranks == [1, 1, 2, 2]
-
-
-def collectives_of_a_step(synchronize):
-    args = setup.Parser("").parse_args([])
-    vars(args).update(image_size=16, seed=0, lr=0.1)
-    step = waterfall.make_step(args, CPU, 2, synchronize=synchronize)
-    with CollectiveCounter() as counter:
-        step()
-    return counter.count
-
-
-def test_without_all_reduces_there_are_none(ranks):
-    assert ranks(1).run(collectives_of_a_step, False) < ranks(1).run(collectives_of_a_step, True)
 
 
 # Bad input

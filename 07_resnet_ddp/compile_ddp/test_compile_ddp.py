@@ -2,24 +2,19 @@
 
 import argparse
 import json
-import os
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from common import setup
-from tools.record import output_of
-from tools.testing import masked, read_json, torchrun
+from tools.testing import read_json, torchrun
 
 SCRIPT = Path(__file__).resolve().with_name("compile_ddp.py")
-sys.path[:0] = [str(SCRIPT.parent), str(SCRIPT.parent.parent)]
-import compile_ddp  # noqa: E402
-import compile_models  # noqa: E402
-from compile_ddp import Configuration  # noqa: E402
-from upstream import as_ours  # noqa: E402
+import compile_ddp
+import compile_models
+from compile_ddp import Configuration
 
 TOY = ["--model", "toy", "--steps", 2, "--device", "cpu"]
 
@@ -27,6 +22,7 @@ TOY = ["--model", "toy", "--steps", 2, "--device", "cpu"]
 def prepared(model, configuration, batch_size=None):
     """All that is known of a configuration, in float64, on the rank that calls this."""
     args = argparse.Namespace(model=model, torchbench_model=None, batch_size=batch_size)
+    args.verbose, args.graph = False, None
     compile_models.TOY_WIDTHS["cpu"] = 400
     compile_models.D_MODEL = 64
     device = torch.device("cpu")
@@ -34,12 +30,12 @@ def prepared(model, configuration, batch_size=None):
     torch.set_default_dtype(torch.float64)
     try:
         expected = compile_ddp.reference(args, device)
-        found = compile_ddp.prepare(args, device, configuration, expected)["found"]
+        _, found = compile_ddp.prepare(args, device, configuration, expected)
     finally:
         torch.set_default_dtype(torch.float32)
     # The ranks' inputs, and so their gradients, are different.
-    differ = not torch.equal(expected["bare"][0], expected["ddp"][0])
-    total = sum(gradient.numel() for gradient in expected["bare"])
+    differ = not torch.equal(expected["bare"][-1], expected["ddp"][-1])
+    total = sum(gradient.numel() for gradient in expected["bare"][1:])  # after the one output
     return {**found, "total": total, "inputs differ": differ}
 
 
@@ -58,8 +54,7 @@ CASES = [
 def test_outputs_and_gradients_equal_eager_single_device(ranks, model, configuration):
     results = ranks(2).run(prepared, model, configuration)
     for found in results:
-        assert found["inputs differ"]
-        assert max(found["output_difference"], found["gradient_difference"]) < 1e-12
+        assert found["inputs differ"] and found["deviation"] < 1e-12
         # Compiled in fact, and not passed over.
         assert (found["graphs"] > 0) == (configuration.backend is not None)
     held = [found["parameters"] for found in results]
@@ -105,62 +100,31 @@ def test_what_lowers_the_peak_of_fsdp(ranks):
 
 @pytest.mark.parametrize("factor", [2.0, 0.5, float("nan")])
 def test_wrong_gradients_are_seen_also_of_a_tensor_that_is_small(factor):
-    large, small = torch.tensor([1.0, -2.0]), torch.tensor([1e-4])
+    large, small = torch.tensor([1.0, -2.0]), torch.tensor([1e-3])
     assert compile_ddp.difference([large.clone(), small.clone()], [large, small]) == 0
     assert not compile_ddp.difference([large, factor * small], [large, small]) <= 1e-2
 
 
-def test_blocks():
-    lm = compile_models.LanguageModel(64)
-    toy = compile_models.ToyModel(20)
-    assert compile_ddp.blocks_of(lm) == list(lm.encoder.layers)
-    assert compile_ddp.blocks_of(toy) == list(toy.layers[:-1])
+NAMES = ["bare eager", "bare dynamo only", "ddp eager", "ddp dynamo only"]
+NAMES += ["ddp dynamo only whole graph", "fsdp eager", "fsdp eager wrap", "fsdp dynamo only wrap"]
 
 
-def problems(words):
-    """What is said of a backend that fails on rank 1 alone with these words, and of none."""
-
-    def fails(graph, inputs):
-        if dist.get_rank() == 1:
-            raise RuntimeError(words)
-        return graph
-
-    torch._dynamo.reset()
-    device = torch.device("cpu")
-    return compile_ddp.problem_of(fails, device), compile_ddp.problem_of(None, device)
-
-
-def test_every_rank_knows_why_a_backend_does_not_work_on_one(ranks):
-    found = ranks(2).run(problems, "\n  the reason\nmore")
-    assert found == [("the reason (rank 1)", "")] * 2
-
-
-@pytest.mark.full
-def test_without_a_compiler_the_others_are_measured(launched, tmp_path):
-    words = [*TOY, "--json", tmp_path / "json"]
-    status, output = launched(2, SCRIPT, *words, env={"CXX": "/nowhere/g++"})
+def test_one_process_and_two_on_a_slow_network(forked, tmp_path):
+    """The first without torchrun."""
+    words = [*TOY, "--warmup", 0, "--dynamo", "eager", "--json", tmp_path / "json"]
+    status, output = forked(None, SCRIPT, *words)
     assert status == 0, output
-    recorded = masked(output_of(SCRIPT.with_name("reference_output.txt")))
-    for line in masked(output):  # what the recorded output shows is what the script prints today
-        assert line in recorded or line.startswith("toy") or "not measured" in line, line
+    slow = ["--network", "1gbit,20ms"]
+    status, output = forked(2, SCRIPT, *words, *slow)
+    assert status == 0, output
     result = read_json(tmp_path / "json", "07_resnet_ddp/compile_ddp")
-    assert list(result["left_out"]) == ["bare inductor", "ddp inductor", "fsdp inductor"]
-    for name, reason in result["left_out"].items():
-        assert "C++ compiler" in reason and f"{name}: not measured: {reason}\n" in output, output
-    names = [one["name"] for one in result["configurations"]]
-    assert names == ["bare eager", "ddp eager", "fsdp eager"]
-    for one in result["configurations"]:
+    found = {one["name"]: one for one in result["configurations"]}
+    assert list(found) == NAMES
+    for one in found.values():
         assert [len(times) for times in one["forward_backward_seconds"]] == [2, 2]
         assert one["first_call_seconds"] > 0 and one["peak_bytes"] > 4 * one["parameters"] > 0
-
-
-def test_one_process_that_says_on_a_terminal_what_takes_long(forked):
-    """Without torchrun; all cases of the options."""
-    words = [*TOY, "--steps", 1, "--warmup", 0, "--dynamo", "eager", "--variants"]
-    status, output, shown = forked.on_a_terminal(None, SCRIPT, *words)
-    assert status == 0 and "gloo on cpu, 1 ranks" in output, shown
-    assert "ddp dynamo only, 7 of 8" in shown and "fsdp eager, 3 of 8" in shown, shown
-    assert "7 of 8" not in output
+    assert min(found["ddp eager"]["forward_backward_seconds"][0]) > 0.08  # four messages
+    assert found["bare eager"]["parameters"] > found["fsdp eager"]["parameters"]
 
 
 def test_trace_and_printed_graph(forked, tmp_path):
@@ -176,68 +140,32 @@ def test_trace_and_printed_graph(forked, tmp_path):
 def parsed(line):
     parser = setup.Parser("")
     compile_ddp.add_arguments(parser)
-    args = parser.parse_args(as_ours(line.split(), compile_ddp.UPSTREAM))
-    compile_ddp.check(args)
-    return args
-
-
-CONFIGURATIONS = {
-    "": "bare eager, bare inductor, ddp eager, ddp inductor, fsdp eager, fsdp inductor",
-    "--compile eager --fsdp-wrap --no-optimize-ddp": "bare eager, bare dynamo only, "
-    "ddp eager whole graph, ddp dynamo only whole graph, fsdp eager wrap, fsdp dynamo only wrap",
-    "--bare": "bare eager",
-    "--variants": "bare eager, ddp eager, fsdp eager, fsdp eager wrap, fsdp eager checkpoint, "
-    "fsdp eager wrap checkpoint, ddp inductor, ddp inductor whole graph",
-    # Upstream's, as there and with dashes.
-    "--dynamo cudagraphs --fsdp --fsdp_wrap --fsdp-checkpoint": "fsdp cudagraphs wrap checkpoint",
-    "--ddp --dynamo inductor --dynamo_no_optimize_ddp": "ddp inductor whole graph",
-}
-
-
-@pytest.mark.parametrize("line", CONFIGURATIONS)
-def test_configurations(line):
-    names = [one.name for one in compile_ddp.configurations_of(parsed(line))]
-    assert ", ".join(names) == CONFIGURATIONS[line]
+    return parser.parse_args(line.split())
 
 
 @pytest.mark.parametrize("dash", ["_", "-"])
-def test_upstreams_other_flags_are_understood(tmp_path, monkeypatch, dash):
+def test_upstreams_flags_are_understood(tmp_path, monkeypatch, dash):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "torchviz.py").touch()
-    monkeypatch.syspath_prepend(tmp_path)
-    line = "--toy_model --ddp --batch_size=8 --verbose --gpu_memory_stats --torchviz --profile "
-    args = parsed(line.replace("_", dash) + f"--repeat 2 --trace{dash}file a_b.json")
-    assert (args.model, args.batch_size, args.steps, args.verbose) == ("toy", 8, 2, True)
-    assert (args.trace, args.graph) == (Path("a_b.json"), Path("torchviz.dot"))
-    assert parsed("--profile --ddp").trace == Path("profile.json")
-
-
-def cuda_graphs_after_sharding():
-    torch._inductor.config.triton.cudagraphs = True
-    compile_ddp.distribute(compile_models.ToyModel(20), Configuration("fsdp"))
-    return torch._inductor.config.triton.cudagraphs
-
-
-def test_under_fsdp_inductor_makes_no_cuda_graphs(ranks):
-    assert ranks(1).run(cuda_graphs_after_sharding) == [False]
-
-
-def test_graph_with_what_is_saved_drawn_where_graphviz_is(forked, tmp_path):
-    pytest.importorskip("torchviz")
-    dot = tmp_path / "dot"
-    dot.write_text('#!/bin/sh\nfor last; do :; done\ncp "$last" "$last.pdf"\n')  # draws nothing
-    dot.chmod(0o755)
-    words = [*TOY, "--fsdp", "--graph", tmp_path / "graph.dot"]
-    status, output = forked(2, SCRIPT, *words, PATH=f"{tmp_path}:{os.environ['PATH']}")
-    assert status == 0, output
-    graph = (tmp_path / "graph.dot.pdf").read_text()
-    assert graph.startswith("digraph") and "[saved tensor]" in graph, graph[:1000]
+    line = "--toy_model --batch_size=8 --verbose --gpu_memory_stats --profile --repeat 2 "
+    line += "--device cpu --trace_file t --torchviz v"
+    args = parsed(line.replace("_", dash))
+    assert (args.model, args.batch_size, args.steps) == ("toy", 8, 2)
+    assert args.verbose and args.gpu_memory_stats and args.profile
+    assert (args.trace.name, args.graph.name) == ("t", "v")
+    for flags, name in {
+        "--fsdp --fsdp_wrap --fsdp_checkpoint --dynamo eager": "fsdp dynamo only wrap checkpoint",
+        "--ddp --dynamo inductor --dynamo_no_optimize_ddp": "ddp inductor whole graph",
+        "--bare --torchbench_model=hf_Bert": "bare eager",
+    }.items():
+        [configuration] = compile_ddp.configurations_of(parsed(flags.replace("_", dash)))
+        assert configuration.name == name
 
 
 @pytest.mark.cuda
 def test_on_a_gpu(script):
-    status, output = script(torchrun(1, SCRIPT, *TOY[:-1], "cuda")).wait(300)
-    assert status == 0 and "not measured" not in output, output
+    words = [*TOY[:-1], "cuda", "--gpu-memory-stats"]
+    status, output = script(torchrun(1, SCRIPT, *words)).wait(300)
+    assert status == 0 and "memory summary" in output, output
 
 
 @pytest.mark.parametrize(

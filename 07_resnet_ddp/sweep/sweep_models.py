@@ -57,7 +57,7 @@ class TorchvisionBenchmark(Benchmark):
 
 
 def make(name: str, args, device: torch.device, backend: str) -> Benchmark:
-    """Returns the benchmark of a torchvision model, or what FILE.py:CLASS gives; or ends the run."""
+    """Returns the benchmark of a torchvision model, or what FILE.py:CLASS gives."""
     try:
         create = load(name) if ".py:" in name else TorchvisionBenchmark
         benchmark = create(device, backend, args.bucket_size_mb)

@@ -13,15 +13,12 @@ import pytest
 import torch
 
 from common import setup
-from tools.record import output_of
-from tools.testing import ONLY_RANK, masked, read_json
+from tools.testing import ONLY_RANK, read_json
 
 FOLDER = Path(__file__).resolve().parent
-sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
-import sweep  # noqa: E402
-import sweep_diff  # noqa: E402
-import sweep_models  # noqa: E402
-from upstream import as_ours  # noqa: E402
+import sweep
+import sweep_diff
+import sweep_models
 
 TINY = ["--model", "squeezenet1_1", "--batch-size", 2, "--image-size", 32]
 TINY += ["--warmup", 1, "--steps", 3, "--device", "cpu"]
@@ -41,13 +38,10 @@ def test_plan():
 
 def first_weights(members, use_ddp):
     """measure_subset, with a first weight of each rank's model in place of the times."""
-
-    def first_weight(model):
-        return [next(model.parameters()).item()]
-
-    args = argparse.Namespace(timeout=30, backend="gloo", network=None, bucket_size_mb=25)
-    benchmark = argparse.Namespace(create_model=partial(torch.nn.Linear, 1, 1))
-    return sweep.measure_subset(benchmark, members, use_ddp, args, first_weight)
+    sweep.train = lambda benchmark, model, steps: [next(model.parameters()).item()]
+    create_model = partial(torch.nn.Linear, 1, 1)
+    benchmark = argparse.Namespace(create_model=create_model, bucket_size=25)
+    return sweep.measure_subset(benchmark, members, use_ddp, 1, backend="gloo")
 
 
 def test_only_a_subset_trains_and_with_ddp_its_models_are_one(ranks):
@@ -64,16 +58,10 @@ def measured(output):
     return [words[1] for words in lines if words[0].isdigit()]
 
 
-def test_one_host(forked, tmp_path, diff):
+def test_one_host_also_on_a_slow_network(forked, tmp_path, diff):
     words = [*TINY, "--json", tmp_path / "a.json"]
-    status, output, shown = forked.on_a_terminal(2, FOLDER / "sweep.py", *words)
-    assert status == 0 and "squeezenet1_1, 1M/2G: step 4 of 4" in shown, shown
-    assert measured(output) == ["no", "1M/1G", "1M/2G"], output
-    recorded = masked(output_of(FOLDER / "reference_output.txt"))
-    starts = ("#_resnet", "subsets", "ranks", "# no", "# #M", "percentiles")
-    for line in masked(output):  # what the recorded output shows is what the script prints today
-        assert line in recorded or not line.startswith(starts)
-
+    status, output = forked(2, FOLDER / "sweep.py", *words)
+    assert status == 0 and measured(output) == ["no", "1M/1G", "1M/2G"], output
     report = read_json(tmp_path / "a.json", "07_resnet_ddp/sweep")
     [benchmark] = report["benchmark_results"]
     assert (benchmark["model"], benchmark["batch_size"]) == ("squeezenet1_1", 2)
@@ -86,22 +74,31 @@ def test_one_host(forked, tmp_path, diff):
     (tmp_path / "upstreams.json").write_text(json.dumps(upstreams))
     compared = diff(tmp_path / "upstreams.json", tmp_path / "a.json")
     assert len(re.findall(r"\+0\.0%", "\n".join(compared))) == 6
-    assert "steps - 3" in compared and "bucket_size 25 25" in compared
+    assert "bucket_size 25 25" in compared
+
+    words = [*TINY, "--json", tmp_path / "b.json", "--network", "1gbit,20ms"]
+    status, output = forked(2, FOLDER / "sweep.py", *words)
+    assert status == 0, output
+    [benchmark] = json.loads((tmp_path / "b.json").read_text())["benchmark_results"]
+    _, alone, both = (min(entry["measurements"]) for entry in benchmark["result"])
+    assert both > 0.08, "two steps, each of two messages, of 20 ms"
 
 
 def parsed(*words):
     parser = setup.Parser("")
     sweep.add_arguments(parser)
-    return parser.parse_args(as_ours(words, sweep.UPSTREAM))
+    return parser.parse_args(words)
 
 
-def test_upstreams_flags_are_understood(monkeypatch):
-    """test_compile_ddp.py has the other spelling."""
+@pytest.mark.parametrize("dash", ["_", "-"])
+def test_upstreams_flags_are_understood(monkeypatch, tmp_path, dash):
     monkeypatch.setenv("RANK", "3")  # upstream's default of --rank
-    line = "--iterations 7 --bucket_size=9 --distributed_backend gloo --master_port=5"
-    args = parsed(*line.split())
-    assert (args.steps, args.bucket_size_mb, args.backend) == (7, 9, "gloo")
-    assert (args.rank, args.master_port) == (3, 5)
+    line = "--world_size=4 --bucket_size=9 --distributed_backend gloo --master_port=5 "
+    line = line.replace("_", dash).replace("=", " ", 1) + "--master-addr here --model resnet50"
+    args = parsed(*line.split(), "--json", f"{tmp_path}/a_b")
+    assert (args.world_size, args.bucket_size_mb, args.backend) == (4, 9, "gloo")
+    assert (args.rank, args.master_addr, args.master_port) == (3, "here", 5)
+    assert (args.model, args.json.name) == (["resnet50"], "a_b")
 
 
 MINE = """
@@ -110,7 +107,7 @@ from sweep_models import Benchmark
 class Mine(Benchmark):
     def __init__(self, device, distributed_backend, bucket_size):  # as upstream's subclasses do
         super().__init__(device, distributed_backend, bucket_size)
-        assert (device.type, distributed_backend, bucket_size) == ("cpu", "auto", 25)
+        assert (device.type, distributed_backend, bucket_size) == ("cpu", "gloo", 25)
         self.batch_size = 3
 """
 
@@ -130,13 +127,12 @@ def test_small_is_the_default_full_is_upstreams_and_ones_own_model_keeps_its_siz
 ):
     (tmp_path / "mine.py").write_text(MINE)
     monkeypatch.chdir(tmp_path)
-    benchmark = sweep_models.make(model, parsed(*words), torch.device("cpu"))
+    benchmark = sweep_models.make(model, parsed(*words), torch.device("cpu"), "gloo")
     assert (benchmark.batch_size, benchmark.image_size) == sizes
 
 
 def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
+    with socket.create_server(("127.0.0.1", 0)) as free:
         return free.getsockname()[1]
 
 
@@ -150,61 +146,24 @@ def test_the_example_of_the_docstring_started_as_upstream_is(forked, tmp_path):
     status, output = forked(None, FOLDER / "sweep.py", *words, "--rank", 0)
     assert status == 0 and measured(output) == ["no", "1M/1G", "1M/2G"], output
     assert rank_1.wait() == (0, "")
-    assert "my_model.py:MyBenchmark with batch size 2\n" in output
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_on_a_gpu(launched, world_size):
     status, output = launched(world_size, FOLDER / "sweep.py", *TINY, "--device", "cuda")
-    assert status == 0, output
-    gpu_per_rank = torch.cuda.device_count() >= world_size
-    assert f"subsets over {'nccl' if gpu_per_rank else 'gloo'}, " in output
-    assert measured(output) == ["no", "1M/1G", "1M/2G"][: world_size + 1]
-
-
-def two_hosts(script, local_size, second_environment):
-    """Two launchers that find each other at a port of this machine, as on two machines."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", 2]
-    launcher += ["--nproc-per-node", local_size]
-    launcher += ["--master-addr", "127.0.0.1", "--master-port", free_port()]
-    hosts = []
-    for node_rank, environment in enumerate([{}, second_environment]):
-        command = [*launcher, "--node-rank", node_rank, FOLDER / "sweep.py", *TINY]
-        hosts.append(script(command, env=environment))
-    return [host.wait() for host in hosts]
-
-
-@pytest.mark.full
-def test_two_hosts(script):
-    (status, output), (second_status, second_output) = two_hosts(script, 2, {})
-    assert status == second_status == 0, output + second_output
-    assert measured(output) == ["no", "1M/1G", "1M/2G", "2M/2G"], output
-
-
-@pytest.mark.full
-def test_hosts_that_differ(script, tmp_path):
-    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho GPU0 is somewhere else\n")
-    (tmp_path / "nvidia-smi").chmod(0o755)
-    path = {"PATH": f"{tmp_path}:/usr/local/bin:/usr/bin:/bin"}
-    (status, output), (second_status, _) = two_hosts(script, 1, path)
-    assert status != 0 and second_status != 0
-    assert "\nGPU0 is somewhere else\n" in output and " cores, " in output, output
-    assert output.count("sweep.py: error: ") == 1, output
-
-
-FOUR = "--rank 1 --world-size 2 --master-addr x --master-port 1".split()
+    assert status == 0 and measured(output) == ["no", "1M/1G", "1M/2G"][: world_size + 1], output
 
 
 @pytest.mark.parametrize(
     "words, named, environment",
     [
-        (["--model", "resnet1"], "--model: 'resnet1' cannot be trained", ONLY_RANK),
-        (["--model", "vit_b_16"], "'vit_b_16' cannot be trained: Wrong image height", ONLY_RANK),
-        (["--distributed-backend", "mpi"], "--backend", ONLY_RANK),
-        (["--model", "mine.py:Yours"], "no class or function Yours", ONLY_RANK),
-        ([*FOUR, "--world-size", "1"], "--rank: '1' is not below --world-size 1", {}),
-        (["--world-size", "1"], "all four or none", {"RANK": "0"}),
+        (["--model", "resnet1"], "argument --model: 'resnet1'", ONLY_RANK),
+        (["--distributed-backend", "mpi"], "--distributed-backend", ONLY_RANK),
+        (["--backend", "nccl", "--device", "cpu"], "argument --backend", ONLY_RANK),
+        (["--model", "mine.py:Yours"], "argument --model: 'mine.py:Yours'", ONLY_RANK),
+        (["--rank", "1", "--world-size", "1"], "argument --world-size", {}),
+        (["--world-size", "1"], "--master-port", {"RANK": "0"}),
     ],
 )
 def test_bad_values(refusal, monkeypatch, tmp_path, words, named, environment):
@@ -225,7 +184,7 @@ def diff(monkeypatch, capsys):
     return run
 
 
-def write(path, *results, **header):
+def write(path, bucket_size, *results):
     """A result file by hand; results: (model, batch size, {number of ranks: seconds})."""
     benchmarks = []
     for model, batch_size, times in results:
@@ -233,20 +192,21 @@ def write(path, *results, **header):
         for ranks, seconds in times.items():
             entries.append({"ranks": list(range(ranks)), "measurements": [seconds] * 10})
         benchmarks.append({"model": model, "batch_size": batch_size, "result": entries})
-    path.write_text(json.dumps(header | {"benchmark_results": benchmarks}))
+    head = dict.fromkeys(["pytorch_version", "cuda_version", "distributed_backend"])
+    path.write_text(
+        json.dumps(head | {"bucket_size": bucket_size, "benchmark_results": benchmarks})
+    )
     return path
 
 
 def test_diff(tmp_path, diff):
     """Equal, faster and slower; and what only one of them has."""
     times = {1: 0.1, 2: 0.2, 4: 1.0}
-    baseline = write(tmp_path / "a", ("resnet18", 8, times), ("vgg11", 8, {}), bucket_size=25)
-    times = {1: 0.05, 2: 0.25}
-    test = write(tmp_path / "b", ("vgg11", 16, {}), ("resnet18", 8, times), bucket_size=9, extra=1)
+    baseline = write(tmp_path / "a", 25, ("resnet18", 8, times), ("vgg11", 8, {}))
+    test = write(tmp_path / "b", 9, ("vgg11", 16, {}), ("resnet18", 8, {1: 0.05, 2: 0.25}))
     rows = diff(baseline, test)
     for row in (
         "bucket_size 25 9",
-        "extra - 1",
         "resnet18 8 no ddp 0.1000s 80.0/s +0.0% 0.1000s 80.0/s +0.0%",
         "resnet18 8 1 ranks 0.0500s 160.0/s +50.0% 0.0500s 160.0/s +50.0%",
         "resnet18 8 2 ranks 0.2500s 32.0/s -25.0% 0.2500s 32.0/s -25.0%",
@@ -256,11 +216,3 @@ def test_diff(tmp_path, diff):
     ):
         assert row in rows, rows
     assert sum("vgg11" in row for row in rows) == 2
-
-
-@pytest.mark.parametrize("content", ["no JSON\n", "[1, 2]", '{"stage": "05_bucketed"}'])
-def test_diff_of_a_bad_file_is_one_line(refusal, tmp_path, content):
-    good = write(tmp_path / "good")
-    bad = tmp_path / "bad"
-    bad.write_text(content)
-    assert str(bad) in refusal(sweep_diff.main, "sweep_diff.py", good, bad)
