@@ -14,7 +14,7 @@ The sizes of the course's experiment need a large model. Of a model larger than 
 is built, measured and freed before the next one is built, and torch's DDP is left out:
 
     make 05_bucketed/bucket_sweep NETWORK=5gbit,1ms ARGS="--size medium --bucket-sizes-mb \\
-        1,10,100,1000 --batch-size 1 --steps 2 --warmup 1"
+        1,10,100,1000 --batch-size 1 --steps 3 --warmup 1"
 
 Source: Stanford CS336, assignment 2, "DDP bucketed benchmarking".
 """
