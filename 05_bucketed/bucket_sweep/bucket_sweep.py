@@ -14,7 +14,7 @@ The sizes of the course's experiment need a large model. Of a model larger than 
 is built, measured and freed before the next one is built, and torch's DDP is left out:
 
     make 05_bucketed/bucket_sweep NETWORK=5gbit,1ms ARGS="--size medium --bucket-sizes-mb \\
-        1,10,100,1000 --batch-size 1 --steps 2 --warmup 1"
+        1,10,100,1000 --batch-size 1 --steps 3 --warmup 1"
 
 Source: Stanford CS336, assignment 2, "DDP bucketed benchmarking".
 """
@@ -113,7 +113,7 @@ def draw(result: dict, network: Network, path: Path) -> None:
     measured = [1000 * row["measured"] for row in rows]
     axes.plot(buckets, measured, "o-", color="#332288", linewidth=2.5, label="measured")
     simulated = [1000 * row["simulated"] for row in rows]
-    axes.plot(buckets, simulated, "x--", color="#332288", linewidth=1, label="simulated")
+    axes.plot(buckets, simulated, "x--", color="#332288", label="simulated")
     numbers = numpy.geomspace(1, max(buckets), 100)
     curve = [1000 * overhead(number, result["gradient_bytes"], network) for number in numbers]
     axes.plot(numbers, curve, ":", color="black", label="formula")
@@ -125,7 +125,7 @@ def draw(result: dict, network: Network, path: Path) -> None:
     axes.minorticks_off()
     axes.set_xlabel("largest bucket, and all-reduces in a step")
     axes.set_ylabel("overhead: step − no communication, ms")
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(bottom=min(0, *measured))
     axes.legend(frameon=False)
     medians.save(figure, path)
 
