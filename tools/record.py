@@ -96,7 +96,7 @@ RECORDINGS = {  # besides those below that are one command
     "docs/reference_output_hang.txt": ["bash docs/hang.sh python"],
 }
 BOTH = {"": "", "_1gbit": SLOW}  # what follows reference_output in the file's name: words of make
-COURSE = "--size medium --bucket-sizes-mb 1,10,100,1000 --batch-size 1 --steps 2 --warmup 1"
+COURSE = "--size medium --bucket-sizes-mb 1,10,100,1000 --batch-size 1 --steps 3 --warmup 1"
 EIGHT = "--lookup both --steps 100"
 for folder, variants in {
     "01_allreduce/slow_network": {"": ""},
@@ -122,7 +122,11 @@ for suffix in BOTH:
     RECORDINGS[f"05_bucketed/bucket_sweep/reference_output{suffix}.txt"].append(picture)
 
 PREDICT = "05_bucketed/predict/reference_output_1gbit.txt"  # which compare draws, too
-RECORDINGS[PREDICT].append("cp results/predict.json results/predict_1gbit.json")
+RECORDINGS[PREDICT] += [
+    "cp results/predict.json results/predict_1gbit.json",
+    "cp results/step.html 05_bucketed/predict/step.html",
+    "cp results/gradients.png 04_overlap_ddp/gradients.png",
+]
 
 
 def git(*words: str) -> subprocess.CompletedProcess:
