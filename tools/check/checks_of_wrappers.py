@@ -253,7 +253,7 @@ def keeps_one_order_on_any_branch(mine):
 
 
 def averages_all_of_a_large_model(mine):
-    """a model that is larger than the buckets: all of it is averaged, on different branches, too"""
+    """ranks on different branches: a model that is larger than a bucket of 25 MB"""
     follow_one_process(mine, models.SeveralBuckets, steps=1)
 
 
