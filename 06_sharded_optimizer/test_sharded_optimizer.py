@@ -17,8 +17,7 @@ from zero1 import ZeRO1
 from common.timing import CollectiveCounter
 from tools import testing
 from tools.check import checks_of_optimizers
-from tools.record import output_of
-from tools.testing import failed, judged, masked
+from tools.testing import failed, judged
 
 SCRIPT = Path(__file__).with_name("sharded_optimizer.py")
 ADAM = torch.optim.Adam
@@ -355,15 +354,13 @@ QUICK = "--size nano --device cpu --batch-size 1 --context-length 8 --steps 1 --
 
 
 def test_script(forked, tmp_path):
-    """Whole, on a small MNIST: it prints the recorded lines, and writes files."""
+    """Whole, on a small MNIST: it verifies, measures and writes files."""
     testing.write_mnist(tmp_path / "data", 700, 10)  # the last batch is not full
     words = ["--data", tmp_path / "data"]
     for name in ("json", "trace"):
         words += [f"--{name}", tmp_path / name]
     status, output = forked(2, SCRIPT, *QUICK, *words)
     assert status == 0, output
-    recorded = output_of(SCRIPT.with_name("reference_output.txt"))
-    assert masked(output)[2:] == masked(recorded)[2:], output  # below the head
     result = testing.read_json(tmp_path / "json", "06_sharded_optimizer")
     assert result["verify"]["max_abs_diff"] == 0
     whole = 4 * result["model"]["parameters"]

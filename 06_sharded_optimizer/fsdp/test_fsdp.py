@@ -25,8 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from common.timing import CollectiveCounter
 from tools import testing
 from tools.check import checks_of_fsdp, checks_of_wrappers
-from tools.record import output_of
-from tools.testing import Ranks, judged, masked, torchrun
+from tools.testing import Ranks, judged, torchrun
 
 SCRIPT = Path(__file__).with_name("fsdp.py")
 FOLDER = "06_sharded_optimizer/fsdp"
@@ -519,7 +518,7 @@ QUICK = "--device cpu --batch-size 1 --context-length 8 --steps 1 --warmup 0".sp
 
 @pytest.mark.parametrize("world_size", [2, *(pytest.param(n, marks=FULL) for n in (3, 4))])
 def test_script_alone(forked, tmp_path, world_size):
-    """Without what it is compared with: what it prints has the form of the recorded output.
+    """Without what it is compared with.
 
     Part by part and together, ranks hold within 5 % of what the formula says. Not so what is in
     flight alone: gloo is sometimes done with its copy before the gradients come.
@@ -530,10 +529,6 @@ def test_script_alone(forked, tmp_path, world_size):
     assert status == 0, output
     result = testing.read_json(tmp_path / "json", FOLDER)
     assert result["verify"]["passed"] and result["verify"]["max_abs_diff"] <= 1e-10
-    recorded = masked(output_of(SCRIPT.with_name("reference_output.txt")))
-    starts = "#_sharded", "mini", "verify: ", "MB", "in flight", "Percentiles"
-    missing = [line for line in recorded if line.startswith(starts) and line not in masked(output)]
-    assert not missing, missing
     expected = measure.by_formula("mini", world_size)["FSDP"]
     for parts in result["memory_bytes"]["FSDP"]:
         ratios = [held / formula for held, formula in zip(parts[:3], expected[:3], strict=True)]
