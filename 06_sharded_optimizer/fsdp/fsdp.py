@@ -146,8 +146,8 @@ class FSDP(nn.Module):
         while self.waiting:
             begin_reduction(self, self.waiting.pop(0))  # with zeros for what is missing
         end_reduction(self)
-        average_replicated(self)  # gradients of biases and norms
         reshard_all(self)  # frozen ones, and what was gathered in vain
+        average_replicated(self)  # gradients of biases and norms
         self.waiting = self.order.copy()
         self.in_backward = self.has_gradients = False
 
