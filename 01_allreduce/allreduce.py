@@ -265,6 +265,8 @@ def begin(args) -> dict:
         "stage": "01_allreduce",
         "torch": torch.__version__,
         "backend": args.backends,
+        "network": None,
+        "dilation": 1.0,
         "device": ["cuda" if backend == "nccl" else "cpu" for backend in args.backends],
         "device_name": processor_name(),
         "world_size": args.world_sizes,

@@ -12,9 +12,7 @@ from pathlib import Path
 import numpy
 
 
-def fit(
-    sizes_bytes: list[float], seconds: list[float], world_size: int
-) -> tuple[float, float, float]:
+def fit(sizes_bytes: list[float], seconds: list[float], world_size: int) -> tuple:
     """Fit t(S) = α + 2(n-1)/n · S/β to the times of calls of several sizes.
 
     Returns α in seconds, β in bytes per second, and the root mean square of the relative errors.

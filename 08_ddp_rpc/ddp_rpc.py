@@ -250,6 +250,8 @@ def begin(args):
         "stage": "08_ddp_rpc",
         "torch": torch.__version__,
         "backend": args.backend,
+        "network": None,
+        "dilation": 1.0,
         "device": args.device,
         "device_name": torch.cuda.get_device_name() if args.device == "cuda" else processor_name(),
         "world_size": world_size,
