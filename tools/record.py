@@ -93,11 +93,13 @@ RECORDINGS = {  # besides those below that are one command
         'make 08_ddp_rpc ARGS="--steps 100 --embeddings 300"',
         'make 08_ddp_rpc ARGS="--steps 100 --embeddings 100000"',
     ],
+    "08_ddp_rpc/reference_output_8x8.txt": 3 * ['make 08_ddp_rpc NPROC=8 ARGS="--steps 100"'],
+    "08_ddp_rpc/reference_output_round_trip.txt": 3
+    * ['make 08_ddp_rpc ARGS="--trainers 1 --servers 8 --round-trip-ms 2 --steps 100"'],
     "docs/reference_output_hang.txt": ["bash docs/hang.sh python"],
 }
 BOTH = {"": "", "_1gbit": SLOW}  # what follows reference_output in the file's name: words of make
 COURSE = "--size medium --bucket-sizes-mb 1,10,100,1000 --batch-size 1 --steps 3 --warmup 1"
-EIGHT = "--lookup both --steps 100"
 for folder, variants in {
     "01_allreduce/slow_network": {"": ""},
     "02_naive_ddp": BOTH,
@@ -107,13 +109,13 @@ for folder, variants in {
     "05_bucketed/bucket_sweep": BOTH | {"_course": f'NETWORK=5gbit,1ms ARGS="{COURSE}"'},
     "05_bucketed/predict": BOTH,
     "06_sharded_optimizer": {"_1gbit": f'{SLOW} ARGS="--no-verify"'},
-    "07_resnet_ddp/compile_ddp": BOTH | {"_variants": 'ARGS="--variants --batch-size 8 --steps 3"'},
-    "07_resnet_ddp/sweep": {"": "", "_full": 'ARGS="--full --batch-size 2 --steps 2 --warmup 1"'},
-    "08_ddp_rpc": {
+    "07_resnet_ddp/compile_ddp": {
         "": "",
-        "_8x8": f'NPROC=8 ARGS="{EIGHT}"',
-        "_round_trip": f'ARGS="--trainers 1 --servers 8 --round-trip 2ms {EIGHT}"',
+        "_1gbit": f'{SLOW} ARGS="--steps 5"',
+        "_variants": 'ARGS="--variants --batch-size 8 --steps 3"',
     },
+    "07_resnet_ddp/sweep": BOTH | {"_full": 'ARGS="--full --batch-size 2 --steps 2 --warmup 1"'},
+    "08_ddp_rpc": {"": ""},
 }.items():
     for suffix, words in variants.items():
         RECORDINGS[f"{folder}/reference_output{suffix}.txt"] = [f"make {folder} {words}".strip()]
