@@ -86,7 +86,7 @@ RECORDINGS = {  # besides those below that are one command
     ],
     "07_resnet_ddp/reference_output_waterfall.txt": [
         f"{TORCHRUN} 07_resnet_ddp/waterfall.py",
-        f"{TORCHRUN} 07_resnet_ddp/waterfall.py --image-size 224 --steps 3 --warmup 1 --no-plot",
+        f"{TORCHRUN} 07_resnet_ddp/waterfall.py --image-size 224 --steps 3 --no-plot",
         "cp results/waterfall.png 07_resnet_ddp/waterfall.png",
     ],
     "08_ddp_rpc/reference_output_tables.txt": [
@@ -96,6 +96,10 @@ RECORDINGS = {  # besides those below that are one command
     "08_ddp_rpc/reference_output_8x8.txt": 3 * ['make 08_ddp_rpc NPROC=8 ARGS="--steps 100"'],
     "08_ddp_rpc/reference_output_round_trip.txt": 3
     * ['make 08_ddp_rpc ARGS="--trainers 1 --servers 8 --round-trip-ms 2 --steps 100"'],
+    "07_resnet_ddp/compile_ddp/reference_output_variants.txt": [
+        f'make 07_resnet_ddp/compile_ddp ARGS="--batch-size 8 --steps 3 --fsdp{more}"'
+        for more in ("", " --fsdp-wrap", " --fsdp-checkpoint", " --fsdp-wrap --fsdp-checkpoint")
+    ],
     "docs/reference_output_hang.txt": ["bash docs/hang.sh python"],
 }
 BOTH = {"": "", "_1gbit": SLOW}  # what follows reference_output in the file's name: words of make
@@ -109,11 +113,7 @@ for folder, variants in {
     "05_bucketed/bucket_sweep": BOTH | {"_course": f'NETWORK=5gbit,1ms ARGS="{COURSE}"'},
     "05_bucketed/predict": BOTH,
     "06_sharded_optimizer": {"_1gbit": f'{SLOW} ARGS="--no-verify"'},
-    "07_resnet_ddp/compile_ddp": {
-        "": "",
-        "_1gbit": f'{SLOW} ARGS="--steps 5"',
-        "_variants": 'ARGS="--variants --batch-size 8 --steps 3"',
-    },
+    "07_resnet_ddp/compile_ddp": {"": "", "_1gbit": f'{SLOW} ARGS="--steps 5"'},
     "07_resnet_ddp/sweep": BOTH | {"_full": 'ARGS="--full --batch-size 2 --steps 2 --warmup 1"'},
     "08_ddp_rpc": {"": ""},
 }.items():
