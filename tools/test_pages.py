@@ -97,6 +97,7 @@ def check_adapter(text: str, kind: str, checks: list[str]) -> None:
 
     from tools.check.adapters import prepare
 
+    module = import_module(f"tools.check.checks_of_{kind}")
     mine = prepare(text, kind.removesuffix("s"))
     for check in checks:
-        getattr(import_module(f"tools.check.checks_of_{kind}"), check)(mine)
+        getattr(module, check)(mine)
