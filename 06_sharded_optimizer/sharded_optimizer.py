@@ -146,10 +146,8 @@ def check_can_be_sharded(parameters: list[nn.Parameter], optimizer_cls) -> None:
 def check_views(views: dict) -> None:
     for parameter, view in views.items():
         if parameter.data_ptr() != view.data_ptr():
-            raise RuntimeError(
-                "a parameter has left its flat buffer: move or cast the model before constructing"
-                " ShardedOptimizer, not after, and change values in place: parameter.copy_(…)"
-            )
+            todo = "move or cast the model before, and change values by parameter.copy_()"
+            raise RuntimeError(f"a parameter has left its flat buffer: {todo}")
 
 
 def in_layout_of(parameter: nn.Parameter, flat: torch.Tensor) -> torch.Tensor:

@@ -236,7 +236,7 @@ def says_what_is_wrong():
         model = nn.Sequential(nn.Conv2d(3, 4, 3)).double()
         optimizer = ShardedOptimizer(model.parameters(), ADAM)
         change(model)
-        with pytest.raises(RuntimeError, match="left its flat buffer.*before constructing"):
+        with pytest.raises(RuntimeError, match="left its flat buffer"):
             optimizer.step()
 
 

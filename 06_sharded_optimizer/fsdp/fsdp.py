@@ -222,10 +222,8 @@ def check_numbers(model: FSDP, *flats: FlatParameter) -> None:
     for flat in flats:
         if (flat.numbers != flat.number).any():
             names = [model.flats[number].name for number in flat.numbers.tolist()]
-            raise RuntimeError(
-                f"rank by rank {names} were gathered: all ranks must use the same modules in the"
-                " same order, or gather them together: units=[the module that has them]"
-            )
+            todo = "use the same modules in one order, or units=[the module that has them]"
+            raise RuntimeError(f"rank by rank {names} were gathered: {todo}")
 
 
 def layout_of(module: nn.Module) -> list[tuple]:
@@ -234,9 +232,7 @@ def layout_of(module: nn.Module) -> list[tuple]:
 
 def check_layout(model: FSDP) -> None:
     if layout_of(model.module) != model.layout:
-        raise RuntimeError(
-            "parameters were frozen, unfrozen, replaced, moved or cast: wrap the module again"
-        )
+        raise RuntimeError("parameters were frozen, replaced, moved or cast: wrap the module again")
 
 
 def begin_forward(model: FSDP) -> None:
@@ -256,10 +252,8 @@ def reshard_all(model: FSDP) -> None:
 def refuse_second_gradient(model: FSDP, flat: FlatParameter, weight: torch.Tensor) -> None:
     if flat not in model.waiting or weight not in flat.missing:
         weight.grad = None
-        raise RuntimeError(
-            "a weight's gradient came twice: call finish_gradient_synchronization() after every"
-            " backward(), and checkpoint(..., use_reentrant=False), which runs no second backward"
-        )
+        todo = "finish after every backward, and checkpoint with use_reentrant=False"
+        raise RuntimeError(f"a weight's gradient came twice: {todo}")
 
 
 def gradient_or_zeros(parameter: torch.Tensor) -> torch.Tensor:
@@ -267,10 +261,9 @@ def gradient_or_zeros(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def begin_reduction(model: FSDP, flat: FlatParameter) -> None:
-    """After the one before it, because each needs as much memory as the weights, twice.
+    """Send each rank its part of the gradients by an all-to-all; gloo's own sends twice as much.
 
-    This reduce-scatter is an all-to-all: each rank gets all ranks' gradients of its part, and takes
-    their mean itself, in the dtype of the shards. (gloo's own would send twice as much.)
+    Only after the one before it, because each needs as much memory as the weights, twice.
     """
     end_reduction(model)
     sent = flatten(map(gradient_or_zeros, flat.unsharded_params), len(flat.numbers))
@@ -298,8 +291,8 @@ def end_reduction(model: FSDP) -> None:
 def average_replicated(model: FSDP) -> None:
     """With one all-reduce; what this rank did not use has a gradient of zeros.
 
-    One more number travels with them: the sum of the bits of the parameters themselves, which must
-    be the same on all ranks. It is so small that its sum over the ranks is exact.
+    One more number travels with them: a sum of the parameters' own bits, so small that its sum over
+    the ranks is exact. Where it is not the same on all ranks, they have parted.
     """
     check_numbers(model, *model.flats)
     replicated = [p for p in model.parameters() if p.requires_grad and not hasattr(p, "is_shard")]
@@ -314,10 +307,8 @@ def average_replicated(model: FSDP) -> None:
     mean = torch.cat([gradients / world_size, bits.view(1)])
     dist.all_reduce(mean, group=model.process_group)
     if mean[-1] != bits * world_size:
-        raise RuntimeError(
-            "biases and norms differ between ranks since the last step: clip by"
-            " model.clip_grad_norm_(), and give all ranks the same learning rates and seeds"
-        )
+        todo = "clip by model.clip_grad_norm_(), with the same learning rates and seeds everywhere"
+        raise RuntimeError(f"biases and norms differ between ranks since the last step: {todo}")
     for parameter, gradient in zip(replicated, split_like(replicated, mean), strict=True):
         parameter.grad.copy_(gradient)
 
@@ -388,8 +379,8 @@ def choose_units(module: nn.Module) -> list[nn.Module]:
 def shard_weights(module, units, compute_dtype, process_group) -> tuple[list, list]:
     """Put shards in place of the weights of each unit, and of what is in none of them.
 
-    Weights that differ in dtype, or in whether they are trained, are not in one FlatParameter.
-    Returns all, and who needs which: (module, flat). A tied weight is needed by several modules.
+    Weights of one FlatParameter are alike in dtype and in whether they are trained. Returns all,
+    and who needs which: (module, flat). A tied weight is needed by several modules.
     """
     in_units = {weight for unit in units for weight in unit.parameters()}
     in_units -= set(module.parameters(recurse=False))
@@ -481,10 +472,6 @@ def check_and_broadcast(module: nn.Module, process_group) -> None:
     for part in module.modules():
         if hasattr(part, "no_sync") or hasattr(part, "finish_gradient_synchronization"):
             raise ValueError("a module can be wrapped only once: wrap the plain one, model.module")
-        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.max_norm:
-            raise ValueError(
-                "max_norm changes weights in forward, on each rank others: take it out"
-            )
     for name, parameter in module.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise ValueError(f"{name} has hooks, which nobody would call: take them out")

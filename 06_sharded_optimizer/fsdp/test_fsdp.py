@@ -290,7 +290,7 @@ def notices_a_gradient_that_comes_twice():
         model.finish_gradient_synchronization()
         expected.backward(retain_graph=True)
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="came twice: call finish_gradient"):
+    with pytest.raises(RuntimeError, match="came twice"):
         loss.backward()
 
 
@@ -319,7 +319,6 @@ def refuses_wrong_use():
     for wrong, message in (
         (model, "wrapped only once"),
         (DistributedDataParallel(linear()), "wrapped only once"),
-        (nn.Embedding(3, 4, max_norm=1.0), "max_norm"),
         (hooked, "weight has hooks"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -335,7 +334,7 @@ def refuses_wrong_use():
         model = FSDP(chain())
         change(model.module)
         for use in (model, lambda _, model=model: model.gather_full_params()):
-            with pytest.raises(RuntimeError, match="frozen, unfrozen, replaced, moved or cast"):
+            with pytest.raises(RuntimeError, match="frozen, replaced, moved or cast"):
                 use(x)
 
 
