@@ -187,12 +187,12 @@ def draw(alone: Alone, path: Path) -> None:
     """The time from each gradient's arrival until backward ends; the last layer's at the top."""
     figure, axes = medians.new_picture(7, 2.8)
     forward, backward = 1000 * alone.forward_ends, 1000 * alone.backward_ends
-    axes.barh(-6, forward, 8, color="#56B4E9")
-    axes.barh(-6, backward - forward, 8, forward, color="#0072B2")
+    axes.barh(-14, forward, 10, color="#56B4E9")
+    axes.barh(-14, backward - forward, 10, forward, color="#0072B2")
     rows = range(len(alone.ready))
     ready = [1000 * moment for moment in alone.ready]
     axes.barh(rows, [backward - moment for moment in ready], 1, ready, color="#D55E00")
-    axes.set_yticks([-6, 0, rows[-1]], ["forward, backward", "last layer", "first layer"])
+    axes.set_yticks([-14, 0, rows[-1]], ["forward, backward", "last layer", "first layer"])
     axes.invert_yaxis()
     axes.set_xlabel("ms; orange: this gradient is there, and can travel while backward goes on")
     medians.save(figure, path)
