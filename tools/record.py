@@ -30,19 +30,21 @@ ON_1GBIT = (
 
 
 def in_turn(**candidates: tuple[int, str]) -> list[str]:
-    """Runs that leave results/NAME_1.json and so on; of each the last one's output is recorded."""
+    """Runs that leave results/NAME_1.json and so on, and print nothing."""
     commands = []
-    for number in range(1, 6):
+    for number in range(1, 4):
         for name, (count, command) in candidates.items():
             if number <= count:
                 words = f'ARGS="{WORDS.get(name, "")}--json results/{name}_{number}.json"'
-                commands.append(f"{command} {words}" + " > /dev/null" * (number < count))
+                commands.append(f"{command} {words} > /dev/null")
     return commands
 
 
 # The machine ran at half its usual speed: with half the batch backward takes as long as usual.
 HALF = "--batch-size 5"
-WORDS = dict.fromkeys(["loopback", "slow", "one_call", "hosts"], f"{HALF} --steps 4 --warmup 2 ")
+WORDS = dict.fromkeys(
+    ["loopback", "slow", "one_call", "rate", "hosts"], f"{HALF} --steps 4 --warmup 2 "
+)
 WORDS |= dict.fromkeys(["of_4", "of_8"], f"{HALF} ")
 COMPARE = "05_bucketed/compare/reference_output.txt"
 RECORDINGS = {  # besides those below that are one command
@@ -52,15 +54,16 @@ RECORDINGS = {  # besides those below that are one command
     ],
     COMPARE: [
         *in_turn(
-            loopback=(5, "make compare"),
+            loopback=(3, "make compare"),
             slow=(3, f"make compare {SLOW}"),
             one_call=(3, f"make compare {SLOW},1"),
+            rate=(2, "make compare NETWORK=1gbit,0"),
             hosts=(2, "make hosts RATE=1gbit"),
             of_4=(2, f"make compare NPROC=4 {SLOW}"),
             of_8=(2, f"make compare NPROC=8 {SLOW}"),
         ),
-        f"{MEDIANS} loopback=results/loopback_{{1..5}}.json {ON_1GBIT} "
-        "hosts=results/hosts_{1..2}.json",
+        f"{MEDIANS} loopback=results/loopback_{{1..3}}.json {ON_1GBIT} "
+        "'1 Gbit/s'=results/rate_{1..2}.json hosts=results/hosts_{1..2}.json",
         f"{MEDIANS} {ON_1GBIT} --plot 05_bucketed/compare/compare.png > /dev/null",
         f"{MEDIANS} 2=results/slow_{{1..3}}.json 4=results/of_4_{{1..2}}.json "
         "8=results/of_8_{1..2}.json --predicted results/predict_1gbit.json "
@@ -72,11 +75,13 @@ RECORDINGS = {  # besides those below that are one command
         "for stage in 0[2-5]*; do cp results/timeline_$stage.png $stage/timeline.png; done",
     ],
     "06_sharded_optimizer/reference_output.txt": [
-        *in_turn(sharded=(3, "make 06_sharded_optimizer")),
+        *in_turn(sharded=(2, "make 06_sharded_optimizer")),
+        'make 06_sharded_optimizer ARGS="--json results/sharded_3.json"',
         f"{MEDIANS} 'three runs='results/sharded_{{1..3}}.json",
     ],
     "06_sharded_optimizer/fsdp/reference_output.txt": [
-        *in_turn(fsdp=(3, "make 06_sharded_optimizer/fsdp")),
+        *in_turn(fsdp=(2, "make 06_sharded_optimizer/fsdp")),
+        'make 06_sharded_optimizer/fsdp ARGS="--json results/fsdp_3.json"',
         f"{MEDIANS} 'three runs='results/fsdp_{{1..3}}.json",
         "cp results/fsdp.png 06_sharded_optimizer/fsdp/fsdp.png",
     ],
