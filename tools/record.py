@@ -102,7 +102,6 @@ RECORDINGS = {  # besides those below that are one command
         'make 08_ddp_rpc ARGS="--steps 100 --embeddings 300"',
         'make 08_ddp_rpc ARGS="--steps 100 --embeddings 100000"',
     ],
-    "08_ddp_rpc/reference_output_8x8.txt": 3 * ['make 08_ddp_rpc NPROC=8 ARGS="--steps 100"'],
     "08_ddp_rpc/reference_output_round_trip.txt": 3
     * ['make 08_ddp_rpc ARGS="--trainers 1 --servers 8 --round-trip-ms 2 --steps 100"'],
     "07_resnet_ddp/compile_ddp/reference_output_variants.txt": [
