@@ -57,16 +57,16 @@ RECORDINGS = {  # besides those below that are one command
             loopback=(3, "make compare"),
             slow=(3, f"make compare {SLOW}"),
             one_call=(3, f"make compare {SLOW},1"),
-            rate=(2, "make compare NETWORK=1gbit,0"),
+            rate=(1, "make compare NETWORK=1gbit,0"),
             hosts=(2, "make hosts RATE=1gbit"),
             of_4=(2, f"make compare NPROC=4 {SLOW}"),
-            of_8=(2, f"make compare NPROC=8 {SLOW}"),
+            of_8=(1, f"make compare NPROC=8 {SLOW}"),
         ),
         f"{MEDIANS} loopback=results/loopback_{{1..3}}.json {ON_1GBIT} "
-        "'1 Gbit/s'=results/rate_{1..2}.json hosts=results/hosts_{1..2}.json",
+        "'1 Gbit/s'=results/rate_1.json hosts=results/hosts_{1..2}.json",
         f"{MEDIANS} {ON_1GBIT} --plot 05_bucketed/compare/compare.png > /dev/null",
         f"{MEDIANS} 2=results/slow_{{1..3}}.json 4=results/of_4_{{1..2}}.json "
-        "8=results/of_8_{1..2}.json --predicted results/predict_1gbit.json "
+        "8=results/of_8_1.json --predicted results/predict_1gbit.json "
         "--scaling 05_bucketed/compare/scaling.png",
     ],
     "05_bucketed/compare/reference_output_timeline.txt": [
