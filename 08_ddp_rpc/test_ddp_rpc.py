@@ -44,7 +44,7 @@ def test_layouts_verify_train_and_count(script, tmp_path, trainers, servers, emb
     """Examples, and bytes, which grow with the batch and not with the tables."""
     words = ["--trainers", trainers, "--servers", servers, "--embeddings", embeddings]
     words += ["--json", tmp_path / "out.json"]
-    status, output = script([sys.executable, *QUICK, *words]).wait()
+    status, output = script([sys.executable, *QUICK, *words]).wait(220)
     assert status == 0 and output.count("verify: passed") == 2 and "Warning" not in output, output
     result = testing.read_json(tmp_path / "out.json", "08_ddp_rpc")
     assert len(result["epochs"]) == trainers and result["verify"]["max_abs_diff"] <= 1e-5
@@ -119,9 +119,8 @@ def process_of(run, name):
 
 
 @needs_proc
-@pytest.mark.parametrize(
-    "name", ["ps1", *[pytest.param(n, marks=full) for n in ("trainer0", "master")]]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["ps1", "trainer0", "master"])
 def test_when_a_process_is_killed_all_end(script, name):
     run = script(ENDLESS)
     wait_for_line(run, VERIFIED)
