@@ -90,7 +90,7 @@ RECORDINGS = {  # besides those below that are one command
         'make 06_sharded_optimizer/fsdp ARGS="--accounting --size 10b"',
     ],
     "07_resnet_ddp/reference_output.txt": [
-        *2 * ["make 07_resnet_ddp"],
+        *3 * ["make 07_resnet_ddp"],
         "cp results/speedup.png 07_resnet_ddp/speedup.png",
     ],
     "07_resnet_ddp/reference_output_waterfall.txt": [
