@@ -3,7 +3,6 @@
 On Linux the ranks are forked from this process, which has torch already; elsewhere each imports it.
 """
 
-import faulthandler
 import linecache
 import multiprocessing
 import multiprocessing.connection
@@ -12,6 +11,7 @@ import re
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import warnings
@@ -41,6 +41,7 @@ SECONDS_TO_START = 0 if FORKS else 30  # in which a rank imports torch
 SECONDS_TO_WRITE = 0.5  # of a rank that hangs
 SECONDS_TO_FOLLOW = 1.0  # of the other ranks, once one has failed
 LONGEST_LIFE = 300  # seconds of a rank, whatever becomes of the process that started it
+HANGS_AT = "Where the rank hangs:"
 OTHER_SIZE = "Received data size doesn't match expected size"  # what gloo says of mixed calls
 OF_TORCHS_C = re.compile(r"\[(rank\d+\]:\[)?[WIE]\d{4} ")  # how a line of torch's own log begins
 NOT_THE_USERS = Path(__file__).parent, Path(os.__file__).parent, Path(torch.__file__).parents[1]
@@ -95,7 +96,10 @@ def serve(rank: int, world_size: int, limit: float, output: Path, pipe, call) ->
     for descriptor in (1, 2):
         os.dup2(file.fileno(), descriptor)
     sys.stdout.reconfigure(line_buffering=True)
-    faulthandler.dump_traceback_later(limit, file=file)  # where it stands then
+    # Not faulthandler's own timer: it reads a running thread's frames without Python's lock.
+    where = threading.Timer(limit, print_stack, (threading.get_ident(), file))
+    where.daemon = True
+    where.start()
     warnings.filterwarnings("ignore", category=FutureWarning)  # of torch, about the user's calls
     warnings.filterwarnings("ignore", module="torch")
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
@@ -106,6 +110,12 @@ def serve(rank: int, world_size: int, limit: float, output: Path, pipe, call) ->
     pipe.send(judge(*call))
     with suppress(EOFError):
         pipe.recv()
+
+
+def print_stack(thread: int, file) -> None:
+    """Print where a thread stands, its innermost line first."""
+    stack = traceback.format_stack(sys._current_frames()[thread])
+    print(HANGS_AT, *stack[::-1], file=file, flush=True)
 
 
 def run(world_size: int, limit: float, check, *arguments) -> dict:
@@ -133,9 +143,9 @@ def run(world_size: int, limit: float, check, *arguments) -> dict:
             end(processes)
     printed = []
     for rank, text in enumerate(texts):
-        of_rank, _, stacks = text.partition("Timeout (")  # by faulthandler
+        of_rank, _, stack_then = text.partition(HANGS_AT)
         if rank not in answers:
-            stack = lines_of_user(stacks.rpartition("Thread ")[2])  # the main one is the last
+            stack = lines_of_user(stack_then)
             place = stack[0] if stack else "a call of the check's own"
             means = f"a rank waits for a collective that another one does not make: see {place}"
             answers[rank] = answer(STUCK, f"hangs at {place}", means)
