@@ -2,7 +2,6 @@
 
 import re
 import time
-from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -60,13 +59,15 @@ def takes_what_is_asked_for(network, dilation):
             first, second = times_of(elements, group, second_group)
             assert first == pytest.approx(sent + delays, abs=1e-9)
             assert second >= 2 * sent + delays - 1e-9  # its bytes queue behind the other's
-    *_, last = times_of(1, *20 * [group])
-    assert last >= 20 / calls_at_once * delays
+    *_, last = times_of(1, *10 * [group])
+    assert last >= 10 / calls_at_once * delays
 
 
-@pytest.mark.parametrize("network", ["100mbit,0", "1gbit,1ms", "10gbit,10ms,1"])
-@pytest.mark.parametrize("world_size, dilation", [(2, 1.0), (4, 2.0)])
-def test_calls_take_what_is_asked_for(ranks, network, world_size, dilation):
+@pytest.mark.parametrize(
+    "world_size, network, dilation",
+    [(2, "100mbit,0", 1.0), (2, "10gbit,10ms,1", 1.0), (4, "1gbit,1ms", 2.0)],
+)
+def test_calls_take_what_is_asked_for(ranks, world_size, network, dilation):
     ranks(world_size).run(takes_what_is_asked_for, network, dilation)
 
 
@@ -111,12 +112,9 @@ def raises_what_gloo_raises():
     dist.barrier()
 
 
-PROMISES = [delays_every_collective, waits_for_the_last, raises_what_gloo_raises]
-
-
-@pytest.mark.parametrize("promise", PROMISES)
-def test_promises(ranks, promise):
-    ranks(2).run(promise)
+def test_every_collective_is_slow_once_the_last_rank_is_there_and_fails_as_over_gloo(ranks):
+    for promise in (delays_every_collective, waits_for_the_last, raises_what_gloo_raises):
+        ranks(2).run(promise)
 
 
 # Results
@@ -139,7 +137,7 @@ def sharded(module, group):
     return fully_shard(module, mesh=DeviceMesh.from_group(group, "cpu"), mp_policy=policy)
 
 
-WRAPS = {"join": ddp, "ZeRO": ddp, "PowerSGD": with_power_sgd, "fully_shard": sharded}
+WRAPS = {"ZeRO": ddp, "PowerSGD": with_power_sgd, "fully_shard": sharded}
 
 
 def trained(name, group) -> torch.Tensor:
@@ -152,11 +150,10 @@ def trained(name, group) -> torch.Tensor:
         adam = partial(ZeroRedundancyOptimizer, optimizer_class=adam, process_group=group)
     optimizer = adam(model.parameters(), lr=1e-2)
     torch.manual_seed(dist.get_rank())
-    with model.join() if name == "join" else nullcontext():
-        for _ in range(3 + dist.get_rank() if name == "join" else 4):
-            model(torch.randn(8, 20).double()).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    for _ in range(4):
+        model(torch.randn(8, 20).double()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
     torch.manual_seed(0)
     model.eval()
     return model(torch.randn(8, 20).double()).detach()
