@@ -132,8 +132,7 @@ def can_be_written(file: Path) -> bool:
 
 positive_number = checked(float, lambda number: number > 0, "a number above 0")  # inf is one
 output_file = checked(Path, can_be_written, "a file that can be written in a folder that exists")
-a_network = "a rate and a delay, such as 1gbit,1ms or 1gbit,0,1"
-network_text = checked(str, emulated.read_network, a_network)  # which raises ValueError
+network_text = checked(str, emulated.read_network, "a rate and a delay: 1gbit,1ms or 1gbit,0,1")
 
 
 def result_file(name: str) -> Path:
