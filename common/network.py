@@ -28,6 +28,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
 
 UNITS = {"mbit": 1e6 / 8, "gbit": 1e9 / 8, "ms": 1e-3, "us": 1e-6}
 DELAYS_PER_STEP = 2  # gloo's receiver says first that it is ready; then the data comes
@@ -216,10 +217,8 @@ for method in (*COSTS, *AS_GLOO):
 
 
 def tensors_in(argument) -> list[torch.Tensor]:
-    """A tensor, or all in a list or a list of lists; none in what else a call is given."""
-    if isinstance(argument, torch.Tensor):
-        return [argument]
-    return sum(map(tensors_in, argument), []) if isinstance(argument, list | tuple) else []
+    """All, however they are nested; none in the options of a call."""
+    return [leaf for leaf in tree_leaves(argument) if isinstance(leaf, torch.Tensor)]
 
 
 real_get_backend = dist.get_backend

@@ -54,7 +54,6 @@ def takes_what_is_asked_for(network, dilation):
     delays = 4 * (world_size - 1) * delay * dilation
     for elements in (2**10, 2**18):
         sent = 2 * (world_size - 1) / world_size * 4 * elements / rate * dilation
-        assert times_of(elements, group) == [pytest.approx(sent + delays, abs=1e-9)]
         for second_group in (group, another):  # they share the wire
             first, second = times_of(elements, group, second_group)
             assert first == pytest.approx(sent + delays, abs=1e-9)
@@ -71,8 +70,8 @@ def test_calls_take_what_is_asked_for(ranks, world_size, network, dilation):
     ranks(world_size).run(takes_what_is_asked_for, network, dilation)
 
 
-def delays_every_collective():
-    """reduce and broadcast, too; not send and receive."""
+def delays_collectives():
+    """reduce and broadcast, too; not send and receive, and nothing outside of the wire."""
     group, rank = slow_group("1gbit,20ms"), dist.get_rank()
     with wire:
         for call in (partial(dist.reduce, dst=0), partial(dist.broadcast, src=0)):
@@ -83,7 +82,7 @@ def delays_every_collective():
         (dist.recv if rank else dist.send)(torch.ones(3), 1 - rank, group=group)
         assert time.monotonic() - start < 0.04
     start = time.monotonic()
-    dist.all_reduce(torch.ones(3), group=group)  # outside of the wire it is gloo
+    dist.all_reduce(torch.ones(3), group=group)
     assert time.monotonic() - start < 0.04
 
 
@@ -112,8 +111,8 @@ def raises_what_gloo_raises():
     dist.barrier()
 
 
-def test_every_collective_is_slow_once_the_last_rank_is_there_and_fails_as_over_gloo(ranks):
-    for promise in (delays_every_collective, waits_for_the_last, raises_what_gloo_raises):
+def test_collectives_are_slow_once_all_ranks_are_there_and_fail_as_over_gloo(ranks):
+    for promise in (delays_collectives, waits_for_the_last, raises_what_gloo_raises):
         ranks(2).run(promise)
 
 
