@@ -5,6 +5,7 @@ import os
 import platform
 import re
 import sys
+import tempfile
 from collections.abc import Callable, Iterable
 from datetime import datetime, timezone
 from pathlib import Path
@@ -214,11 +215,13 @@ def peak_bytes(function: Callable[[], object], device: torch.device) -> int:
     with torch.profiler.profile(activities=cpu, profile_memory=True, acc_events=True) as profiler:
         function()
         dist.barrier()  # gloo's threads have given back what they worked on
-    events = profiler.profiler.kineto_results.events()
-    changes = [event for event in events if event.name() == "[memory]"]
-    held = 0
+    with tempfile.NamedTemporaryFile(suffix=".json") as trace:
+        profiler.export_chrome_trace(trace.name)
+        events = json.loads(Path(trace.name).read_text())["traceEvents"]
+    events = [event for event in events if event.get("name") == "[memory]"]
+    held = {}  # address: bytes of a block that the function took, 0 once it is given back
     peak = 0
-    for change in sorted(changes, key=lambda change: change.start_ns()):
-        held += change.nbytes()  # below 0: given back
-        peak = max(peak, held)
+    for event in sorted(events, key=lambda event: event["ts"]):
+        held[event["args"]["Addr"]] = max(0, event["args"]["Bytes"])  # below 0: given back
+        peak = max(peak, sum(held.values()))
     return peak

@@ -65,15 +65,15 @@ def test_percentiles_are_of_all_ranks():
     assert report.ratio(of_ranks, [[0.006]]) == "0.500" and report.ratio(of_ranks, None) == "-"
 
 
-def takes_and_gives_back():
-    first = torch.empty(1000)
-    second = torch.empty(2000)
-    del first
-    return second, torch.empty(3000)
-
-
 def memory_in_a_group():
-    assert report.peak_bytes(takes_and_gives_back, CPU) == 20_000
+    old = [torch.empty(5000)]  # was there before, and does not count
+
+    def takes_and_gives_back():
+        first = torch.empty(1000)
+        old.clear()
+        return first, torch.empty(3000)
+
+    assert report.peak_bytes(takes_and_gives_back, CPU) == 16_000
     mesh = init_device_mesh("cpu", (2,))
     whole = torch.arange(8.0)
     assert report.held_bytes([whole, distribute_tensor(whole, mesh, [Shard(0)])]) == 32 + 16
