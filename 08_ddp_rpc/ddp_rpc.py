@@ -174,10 +174,10 @@ def run_rank(rank, args, names):
         try:
             run_master(args, names)
         except RuntimeError:
-            silent = [name for name in names[1:] if is_silent(name)]
-            if not silent:
+            gone = [name for name in names[1:] if is_silent(name)]
+            if not gone:
                 raise
-            sys.exit(f"error: no answer within --timeout {args.timeout:g} s of {', '.join(silent)}")
+            sys.exit(f"error: no answer within --timeout {args.timeout:g} s from {', '.join(gone)}")
     rpc.shutdown()
     if role == "trainer":
         dist.destroy_process_group()

@@ -141,7 +141,7 @@ def test_a_process_that_does_not_respond_is_named(script, name):
     wait_for_line(run, VERIFIED)
     os.kill(process_of(run, name), signal.SIGSTOP)
     status, output = run.wait(60)
-    assert status == 1 and f"no answer within --timeout 10 s of {name}\n" in output, output
+    assert status == 1 and f"no answer within --timeout 10 s from {name}\n" in output, output
 
 
 # The command line.
