@@ -5,6 +5,7 @@ import atexit
 import importlib.util
 import inspect
 import logging
+import multiprocessing
 import os
 import signal
 import socket
@@ -381,8 +382,11 @@ def spawn(world_size: int, function, *arguments) -> None:
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the ranks join the store that is there
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # ranks inherit it: we end them
-    options = {"join": False, "daemon": True}
-    ranks = mp.spawn(start_rank, (function, arguments), world_size, **options)
+    # On Linux one process imports torch, and the ranks are its copies.
+    method = "forkserver" if sys.platform == "linux" else "spawn"
+    multiprocessing.set_forkserver_preload(["torch.distributed.optim"])
+    options = {"join": False, "daemon": True, "start_method": method}
+    ranks = mp.start_processes(start_rank, (function, arguments), world_size, **options)
     signal.signal(signal.SIGINT, before)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
