@@ -31,12 +31,8 @@ QUICK = ["--size", "nano", *SHORT]
 LONG = ["--batch-size", "1", "--context-length", "8", "--steps", "1000000"]
 ONLY_RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 ONLY_RANK |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-# All-reduces of a step: the model has 15 parameters, which fit in one bucket.
-NANO_CALLS = {"no communication": 0, "NaiveDDP": 15, "FlatDDP": 1, "OverlapDDP": 15}
-NANO_CALLS |= {"BucketedDDP": 1, "torch DDP": 1}
 HEAD = {"stage", "torch", "backend", "network", "device", "device_name", "world_size"}
 HEAD |= {"threads_per_rank", "dilation", "options", "started", "seconds"}
-FAULTS = ["SIGKILL of a rank", "SIGTERM of the launcher", "Ctrl-C"]
 no_proc = not Path("/proc/self/environ").exists()
 APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOCTTY
 needs_proc = pytest.mark.skipif(no_proc, reason="finding the ranks needs /proc")
@@ -278,22 +274,6 @@ def torchrun(world_size: int, *words) -> list:
     """The command line that starts a script on this many ranks of this host."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     return [*command, "--nproc-per-node", world_size, *words]
-
-
-def make(*words) -> tuple[int, str]:
-    """Exit status and output of make, with none of the variables of a make that runs the tests."""
-    names = [name for name in os.environ if "MAKE" in name or name in ("NPROC", "ARGS", "PYTHON")]
-    command = ["env", *(f"--unset={name}" for name in names), "make", *words]
-    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    run = subprocess.run(command, cwd=ROOT, **output)
-    return run.returncode, run.stdout
-
-
-def would_make(*words) -> str:
-    """What make would run."""
-    status, output = make("-n", f"PYTHON={sys.executable}", *words)
-    assert status == 0, output
-    return output
 
 
 def check_script_alone(path: Path, folder: Path) -> None:
