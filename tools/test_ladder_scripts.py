@@ -31,7 +31,8 @@ def check_run(run, path, folder, world_size, device="cpu", words=()) -> dict:
 
     run: a function as the fixture `forked`. Returns the JSON.
     """
-    words = [*testing.QUICK, "--device", device, *testing.files_in(folder), *words]
+    files = ["--json", folder / "json", "--trace", folder / "trace"]
+    words = [*testing.QUICK, "--device", device, *files, *words]
     status, output = run(world_size, path, *words, cwd=folder)
     assert status == 0 and "verify: passed" in output, output
     result = testing.read_json(folder / "json", path.parent.name)
