@@ -79,8 +79,7 @@ def assert_same_state(mine, expected):
     torch.testing.assert_close(mine["state"], expected["state"], rtol=0, atol=1e-12)
 
 
-# Every class of torch.optim, with options that make it keep all the state that it can keep. A class
-# that is not here fails the test.
+# Every class of torch.optim, with options for all its state; one that is not here fails the test.
 EVERY_CLASS = {
     "ASGD": {"lr": 0.1, "t0": 2, "weight_decay": 0.1},
     "Adadelta": {"weight_decay": 0.1},
@@ -107,11 +106,8 @@ def test_keeps_the_promises_of_sharded_optimizers(ranks):
 
 def equals_unsharded(name, options):
     """Parameters on all ranks; state_dict() on rank 0, elsewhere its groups alone."""
-    optimizer_cls, mine, plain = (
-        getattr(torch.optim, name),
-        parameters(*SHAPES),
-        parameters(*SHAPES),
-    )
+    optimizer_cls = getattr(torch.optim, name)
+    mine, plain = parameters(*SHAPES), parameters(*SHAPES)
     sharded = ShardedOptimizer(grouped(mine), optimizer_cls, **options)
     unsharded = optimizer_cls(grouped(plain), **options)
     for steps in ([], range(4), range(4, 7)):  # Adagrad's state is there before the first step
