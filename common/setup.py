@@ -5,6 +5,7 @@ import atexit
 import importlib.util
 import inspect
 import logging
+import multiprocessing
 import os
 import signal
 import sys
@@ -347,7 +348,11 @@ def spawn(world_size: int, function, *arguments) -> None:
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the ranks join the store that is there
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # ranks inherit it: we end them
-    ranks = mp.spawn(start_rank, (function, arguments), world_size, join=False)
+    # On Linux one process imports torch, and the ranks are its copies.
+    method = "forkserver" if sys.platform == "linux" else "spawn"
+    multiprocessing.set_forkserver_preload(["torch.distributed.optim"])
+    options = {"join": False, "start_method": method}
+    ranks = mp.start_processes(start_rank, (function, arguments), world_size, **options)
     signal.signal(signal.SIGINT, before)
     try:
         while not ranks.join(grace_period=0):
