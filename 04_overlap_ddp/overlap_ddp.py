@@ -49,7 +49,7 @@ class OverlapDDP(nn.Module):
         self.hooks = [p.register_post_accumulate_grad_hook(hook) for p in self.order]
 
     def forward(self, *inputs, **kwargs):
-        self.in_step |= torch.is_grad_enabled()
+        self.in_step = self.in_step or torch.is_grad_enabled()
         return self.module(*inputs, **kwargs)
 
     def _gradient_is_ready(self, parameter):  # autograd calls it when parameter.grad is complete

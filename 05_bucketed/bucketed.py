@@ -31,7 +31,7 @@ class Bucket:
         self.flat = parameters[0].new_zeros(sum(sizes))
         self.views = {}  # parameter -> the place of its gradient in flat
         for parameter, piece in zip(parameters, self.flat.split(sizes), strict=True):
-            strides = torch.empty_like(parameter, device="meta").stride()  # for fused optimizers
+            strides = torch.empty_like(parameter, device="meta").stride()  # its own memory layout
             self.views[parameter] = piece.as_strided(parameter.shape, strides)
 
     def put(self, parameter: nn.Parameter, world_size: int):
@@ -73,7 +73,7 @@ class BucketedDDP(nn.Module):
         self.hooks = [p.register_post_accumulate_grad_hook(hook) for p in self.order]
 
     def forward(self, *inputs, **kwargs):
-        self.in_step |= torch.is_grad_enabled()
+        self.in_step = self.in_step or torch.is_grad_enabled()
         return self.module(*inputs, **kwargs)
 
     def _gradient_is_ready(self, parameter):  # autograd calls it when parameter.grad is complete
@@ -121,11 +121,11 @@ def fill_buckets(parameters: list[nn.Parameter], bucket_size_mb: float | None) -
     last = {}  # (dtype, device) -> the last bucket of that kind
     for parameter in parameters:
         kind = parameter.dtype, parameter.device
-        size = sum(p.nbytes for p in last.setdefault(kind, [])) + parameter.nbytes
-        if not last[kind] or size > limit:
-            last[kind] = []
-            buckets.append(last[kind])
-        last[kind].append(parameter)
+        bucket = last.get(kind)
+        if bucket is None or sum(p.nbytes for p in bucket) + parameter.nbytes > limit:
+            bucket = last[kind] = []
+            buckets.append(bucket)
+        bucket.append(parameter)
     return buckets
 
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -38,39 +38,33 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, params, optimizer_cls, *, process_group=None, **options):
-        self.optimizer_cls, self.options = optimizer_cls, options
+        self.optimizer_cls = optimizer_cls
         self.process_group, self.rank = process_group, dist.get_rank(process_group)
-        self.local = None  # the optimizer of those parameters that this rank owns
+        self.local = None  # soon the optimizer of those parameters that this rank owns
         self.owners = {}  # parameter -> the rank that keeps its state and updates it
         self.loads = [0] * dist.get_world_size(process_group)  # bytes that each rank owns
         self.flats = []  # (owner, one flat buffer with the values of parameters that it owns)
         self.views = {}  # parameter -> its part of a flat buffer
         super().__init__(params, {})  # calls add_param_group() for each group
-        self._shard(self.param_groups)
+        self.local = optimizer_cls([self._own(group) for group in self.param_groups], **options)
         self.defaults, self.state = self.local.defaults, self.local.state
+        self._sync_from_local()  # the options that were not said
 
     def add_param_group(self, param_group: dict) -> None:
-        """Add a group, also in mid-training; what is there keeps its owner and its state."""
+        """Share out a group, also in mid-training; what is there keeps its owner and its state."""
         super().add_param_group(param_group)
+        group = self.param_groups[-1]  # has all its parameters, as schedulers and zero_grad() need
+        check_can_be_sharded(group["params"], self.optimizer_cls)
+        self._choose_owners(group["params"])
+        self._flatten(group["params"])
         if self.local is not None:
             self._sync_to_local()
-            self._shard(self.param_groups[-1:])
+            self.local.add_param_group(self._own(group))
+            self._sync_from_local()
 
-    def _shard(self, groups: list[dict]) -> None:
-        """These new groups have all parameters; give `local` those of this rank."""
-        parameters = [parameter for group in groups for parameter in group["params"]]
-        check_can_be_sharded(parameters, self.optimizer_cls)
-        self._choose_owners(parameters)
-        self._flatten(parameters)
-        own_groups = []
-        for group in groups:
-            own = [p for p in group["params"] if self.owners[p] == self.rank]  # maybe none
-            own_groups.append({**group, "params": own})
-        if self.local is None:
-            self.local = self.optimizer_cls(own_groups, **self.options)
-        else:
-            self.local.add_param_group(*own_groups)
-        self._sync_from_local()  # the options that they did not say
+    def _own(self, group: dict) -> dict:
+        """The same group with those parameters alone that this rank owns, maybe none."""
+        return {**group, "params": [p for p in group["params"] if self.owners[p] == self.rank]}
 
     def _choose_owners(self, parameters: list[nn.Parameter]) -> None:
         """Largest first (frozen ones last), to the rank that has least; alike on all ranks."""
@@ -91,8 +85,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             flat = members[0].detach().new_empty(sum(sizes))
             self.flats.append((owner, flat))
             for parameter, piece in zip(members, flat.split(sizes), strict=True):
-                self.views[parameter] = in_layout_of(parameter, piece).copy_(parameter.detach())
-                parameter.data = self.views[parameter]
+                strides = torch.empty_like(parameter, device="meta").stride()  # channels_last, too
+                view = piece.as_strided(parameter.shape, strides).copy_(parameter.detach())
+                self.views[parameter] = parameter.data = view
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -110,7 +105,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _sync_to_local(self) -> None:
         """Take over what was changed, such as a learning rate by a scheduler, or loaded."""
-        check_views(self.views)
+        for parameter, view in self.views.items():
+            if parameter.data_ptr() != view.data_ptr():
+                raise RuntimeError("a parameter has left its flat buffer: move or cast it before")
         for group, local in zip(self.param_groups, self.local.param_groups, strict=False):
             local.update({**group, "params": local["params"]})
         self.local.state = self.state
@@ -126,7 +123,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict | None) -> None:
         """Load what rank 0 passes: a whole state, saved at any world size or without sharding."""
-        super().load_state_dict(scatter_state(self, state_dict))
+        super().load_state_dict(own_state(self, state_dict))
 
 
 # ==================================================================================================
@@ -143,57 +140,31 @@ def check_can_be_sharded(parameters: list[nn.Parameter], optimizer_cls) -> None:
         raise ValueError("its train() and eval() would change the parameters of one rank alone")
 
 
-def check_views(views: dict) -> None:
-    for parameter, view in views.items():
-        if parameter.data_ptr() != view.data_ptr():
-            todo = "move or cast the model before, and change values by parameter.copy_()"
-            raise RuntimeError(f"a parameter has left its flat buffer: {todo}")
-
-
-def in_layout_of(parameter: nn.Parameter, flat: torch.Tensor) -> torch.Tensor:
-    """Flat memory, seen in a parameter's shape and strides (channels_last, transposed)."""
-    strides = torch.empty_like(parameter, device="meta").stride()  # meta: nothing is allocated
-    return flat.as_strided(parameter.shape, strides)
+on_cpu = partial(tree_map_only, torch.Tensor, torch.Tensor.cpu)  # a copy of what is on a GPU
 
 
 def gather_state(sharded: ShardedOptimizer, whole: dict) -> dict:
-    """Replace this rank's state by that of all, on rank 0."""
-    mine, whole["state"] = whole["state"], {}
-    for index, parameter in numbered(sharded, whole["param_groups"]):
-        state = from_rank(sharded.owners[parameter], mine.get(index), sharded.process_group)
-        if state and sharded.rank == 0:
-            whole["state"][index] = state
-    return whole
-
-
-def scatter_state(sharded: ShardedOptimizer, whole: dict | None) -> dict:
-    """This rank's part of the whole state that rank 0 has."""
-    given = whole["state"] if sharded.rank == 0 else {}
-    packed_groups = from_rank(0, whole and whole["param_groups"], sharded.process_group)
+    """Put the states of all ranks in place of this rank's own, on rank 0."""
+    own = on_cpu(whole["state"])
+    of_ranks = [{}] * len(sharded.loads)
+    received = of_ranks if sharded.rank == 0 else None
+    dist.gather_object(own, received, group=sharded.process_group, group_dst=0)
     state = {}
-    for index, parameter in numbered(sharded, packed_groups):
-        piece = from_rank(0, given.get(index), sharded.process_group)
-        if piece and sharded.owners[parameter] == sharded.rank:
-            state[index] = piece
-    return {"state": state, "param_groups": packed_groups}
+    for each in of_ranks:
+        state |= each
+    return {**whole, "state": dict(sorted(state.items()))}
 
 
-def numbered(sharded: ShardedOptimizer, packed_groups: list[dict]) -> list[tuple]:
-    """(number in a state_dict, parameter), of all."""
-    numbers = [number for packed in packed_groups for number in packed["params"]]
+def own_state(sharded: ShardedOptimizer, whole: dict | None) -> dict:
+    """This rank's part of the whole state that rank 0 has."""
+    received = [on_cpu(whole)]
+    dist.broadcast_object_list(received, group=sharded.process_group, group_src=0)
     parameters = [parameter for group in sharded.param_groups for parameter in group["params"]]
-    return list(zip(numbers, parameters, strict=False))
-
-
-def from_rank(source: int, values, process_group):
-    """On all ranks a copy, on CPU, of rank `source`'s values, however they are nested."""
-    box = [tree_map(copy_to_cpu, values)]
-    dist.broadcast_object_list(box, group=process_group, group_src=source)
-    return box[0]
-
-
-def copy_to_cpu(value):
-    return value.detach().to("cpu", copy=True) if torch.is_tensor(value) else value
+    own = {}
+    for number, state in received[0]["state"].items():
+        if sharded.owners[parameters[number]] == sharded.rank:
+            own[number] = state
+    return {**received[0], "state": own}
 
 
 def gather_objects(mine) -> list:
@@ -206,12 +177,13 @@ def gather_objects(mine) -> list:
 ADAMW = torch.optim.AdamW
 SHARDED_ADAMW = partial(ShardedOptimizer, optimizer_cls=ADAMW)
 TOLERANCE = 1e-12  # of the weights in verify: the same updates by the same gradients give 0
-MEMORY_LEGEND = "MB: 2^20 bytes, held: whole parameters and gradients, this rank's own state\n"
+MEMORY_LEGEND = "MB: 2^20 bytes, of the rank that has most, after a step\n"
 LEGEND = """\
-Percentiles over all steps of all ranks; optimizer: optimizer.step() alone, sync: the average of
-gradients before it (ZeRO1 takes it within), both p50; sent: by rank 0 to its sockets in a step;
-ZeRO: torch's ZeroRedundancyOptimizer, view: with its option parameters_as_bucket_view;
-/: ratio of the steps' p50s, below 1 is faster."""
+Percentiles over all steps of all ranks; forward, backward with the average of gradients, optimizer:
+p50; sent: by rank 0 to its sockets in a step; /: ratio of the p50s, below 1 is faster."""
+OPTIMIZERS_LEGEND = """\
+optimizer: optimizer.step() alone (ZeRO1 averages gradients within it); torch ZeRO: torch's
+ZeroRedundancyOptimizer; view: with its option parameters_as_bucket_view."""
 
 
 class LanguageModel(nn.Module):
@@ -234,66 +206,64 @@ class LanguageModel(nn.Module):
 
 def average_gradients(model: nn.Module) -> None:
     """Stage 03's way: one all-reduce of one flat tensor."""
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    gradients = [parameter.grad for parameter in model.parameters()]
     flat = nn.utils.parameters_to_vector(gradients).div_(dist.get_world_size())
     dist.all_reduce(flat)
     nn.utils.vector_to_parameters(flat, gradients)
 
 
-def verify(make_sharded, args, device):
-    """Train a classifier with a sharded AdamW and a twin with AdamW; compare all their weights.
+def verify(make_sharded, args, device) -> dict:
+    """Train a classifier with a sharded AdamW and a twin with AdamW; compare all their weights."""
+    from common import setup
 
-    Its first layer is frozen in epoch 1 and a new group in epoch 2; a scheduler lowers the rates.
-    """
-    from common import report, setup, timing
-
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    images, labels, *held_out = setup.load_equal_shares(args, device)
+    data = setup.load_equal_shares(args, device)
     twins = []
     for make_optimizer in (make_sharded, ADAMW):
-        model = setup.classifier(args.seed, images)
-        model[0].requires_grad_(False)
-        optimizer = make_optimizer(model[1:].parameters(), lr=3e-3)
-        twins.append((model, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)))
+        model = setup.classifier(args.seed, data[0])
+        twins.append((model, make_optimizer(model.parameters(), lr=1e-3), average_gradients))
+    train_twins(twins, data, args, device)
+    weights, expected = [model.state_dict() for model, _, _ in twins]
+    return compare(weights, expected, TOLERANCE, "unsharded AdamW")
+
+
+def train_twins(twins: list[tuple], data: list, args, device) -> None:
+    """Train models on the same shares of data: (model, its optimizer, what averages gradients)."""
+    from common import report, timing
+
+    images, labels, *held_out = data
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     watch = timing.Stopwatch(device)
     shuffle = torch.Generator().manual_seed(args.seed)
     for epoch in (1, 2):
-        if epoch == 2:
-            for model, optimizer, _ in twins:
-                first_layer = list(model[0].requires_grad_(True).parameters())
-                optimizer.add_param_group({"params": first_layer, "lr": 1e-3})
         order = torch.randperm(len(images), generator=shuffle)
         for step, union in enumerate(order.split(64 * world_size), 1):
             shard = union[rank::world_size]
-            watch.mark("start")
-            for model, optimizer, scheduler in twins:
-                optimizer.zero_grad()
-                loss = F.cross_entropy(model(images[shard]), labels[shard])
-                loss.backward()
-                average_gradients(model)
-                optimizer.step()
-                scheduler.step()
-            watch.mark("end")
-            times = {"step of both": watch.seconds("start", "end")}
+            with watch.phase("step"):
+                for model, optimizer, average in twins:
+                    optimizer.zero_grad()
+                    loss = F.cross_entropy(model(images[shard]), labels[shard])
+                    loss.backward()
+                    average(model)
+                    optimizer.step()
+            times = {"step of both": watch.seconds("step starts", "step ends")}
             report.log_step(args, epoch, step, loss, times)
-        accuracy = report.evaluate(epoch, twins[0][0], *held_out)
-    weights, expected = [model.state_dict() for model, _, _ in twins]
-    worst = largest_distance(weights, expected, TOLERANCE, "unsharded AdamW")
-    setup.say(
-        f"verify: passed, all ranks are at most {worst:.1e} away from unsharded AdamW"
-        f" (allowed: {TOLERANCE:.0e})\n"
-    )
-    return {"max_abs_diff": worst, "tolerance": TOLERANCE, "passed": True, "accuracy": accuracy}
+        report.evaluate(epoch, twins[0][0], *held_out)
 
 
-def largest_distance(weights: dict, expected: dict, tolerance: float, theirs: str) -> float:
-    """How far apart any weights are, on any rank; above the tolerance it ends the run."""
+def compare(weights: dict, expected: dict, tolerance: float, theirs: str) -> dict:
+    """Say how far apart any weights are, on any rank; above the tolerance end the run."""
+    from common import setup
+
     distances = [(weights[name] - weight).abs().max() for name, weight in expected.items()]
     worst = torch.stack(distances).max()
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     if not worst <= tolerance:
         sys.exit(f"verify: FAILED, a weight is {worst:.1e} away from {theirs}")
-    return worst.item()
+    setup.say(
+        f"verify: passed, all ranks are at most {worst:.1e} away from {theirs}"
+        f" (allowed: {tolerance:.0e})\n"
+    )
+    return {"max_abs_diff": worst.item(), "tolerance": tolerance, "passed": True}
 
 
 class Training:
@@ -339,22 +309,17 @@ class Training:
         from common.report import held_bytes
 
         parameters = list(self.model.parameters())
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        return [held_bytes(part) for part in (parameters, gradients, state_of(self.optimizer))]
+        gradients = [parameter.grad for parameter in parameters]
+        local = getattr(self.optimizer, "local", self.optimizer)  # a sharded one's own part
+        state = [value for values in local.state.values() for value in values.values()]
+        return [held_bytes(part) for part in (parameters, gradients, state)]
 
 
-def state_of(optimizer) -> list[torch.Tensor]:
-    """Its tensors on this rank: sharded ones keep the optimizer that has them as local or optim."""
-    optimizer = getattr(optimizer, "local", getattr(optimizer, "optim", optimizer))
-    states = [value for state in optimizer.state.values() for value in state.values()]
-    return [value for value in states if torch.is_tensor(value)]
-
-
-def sent_bytes(step) -> int | None:
-    """What this rank writes in one more step, to sockets too; None where the system is silent."""
+def sent_bytes(step) -> float:
+    """What this rank writes in one more step, to sockets too; nan where the system is silent."""
     counters = Path("/proc/self/io")
     if not counters.exists():
-        return None
+        return float("nan")
     written = []
     for call in (dist.barrier, step):
         call()
@@ -362,97 +327,77 @@ def sent_bytes(step) -> int | None:
     return written[1] - written[0]
 
 
-def account(training: Training) -> dict:
-    """What each rank holds around the second optimizer step (the first one makes the state).
-
-    Returns {moment: [rank][bytes of parameters, gradients, optimizer state]}.
-    """
-    built = gather_objects(training.held_parts())
-    training.step()
-    training.compute_gradients()
-    before = gather_objects(training.held_parts())
-    training.optimizer.step()
-    after = gather_objects(training.held_parts())
-    return {"model built": built, "before the step": before, "after the step": after}
-
-
-def print_memory(memory: dict[str, dict]) -> None:
-    """The table: a row for each optimizer and moment, with the state of every rank."""
-    from common import report, setup
+def print_memory(memory: dict[str, list], parts: list[str]) -> None:
+    """The table of {candidate: [rank][bytes of each part]}: of the rank that has most."""
+    from common import report
 
     rows = []
-    for name, moments in memory.items():
-        for moment, all_ranks in moments.items():
-            parameters, gradients, _ = all_ranks[0]  # all ranks have the same
-            held = [parameters, gradients, *[state for _, _, state in all_ranks]]
-            rows.append([f"{name}, {moment}", *[f"{part / 2**20:.1f}" for part in held]])
-    ranks = [f"state, rank {rank}" for rank in range(dist.get_world_size())]
-    report.print_table(["MB", "parameters", "gradients", *ranks], rows)
-    setup.say(MEMORY_LEGEND)
+    for name, all_ranks in memory.items():
+        most = max(all_ranks, key=sum)
+        rows.append([name, *[f"{part / 2**20:,.1f}" for part in [*most, sum(most)]]])
+    report.print_table(["MB", *parts, "at most"], rows)
 
 
 def benchmark(optimizers: dict, args, device, batch_shape) -> dict:
     """AdamW unsharded, this stage's, torch's ZeRO: what ranks hold, and times of their steps."""
     from zero1 import ZeRO1
 
-    from common import setup, timing
+    from common import setup
 
-    measured = optimizers
+    if not args.no_baseline:
+        optimizers = {"AdamW": ADAMW, **optimizers}
+    new = partial(Training, args, device, batch_shape)
+    candidates = {name: new(make_optimizer) for name, make_optimizer in optimizers.items()}
+    memory = {}
+    for name, training in candidates.items():
+        training.step()  # the first one makes the state
+        memory[name] = gather_objects(training.held_parts())
+    print_memory(memory, ["parameters", "gradients", "optimizer state"])
+    setup.say(MEMORY_LEGEND)
     if not args.no_baseline:
         zero = partial(ZeroRedundancyOptimizer, optimizer_class=ADAMW)
-        view = partial(zero, parameters_as_bucket_view=True)
-        optimizers = {"AdamW": ADAMW, **optimizers}
-        measured = {**optimizers, "torch ZeRO": zero, "torch ZeRO view": view}
-    candidates = {}
-    for name, make_optimizer in measured.items():
-        candidates[name] = Training(args, device, batch_shape, make_optimizer)
-    memory = {name: account(candidates[name]) for name in optimizers}
-    print_memory(memory)
-    zero1 = partial(ZeRO1, optimizer_cls=ADAMW)  # it averages gradients itself
-    candidates["ZeRO1"] = Training(args, device, batch_shape, zero1, finish=lambda _: None)
+        candidates["torch ZeRO"] = new(zero)
+        candidates["torch ZeRO view"] = new(partial(zero, parameters_as_bucket_view=True))
+        zero1 = partial(ZeRO1, optimizer_cls=ADAMW)  # it averages gradients itself
+        candidates["ZeRO1"] = new(zero1, finish=lambda _: None)
+    rows = time_steps(candidates, args, "torch ZeRO")
+    setup.say(OPTIMIZERS_LEGEND)
+    return {"memory_bytes": memory, "candidates": rows}
+
+
+def time_steps(candidates: dict[str, Training], args, baseline: str) -> list[dict]:
+    """Measure their steps in turn, and print them; returns rows of the JSON."""
+    from common import setup, timing
 
     steps = {name: training.step for name, training in candidates.items()}
     samples = timing.measure(steps, args.steps, args.warmup, setup.wire())
     for name, step in steps.items():
         samples[name]["sent_bytes"] = sent_bytes(step)
-        samples[name]["collectives_per_step"] = timing.count_collectives(step)
     timing.profile(steps, args.trace)
-    print_times(samples, setup.wire().dilation if setup.wire() else 1.0)
-    rows = [{"name": name, **times} for name, times in samples.items()]
-    return {"memory_bytes": memory, "candidates": rows}
+    print_steps(samples, baseline)
+    return [{"name": name, **times} for name, times in samples.items()]
 
 
-def print_times(samples: dict[str, dict], dilation: float) -> None:
-    """The table: a row per candidate; its times are ÷ dilation."""
+def print_steps(samples: dict[str, dict], baseline: str) -> None:
+    """The table: a row per candidate; its times are ÷ the emulated network's dilation."""
     from common import report, setup
 
+    dilation = setup.wire().dilation if setup.wire() else 1.0
+    theirs = samples.get(baseline, {}).get("step_seconds")
     rows = []
     for name, times in samples.items():
         row = [name, *report.milliseconds(torch.tensor(times["step_seconds"]) / dilation)]
-        for part in ("optimizer_seconds", "exposed_comm_seconds"):
-            row.append(f"{1000 * report.percentiles(times[part])[0] / dilation:.1f}")
-        for other in ("torch ZeRO", "torch ZeRO view"):
-            theirs = samples.get(other, {}).get("step_seconds")
-            row.append(report.ratio(times["step_seconds"], theirs))
-        sent = times["sent_bytes"]
-        rows.append([*row, "-" if sent is None else f"{sent / 2**20:.1f}"])
-    header = ["step, ms", "p50", "p75", "p90", "p95", "optimizer", "sync"]
-    report.print_table([*header, "/ZeRO", "/ZeRO view", "sent MB"], rows)
+        for part in ("forward", "backward", "optimizer"):
+            row += report.milliseconds(torch.tensor(times[f"{part}_seconds"]) / dilation)[:1]
+        sent = f"{times['sent_bytes'] / 2**20:.1f}"
+        rows.append([*row, sent, report.ratio(times["step_seconds"], theirs)])
+    header = ["step, ms", "p50", "p75", "p90", "p95", "forward", "backward", "optimizer"]
+    report.print_table([*header, "sent MB", f"/{baseline}"], rows)
     setup.say(LEGEND)
 
 
-def of_adamw(sharded):
-    """A class of the user's own, called as the others are."""
-
-    def make_optimizer(params, **options):
-        return sharded(params, ADAMW, **options)
-
-    return make_optimizer
-
-
 def main():
-    folder = Path(__file__).resolve().parent
-    sys.path[:0] = [str(folder), str(folder.parent)]
+    sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[:2]]
     try:
         from common import report, setup
     except ModuleNotFoundError as error:
@@ -460,17 +405,13 @@ def main():
     args = setup.stage_arguments(__doc__, steps=10)
     optimizers = {"ShardedOptimizer": SHARDED_ADAMW}
     for name, mine in setup.users_class(args).items():
-        optimizers[name] = of_adamw(mine)
+        optimizers[name] = partial(mine, optimizer_cls=ADAMW)
     with setup.process_group(args.device, args.backend, args.timeout, args.network) as device:
         result = report.begin("06_sharded_optimizer", args, device)
         replicas = len(optimizers) if args.no_baseline else len(optimizers) + 4
         model = result["model"] = report.describe(LanguageModel, args, replicas)
-        result["verify"] = None
-        if not args.no_verify:
-            for name in reversed(optimizers):
-                if args.mine:
-                    setup.say(f"verify: {name}")
-                result["verify"] = verify(optimizers[name], args, device)
+        *_, last = optimizers.values()  # a class of the user's own, if there is one
+        result["verify"] = None if args.no_verify else verify(last, args, device)
         batch_shape = model["batch_size"], model["context_length"]
         result |= benchmark(optimizers, args, device, batch_shape)
         report.write_json(args.json, result)

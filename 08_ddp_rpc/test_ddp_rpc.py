@@ -22,8 +22,8 @@ QUICK = [SCRIPT, "--warmup-cycles", 1, "--steps", 20]
 
 
 def test_batches_are_what_the_benchmark_draws():
-    args = SimpleNamespace(servers=3, embedding_dim=512)
-    for indices, offsets, targets in islice(ddp_rpc.random_batches(args, 30, seed=1), 500):
+    args = SimpleNamespace(servers=3, embedding_dim=512, embeddings=30)
+    for indices, offsets, targets in islice(ddp_rpc.random_batches(args, seed=1), 500):
         bags = torch.diff(offsets, append=torch.tensor([len(indices)]))
         assert 20 <= len(indices) <= 50 and 0 <= indices.min() and indices.max() < 30
         assert offsets[0] == 0 and 1 <= bags.min() and bags.max() <= 10
@@ -35,35 +35,29 @@ def bytes_of_a_step(indices, offsets, servers, embedding_dim):
     return servers * (8 * len(indices) + 8 * len(offsets) + 2 * 4 * embedding_dim * len(offsets))
 
 
-full = pytest.mark.full
-LAYOUTS = [(2, 2, 300), *[pytest.param(*each, marks=full) for each in ((1, 3, 31), (3, 1, 20_000))]]
-
-
-@pytest.mark.parametrize("trainers, servers, embeddings", LAYOUTS)
-def test_layouts_verify_train_and_count(script, tmp_path, trainers, servers, embeddings):
-    """Examples, and bytes, which grow with the batch and not with the tables."""
-    words = ["--trainers", trainers, "--servers", servers, "--embeddings", embeddings]
-    words += ["--json", tmp_path / "out.json"]
-    status, output = script([sys.executable, *QUICK, *words]).wait(220)
+@pytest.mark.parametrize("trainers, servers", [(2, 2), pytest.param(1, 3, marks=pytest.mark.full)])
+def test_what_is_verified_trained_and_counted(script, tmp_path, trainers, servers):
+    """Examples, bytes, and what lookups take: a round trip, or one for each server."""
+    words = ["--trainers", trainers, "--servers", servers, "--embeddings", 31]
+    words += ["--round-trip-ms", 10, "--json", tmp_path / "out.json"]
+    status, output = script([sys.executable, *QUICK, *words]).wait()
     assert status == 0 and output.count("verify: passed") == 2 and "Warning" not in output, output
     result = testing.read_json(tmp_path / "out.json", "08_ddp_rpc")
     assert len(result["epochs"]) == trainers and result["verify"]["max_abs_diff"] <= 1e-5
     args = SimpleNamespace(**result["options"])
-    for rank, of_lookups in enumerate(result["epochs"]):
-        batches = ddp_rpc.random_batches(args, embeddings, rank)
-        epochs = [list(islice(batches, 10)) for _ in range(6)]
-        in_turn = [of_lookups[number % 2][number // 2] for number in range(4)]
-        for batches, measured in zip(epochs[2:], in_turn, strict=True):  # two were to warm up
+    for rank, epochs in enumerate(result["epochs"]):
+        all_batches = islice(ddp_rpc.random_batches(args, rank), 20, None)  # 20 were to warm up
+        assert len(epochs) == 2
+        for number, measured in enumerate([*epochs[0], *epochs[1]]):
             seconds, waited, message_bytes, examples = measured
-            assert 0 < waited < seconds and examples == sum(len(each[1]) for each in batches)
+            batches = list(islice(all_batches, 10))
+            assert examples == sum(len(offsets) for _, offsets, _ in batches)
             steps = [bytes_of_a_step(*each[:2], servers, args.embedding_dim) for each in batches]
             assert message_bytes == sum(steps)
+            assert 10 * 0.01 * (servers if number % 2 else 1) <= waited < seconds
 
 
-@pytest.mark.parametrize(
-    "lookup, expected",
-    [("parallel", ["ask", "ask", "wait"]), ("sequential", ["ask", "wait", "ask", "wait"])],
-)
+@pytest.mark.parametrize("lookup, expected", [("parallel", "ask ask"), ("sequential", "ask wait")])
 def test_all_servers_are_asked_before_an_answer_is_awaited(lookup, expected, monkeypatch):
     calls = []
     answers = [torch.zeros(3)] * 2
@@ -76,11 +70,10 @@ def test_all_servers_are_asked_before_an_answer_is_awaited(lookup, expected, mon
     monkeypatch.setattr(torch.futures, "wait_all", lambda _: calls.append("wait") or answers)
     monkeypatch.setattr(rpc, "rpc_sync", ask_and_wait)
     tables = [SimpleNamespace(owner=lambda: "ps0")] * 2
-    model = SimpleNamespace(tables=tables, lookup=lookup, round_trip=0.1)
+    model = SimpleNamespace(tables=tables, lookup=lookup, round_trip=0.0)
     model.lookup_seconds, model.message_bytes = 0.0, 0
     ddp_rpc.HybridModel.ask_servers(model, torch.zeros(4), torch.zeros(1))
-    assert calls == expected and 0.1 * expected.count("wait") <= model.lookup_seconds
-    assert model.message_bytes == 2 * (16 + 4) + 2 * 2 * 12
+    assert " ".join(calls[:2]) == expected
 
 
 GROUP = "dist.new_group([dist.get_rank()], use_local_synchronization=True)"
@@ -99,7 +92,7 @@ def test_verify_notices_wrong_training(script, tmp_path, right, wrong, said):
     assert text.count(right) == 1
     (tmp_path / "ddp_rpc.py").write_text(text.replace(right, wrong))
     shutil.copytree(FOLDER.parent / "common", tmp_path / "common")
-    words = ["--trainers", 2, "--servers", 1, "--steps", 10]
+    words = ["--servers", 1, "--steps", 10]
     status, output = script([sys.executable, tmp_path / "ddp_rpc.py", *words]).wait()
     assert status == 1 and "verify FAILED" in output and said in output, output
 
@@ -111,11 +104,9 @@ VERIFIED = "verify: passed"  # training begins
 
 
 def process_of(run, name):
-    """The process of the run that has this role: they start in the order of their ranks."""
-    commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in run.processes()}
-    ranks = sorted(pid for pid, command in commands.items() if b"spawn_main" in command)
+    """The process of the run that has this role: the last ones, in the order of their ranks."""
     names = ["master", "trainer0", "trainer1", "ps0", "ps1"]
-    return dict(zip(names, ranks, strict=True))[name]
+    return dict(zip(names, sorted(run.processes())[-5:], strict=True))[name]
 
 
 @needs_proc
@@ -131,17 +122,15 @@ def test_when_a_process_is_killed_all_end(script, name):
 
 
 @needs_proc
-@pytest.mark.parametrize(
-    "number, expected", [(signal.SIGINT, 1), pytest.param(signal.SIGKILL, -9, marks=full)]
-)
-def test_when_the_launcher_is_ended_all_end(script, number, expected):
+@pytest.mark.full
+@pytest.mark.parametrize("end, number, expected", [(os.killpg, 2, 1), (os.kill, 9, -9)])
+def test_when_the_launcher_is_ended_all_end(script, end, number, expected):
+    """Ctrl-C at a terminal reaches all processes; a SIGKILL the launcher alone."""
     run = script(ENDLESS)
     wait_for_line(run, VERIFIED)
-    end = os.killpg if number == signal.SIGINT else os.kill  # as the terminal does
     end(run.process.pid, number)
     status, output = run.wait(30)  # fails if a process is left
     assert status == expected and "Traceback" not in output, output
-    assert ("interrupted\n" in output) == (number == signal.SIGINT)
 
 
 @needs_proc
@@ -152,42 +141,32 @@ def test_a_process_that_does_not_respond_is_named(script, name):
     wait_for_line(run, VERIFIED)
     os.kill(process_of(run, name), signal.SIGSTOP)
     status, output = run.wait(60)
-    assert status == 1, output
-    assert f"error: --timeout 10 s are over; no sign of life from {name}\n" in output, output
+    assert status == 1 and f"no answer within --timeout 10 s from {name}\n" in output, output
 
 
 # The command line.
 
 
-@pytest.mark.parametrize(
-    "words, expected",
-    [
-        ("", (2, 2, 256, 5)),
-        ("--nproc 8 --warmup-cycles 0", (8, 8, 64, 0)),  # columns: the fewest that make rows of 512
-        ("--nproc 3 --trainers 1 --servers 12", (1, 12, 128, 5)),
-        ("--number-trainers 3 --number-ps 16 --number-embeddings 300", (3, 16, 32, 5)),
-    ],
-)
-def test_layout_and_upstreams_names_of_flags(words, expected, monkeypatch):
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *words.split()])
-    args = ddp_rpc.read_arguments()
-    assert (args.trainers, args.servers, args.embedding_dim, args.warmup_cycles) == expected
-    assert args.embeddings == 300
+def test_layouts_and_upstreams_names_of_flags(monkeypatch):
+    """A table has the fewest columns that make rows of 512."""
+    for words, expected in {
+        "": (2, 2, 256),
+        "--nproc 3 --trainers 1 --servers 12": (1, 12, 128),
+        "--number-trainers 3 --number-ps 16 --number-embeddings 300": (3, 16, 32),
+    }.items():
+        monkeypatch.setattr(sys, "argv", [str(SCRIPT), *words.split()])
+        args = ddp_rpc.read_arguments()
+        assert (args.trainers, args.servers, args.embedding_dim) == expected
+        assert args.embeddings == 300
 
 
-WRONG = [
-    ("--trainers 100000", "argument --trainers/--number-trainers: '100000' is not a whole number"),
-    ("--nproc 8 --embedding-dim 100", "argument --embedding-dim: '100' is not a multiple of 64: "),
-    ("--steps 0", "argument --steps: '0' is not a whole number from 1"),
-    ("--round-trip-ms 2s", "argument --round-trip-ms: "),
-]
-if not torch.cuda.is_available():
-    WRONG.append(("--device cuda", "argument --device: invalid choice: 'cuda'"))
-
-
-@pytest.mark.parametrize("words, said", WRONG)
-def test_wrong_input_is_one_line(refusal, words, said):
-    assert refusal(ddp_rpc.main, SCRIPT, *words.split()).startswith(said)
+def test_wrong_input_is_one_line(refusal):
+    for words, said in {
+        "--trainers 100000": "--trainers/--number-trainers: '100000' is not a whole number",
+        "--nproc 8 --embedding-dim 100": "--embedding-dim: '100' is not a multiple of 64: ",
+        "--round-trip-ms 2s": "--round-trip-ms: ",
+    }.items():
+        assert refusal(ddp_rpc.main, SCRIPT, *words.split()).startswith(f"argument {said}")
 
 
 def test_file_alone(tmp_path):

@@ -28,8 +28,9 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
 
-UNITS = {"mbit": 1e6 / 8, "gbit": 1e9 / 8, "s": 1.0, "ms": 1e-3, "us": 1e-6, "0": 0.0}
+UNITS = {"mbit": 1e6 / 8, "gbit": 1e9 / 8, "ms": 1e-3, "us": 1e-6}
 DELAYS_PER_STEP = 2  # gloo's receiver says first that it is ready; then the data comes
 
 
@@ -43,24 +44,21 @@ class Network(NamedTuple):
 
 def read_network(text: str) -> Network:
     """Read 1gbit,1ms or 1gbit,1ms,1. ValueError for what is no rate and delay."""
-    form = r"(\d*\.?\d+)(mbit|gbit),(?:(\d*\.?\d+)(s|ms|us)|0)(?:,([12]))?"
-    if fields := re.fullmatch(form, text):
-        rate, rate_unit, delay, delay_unit, calls = fields.groups(default="0")
-        rate, delay = float(rate) * UNITS[rate_unit], float(delay) * UNITS[delay_unit]
-        if 0.1e6 <= rate <= 1e12 and delay <= 10:
-            return Network(rate, delay, int(calls) or 2)
-    raise ValueError(
-        f"{text!r} is not a rate, a delay and perhaps 1 or 2 calls at once: 1gbit,1ms or 1gbit,0,1"
-    )
+    form = r"(\d*\.?\d+)(mbit|gbit),(?:(\d*\.?\d+)(ms|us)|0)(?:,([12]))?"
+    fields = re.fullmatch(form, text)
+    if not fields or float(fields[1]) == 0:
+        raise ValueError(f"{text!r} is not a rate, a delay and perhaps 1 or 2 calls: 1gbit,1ms,1")
+    rate, rate_unit, delay, delay_unit, calls_at_once = fields.groups()
+    delay = float(delay) * UNITS[delay_unit] if delay else 0.0
+    return Network(float(rate) * UNITS[rate_unit], delay, int(calls_at_once or 2))
 
 
 class Cost(NamedTuple):
     """What a rank of n does in a collective of gloo: steps · (n−1) messages, one after another,
-    and share · (n−1)/n of the tensor; where it does not grow with n, as one other rank would."""
+    and share · (n−1)/n of the tensor."""
 
     steps: int
     share: int
-    grows: bool = True
 
 
 ALL_REDUCES = ["allreduce", "allreduce_coalesced", "reduce", "reduce_scatter"]
@@ -70,7 +68,7 @@ ALL_GATHERS += ["all_gather_single_coalesced", "alltoall", "alltoall_base", "all
 COSTS = {
     **dict.fromkeys(ALL_REDUCES, Cost(steps=2, share=2)),  # gloo's reduce-scatter is an all-reduce
     **dict.fromkeys(ALL_GATHERS, Cost(steps=1, share=1)),
-    "broadcast": Cost(steps=1, share=2, grows=False),
+    "broadcast": Cost(steps=1, share=2),
 }
 AS_GLOO = ["gather", "gather_single", "gather_into_tensor", "scatter", "send", "recv"]
 AS_GLOO += ["recv_anysource", "barrier", "monitored_barrier"]
@@ -102,10 +100,10 @@ class Wire:
 
     def cost(self, name: str, size_bytes: int, world_size: int) -> tuple[float, float]:
         """Seconds for which a collective takes the wire, and those until its last byte arrives."""
-        steps, share, grows = COSTS[name]
-        n = world_size if grows else min(world_size, 2)
-        bytes_sent = share * (n - 1) / n * size_bytes
-        return bytes_sent / self.rate, DELAYS_PER_STEP * steps * (n - 1) * self.delay
+        steps, share = COSTS[name]
+        others = world_size - 1
+        bytes_sent = share * others / world_size * size_bytes
+        return bytes_sent / self.rate, DELAYS_PER_STEP * steps * others * self.delay
 
     def deliver(self) -> None:
         """Find out when calls are delivered that all ranks have launched, in order of launch."""
@@ -156,11 +154,10 @@ class SlowWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        if not self.gloos_work.is_completed():
-            return False
         if all(call.launch_times.is_completed() for call in self.pending_calls()):
             wire.deliver()
-        return self.delivered_at is not None and self.delivered_at <= time.monotonic()
+        is_here = self.delivered_at is not None and self.delivered_at <= time.monotonic()
+        return is_here and self.gloos_work.is_completed()
 
     def pending_calls(self) -> list:
         """Those of its group that have no delivery time yet, up to this one."""
@@ -212,30 +209,16 @@ class SlowProcessGroup(dist.ProcessGroup):
         size_bytes = max(sum(tensor.nbytes for tensor in each) for each in (outputs, inputs))
         return SlowWork(self, name, outputs, work, size_bytes)
 
-    def launch_each(self, name: str, outputs: list, inputs: list, *options) -> dist.Work:
-        """What torch's C++ asks for a DTensor, nearly always of one tensor; returns the last."""
-        pairs = zip(outputs, inputs, strict=True)
-        *others, last = [self.launch(name, *pair, *options) for pair in pairs]
-        for work in others:
-            work.wait()
-        return last
-
 
 # (The methods of ProcessGroup would find gloo, too, but keep Python's lock while they wait for its
 # threads: a deadlock.)
 for method in (*COSTS, *AS_GLOO):
     setattr(SlowProcessGroup, method, partialmethod(SlowProcessGroup.launch, method))
-each = partialmethod(SlowProcessGroup.launch_each, "_allgather_base")
-SlowProcessGroup.allgather_into_tensor_coalesced = each
-each = partialmethod(SlowProcessGroup.launch_each, "_reduce_scatter_base")
-SlowProcessGroup.reduce_scatter_tensor_coalesced = each
 
 
 def tensors_in(argument) -> list[torch.Tensor]:
-    """A tensor, or all in a list or a list of lists; none in what else a call is given."""
-    if isinstance(argument, torch.Tensor):
-        return [argument]
-    return sum(map(tensors_in, argument), []) if isinstance(argument, list | tuple) else []
+    """All, however they are nested; none in the options of a call."""
+    return [leaf for leaf in tree_leaves(argument) if isinstance(leaf, torch.Tensor)]
 
 
 real_get_backend = dist.get_backend

@@ -5,7 +5,6 @@ import os
 import platform
 import re
 import sys
-import tempfile
 from collections.abc import Callable, Iterable
 from datetime import datetime, timezone
 from pathlib import Path
@@ -14,7 +13,7 @@ import numpy
 import torch
 import torch.distributed as dist
 
-from common.setup import SIZES, fail, say, wire
+from common.setup import SIZES, fail, is_rank_0, say, wire
 
 
 def percentiles(samples: list) -> list[float]:
@@ -66,14 +65,13 @@ def describe(model_class, args, replicas: int) -> dict:
     )
     system = Path("/proc/meminfo")
     if system.exists() and not torch.cuda.is_available():  # a GPU says itself when it is full
-        ranks = int(os.environ["LOCAL_WORLD_SIZE"])
+        available = 1024 * int(re.search(r"MemAvailable: *(\d+)", system.read_text())[1])
         replica = 5 * parameters * getattr(torch, args.dtype).itemsize  # gradient, moments, bucket
-        needed = ranks * replicas * replica / 1e9
-        available = int(re.search(r"MemAvailable: *(\d+)", system.read_text())[1]) * 1024 / 1e9
+        needed = int(os.environ["LOCAL_WORLD_SIZE"]) * replicas * replica
         if needed > available:
             fail(
-                f"{ranks} ranks with {replicas} models each need {needed:.1f} GB of memory, and "
-                f"this host has {available:.1f} left: use fewer ranks or a smaller model"
+                f"argument --size: '{args.size}' needs {needed / 1e9:.1f} GB of memory for all "
+                f"ranks, and {available / 1e9:.1f} are available: use fewer ranks or a smaller size"
             )
     return model
 
@@ -81,7 +79,7 @@ def describe(model_class, args, replicas: int) -> dict:
 def log_step(args, epoch: int, step: int, loss: torch.Tensor, times: dict[str, float]) -> None:
     """A line of verify, where --log-every wants one; `times`: seconds by names as in the JSON."""
     if args.log_every and step % args.log_every == 0:
-        parts = [f"{name.split('_')[0]} {1000 * time:.2f} ms" for name, time in times.items()]
+        parts = [f"{name} {1000 * seconds:.2f} ms" for name, seconds in times.items()]
         say(f"verify: epoch {epoch}, step {step}: loss {loss:.4f}, {', '.join(parts)}")
 
 
@@ -98,13 +96,12 @@ def evaluate(epoch: int, model, images: torch.Tensor, labels: torch.Tensor) -> f
 def compare_weights(module: torch.nn.Module, twin: torch.nn.Module) -> dict:
     """End the run unless all ranks hold the same weights, and those of the twin; float64."""
     tolerance = 1e-10  # after hundreds of steps; rounding alone stays far below
-    mine = torch.nn.utils.parameters_to_vector(module.parameters()).detach()
-    replicas = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(replicas, mine)
-    if not all(torch.equal(replica, mine) for replica in replicas):
+    local = torch.nn.utils.parameters_to_vector(module.parameters()).detach()
+    replicas = [torch.empty_like(local) for _ in range(dist.get_world_size())]
+    dist.all_gather(replicas, local)
+    if not all(torch.equal(replica, local) for replica in replicas):
         sys.exit("verify: FAILED, the ranks hold different weights")
-    expected = torch.nn.utils.parameters_to_vector(twin.parameters())
-    worst = (mine - expected).abs().max().item()
+    worst = (local - torch.nn.utils.parameters_to_vector(twin.parameters())).abs().max().item()
     if not worst <= tolerance:
         sys.exit(f"verify: FAILED, a weight is {worst:.1e} away from single-process training")
     say(
@@ -123,16 +120,17 @@ o = {:.2f} ms a call, w = {:.3f} GB/s; /torch DDP: below 1 is faster (p50)."""
 
 def print_steps(result: dict) -> None:
     """The table of stages 02 to 05, a row per candidate of the JSON; its times are ÷ dilation."""
-    model, costs, dilation = result["model"], result["all_reduce"], result["dilation"]
-    call, bandwidth = costs["call_seconds"] / dilation, costs["bytes_per_second"] * dilation
+    model, dilation = result["model"], result["dilation"]
+    call = result["all_reduce"]["call_seconds"] / dilation
+    bandwidth = result["all_reduce"]["bytes_per_second"] * dilation
     size_bytes = model["parameters"] * getattr(torch, model["dtype"]).itemsize
     tokens = model["batch_size"] * model["context_length"] * result["world_size"]
     steps = {times["name"]: times["step_seconds"] for times in result["candidates"]}
     rows = []
     for times in result["candidates"]:
         seconds = numpy.array(times["step_seconds"]) / dilation
-        exposed = percentiles(times["exposed_comm_seconds"])[0] / dilation
         step = percentiles(seconds)[0]
+        exposed = percentiles(times["exposed_comm_seconds"])[0] / dilation
         calls = times["collectives_per_step"]
         alone = calls * call + size_bytes / bandwidth if calls else 0.0
         row = [times["name"], *milliseconds(seconds), f"{tokens / step:.0f}"]
@@ -146,18 +144,16 @@ def print_steps(result: dict) -> None:
 def begin(stage: str, args, device: torch.device) -> dict:
     """Print what runs and where; returns the head of the JSON, as common/README.md lists it."""
     world_size, threads = dist.get_world_size(), torch.get_num_threads()
-    carrier = f"{dist.get_backend()} on {device.type}"
+    where = f"{dist.get_backend()} on {device.type}"
     if args.network:
-        carrier += f" behind an emulated network of {args.network}"
-    say(
-        f"{stage}: torch {torch.__version__}, {carrier}, {world_size} ranks, "
-        f"threads per rank: {threads}"
-    )
+        where += f" behind an emulated network of {args.network}"
+    ranks = f"{world_size} ranks, threads per rank: {threads}"
+    say(f"{stage}: torch {torch.__version__}, {where}, {ranks}")
     dilation = wire().dilation if wire() else 1.0
     if dilation > 1:
         cores = f"{world_size} ranks share {world_size * threads / dilation:g} cores"
         say(f"{cores}: one second there takes {dilation:g} here, and times below are those there")
-    on_cuda = device.type == "cuda"
+    name = torch.cuda.get_device_name() if device.type == "cuda" else processor_name()
     return {
         "stage": stage,
         "torch": torch.__version__,
@@ -165,7 +161,7 @@ def begin(stage: str, args, device: torch.device) -> dict:
         "network": args.network,
         "dilation": dilation,
         "device": device.type,
-        "device_name": torch.cuda.get_device_name(device) if on_cuda else processor_name(),
+        "device_name": name,
         "world_size": world_size,
         "threads_per_rank": threads,
         "options": dict(vars(args)),
@@ -174,10 +170,10 @@ def begin(stage: str, args, device: torch.device) -> dict:
 
 
 def processor_name() -> str:
-    """The processor's model, where the system tells."""
+    """The processor's model, where Linux tells; elsewhere its architecture."""
     system = Path("/proc/cpuinfo")
     found = re.search(r"model name\s*: (.*)", system.read_text()) if system.exists() else None
-    return found[1] if found else platform.processor() or platform.machine()
+    return found[1] if found else platform.machine()
 
 
 def write_json(path: Path | None, result: dict) -> None:
@@ -185,7 +181,7 @@ def write_json(path: Path | None, result: dict) -> None:
 
     It is written beside the file and renamed, so that there is a whole one at any time.
     """
-    if path is None or (dist.is_initialized() and dist.get_rank() != 0):
+    if path is None or not is_rank_0():
         return
     result["seconds"] = (datetime.now(timezone.utc) - result["started"]).total_seconds()
     finite = json.loads(json.dumps(result, default=str), parse_constant=lambda _: None)
@@ -208,33 +204,21 @@ def peak_bytes(function: Callable[[], object], device: torch.device) -> int:
     what a thread of gloo gives back.
     """
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         function()
-        torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
     # torch's profiler sees what gloo and compiled code take, too; its MemTracker does not.
     # acc_events: torch 2.12 warns that a profiler without it forgets earlier cycles.
     cpu = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=cpu, profile_memory=True, acc_events=True) as profiler:
         function()
-        if dist.is_initialized():
-            dist.barrier()  # gloo's threads have given back what they worked on
-    with tempfile.NamedTemporaryFile(suffix=".json") as trace:
-        profiler.export_chrome_trace(trace.name)
-        events = json.loads(Path(trace.name).read_text())["traceEvents"]
-    events = [event for event in events if event.get("name") == "[memory]"]
-    blocks = {}  # that the function has taken and not given back: address -> bytes
-    total = 0
+        dist.barrier()  # gloo's threads have given back what they worked on
+    events = profiler.profiler.kineto_results.events()
+    changes = [event for event in events if event.name() == "[memory]"]
+    held = 0
     peak = 0
-    for event in sorted(events, key=lambda event: event["ts"]):
-        address, size = event["args"]["Addr"], event["args"]["Bytes"]  # below 0: given back
-        # What is given back is looked up here: for a block from before the call the profiler may
-        # say the size of an older one at that address.
-        total -= blocks.pop(address, 0)
-        if size > 0:
-            blocks[address] = size
-            total += size
-            peak = max(peak, total)
+    for change in sorted(changes, key=lambda change: change.start_ns()):
+        held += change.nbytes()  # below 0: given back
+        peak = max(peak, held)
     return peak

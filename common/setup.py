@@ -5,9 +5,9 @@ import atexit
 import importlib.util
 import inspect
 import logging
+import multiprocessing
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -26,6 +26,8 @@ import torch.distributed as dist
 import torch.distributed.nn  # noqa: F401
 import torch.multiprocessing as mp
 from torch import nn
+
+from common import network as emulated
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # keeps torch.profiler's own log off the screen
 
@@ -59,14 +61,10 @@ SIZES = {
 
 
 def say(text: str = "") -> None:
-    """Print on rank 0, even into a closed pipe (`| head`): what comes later is still written."""
+    """Print on rank 0."""
     progress()
     if is_rank_0():
-        sys.stdout.reconfigure(errors="replace")  # its encoding may lack × and ÷
-        try:
-            print(text, flush=True)
-        except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(text, flush=True)
 
 
 def is_rank_0() -> bool:
@@ -96,7 +94,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(description=description, formatter_class=formatter, allow_abbrev=False)
 
     def add_argument(self, *names, help="", **options):
-        if str(options.get("default")) not in ("None", "False", argparse.SUPPRESS):
+        if options.get("default") not in (None, argparse.SUPPRESS):
             help += " (default: %(default)s)"
         return super().add_argument(*names, help=help.lstrip(), **options)
 
@@ -125,34 +123,22 @@ def list_of(convert):
     return lambda text: [convert(word) for word in text.split(",")]
 
 
-def can_be_written(path: Path) -> bool:
-    """A file that can be made or replaced; of all folders only results/ is made."""
-    if path.absolute().parent == ROOT / "results":
-        with suppress(OSError):
-            path.parent.mkdir(exist_ok=True)
-    is_file = path.is_file() or not path.exists()
-    return is_file and path.parent.is_dir() and os.access(path.parent, os.W_OK)
+def can_be_written(file: Path) -> bool:
+    """Whether its folder is there and can be written to; of all folders only results/ is made."""
+    folder = file.absolute().parent
+    if folder == ROOT / "results":
+        folder.mkdir(exist_ok=True)
+    return folder.is_dir() and os.access(folder, os.W_OK) and not file.is_dir()
 
 
 positive_number = checked(float, lambda number: number > 0, "a number above 0")  # inf is one
 output_file = checked(Path, can_be_written, "a file that can be written in a folder that exists")
+network_text = checked(str, emulated.read_network, "a rate and a delay: 1gbit,1ms or 1gbit,0,1")
 
 
-def result_file(name: str) -> Path | None:
-    """results/NAME of this repository; None if one cannot write there."""
-    path = ROOT / "results" / name
-    return path if can_be_written(path) else None
-
-
-def network_text(text: str) -> str:
-    """The text itself; ValueError if it does not describe a network."""
-    from common.network import read_network
-
-    read_network(text)
-    return text
-
-
-network = checked(network_text, bool, "a rate and a delay, such as 1gbit,1ms or 1gbit,0,1")
+def result_file(name: str) -> Path:
+    """results/NAME of this repository."""
+    return output_file(ROOT / "results" / name)
 
 
 def add_process_group_arguments(parser: Parser) -> None:
@@ -163,7 +149,7 @@ def add_process_group_arguments(parser: Parser) -> None:
     add("--device", choices=devices, default="auto", help="auto: CUDA if there is one")
     add("--backend", choices=backends, default="auto", help="auto: nccl if a GPU per rank")
     emulated = "measure on an emulated network: 1gbit,1ms; 1gbit,1ms,1: one call at a time"
-    add("--network", type=network, metavar="RATE,DELAY", help=emulated)
+    add("--network", type=network_text, metavar="RATE,DELAY", help=emulated)
     add("--timeout", type=positive_number, default=300.0, help="seconds to wait for other ranks")
 
 
@@ -205,8 +191,7 @@ def add_plot_arguments(parser: Parser, name: str) -> None:
     """--plot FILE, by default results/NAME of this repository, and --no-plot."""
     picture = str(ROOT / "results" / name)  # text: argparse converts it after --help
     parser.add_argument("--plot", type=output_file, metavar="FILE", default=picture, help="PNG")
-    nothing = {"action": "store_const", "const": None, "help": "draw nothing"}
-    parser.add_argument("--no-plot", dest="plot", **nothing)
+    parser.add_argument("--no-plot", dest="plot", action="store_false", help="draw nothing")
 
 
 def stage_arguments(description: str, steps: int, **options) -> argparse.Namespace:
@@ -221,17 +206,13 @@ def stage_arguments(description: str, steps: int, **options) -> argparse.Namespa
 
 
 def load(text: str):
-    """Return the class or function that FILE.py:NAME names. ValueError if there is none."""
+    """Return the class or function that FILE.py:NAME names; raise whatever keeps it from that."""
     file, _, name = text.rpartition(":")
-    if not file.endswith(".py") or not Path(file).is_file():
-        raise ValueError(f"{text!r} is not FILE.py:NAME of a file that exists")
     sys.path.insert(0, str(Path(file).resolve().parent))  # for what the file imports
     spec = importlib.util.spec_from_file_location(Path(file).stem, file)
     module = sys.modules[Path(file).stem] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    if not callable(found := getattr(module, name, None)):
-        raise ValueError(f"{file} has no class or function {name!r}")
-    return found
+    return getattr(module, name)
 
 
 def users_class(args: argparse.Namespace) -> dict:
@@ -241,7 +222,7 @@ def users_class(args: argparse.Namespace) -> dict:
     try:
         mine = load(args.mine)
     except Exception as error:  # whatever the file does
-        fail(f"argument --mine: {error}")
+        fail(f"argument --mine: '{args.mine}' is no FILE.py:NAME that can be loaded ({error!r})")
     name = f"{args.mine.rpartition(':')[2]} (mine)"
     if "bucket_size_mb" in inspect.signature(mine).parameters:
         mine = partial(mine, bucket_size_mb=args.bucket_size_mb)
@@ -270,18 +251,15 @@ def choose_device(device: str, backend: str, network: str | None) -> tuple[torch
     gpus = torch.cuda.device_count()
     if device == "auto":
         device = "cuda" if gpus else "cpu"
+    if device == "cuda" and gpus == 0:
+        fail("argument --device: 'cuda' needs a GPU that torch can use, and there is none: use cpu")
     gpu_per_rank = device == "cuda" and gpus >= local_size
     if backend == "auto":
         backend = "nccl" if gpu_per_rank else "gloo"
-    if device == "cuda" and gpus == 0:
-        fail("argument --device: 'cuda' needs a GPU that torch can use, and there is none; use cpu")
     if backend == "nccl" and not gpu_per_rank:
-        fail(
-            "argument --backend: 'nccl' needs --device cuda and a GPU per rank; this host has "
-            f"{gpus} GPUs for {local_size} ranks; use gloo or fewer ranks"
-        )
+        fail("argument --backend: 'nccl' needs --device cuda and a GPU for each rank: use gloo")
     if network and (device == "cuda" or int(os.environ["WORLD_SIZE"]) > local_size):
-        fail(f"argument --network: '{network}' is emulated on one host's CPU; use --device cpu")
+        fail(f"argument --network: '{network}' is emulated on one host's CPU: use --device cpu")
     if device == "cpu":
         return torch.device("cpu"), backend
     index = int(os.environ["LOCAL_RANK"]) % gpus
@@ -325,33 +303,23 @@ def process_group(device="auto", backend="auto", timeout=300.0, network: str | N
         command = f"torchrun --standalone --nproc-per-node 2 {sys.argv[0]}"
         fail(f"start this script with {command} ({missing[0]} is not set)")
     device, backend = choose_device(device, backend, network)
-    local_size = int(os.environ["LOCAL_WORLD_SIZE"])
-    torch.set_num_threads(threads_per_rank(local_size))
+    ranks_here = int(os.environ["LOCAL_WORLD_SIZE"])
+    threads = threads_per_rank(ranks_here)
+    torch.set_num_threads(threads)
     if network:
-        from common.network import wire
-
-        wire.connect(network, max(1.0, local_size * threads_per_rank(local_size) / cores()))
-    limit = timedelta(seconds=min(timeout, 1e6))
-    try:
-        store, rank, world_size = next(dist.rendezvous("env://", timeout=limit))
-        with without_gloo_greeting():
-            dist.init_process_group(
-                "slow_network" if network else backend,
-                timeout=limit,
-                store=store,
-                rank=rank,
-                world_size=world_size,
-                device_id=device if backend == "nccl" else None,
-            )
-    except (RuntimeError, ValueError, OSError) as error:
-        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        fail(f"cannot join the process group at {place} ({str(error).splitlines()[0]})")
+        backend = "slow_network"
+        emulated.wire.connect(network, dilation=max(1.0, ranks_here * threads / cores()))
+    limit = timedelta(seconds=min(timeout, 1e6))  # torch knows no infinite one
+    device_id = device if backend == "nccl" else None
+    with without_gloo_greeting():
+        dist.init_process_group(backend, timeout=limit, device_id=device_id)
     try:
         yield device
     except KeyboardInterrupt:  # Ctrl-C reaches all ranks
-        sys.exit("interrupted" if rank == 0 else 1)
+        sys.exit("interrupted" if is_rank_0() else 1)
     except RuntimeError as error:  # gloo has no other class, and two ways to say timeout
         if "imed out" in str(error) or "timeout" in str(error):
+            rank = os.environ["RANK"]
             sys.exit(f"error: rank {rank} waited more than --timeout {timeout:g} s for other ranks")
         raise
     finally:
@@ -369,22 +337,23 @@ def spawn(world_size: int, function, *arguments) -> None:
 
     The function stands at the top level of a module. The environment tells process_group() and
     init_rpc() where to meet: on loopback, at a port that the system has chosen. Raises
-    KeyboardInterrupt for Ctrl-C and SIGTERM, and torch's ProcessRaisedException or
+    KeyboardInterrupt for Ctrl-C, and torch's ProcessRaisedException or
     ProcessExitedException when a rank fails; no process is left then.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     for library in ("GLOO", "NCCL", "TP"):
-        os.environ[f"{library}_SOCKET_IFNAME"] = loopback
+        os.environ[f"{library}_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
     os.environ |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the ranks join the store that is there
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # ranks inherit it: we end them
-    options = {"join": False, "daemon": True}
-    ranks = mp.spawn(start_rank, (function, arguments), world_size, **options)
+    # On Linux one process imports torch, and the ranks are its copies.
+    method = "forkserver" if sys.platform == "linux" else "spawn"
+    multiprocessing.set_forkserver_preload(["torch.distributed.optim"])
+    options = {"join": False, "start_method": method}
+    ranks = mp.start_processes(start_rank, (function, arguments), world_size, **options)
     signal.signal(signal.SIGINT, before)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         while not ranks.join(grace_period=0):
             pass
@@ -392,8 +361,6 @@ def spawn(world_size: int, function, *arguments) -> None:
         for process in ranks.processes:
             process.kill()
             process.join()
-        for file in ranks.error_files:  # torch's own, in which a rank leaves its traceback
-            Path(file).unlink(missing_ok=True)
 
 
 def start_rank(rank: int, function, arguments: tuple) -> None:
@@ -419,38 +386,32 @@ def load_images(data: str | None, download: bool) -> list[torch.Tensor]:
         images = torch.tensor(digits["images"][order]).double().flatten(1) - 8
         labels = torch.tensor(digits["labels"][order]).long()
         return [images[297:].repeat(10, 1), labels[297:].repeat(10), images[:297], labels[:297]]
-    tensors = []
     try:
         from torchvision.datasets import MNIST
 
         if download and dist.get_rank() == 0:
             MNIST(data, download=True)
         dist.barrier()
-        for split in (MNIST(data, train=True), MNIST(data, train=False)):
-            pixels = split.data.double().flatten(1) / 255
-            tensors += [(pixels - 0.1307) / 0.3081, split.targets]  # MNIST's mean and deviation
+        splits = MNIST(data, train=True), MNIST(data, train=False)
     except Exception as error:  # torchvision has many kinds: files missing, cut short, not MNIST
-        slow = "rank 0 still downloads, raise --timeout: " if download and dist.get_rank() else ""
-        fail(f"argument --data: {slow}{data!r} holds no readable MNIST ({error!r})")
+        fail(f"argument --data: {data!r} holds no readable MNIST ({error!r})")
+    tensors = []
+    for split in splits:
+        tensors += [split.data.double().flatten(1) / 255, split.targets]
     return tensors
 
 
 def load_equal_shares(args: argparse.Namespace, device: torch.device) -> list[torch.Tensor]:
-    """load_images for what verifies; of the training images as many as the ranks can share."""
+    """load_images on this device; of the training images as many as all ranks can share."""
     tensors = load_images(args.data, args.download)
     images, labels, *held_out = [tensor.to(device) for tensor in tensors]
-    world_size = dist.get_world_size()
-    used = len(images) // world_size * world_size  # equal shares, in the last batch too
-    if used < len(images):
-        say(f"warning: {world_size} ranks cannot share {len(images)} images: {used} are used")
-    if args.log_every:
-        shares = f"{used // world_size} images per rank, 64 in a batch of {64 * world_size}"
-        say(f"verify: {shares}; rank r takes images r, r + {world_size}, … of each batch")
+    used = len(images) - len(images) % dist.get_world_size()
     return [images[:used], labels[:used], *held_out]
 
 
 def classifier(seed: int, images: torch.Tensor) -> nn.Module:
     """The model that verify trains, for images of this size, dtype and device."""
     torch.manual_seed(seed)
-    first, second, last = nn.Linear(images.shape[1], 50), nn.Linear(50, 50), nn.Linear(50, 10)
-    return nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), last).to(images)
+    first = nn.Linear(images.shape[1], 50)
+    layers = first, nn.ReLU(), nn.Linear(50, 50), nn.ReLU(), nn.Linear(50, 10)
+    return nn.Sequential(*layers).to(images)

@@ -133,8 +133,8 @@ class CollectiveCounter(TorchDispatchMode):
         return super().__exit__(*error)
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        starts = operator.namespace in ("c10d", "_c10d_functional")
-        self.count += starts and "wait" not in operator.name()
+        if operator.namespace in ("c10d", "_c10d_functional"):
+            self.count += "wait" not in operator.name()
         return operator(*args, **(kwargs or {}))
 
 

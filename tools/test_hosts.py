@@ -23,6 +23,7 @@ dist.all_reduce(numbers)
 if os.environ["RANK"] == "0":
     print(time.perf_counter() - start, flush=True)
 time.sleep(float(os.environ["LONGER"]))
+dist.destroy_process_group()
 """
 
 

@@ -6,26 +6,33 @@ Below their markers they are the same, so most of it is tried with one of them.
 import importlib
 import json
 import os
+import shlex
 import signal
+import sys
 
 import pytest
 import torch
 
 from tools import testing
-from tools.testing import FAULTS, ROOT
+from tools.testing import ROOT
 
 STAGES = ["02_naive_ddp", "03_flat_ddp", "04_overlap_ddp", "05_bucketed"]
 SCRIPTS = [ROOT / stage / f"{stage[3:]}.py" for stage in STAGES]
 NAIVE, FLAT, _, BUCKETED = SCRIPTS
 each = pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+full = pytest.mark.full
+# All-reduces of a step: the model has 15 parameters, which fit in one bucket.
+CALLS = {"no communication": 0, "NaiveDDP": 15, "FlatDDP": 1, "OverlapDDP": 15}
+CALLS |= {"BucketedDDP": 1, "torch DDP": 1}
 
 
 def check_run(run, path, folder, world_size, device="cpu", words=()) -> dict:
     """A whole script, small: it verifies itself, and its files are right.
 
-    run: the fixture `forked` or `launched`. Returns the JSON.
+    run: a function as the fixture `forked`. Returns the JSON.
     """
-    words = [*testing.QUICK, "--device", device, *testing.files_in(folder), *words]
+    files = ["--json", folder / "json", "--trace", folder / "trace"]
+    words = [*testing.QUICK, "--device", device, *files, *words]
     status, output = run(world_size, path, *words, cwd=folder)
     assert status == 0 and "verify: passed" in output, output
     result = testing.read_json(folder / "json", path.parent.name)
@@ -34,7 +41,7 @@ def check_run(run, path, folder, world_size, device="cpu", words=()) -> dict:
     assert result["world_size"] == world_size
     assert [one["passed"] for one in result["verify"].values()] == [True]
     counts = {one["name"]: one["collectives_per_step"] for one in result["candidates"]}
-    assert counts == {name: testing.NANO_CALLS[name] for name in counts} and len(counts) == 3
+    assert counts == {name: CALLS[name] for name in counts} and len(counts) == 3
     for one in result["candidates"]:
         for times in ("step_seconds", "exposed_comm_seconds", "optimizer_seconds"):
             assert [len(rank_times) for rank_times in one[times]] == world_size * [2], times
@@ -55,12 +62,24 @@ def test_run_on_a_small_mnist(forked, tmp_path, path):
     check_run(forked, path, tmp_path, 2, words=["--data", tmp_path / "data"])
 
 
-@pytest.mark.parametrize(
-    "world_size", [2, *(pytest.param(other, marks=pytest.mark.full) for other in (1, 3))]
-)
-def test_run_under_torchrun(launched, tmp_path, world_size):
-    result = check_run(launched, BUCKETED, tmp_path, world_size)
+def test_run_by_make_whatever_another_job_has_left_in_the_shell(script, tmp_path):
+    """What a launcher leaves, and a pod of Kubernetes; with --nnodes 2 torchrun would wait."""
+    left = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "3", "MASTER_PORT": "29511"}
+    left |= {"PET_NNODES": "2", "PET_NODE_RANK": "0", "PET_MASTER_ADDR": "nowhere.invalid"}
+
+    def run(world_size, path, *words, cwd):
+        arguments = f"ARGS={shlex.join(map(str, words))}"
+        variables = [f"PYTHON={sys.executable}", f"NPROC={world_size}", arguments]
+        return script(["make", "-C", ROOT, path.parent.name, *variables], env=left).wait()
+
+    result = check_run(run, BUCKETED, tmp_path, 2)
     assert result["verify"]["BucketedDDP"]["accuracy"] > 0.9
+
+
+@full
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_run_under_torchrun(launched, tmp_path, world_size):
+    check_run(launched, BUCKETED, tmp_path, world_size)
 
 
 @pytest.mark.cuda
@@ -72,35 +91,33 @@ def test_on_a_gpu(launched, tmp_path, path, world_size):
 
 @pytest.mark.parametrize("name, status", [("Right", 0), ("SumForMean", 1)])
 def test_a_class_of_the_users_own_is_verified_and_has_a_row(forked, tmp_path, name, status):
-    mine = f"{ROOT}/tools/check/mistakes.py:{name}"
-    words = [*testing.QUICK, "--device", "cpu", "--json", tmp_path / "json", "--mine", mine]
+    testing.write_mnist(tmp_path / "data", 320, 10)
+    words = [*testing.QUICK, "--device", "cpu", "--json", tmp_path / "json"]
+    words += ["--data", tmp_path / "data", "--mine", f"{ROOT}/tools/check/mistakes.py:{name}"]
     found, output = forked(2, FLAT, *words, cwd=tmp_path)
     assert found == status and f"verify: {name} (mine)\n" in output, output
     if status == 1:
         assert "verify: FAILED, a weight is" in output, output
         return
     result = testing.read_json(tmp_path / "json", "03_flat_ddp")
-    names = [candidate["name"] for candidate in result["candidates"]]
-    assert names == ["no communication", "Right (mine)", "FlatDDP", "torch DDP"]
+    counts = {one["name"]: one["collectives_per_step"] for one in result["candidates"]}
+    assert list(counts) == ["no communication", "Right (mine)", "FlatDDP", "torch DDP"]
     assert result["verify"]["Right (mine)"]["passed"] and result["verify"]["FlatDDP"]["passed"]
-    assert result["candidates"][1]["collectives_per_step"] == testing.NANO_CALLS["NaiveDDP"]
+    assert counts["Right (mine)"] == CALLS["NaiveDDP"]
 
 
-FULL = pytest.mark.full
-QUICKLY = "mini model: ", ["--no-verify", "--no-baseline"]  # these lead to it
-
-
+@full
 @testing.needs_proc
-@pytest.mark.parametrize("moment, words", [QUICKLY, pytest.param("", [], marks=FULL)])
 @pytest.mark.parametrize(
-    "fault", [FAULTS[0], *(pytest.param(other, marks=FULL) for other in FAULTS[1:])]
+    "moment, words", [("mini model: ", ["--no-verify", "--no-baseline"]), ("", [])]
 )
+@pytest.mark.parametrize("fault", ["SIGKILL of a rank", "SIGTERM of the launcher", "Ctrl-C"])
 def test_faults(script, fault, moment, words):
     command = testing.torchrun(2, BUCKETED, *words, *testing.LONG)
     testing.check_fault(script, command, moment, fault)
 
 
-@pytest.mark.full
+@full
 @testing.needs_proc
 def test_a_rank_that_waits_too_long_says_so(script):
     words = ["--timeout", "3", "--no-verify", *testing.LONG]

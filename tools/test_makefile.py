@@ -1,10 +1,29 @@
-"""The Makefile, usually by what `make -n` would run."""
+"""The Makefile, by what `make -n` would run."""
 
+import os
+import subprocess
 import sys
 
 import pytest
 
-from tools.testing import QUICK, ROOT, make, would_make
+from tools.testing import ROOT
+
+
+def make(*words) -> tuple[int, str]:
+    """Exit status and output of make, with none of the variables of a make that runs the tests."""
+    names = [name for name in os.environ if "MAKE" in name or name in ("NPROC", "ARGS", "PYTHON")]
+    command = ["env", *(f"--unset={name}" for name in names), "make", *words]
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    run = subprocess.run(command, cwd=ROOT, **output)
+    return run.returncode, run.stdout
+
+
+def would_make(*words) -> str:
+    """What make would run."""
+    status, output = make("-n", f"PYTHON={sys.executable}", *words)
+    assert status == 0, output
+    return output
+
 
 FOLDERS = [page.parent.relative_to(ROOT).as_posix() for page in ROOT.glob("0?_*/**/README.md")]
 
@@ -48,16 +67,6 @@ def test_variables_are_handed_on():
     command = would_make("check", "MINE=my ddp.py:My", "KIND=fsdp", "LAYERS=a.b", "NPROC=3")
     for words in ("'my ddp.py:My'", "--kind 'fsdp'", "--layers 'a.b'", "--nproc 3"):
         assert words in command
-
-
-def test_a_stage_runs_whatever_another_job_has_left_in_the_shell(script):
-    """What a launcher leaves, and a pod of Kubernetes; with --nnodes 2 torchrun would wait."""
-    left = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "3", "MASTER_PORT": "29511"}
-    left |= {"PET_NNODES": "2", "PET_NODE_RANK": "0", "PET_MASTER_ADDR": "nowhere.invalid"}
-    stage = " ".join([*QUICK, "--no-verify", "--no-baseline", "--device cpu"])
-    words = [f"PYTHON={sys.executable}", "NPROC=1", f"ARGS={stage}"]
-    status, output = script(["make", "-C", ROOT, "05_bucketed", *words], env=left).wait(60)
-    assert status == 0 and "BucketedDDP" in output, output
 
 
 def test_a_single_run_is_no_rank_of_another_job():

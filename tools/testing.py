@@ -31,20 +31,14 @@ QUICK = ["--size", "nano", *SHORT]
 LONG = ["--batch-size", "1", "--context-length", "8", "--steps", "1000000"]
 ONLY_RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 ONLY_RANK |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-# All-reduces of a step: the model has 15 parameters, which fit in one bucket.
-NANO_CALLS = {"no communication": 0, "NaiveDDP": 15, "FlatDDP": 1, "OverlapDDP": 15}
-NANO_CALLS |= {"BucketedDDP": 1, "torch DDP": 1}
-HEAD = {"stage", "torch", "backend", "network", "device", "device_name", "world_size"}
-HEAD |= {"threads_per_rank", "dilation", "options", "started", "seconds"}
-FAULTS = ["SIGKILL of a rank", "SIGTERM of the launcher", "Ctrl-C"]
-no_proc = not Path("/proc/self/environ").exists()
 APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOCTTY
-needs_proc = pytest.mark.skipif(no_proc, reason="finding the ranks needs /proc")
+on_linux = sys.platform == "linux"
+needs_proc = pytest.mark.skipif(not on_linux, reason="finding the ranks needs /proc")
 
 
 def new_process(function, *arguments, daemon: bool = False) -> multiprocessing.Process:
     """A process that calls this; on Linux it is forked from one that has imported torch."""
-    context = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
+    context = multiprocessing.get_context("forkserver" if on_linux else "spawn")
     needed = ["torch", "torchvision", "torch.distributed.optim", "torch.distributed.tensor.debug"]
     context.set_forkserver_preload([*needed, "matplotlib.figure", "pytest"])
     process = context.Process(target=function, args=arguments, daemon=daemon)
@@ -59,16 +53,15 @@ class Ranks:
     """
 
     def __init__(self, world_size: int, is_late: bool = False):
-        self.world_size = world_size
-        self.is_late = is_late
+        self.shared = world_size, is_late
         self.processes = {}  # by our end of the pipe
 
     def start(self) -> None:
         self.folder = tempfile.TemporaryDirectory()
-        for rank in range(self.world_size):
-            mine, theirs = multiprocessing.Pipe()
-            arguments = rank, self.world_size, Path(self.folder.name), theirs, self.is_late
-            self.processes[mine] = new_process(_serve, *arguments, daemon=True)
+        for rank in range(self.shared[0]):
+            ours, theirs = multiprocessing.Pipe()
+            arguments = rank, *self.shared, Path(self.folder.name), theirs
+            self.processes[ours] = new_process(_serve, *arguments, daemon=True)
             theirs.close()  # so that recv() ends with EOFError when the rank dies
 
     def run(self, function, *arguments, timeout: float = 60) -> list:
@@ -101,7 +94,7 @@ class Ranks:
         self.processes = {}
 
 
-def _serve(rank: int, world_size: int, folder: Path, pipe, is_late: bool) -> None:
+def _serve(rank: int, world_size: int, is_late: bool, folder: Path, pipe) -> None:
     file = os.open(folder / "output", APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
@@ -133,9 +126,9 @@ class Script:
         environment = os.environ | {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
         environment |= {"MAKEFLAGS": "", "MFLAGS": ""}  # of a make that runs the tests
         environment |= dict([self.mark.split("=")], **(env or {}))
-        output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        options = output | {"env": environment, "start_new_session": True} | options
-        self.process = subprocess.Popen([str(word) for word in command], **options)
+        options |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        words = [str(word) for word in command]
+        self.process = subprocess.Popen(words, env=environment, start_new_session=True, **options)
 
     def processes(self, *marks: str) -> list[int]:
         """Its processes that are alive, with these variables in their environment; on Linux."""
@@ -233,10 +226,8 @@ class Forks:
         return *run.wait(), shown.decode()
 
 
-def _run_script(
-    words: list[str], variables: dict, folder: Path, output: Path, errors: Path
-) -> None:
-    """Run `python words` in this folder, with these environment variables."""
+def _run_script(words, variables, folder, output, errors) -> None:
+    """Run `python words` in this folder, with these environment variables, into these files."""
     os.setsid()  # all that it starts is in one group, which Ctrl-C at the tests' terminal spares
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # What plain python has for a DataLoader's workers, and not what this process was made with.
@@ -244,9 +235,8 @@ def _run_script(
     os.environ.update({name: str(value) for name, value in variables.items()})
     os.dup2(os.open(output, APPEND), 1)
     os.dup2(os.open(errors, APPEND), 2)
-    encoding = os.environ.get("PYTHONIOENCODING")
-    sys.stdout = os.fdopen(1, "w", buffering=1, encoding=encoding)
-    sys.stderr = os.fdopen(2, "w", buffering=1, encoding=encoding)
+    sys.stdout = os.fdopen(1, "w", buffering=1)
+    sys.stderr = os.fdopen(2, "w", buffering=1)
     os.chdir(folder)
     # Nothing of this repository is found where plain python would not find it; .venv is deeper.
     others = [entry for entry in sys.path if ROOT not in [Path(entry), *Path(entry).parents[:2]]]
@@ -280,22 +270,6 @@ def torchrun(world_size: int, *words) -> list:
     return [*command, "--nproc-per-node", world_size, *words]
 
 
-def make(*words) -> tuple[int, str]:
-    """Exit status and output of make, with none of the variables of a make that runs the tests."""
-    names = [name for name in os.environ if "MAKE" in name or name in ("NPROC", "ARGS", "PYTHON")]
-    command = ["env", *(f"--unset={name}" for name in names), "make", *words]
-    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    run = subprocess.run(command, cwd=ROOT, **output)
-    return run.returncode, run.stdout
-
-
-def would_make(*words) -> str:
-    """What make would run."""
-    status, output = make("-n", f"PYTHON={sys.executable}", *words)
-    assert status == 0, output
-    return output
-
-
 def check_script_alone(path: Path, folder: Path) -> None:
     """Copied into an empty folder it says in one line what else a run needs."""
     (folder / path.name).write_text(path.read_text())
@@ -316,15 +290,12 @@ def write_mnist(folder: Path, train: int, test: int) -> list[Path]:
     return sorted(raw.iterdir())
 
 
-def files_in(folder: Path) -> list:
-    """The flags of all files that a script of the ladder can write."""
-    return ["--json", folder / "json", "--trace", folder / "trace"]
-
-
 def read_json(path: Path, stage: str) -> dict:
     """What --json wrote: strict JSON with the head that all have."""
     result = json.loads(path.read_text(), parse_constant=pytest.fail)  # NaN
-    assert HEAD <= result.keys() and result["stage"] == stage
+    head = {"torch", "backend", "network", "device", "device_name", "world_size"}
+    head |= {"threads_per_rank", "dilation", "options", "started", "seconds"}
+    assert head <= result.keys() and result["stage"] == stage
     return result
 
 

@@ -2,7 +2,6 @@
 
 import re
 import time
-from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -55,23 +54,24 @@ def takes_what_is_asked_for(network, dilation):
     delays = 4 * (world_size - 1) * delay * dilation
     for elements in (2**10, 2**18):
         sent = 2 * (world_size - 1) / world_size * 4 * elements / rate * dilation
-        assert times_of(elements, group) == [pytest.approx(sent + delays, abs=1e-9)]
         for second_group in (group, another):  # they share the wire
             first, second = times_of(elements, group, second_group)
             assert first == pytest.approx(sent + delays, abs=1e-9)
             assert second >= 2 * sent + delays - 1e-9  # its bytes queue behind the other's
-    *_, last = times_of(1, *20 * [group])
-    assert last >= 20 / calls_at_once * delays
+    *_, last = times_of(1, *10 * [group])
+    assert last >= 10 / calls_at_once * delays
 
 
-@pytest.mark.parametrize("network", ["100mbit,0", "1gbit,1ms", "10gbit,10ms,1"])
-@pytest.mark.parametrize("world_size, dilation", [(2, 1.0), (4, 2.0)])
-def test_calls_take_what_is_asked_for(ranks, network, world_size, dilation):
+@pytest.mark.parametrize(
+    "world_size, network, dilation",
+    [(2, "100mbit,0", 1.0), (2, "10gbit,10ms,1", 1.0), (4, "1gbit,1ms", 2.0)],
+)
+def test_calls_take_what_is_asked_for(ranks, world_size, network, dilation):
     ranks(world_size).run(takes_what_is_asked_for, network, dilation)
 
 
-def delays_every_collective():
-    """reduce and broadcast, too; not send and receive."""
+def delays_collectives():
+    """reduce and broadcast, too; not send and receive, and nothing outside of the wire."""
     group, rank = slow_group("1gbit,20ms"), dist.get_rank()
     with wire:
         for call in (partial(dist.reduce, dst=0), partial(dist.broadcast, src=0)):
@@ -82,7 +82,7 @@ def delays_every_collective():
         (dist.recv if rank else dist.send)(torch.ones(3), 1 - rank, group=group)
         assert time.monotonic() - start < 0.04
     start = time.monotonic()
-    dist.all_reduce(torch.ones(3), group=group)  # outside of the wire it is gloo
+    dist.all_reduce(torch.ones(3), group=group)
     assert time.monotonic() - start < 0.04
 
 
@@ -111,68 +111,55 @@ def raises_what_gloo_raises():
     dist.barrier()
 
 
-PROMISES = [delays_every_collective, waits_for_the_last, raises_what_gloo_raises]
-
-
-@pytest.mark.parametrize("promise", PROMISES)
-def test_promises(ranks, promise):
-    ranks(2).run(promise)
+def test_collectives_are_slow_once_all_ranks_are_there_and_fail_as_over_gloo(ranks):
+    for promise in (delays_collectives, waits_for_the_last, raises_what_gloo_raises):
+        ranks(2).run(promise)
 
 
 # Results
 
 
-def ddp(module, group):
-    return DistributedDataParallel(module, process_group=group)
-
-
-def with_power_sgd(module, group):
-    """A hook whose callbacks make calls, and wait for them."""
-    model = ddp(module, group)
+def with_a_hook_and_zero(module, group):
+    """DDP, with a hook whose callbacks make calls, and wait for them."""
+    model = DistributedDataParallel(module, process_group=group)
     state = powerSGD_hook.PowerSGDState(group, start_powerSGD_iter=2)
     model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    return model
+    options = {"process_group": group, "lr": 1e-2}
+    return model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, **options)
 
 
-def sharded(module, group):
+def fully_sharded(module, group):
     policy = MixedPrecisionPolicy(param_dtype=torch.float64, reduce_dtype=torch.float32)
-    return fully_shard(module, mesh=DeviceMesh.from_group(group, "cpu"), mp_policy=policy)
+    model = fully_shard(module, mesh=DeviceMesh.from_group(group, "cpu"), mp_policy=policy)
+    return model, torch.optim.Adam(model.parameters(), lr=1e-2)
 
 
-WRAPS = {"join": ddp, "ZeRO": ddp, "PowerSGD": with_power_sgd, "fully_shard": sharded}
-
-
-def trained(name, group) -> torch.Tensor:
+def trained(wrap, group) -> torch.Tensor:
     """The outputs of a model after a few steps, each rank with a batch of its own."""
     torch.manual_seed(0)
     layers = [nn.Linear(20, 30), nn.BatchNorm1d(30), nn.ReLU(), nn.Linear(30, 10)]
-    model = WRAPS[name](nn.Sequential(*layers).double(), group)
-    adam = torch.optim.Adam
-    if name == "ZeRO":
-        adam = partial(ZeroRedundancyOptimizer, optimizer_class=adam, process_group=group)
-    optimizer = adam(model.parameters(), lr=1e-2)
+    model, optimizer = wrap(nn.Sequential(*layers).double(), group)
     torch.manual_seed(dist.get_rank())
-    with model.join() if name == "join" else nullcontext():
-        for _ in range(3 + dist.get_rank() if name == "join" else 4):
-            model(torch.randn(8, 20).double()).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    for _ in range(4):
+        model(torch.randn(8, 20).double()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
     torch.manual_seed(0)
     model.eval()
     return model(torch.randn(8, 20).double()).detach()
 
 
-def distance(name) -> float:
+def distance(wrap) -> float:
     """How far apart training ends over the network and over gloo."""
     slow = slow_group("1gbit,200us")
     with wire:
-        found = trained(name, slow)
-    return (found - trained(name, dist.new_group(backend="gloo"))).abs().max().item()
+        found = trained(wrap, slow)
+    return (found - trained(wrap, dist.new_group(backend="gloo"))).abs().max().item()
 
 
-@pytest.mark.parametrize("name", WRAPS)
-def test_training_ends_where_it_does_over_gloo(ranks, name):
-    assert ranks(2).run(distance, name) == [0.0, 0.0]
+@pytest.mark.parametrize("wrap", [with_a_hook_and_zero, fully_sharded])
+def test_training_ends_where_it_does_over_gloo(ranks, wrap):
+    assert ranks(2).run(distance, wrap) == [0.0, 0.0]
 
 
 def test_script(forked):

@@ -25,17 +25,17 @@ BLOCKING = Strategy(None, 0, blocking=True)
 # Backward ends at second 4; a call is (bytes, the second when it is ready).
 LATE = (8.0, 4.0)  # ready when backward ends, and half a second on the wire
 CASES = [
-    ([LATE] * 2, [(4.0, 5.0), (4.5, 5.5)]),  # bytes take turns, o passes beside the second's
-    ([LATE] * 3, [(4.0, 5.0), (4.5, 5.5), (5.0, 6.0)]),  # the third: when the first has arrived
+    # Bytes take turns, o passes beside the second's; the third begins when the first has arrived.
+    ([LATE] * 3, [(4.0, 5.0), (4.5, 5.5), (5.0, 6.0)]),
     ([LATE, (16.0, 1.0)], [(4.0, 5.0), (4.5, 6.0)]),  # launches keep their order
     ([(48.0, 1.0), (8.0, 3.0)], [(1.0, 4.5), (4.0, 5.0)]),  # the first delays the second
     ([(8.0, 1.0), (8.0, 3.75)], [(1.0, 2.0), (3.75, 4.75)]),  # the wire is idle in between
 ]
 
 
-@pytest.mark.parametrize("calls, spans", CASES)
-def test_calls_during_backward(calls, spans):
-    assert simulate(calls, 4.0, OVERLAP, NETWORK) == spans
+def test_calls_during_backward():
+    for calls, spans in CASES:
+        assert simulate(calls, 4.0, OVERLAP, NETWORK) == spans
 
 
 def test_calls_after_backward():
@@ -48,23 +48,19 @@ def test_calls_after_backward():
     assert simulate(early, 4.0, CONTROL, NETWORK._replace(at_once=1)) == one
 
 
-@pytest.mark.parametrize("ranks, call, bandwidth", [(2, 0.5, 16.0), (4, 1.5, 16 / 1.5)])
-def test_a_ring_of_other_ranks(ranks, call, bandwidth):
+def test_a_ring_of_other_ranks():
     """2(n-1) steps instead of 2, 2(n-1)/n of the bytes instead of all."""
-    assert predict.ring(NETWORK, 2, ranks) == pytest.approx((call, bandwidth, 2))
+    assert predict.ring(NETWORK, 2, 4) == pytest.approx((1.5, 16 / 1.5, 2))
 
 
 def gradients(*sizes_mb: int) -> list[torch.nn.Parameter]:
     return [torch.nn.Parameter(torch.empty(n * 2**18, device="meta")) for n in sizes_mb]
 
 
-BUCKETS = [(0, [(1, 1), (2, 4), (3, 2)]), (None, [(6, 4)]), (3, [(3, 4), (3, 2)])]
-
-
-@pytest.mark.parametrize("bucket_size_mb, expected", BUCKETS)
-def test_buckets_are_those_of_stage_05_and_wait_for_their_last_gradient(bucket_size_mb, expected):
-    calls = predict.calls_of(gradients(1, 2, 3), [1.0, 4.0, 2.0], bucket_size_mb)
-    assert [(size / 2**20, ready) for size, ready in calls] == expected
+def test_buckets_are_those_of_stage_05_and_wait_for_their_last_gradient():
+    for mb, expected in {0: [(1, 1), (2, 4), (3, 2)], None: [(6, 4)], 3: [(3, 4), (3, 2)]}.items():
+        calls = predict.calls_of(gradients(1, 2, 3), [1.0, 4.0, 2.0], mb)
+        assert [(size / 2**20, ready) for size, ready in calls] == expected
 
 
 def test_a_step_and_its_speed_up_with_more_ranks():
@@ -79,41 +75,32 @@ def test_a_step_and_its_speed_up_with_more_ranks():
     assert of_ranks[8]["one process"] == {"step_seconds": 8 * 4.0 + 0.25}
 
 
-def node(program: str):
-    """What a program prints as JSON that is run after the model of step.html."""
-    page = (FOLDER / "step.html").read_text(encoding="utf-8")
-    model = re.search(r'<script id="model">(.*?)</script>', page, re.DOTALL)[1]
-    command = [shutil.which("node") or pytest.skip("no node"), "-e", f"{model}\n{program}"]
-    run = subprocess.run(command, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout)
+def test_the_page_computes_the_same():
+    """Every strategy on random calls, one and two at once; the buckets; the ring.
 
-
-def test_the_page_simulates_the_same():
-    """Every strategy on random calls, one and two at once."""
+    The ring is of a network of 1 GB/s and 1 ms, whose calls cost 0.4 ms besides.
+    """
     torch.manual_seed(0)
     calls = torch.rand(30, 2).mul(torch.tensor([1e7, 0.3])).tolist()
-    for at_once in (1, 2):
-        for strategy in (OVERLAP, CONTROL, BLOCKING):
-            kind = json.dumps({"overlap": strategy.overlap, "blocking": strategy.blocking})
-            of_page = f"{{ callSeconds: 0.0044, bytesPerSecond: 1.25e8, atOnce: {at_once} }}"
-            said = node(f"console.log(JSON.stringify(simulate({calls}, 0.3, {kind}, {of_page})))")
-            here = simulate(calls, 0.3, strategy, Network(0.0044, 1.25e8, at_once))
-            assert said == [list(span) for span in here]
-
-
-def test_the_page_cuts_the_same_buckets_and_knows_the_same_ring():
-    """A network of 1 GB/s and 1 ms, whose calls cost 0.4 ms besides."""
-    data = node("console.log(JSON.stringify(DATA))")
-    sizes, ready = zip(*data["gradients"], strict=True)
-    parameters = [torch.nn.Parameter(torch.empty(n // 4, device="meta")) for n in sizes]
-    for mb, words in ((0, "0"), (1, "1"), (5, "5"), (None, "Infinity")):
-        said = node(f"console.log(JSON.stringify(callsOf(DATA.gradients, {words})))")
-        calls = predict.calls_of(parameters, ready, mb)
-        assert said == [list(call) for call in calls]
-    said = node("console.log(JSON.stringify(ring(8, 1e9, 0.001, 1)))")
+    ways = [(at_once, way) for at_once in (1, 2) for way in (OVERLAP, CONTROL, BLOCKING)]
+    asked = ["DATA.gradients", "ring(8, 1e9, 0.001, 1)"]
+    asked += [f"callsOf(DATA.gradients, {mb})" for mb in ("0", "1", "5", "Infinity")]
+    for at_once, way in ways:
+        kind = json.dumps({"overlap": way.overlap, "blocking": way.blocking})
+        of_page = f"{{ callSeconds: 0.0044, bytesPerSecond: 1.25e8, atOnce: {at_once} }}"
+        asked.append(f"simulate({calls}, 0.3, {kind}, {of_page})")
+    page = (FOLDER / "step.html").read_text(encoding="utf-8")
+    model = re.search(r'<script id="model">(.*?)</script>', page, re.DOTALL)[1]
+    program = f"{model}\nconsole.log(JSON.stringify([{', '.join(asked)}]))"
+    command = [shutil.which("node") or pytest.skip("no node"), "-e", program]
+    data, ring, *said = json.loads(subprocess.run(command, stdout=subprocess.PIPE).stdout)
     there = predict.ring(Network(0.004, 1e9, 1), 2, 8)
-    assert list(said.values()) == pytest.approx(there._replace(call_seconds=0.0284))
+    assert list(ring.values()) == pytest.approx(there._replace(call_seconds=0.0284))
+    sizes, ready = zip(*data, strict=True)
+    parameters = [torch.nn.Parameter(torch.empty(n // 4, device="meta")) for n in sizes]
+    here = [predict.calls_of(parameters, ready, mb) for mb in (0, 1, 5, None)]
+    here += [simulate(calls, 0.3, way, Network(0.0044, 1.25e8, n)) for n, way in ways]
+    assert said == [[list(pair) for pair in pairs] for pairs in here]
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])

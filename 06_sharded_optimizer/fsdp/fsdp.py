@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 
 class FlatParameter:
@@ -39,12 +39,12 @@ class FlatParameter:
         self.local_shard = flat.view(world_size, -1)[dist.get_rank(process_group)].clone()
         self.unsharded = torch.empty_like(flat, dtype=dtype)  # weights travel in this dtype
         self.sharded_params = parts_of(weights, self.local_shard, process_group)  # to be optimized
-        self.unsharded_params = leaves_like(weights, self.unsharded)  # modules compute with them
+        views = split_like(weights, self.unsharded)  # modules compute with them
+        self.unsharded_params = [v.detach().requires_grad_(self.requires_grad) for v in views]
         self.owners = []  # where modules read them: (module, name, weight)
         self.number = torch.tensor([number], device=flat.device)  # of this unit, on all ranks
         self.numbers = self.number.repeat(world_size)  # of the units that the ranks have gathered
         self.gathering = []  # calls under way
-        self.users = 0  # forwards that compute with it now
         self.missing = set(self.unsharded_params)  # those whose gradient is not there yet
         self.reshard()
 
@@ -64,10 +64,9 @@ class FlatParameter:
 
     def reshard(self) -> None:
         """Give up the memory. Autograd keeps the empty weights: backward fills them again."""
-        if self.users == 0:
-            self.wait()
-            self.unsharded.untyped_storage().resize_(0)
-            set_version(self.unsharded, NO_MEMORY)  # autograd refuses to read it until it is filled
+        self.wait()
+        self.unsharded.untyped_storage().resize_(0)
+        set_version(self.unsharded, NO_MEMORY)  # autograd refuses to read it until it is filled
 
 
 class FSDP(nn.Module):
@@ -193,22 +192,17 @@ def split_like(tensors, flat: torch.Tensor) -> list[torch.Tensor]:
     return [piece.view_as(tensor) for piece, tensor in zip(pieces, tensors, strict=True)]
 
 
-def leaves_like(weights: list[nn.Parameter], flat: torch.Tensor) -> list[torch.Tensor]:
-    """Views into `flat` that autograd takes for these weights."""
-    views = split_like(weights, flat)
-    return [view.detach().requires_grad_(weights[0].requires_grad) for view in views]
-
-
 def parts_of(weights: list[nn.Parameter], shard: torch.Tensor, process_group) -> list[nn.Parameter]:
     """Of each weight the part in this rank's shard, maybe empty, with as many dimensions."""
-    start = dist.get_rank(process_group) * len(shard)
-    ends = torch.tensor([weight.numel() for weight in weights], device="cpu").cumsum(0) - start
-    *pieces, _ = shard.tensor_split(ends.clamp(0, len(shard)))  # the last one is padding
+    start = -dist.get_rank(process_group) * len(shard)  # of a weight, counted from this shard's
     parts = []
-    for weight, piece in zip(weights, pieces, strict=True):
+    for weight in weights:
+        end = start + weight.numel()
+        piece = shard[max(start, 0) : max(end, 0)]
         shape = [1] * (weight.ndim - 1)  # recipes decay what has two dimensions
         parts.append(nn.Parameter(piece.view(*shape, -1), weight.requires_grad))
-        vars(parts[-1]).update(vars(weight), is_shard=True)
+        parts[-1].is_shard = True
+        start = end
     return parts
 
 
@@ -227,7 +221,7 @@ def check_numbers(model: FSDP, *flats: FlatParameter) -> None:
 
 
 def layout_of(module: nn.Module) -> list[tuple]:
-    return [(id(p), p.requires_grad, p.dtype, p.data_ptr()) for p in module.parameters()]
+    return [(id(p), p.requires_grad, p.data_ptr()) for p in module.parameters()]
 
 
 def check_layout(model: FSDP) -> None:
@@ -251,7 +245,6 @@ def reshard_all(model: FSDP) -> None:
 
 def refuse_second_gradient(model: FSDP, flat: FlatParameter, weight: torch.Tensor) -> None:
     if flat not in model.waiting or weight not in flat.missing:
-        weight.grad = None
         todo = "finish after every backward, and checkpoint with use_reentrant=False"
         raise RuntimeError(f"a weight's gradient came twice: {todo}")
 
@@ -298,26 +291,23 @@ def average_replicated(model: FSDP) -> None:
     replicated = [p for p in model.parameters() if p.requires_grad and not hasattr(p, "is_shard")]
     if not replicated:
         return
-    for parameter in replicated:
-        parameter.grad = gradient_or_zeros(parameter)
     world_size = dist.get_world_size(model.process_group)
-    values, gradients = [flatten(each, 1) for each in (replicated, [p.grad for p in replicated])]
-    most = int(2 / torch.finfo(values.dtype).eps) // world_size  # larger ones would be rounded
-    bits = values.view(torch.int16).sum() % max(most - 1, 1)
+    values = flatten(replicated, 1)
+    largest = int(2 / torch.finfo(values.dtype).eps) // world_size  # above it sums are rounded
+    bits = values.view(torch.int16).sum() % max(largest, 1)
+    gradients = flatten(map(gradient_or_zeros, replicated), 1)
     mean = torch.cat([gradients / world_size, bits.view(1)])
     dist.all_reduce(mean, group=model.process_group)
     if mean[-1] != bits * world_size:
         todo = "clip by model.clip_grad_norm_(), with the same learning rates and seeds everywhere"
         raise RuntimeError(f"biases and norms differ between ranks since the last step: {todo}")
     for parameter, gradient in zip(replicated, split_like(replicated, mean), strict=True):
-        parameter.grad.copy_(gradient)
+        parameter.grad = gradient.to(parameter.dtype)
 
 
 @torch.no_grad()
 def clip(model: FSDP, max_norm: float) -> torch.Tensor:
     """In float32 at least; inf and nan as in torch. Of what is sharded each rank adds its part."""
-    if model.has_gradients:
-        raise RuntimeError("call finish_gradient_synchronization() before clip_grad_norm_()")
     world_size = dist.get_world_size(model.process_group)
     squares = []
     for parameter in model.parameters():
@@ -333,17 +323,13 @@ def clip(model: FSDP, max_norm: float) -> torch.Tensor:
 
 def use_unsharded_params(flat: FlatParameter) -> None:
     """Hide the shards behind the whole weights: Python finds attributes before parameters."""
-    flat.users += 1
     for module, name, weight in flat.owners:
         module.__dict__[name] = weight.to(flat.unsharded.dtype)  # a bias, too
 
 
 def use_sharded_params(flat: FlatParameter) -> None:
-    """Take the whole weights away, when the last forward that needs them is over."""
-    flat.users -= 1
-    if flat.users == 0:
-        for module, name, _ in flat.owners:
-            del module.__dict__[name]
+    for module, name, _ in flat.owners:
+        module.__dict__.pop(name, None)
 
 
 def tensors_in_backward(flat: FlatParameter, inputs, outputs) -> list[torch.Tensor]:
@@ -351,16 +337,16 @@ def tensors_in_backward(flat: FlatParameter, inputs, outputs) -> list[torch.Tens
 
     No gradient says when backward is done with frozen weights: those of the module's inputs do.
     """
-    given = [leaf for leaf in tree_leaves(inputs) if torch.is_tensor(leaf) and leaf.requires_grad]
-    returned = [leaf for leaf in tree_leaves(outputs) if torch.is_tensor(leaf)]
-    memory = flat.unsharded.data_ptr()  # 0 on meta
-    if memory and memory in [tensor.untyped_storage().data_ptr() for tensor in returned]:
-        raise RuntimeError("a module returned its weight, or a view of it: return a clone()")
+    given, returned = trained_in(inputs), trained_in(outputs)
     if given and torch.is_grad_enabled() and not flat.requires_grad:
         register_multi_grad_hook(given, lambda _: flat.reshard())
-    trained = [tensor for tensor in returned if tensor.requires_grad]
     # A view that is changed in place loses its hooks: so its base has them, too.
-    return trained + [tensor._base for tensor in trained if tensor._base is not None]
+    return returned + [tensor._base for tensor in returned if tensor._base is not None]
+
+
+def trained_in(values) -> list[torch.Tensor]:
+    leaves = tree_leaves(values)
+    return [leaf for leaf in leaves if torch.is_tensor(leaf) and leaf.requires_grad]
 
 
 def choose_units(module: nn.Module) -> list[nn.Module]:
@@ -383,20 +369,19 @@ def shard_weights(module, units, compute_dtype, process_group) -> tuple[list, li
     and who needs which: (module, flat). A tied weight is needed by several modules.
     """
     in_units = {weight for unit in units for weight in unit.parameters()}
-    in_units -= set(module.parameters(recurse=False))
     weights_of = {module: [weight for weight in module.parameters() if weight not in in_units]}
     weights_of |= {unit: list(unit.parameters()) for unit in units}
     names = {part: name or "the module" for name, part in module.named_modules()}
     flats, uses = [], []
     shards = {}  # weight -> (its FlatParameter, this rank's shard, the whole)
     for unit, parameters in weights_of.items():
-        weights = [p for p in parameters if p.ndim >= 2 and p.numel()]
+        weights = [parameter for parameter in parameters if parameter.ndim >= 2]
         alike = {}
         for weight in weights:
             if weight not in shards:
                 alike.setdefault((weight.dtype, weight.requires_grad), []).append(weight)
         for (dtype, _), members in alike.items():
-            dtype = compute_dtype if compute_dtype and dtype.is_floating_point else dtype
+            dtype = compute_dtype or dtype
             flat = FlatParameter(names[unit], len(flats), members, dtype, process_group)
             flats.append(flat)
             whole = zip(flat.sharded_params, flat.unsharded_params, strict=True)
@@ -415,8 +400,7 @@ def shard_weights(module, units, compute_dtype, process_group) -> tuple[list, li
 
 def compute_in(dtype: torch.dtype, module: nn.Module, flats: list[FlatParameter]) -> None:
     """Modules with weights compute in this dtype, those without, such as norms, in their own."""
-    rounded = [flat for flat in flats if flat.unsharded.dtype == dtype]
-    flat_of = {owner: flat for flat in rounded for owner, _, _ in flat.owners}
+    flat_of = {owner: flat for flat in flats for owner, _, _ in flat.owners}
     for owner in module.modules():
         own = owner.named_parameters(recurse=False)
         small = [(owner, name, parameter) for name, parameter in own if parameter.ndim < 2]
@@ -428,13 +412,12 @@ def compute_in(dtype: torch.dtype, module: nn.Module, flats: list[FlatParameter]
 
 
 def cast(dtype: torch.dtype, module: nn.Module, inputs: tuple, kwargs: dict) -> tuple:
-    """A hook. Only tensors: lists and dicts stay what they are, as a module may write into them."""
+    """A hook: all tensors with decimals, in lists and dicts, too."""
 
     def in_dtype(value):
-        is_float = torch.is_tensor(value) and value.is_floating_point()
-        return value.to(dtype) if is_float else value
+        return value.to(dtype) if value.is_floating_point() else value
 
-    return tuple(map(in_dtype, inputs)), {name: in_dtype(value) for name, value in kwargs.items()}
+    return tree_map_only(torch.Tensor, in_dtype, (inputs, kwargs))
 
 
 @torch.no_grad()
@@ -452,17 +435,17 @@ def full_state(model: FSDP) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def load_full_state(model: FSDP, state: dict[str, torch.Tensor]) -> None:
-    """ValueError, before anything is loaded, for other names or shapes."""
-    shapes = []
-    for each in (full_state(model), state):
-        shapes.append({(name, tuple(tensor.shape)) for name, tensor in each.items()})
-    if differing := sorted(shapes[0] ^ shapes[1]):
-        raise ValueError(f"missing, or not in the model, or of another shape: {differing}")
+    """ValueError for other names, before anything is loaded; an error of torch for other shapes."""
     held = model.module.state_dict(keep_vars=True)
+    if differing := sorted(state.keys() ^ held.keys()):
+        raise ValueError(f"missing, or not in the model: {differing}")
     values = {tensor: state[name] for name, tensor in held.items()}
     for flat in model.flats:
-        slices = flatten([values.pop(shard) for shard in flat.sharded_params], len(flat.unsharded))
-        flat.local_shard.copy_(slices.view(len(flat.numbers), -1)[dist.get_rank(flat.group)])
+        whole = flat.local_shard.new_zeros(len(flat.unsharded))
+        weights = split_like(flat.unsharded_params, whole)
+        for weight, shard in zip(weights, flat.sharded_params, strict=True):
+            weight.copy_(values.pop(shard))
+        flat.local_shard.copy_(whole.view(len(flat.numbers), -1)[dist.get_rank(flat.group)])
     for tensor, value in values.items():
         tensor.copy_(value)
 
@@ -487,8 +470,7 @@ def refuse_to_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
 
 
 def main():
-    folder = Path(__file__).resolve().parent
-    sys.path[:0] = [str(folder), str(folder.parent), str(folder.parent.parent)]
+    sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[:3]]
     try:
         import measure
     except ModuleNotFoundError as error:

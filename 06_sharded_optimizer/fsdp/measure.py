@@ -4,16 +4,14 @@ import sys
 import warnings
 from functools import partial
 
-import numpy
 import sharded_optimizer as stage
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from sharded_optimizer import ADAMW, Training
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from common import report, setup, timing
+from common import report, setup
 
 
 def fully_sharded(choose_units, model: nn.Module, **options) -> nn.Module:
@@ -45,45 +43,26 @@ def finish(model: nn.Module) -> None:
 
 
 TOLERANCE = 1e-10  # of float64 weights after hundreds of steps; rounding alone stays far below
-LEGEND = """\
-Percentiles over all steps of all ranks; forward, backward with finish, optimizer: p50; sent: by
-rank 0 to its sockets in a step; /fully_shard: ratio of the p50s, below 1 is faster."""
+PARTS = ["parameters", "gradients", "optimizer state", "in flight"]
+MEMORY_LEGEND = """\
+MB: 2^20 bytes, of the rank that has most; batch: one sequence of 8 tokens;
+in flight: the peak of everything else during forward and backward.
+"""
 
 
 def verify(args, device, wrap) -> dict:
-    """Train a classifier on shards, and a twin in one process on their union; compare weights."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    images, labels, *held_out = setup.load_equal_shares(args, device)
-    twin = setup.classifier(args.seed, images)
-    model = wrap(setup.classifier(args.seed + rank, images))  # rank 0's weights must win
-    optimizer = torch.optim.Adam([*twin.parameters(), *model.parameters()], lr=1e-3)
-    watch = timing.Stopwatch(device)
-    shuffle = torch.Generator().manual_seed(args.seed)
-    for epoch in (1, 2):
-        order = torch.randperm(len(images), generator=shuffle)
-        for step, union in enumerate(order.split(64 * world_size), 1):
-            shard = union[rank::world_size]
-            optimizer.zero_grad()
-            F.cross_entropy(twin(images[union]), labels[union]).backward()
-            watch.mark("start")
-            loss = F.cross_entropy(model(images[shard]), labels[shard])
-            loss.backward()
-            model.finish_gradient_synchronization()
-            watch.mark("synchronized")
-            optimizer.step()
-            seconds = watch.seconds("start", "synchronized")
-            report.log_step(args, epoch, step, loss, {"gradients": seconds})
-        accuracy = report.evaluate(epoch, model, *held_out)
+    """Train a classifier on shards, and a twin that every rank has whole; compare their weights."""
+    data = setup.load_equal_shares(args, device)
+    model = wrap(setup.classifier(args.seed + dist.get_rank(), data[0]))  # rank 0's has to win
+    twin = setup.classifier(args.seed, data[0])
+    twins = []
+    for each, average in ((model, finish), (twin, stage.average_gradients)):
+        twins.append((each, torch.optim.Adam(each.parameters(), lr=1e-3), average))
+    stage.train_twins(twins, data, args, device)
     if not hasattr(model, "gather_full_params"):
         sys.exit("error: argument --mine: verify needs its gather_full_params(), or --no-verify")
-    full = model.gather_full_params()
-    expected = twin.state_dict()
-    worst = stage.largest_distance(full, expected, TOLERANCE, "single-process training")
-    setup.say(
-        f"verify: passed, the shards of all ranks are together at most {worst:.1e} away from"
-        f" single-process training (allowed: {TOLERANCE:.0e})\n"
-    )
-    return {"max_abs_diff": worst, "tolerance": TOLERANCE, "passed": True, "accuracy": accuracy}
+    theirs = "training with whole weights"
+    return stage.compare(model.gather_full_params(), twin.state_dict(), TOLERANCE, theirs)
 
 
 def benchmark(args, device, model, wraps, choose_units) -> list[dict]:
@@ -93,40 +72,10 @@ def benchmark(args, device, model, wraps, choose_units) -> list[dict]:
         no_prefetch = {"FSDP, no prefetch": partial(wraps["FSDP"], prefetch=False)}
         wraps = baselines | torch_fsdp(choose_units) | no_prefetch | wraps
     batch_shape = model["batch_size"], model["context_length"]
-    steps = {}
+    candidates = {}
     for name, wrap in wraps.items():
-        steps[name] = Training(args, device, batch_shape, ADAMW, wrap, finish).step
-    samples = timing.measure(steps, args.steps, args.warmup, setup.wire())
-    for name, step in steps.items():
-        samples[name]["sent_bytes"] = stage.sent_bytes(step)
-        samples[name]["collectives_per_step"] = timing.count_collectives(step)
-    timing.profile(steps, args.trace)
-    print_steps(samples, setup.wire().dilation if setup.wire() else 1.0)
-    return [{"name": name, **times} for name, times in samples.items()]
-
-
-def print_steps(samples: dict[str, dict], dilation: float) -> None:
-    """The table: a row per candidate; its times are ÷ dilation."""
-    baseline = samples.get("torch fully_shard", {}).get("step_seconds")
-    rows = []
-    for name, times in samples.items():
-        row = [name, *report.milliseconds(numpy.array(times["step_seconds"]) / dilation)]
-        for part in ("forward", "backward", "optimizer"):
-            p50 = report.percentiles(times[f"{part}_seconds"])[0]
-            row.append(f"{1000 * p50 / dilation:.1f}")
-        row.append("-" if times["sent_bytes"] is None else f"{times['sent_bytes'] / 2**20:.1f}")
-        row.append(str(times["collectives_per_step"]))
-        rows.append([*row, report.ratio(times["step_seconds"], baseline)])
-    header = ["step, ms", "p50", "p75", "p90", "p95", "forward", "backward", "optimizer"]
-    report.print_table([*header, "sent MB", "collectives", "/fully_shard"], rows)
-    setup.say(LEGEND)
-
-
-PARTS = "parameters", "gradients", "optimizer state", "in flight"
-MEMORY_LEGEND = """\
-MB: 2^20 bytes, of the rank that has most; batch: one sequence of 8 tokens;
-in flight: the peak of everything else during forward and backward.
-"""
+        candidates[name] = Training(args, device, batch_shape, ADAMW, wrap, finish)
+    return stage.time_steps(candidates, args, "torch fully_shard")
 
 
 def account(args, device, wrap, choose_units) -> dict:
@@ -159,44 +108,26 @@ def held_bytes(training: Training, device) -> list[int]:
     return [*kept, sorted(peaks)[1] - (0 if is_ddp else kept[1])]
 
 
-def print_memory(result, plot):
-    """The table, and the picture if there is a path for it."""
-    most = {name: max(all_ranks, key=sum) for name, all_ranks in result["memory_bytes"].items()}
-    print_parts(most, "{:.1f}")
-    setup.say(MEMORY_LEGEND)
-    if plot and dist.get_rank() == 0:
-        draw(result, most, plot)
-        setup.say(f"written: {plot}")
-
-
-def print_parts(held: dict[str, list[int]], number: str) -> None:
-    rows = []
-    for name, parts in held.items():
-        rows.append([name, *[number.format(part / 2**20) for part in [*parts, sum(parts)]]])
-    report.print_table(["MB", *PARTS, "at most"], rows)
-
-
-def draw(result, most, path):
+def draw(result: dict, path) -> None:
     """A bar for each candidate, stacked of the parts."""
     from matplotlib.figure import Figure
 
+    most = {name: max(all_ranks, key=sum) for name, all_ranks in result["memory_bytes"].items()}
     figure = Figure(figsize=(9, 1.4 + 0.5 * len(most)), layout="constrained")
     axes = figure.subplots()
     axes.invert_yaxis()
-    left = [0.0] * len(most)
+    axes.spines[["top", "right"]].set_visible(False)
+    left = torch.zeros(len(most))
     colors = "#56B4E9", "#E69F00", "#999999", "#D55E00"
     for number, (part, color) in enumerate(zip(PARTS, colors, strict=True)):
-        widths = [parts[number] / 2**20 for parts in most.values()]
-        drawn = axes.barh(list(most), widths, left=left, color=color, label=part, height=0.75)
-        numbers = [f"{width:.1f}" if number < 3 else "" for width in widths]
-        axes.bar_label(drawn, numbers, label_type="center", fontsize=9)
-        left = [start + width for start, width in zip(left, widths, strict=True)]
+        widths = torch.tensor([parts[number] / 2**20 for parts in most.values()])
+        bars = axes.barh(list(most), widths, left=left, color=color, label=part, height=0.75)
+        left += widths
     totals = zip(left, widths, strict=True)
     ends = [f"{total:.1f}, {in_flight:.1f} of them in flight" for total, in_flight in totals]
-    axes.bar_label(drawn, ends, padding=5, fontsize=9)
+    axes.bar_label(bars, ends, padding=5, fontsize=9)
     axes.set_xlim(0, 1.25 * max(left))
     axes.set_xlabel("MB")
-    axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside lower center", ncols=len(PARTS), frameon=False)
     what = f"{result['model']['size']} model, AdamW, {result['world_size']} ranks"
     figure.suptitle(f"What a rank holds at most: {what}", fontsize=11)
@@ -236,9 +167,9 @@ def print_accounting(args) -> None:
     held = {}
     for world_size in args.accounting:
         for name, parts in by_formula(args.size, world_size).items():
-            held[f"{world_size} ranks, {name}"] = parts
+            held[f"{world_size} ranks, {name}"] = [parts]
     setup.say(f"{args.size} model, float32, AdamW; a rank by the formula, without activations")
-    print_parts(held, "{:,.0f}")
+    stage.print_memory(held, PARTS)
 
 
 def main(description: str, wrap, choose_units) -> None:
@@ -248,7 +179,7 @@ def main(description: str, wrap, choose_units) -> None:
     setup.add_verify_arguments(parser)
     setup.add_mine(parser)
     setup.add_plot_arguments(parser, "fsdp.png")
-    parser.set_defaults(warmup=2)  # five candidates, and all within a minute
+    parser.set_defaults(warmup=2)  # six candidates, and all within a minute
     numbers = {"type": setup.list_of(setup.whole_number(2)), "nargs": "?", "metavar": "N,N,…"}
     formula = "only what one of so many ranks would hold, by a formula (8,64,1024)"
     parser.add_argument("--accounting", **numbers, const=[8, 64, 1024], help=formula)
@@ -259,15 +190,15 @@ def main(description: str, wrap, choose_units) -> None:
     with setup.process_group(args.device, args.backend, args.timeout, args.network) as device:
         result = report.begin("06_sharded_optimizer/fsdp", args, device)
         wraps = {"FSDP": wrap} | setup.users_class(args)
-        replicas = len(wraps) if args.no_baseline else len(wraps) + 4
+        replicas = len(wraps) if args.no_baseline else len(wraps) + 5
         model = result["model"] = report.describe(stage.LanguageModel, args, replicas)
-        result["verify"] = None
-        if not args.no_verify:
-            for name in reversed(wraps):
-                if args.mine:
-                    setup.say(f"verify: {name}")
-                result["verify"] = verify(args, device, wraps[name])
+        *_, last = wraps.values()  # a class of the user's own, if there is one
+        result["verify"] = None if args.no_verify else verify(args, device, last)
         result["memory_bytes"] = account(args, device, wrap, choose_units)
-        print_memory(result, args.plot)
+        stage.print_memory(result["memory_bytes"], PARTS)
+        setup.say(MEMORY_LEGEND)
+        if args.plot and dist.get_rank() == 0:
+            draw(result, args.plot)
+            setup.say(f"written: {args.plot}")
         result["candidates"] = benchmark(args, device, model, wraps, choose_units)
         report.write_json(args.json, result)
