@@ -23,8 +23,8 @@ PHASES = {
     "optimizer_seconds": ("optimizer", "#999999"),
 }
 # What runs must have in common to be compared.
-COMMON = ["torch", "torchvision", "backend", "network", "device", "device_name", "threads"]
-COMMON += ["workers", "settings", "epochs", "first_epoch"]
+COMMON = ["torch", "torchvision", "backend", "network", "device_name", "settings", "workers"]
+COMMON += ["epochs", "images"]  # both: after a checkpoint fewer images are measured
 
 
 def find_runs(folder: Path) -> list[dict]:
@@ -32,22 +32,21 @@ def find_runs(folder: Path) -> list[dict]:
 
     They are the JSON, options and all in one, with what the table and the picture show of it.
     """
-    runs = [json.loads(path.read_text()) for path in folder.glob("07_resnet_ddp_*.json")]
-    runs = [run["options"] | run for run in sorted(runs, key=lambda run: run["world_size"])]
-    single = runs[0]
-    if single["world_size"] > 1:
-        return []
-    comparable = []
-    for run in runs:
-        run["name"] = f"DDP × {run['world_size']}" if comparable else "single"
-        others = [name for name in COMMON if run[name] != single[name]]
-        if others:
-            say(f"{run['name']} is not compared: {', '.join(others)} differ from one device's")
-            continue
+    results = [json.loads(path.read_text()) for path in folder.glob("07_resnet_ddp_*.json")]
+    results = [result["options"] | result for result in results]
+    results.sort(key=lambda result: result["world_size"])
+    single = results[0]
+    runs = []
+    for run in results if single["world_size"] == 1 else []:
+        run["name"] = f"DDP × {run['world_size']}" if runs else "single"
         run["phases"] = [1000 * numpy.mean(run[phase]) / run["dilation"] for phase in PHASES]
         run["total"] = run["train_seconds"] / run["dilation"]
-        comparable.append(run)
-    return comparable
+        differing = [name for name in COMMON if run[name] != single[name]]
+        if differing:
+            say(f"{run['name']} is not compared: {', '.join(differing)} differ from one device's")
+        else:
+            runs.append(run)
+    return runs
 
 
 def print_comparison(runs: list[dict]) -> None:
@@ -64,11 +63,10 @@ def print_comparison(runs: list[dict]) -> None:
             f"{speedup:.2f}",
             f"{speedup / run['world_size']:.1%}",
             f"{run['evaluations'][-1]['accuracy']:.2%}",
-            run["started"][:10],
         ]
         rows.append(row)
     header = ["", "total s", "batch ms", "data", "images/s", "speed-up", "efficiency", "accuracy"]
-    print_table([*header, "started"], rows)
+    print_table(header, rows)
 
 
 def draw(runs: list[dict], path: Path) -> None:
@@ -76,12 +74,12 @@ def draw(runs: list[dict], path: Path) -> None:
     figure = Figure(figsize=(7, 4), dpi=120, layout="constrained")
     axes = figure.subplots()
     names = [run["name"] for run in runs]
-    below = numpy.zeros(len(runs))
-    for number, (name, colour) in enumerate(PHASES.values()):
-        heights = [run["phases"][number] for run in runs]
+    below = 0
+    heights_of_phases = numpy.transpose([run["phases"] for run in runs])
+    for (name, colour), heights in zip(PHASES.values(), heights_of_phases, strict=True):
         bars = axes.bar(names, heights, width=0.6, bottom=below, color=colour, label=name)
         below += heights
-    axes.bar_label(bars, [f"{ms:.0f} ms" for ms in below], padding=2)
+    axes.bar_label(bars, fmt="%.0f ms", padding=2)
     ideal = [below[0] / run["world_size"] for run in runs]
     axes.bar(names, ideal, width=0.7, fill=False, linestyle="--", label="one device ÷ N")
     axes.legend(reverse=True, loc="upper left", bbox_to_anchor=(1, 1))

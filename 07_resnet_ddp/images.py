@@ -6,7 +6,7 @@ from them is sharded_loaders' business.
 
 import os
 from collections.abc import Callable
-from datetime import timedelta
+from dataclasses import dataclass
 
 import numpy
 import torch
@@ -15,16 +15,16 @@ from torch.utils.data import Dataset
 from torchvision.datasets import CIFAR10
 from torchvision.transforms import v2
 
-from common.setup import ROOT, fail, without_gloo_greeting
+from common.setup import ROOT, fail
 
 
+@dataclass
 class Images(Dataset):
     """(transform(images[i]), labels[i]): as torchvision's sets, of images that are in memory."""
 
-    def __init__(self, images: torch.Tensor, labels: torch.Tensor, transform: Callable):
-        self.images = images
-        self.labels = labels
-        self.transform = transform
+    images: torch.Tensor
+    labels: torch.Tensor
+    transform: Callable
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -49,24 +49,24 @@ def load_images(data: str | None, download: bool, image_size: int) -> tuple[Data
         return load_digits(to_input(image_size, 3 * [0.287], 3 * [0.354]))
     try:
         if download:
-            # However long it takes: the ranks that wait have a group of their own.
-            with without_gloo_greeting():
-                waiting = dist.new_group(timeout=timedelta(days=7), backend="gloo")
             if os.environ["LOCAL_RANK"] == "0":
                 CIFAR10(data, download=True)
-            dist.barrier(waiting)
+            dist.barrier()
         transform = to_input(image_size, [0.491, 0.482, 0.447], [0.247, 0.244, 0.262])
         return CIFAR10(data, True, transform), CIFAR10(data, False, transform)
     except Exception as error:  # torchvision has many kinds: files missing, cut short, not CIFAR-10
-        fail(f"argument --data: {data!r} holds no readable CIFAR-10 ({error!r}); use --download")
+        fail(
+            f"argument --data: no CIFAR-10 read from {data!r} ({error!r}); fetch it by --download, "
+            "and if that takes long, raise --timeout"
+        )
 
 
 def load_digits(transform: Callable) -> tuple[Images, Images]:
     """Returns the digits in an order that is always the same; grey becomes three equal channels."""
     digits = numpy.load(ROOT / "common" / "digits.npz")
     order = numpy.random.default_rng(0).permutation(len(digits["labels"]))
-    images = 15 * torch.tensor(digits["images"][order])  # from 0 to 240
-    images = images[:, None].expand(-1, 3, -1, -1)
+    grey = 15 * torch.tensor(digits["images"][order])  # from 0 to 240
+    images = grey[:, None].expand(-1, 3, -1, -1)
     labels = torch.tensor(digits["labels"][order]).long()
     train_set = Images(images[297:], labels[297:], transform)
     return train_set, Images(images[:297], labels[:297], transform)

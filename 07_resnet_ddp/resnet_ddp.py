@@ -16,7 +16,6 @@ Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parall
 2020.
 """
 
-import math
 import os
 import sys
 import time
@@ -29,7 +28,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 
 class Training(NamedTuple):
@@ -135,8 +134,13 @@ SECONDS = {  # what is measured of a step: its row in the report, from one mark 
 }
 
 
-def train_epoch(args, training: Training, batches, epoch: int, steps: int) -> list[dict]:
-    """Train on so many batches; returns the SECONDS of each.
+def seconds_of(watch) -> dict[str, float]:
+    """Returns the SECONDS of a step. On a GPU this waits for its end."""
+    return {name: watch.seconds(start, end) for name, (_, start, end) in SECONDS.items()}
+
+
+def train_epoch(args, training: Training, batches, epoch: int) -> list[dict]:
+    """Train on `args.steps` batches; returns the SECONDS of each.
 
     Prints a line every --log-every steps: rank 0's times, loss and accuracy over all ranks.
     """
@@ -146,9 +150,8 @@ def train_epoch(args, training: Training, batches, epoch: int, steps: int) -> li
     watches = []
     training.model.train()
     batches = iter(batches)
-    began = time.perf_counter()
-    for step in range(1, steps + 1):
-        name = f"epoch {epoch} step {step:3}/{steps}"
+    for step in range(1, args.steps + 1):
+        name = f"epoch {epoch} step {step:3}/{args.steps}"
         setup.progress(name)
         watch = Stopwatch(training.device)
         watch.mark("start")
@@ -156,22 +159,20 @@ def train_epoch(args, training: Training, batches, epoch: int, steps: int) -> li
         watch.mark("data")
         means = train_step(training, images, labels, watch)
         watches.append(watch)
-        if step % args.log_every == 0 or step == steps:
+        if step % args.log_every == 0 or step == args.steps:
             dist.all_reduce(means)
-            means /= dist.get_world_size()
-            data, batch = watch.seconds("start", "data"), watch.seconds("start", "end")
-            left = (time.perf_counter() - began) * ((args.epochs - epoch + 1) * steps / step - 1)
+            loss, accuracy = means / dist.get_world_size()
+            times = seconds_of(watch)
             setup.say(
-                f"{name}  data {1000 * data:.1f} ms  compute+sync {1000 * (batch - data):.1f} ms  "
-                f"{args.global_batch / batch:.1f} images/s  loss {means[0]:.4f}  "
-                f"accuracy {means[1]:.1%}, {left:.0f} s left"
+                f"{name}  data {1000 * times['data_seconds']:.1f} ms  "
+                f"compute+sync {1000 * times['compute_sync_seconds']:.1f} ms  "
+                f"{args.global_batch / times['batch_seconds']:.1f} images/s  "
+                f"loss {loss:.4f}  accuracy {accuracy:.1%}"
             )
-    # Here we wait for a GPU.
-    spans = {name: (start, end) for name, (_, start, end) in SECONDS.items()}
-    return [{name: watch.seconds(*span) for name, span in spans.items()} for watch in watches]
+    return [seconds_of(watch) for watch in watches]
 
 
-def fit(args, training: Training, train_batches, test_batches, steps: int) -> dict:
+def fit(args, training: Training, train_batches, test_batches) -> dict:
     """Train, evaluating and saving after each epoch; returns what was measured, as [rank][step].
 
     Of epochs that a checkpoint brings along only the evaluations are there.
@@ -179,29 +180,26 @@ def fit(args, training: Training, train_batches, test_batches, steps: int) -> di
     from common import setup
 
     evaluations = resume(args, training) if args.checkpoint else []
-    first = len(evaluations) + 1
-    taken = []
+    steps = []
     seconds = 0.0
-    for epoch in range(first, args.epochs + 1):
+    for epoch in range(len(evaluations) + 1, args.epochs + 1):
         train_batches.sampler.set_epoch(epoch)  # else every epoch has the same order
         dist.barrier()  # rank 0 may still be saving, and nobody's first batch should count that
         began = time.perf_counter()
-        taken += train_epoch(args, training, train_batches, epoch, steps)
+        steps += train_epoch(args, training, train_batches, epoch)
         seconds += time.perf_counter() - began
         setup.progress(f"epoch {epoch}: images held out")
-        found = evaluate(training, test_batches)
-        evaluations.append(found)
-        setup.say(
-            f"epoch {epoch} of {args.epochs} done, held out: loss {found['loss']:.4f}, "
-            f"accuracy {found['accuracy']:.2%} of {found['images']} images"
-        )
+        evaluations.append(evaluate(training, test_batches))
+        held_out = "loss {loss:.4f}, accuracy {accuracy:.2%} of {images} images"
+        held_out = held_out.format(**evaluations[-1])
+        setup.say(f"epoch {epoch} of {args.epochs} done, held out: {held_out}")
         if args.checkpoint and dist.get_rank() == 0:
             save(args, evaluations, training)
     ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, taken)
+    dist.all_gather_object(ranks, steps)
     result = {name: [[step[name] for step in rank] for rank in ranks] for name in SECONDS}
-    result |= {"evaluations": evaluations, "first_epoch": first, "train_seconds": seconds}
-    return result | {"images": len(taken) * args.global_batch}
+    result["images"] = len(steps) * args.global_batch
+    return result | {"evaluations": evaluations, "train_seconds": seconds}
 
 
 def save(args, evaluations: list[dict], training: Training) -> None:
@@ -232,10 +230,9 @@ def resume(args, training: Training) -> list[dict]:
     if dist.get_rank() == 0 and args.checkpoint.exists():
         try:
             found = [torch.load(args.checkpoint, map_location="cpu", weights_only=True)]
-            if found[0]["settings"] != describe(args):
-                raise ValueError(f"it was written with {found[0]['settings']}")
-            if len(found[0]["evaluations"]) >= args.epochs:
-                raise ValueError(f"it has all {args.epochs} epochs: add some by --epochs")
+            done, settings = len(found[0]["evaluations"]), found[0]["settings"]
+            if done >= args.epochs or settings != describe(args):
+                raise ValueError(f"it has {done} epochs of {settings}")
         except Exception as error:  # torch.load has many kinds: cut short, not a checkpoint
             setup.fail(f"argument --checkpoint: cannot resume from '{args.checkpoint}': {error!r}")
     dist.broadcast_object_list(found)
@@ -252,8 +249,7 @@ def describe(args) -> str:
     """Returns what is trained and how, whatever the number of ranks."""
     return (
         f"{args.data or 'digits'}, {args.image_size} pixels, batches of {args.global_batch}, "
-        f"{args.steps_per_epoch or 'all'} steps per epoch, learning rate {args.lr:g}, "
-        f"seed {args.seed}"
+        f"{args.steps} steps per epoch, learning rate {args.lr:g}, seed {args.seed}"
     )
 
 
@@ -263,13 +259,12 @@ def print_report(result: dict) -> None:
 
     from common import report, setup
 
-    batch = numpy.mean(result["batch_seconds"])
+    batch = numpy.mean(result["batch_seconds"]) / result["dilation"]
     rows = []
     for name, (row, _, _) in SECONDS.items():
         seconds = numpy.array(result[name]) / result["dilation"]
         mean = seconds.mean()
-        total, share = mean * seconds.shape[1], numpy.mean(result[name]) / batch
-        row = [row, f"{total:.1f}", f"{share:.1%}", f"{1000 * mean:.1f}"]
+        row = [row, f"{mean * seconds.shape[1]:.1f}", f"{mean / batch:.1%}", f"{1000 * mean:.1f}"]
         rows.append(row + report.milliseconds(seconds))
     report.print_table(["", "total s", "share", "mean ms", "p50", "p75", "p90", "p95"], rows)
     seconds = result["train_seconds"] / result["dilation"]
@@ -285,7 +280,6 @@ def add_size_arguments(parser) -> None:
     add = parser.add_argument
     add("--image-size", type=whole(8, 1024), help="pixels (default: 64 on CPU, 224 on CUDA)")
     add("--global-batch", type=whole(1), help="images per step (default: 64 on CPU, 512 on CUDA)")
-    add("--threads", type=whole(1, 1024), default=1, help="per process: a device is a core")
 
 
 def add_arguments(parser) -> None:
@@ -296,9 +290,7 @@ def add_arguments(parser) -> None:
     add = parser.add_argument
     add("--epochs", type=whole(1), default=3)
     add("--steps-per-epoch", type=whole(1), help="end each epoch after so many (default: all)")
-    add("--held-out", type=whole(1), help="evaluate on so many images (default: all)")
-    rate = setup.checked(float, lambda number: 0 < number < math.inf, "a finite number above 0")
-    add("--lr", type=rate, default=0.02, help="learning rate")
+    add("--lr", type=setup.positive_number, default=0.02, help="learning rate")
     add("--seed", type=whole(0), default=0)
     workers = "loading processes per rank (default: 0 on CPU; CUDA: cores per GPU, at most 8)"
     add("--workers", type=whole(0, 64), help=workers)
@@ -308,26 +300,22 @@ def add_arguments(parser) -> None:
     saved = "saved after each epoch, resumed from if there"
     add("--checkpoint", type=setup.output_file, metavar="FILE", help=saved)
     folder = setup.checked(Path, Path.is_dir, "a folder")
-    where = (
-        "for 07_resnet_ddp_N.json of N ranks and the picture (default: the repository's results)"
-    )
-    add("--results", type=folder, metavar="DIR", help=where)
+    written = "where JSON and picture go (default: the repository's results)"
+    add("--results", type=folder, metavar="DIR", help=written)
     setup.add_process_group_arguments(parser)
 
 
-def choose_sizes(args) -> None:
-    """Fill in the defaults that depend on the device, and the batches of a rank and of all."""
-    from common import setup
+def choose_sizes(args, device: torch.device) -> None:
+    """Fill in the defaults that depend on the device, and the batch of a rank."""
+    from common.setup import fail
 
-    gpus = torch.cuda.device_count() if args.device != "cpu" else 0
-    args.image_size = args.image_size or (224 if gpus else 64)
-    args.global_batch = args.global_batch or (512 if gpus else 64)
-    if args.workers is None:
-        args.workers = min(int(setup.cores() // gpus), 8) if gpus else 0
-    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    on_cuda = device.type == "cuda"
+    args.image_size = args.image_size or (224 if on_cuda else 64)
+    args.global_batch = args.global_batch or (512 if on_cuda else 64)
+    ranks = dist.get_world_size()
     args.batch_per_rank = args.global_batch // ranks
     if args.global_batch % ranks or args.batch_per_rank < 2:
-        setup.fail(
+        fail(
             f"argument --global-batch: '{args.global_batch}' cannot be divided by {ranks} ranks "
             "into batches of at least 2, as BatchNorm needs them"
         )
@@ -335,11 +323,6 @@ def choose_sizes(args) -> None:
 
 def be_the_only_rank() -> None:
     """Say what torchrun would of a group of one, on a free port: it makes one code of both."""
-    from common.setup import fail
-
-    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
-    if tasks != "1":
-        fail(f"srun has started {tasks} tasks, and each would train alone: let srun start torchrun")
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
 
@@ -352,11 +335,11 @@ def begin(args, device: torch.device) -> dict:
     from common.setup import say
 
     result = report.begin("07_resnet_ddp", args, device)
-    version, cuda, gpus = torchvision.__version__, torch.version.cuda, torch.cuda.device_count()
-    say(f"torchvision {version}, CUDA {cuda or 'none'}, {gpus} GPUs on this host")
+    result |= {"torchvision": torchvision.__version__, "cuda": torch.version.cuda}
+    result |= {"gpus": torch.cuda.device_count(), "settings": describe(args)}
+    say("torchvision {torchvision}, CUDA {cuda}, {gpus} GPUs on this host".format(**result))
     say(f"{describe(args)}; per rank {args.batch_per_rank} images, {args.workers} loader workers")
-    versions = {"torchvision": version, "cuda": cuda, "gpus": gpus}
-    return result | versions | {"settings": describe(args)}
+    return result
 
 
 def main():
@@ -378,30 +361,29 @@ def main():
     args = parser.parse_args()
     if "RANK" not in os.environ:  # torchrun sets it
         be_the_only_rank()
-    choose_sizes(args)
     with setup.process_group(args.device, args.backend, args.timeout, args.network) as device:
-        torch.set_num_threads(args.threads)
-        train_set, test_set = load_images(args.data, args.download, args.image_size)
-        test_set = Subset(test_set, range(len(test_set))[: args.held_out])
-        options = {"num_workers": args.workers, "pin_memory": device.type == "cuda"}
-        train_batches, test_batches = sharded_loaders(
-            train_set, test_set, args.batch_per_rank, args.seed, **options
-        )
-        steps = len(range(len(train_batches))[: args.steps_per_epoch])
-        if steps == 0:
-            setup.fail(f"argument --global-batch: there are only {len(train_set)} images")
+        torch.set_num_threads(1)  # a device is a GPU or a core
+        choose_sizes(args, device)
+        on_cuda = device.type == "cuda"
+        if args.workers is None:
+            args.workers = min(int(setup.cores() // torch.cuda.device_count()), 8) if on_cuda else 0
+        data = load_images(args.data, args.download, args.image_size)
+        options = {"num_workers": args.workers, "pin_memory": on_cuda}
+        batches = sharded_loaders(*data, args.batch_per_rank, args.seed, **options)
+        args.steps = min(len(batches[0]), args.steps_per_epoch or len(batches[0]))
+        if args.steps == 0:
+            setup.fail(f"argument --global-batch: there are only {len(data[0])} images")
 
         result = begin(args, device)
         training = prepare(args, device, ddp=result["world_size"] > 1)
         with setup.wire() or nullcontext():
-            result |= fit(args, training, train_batches, test_batches, steps)
+            result |= fit(args, training, *batches)
         if dist.get_rank() == 0:
             print_report(result)
-            name = f"07_resnet_ddp_{result['world_size']}.json"
-            file = args.results / name if args.results else setup.result_file(name)
-            report.write_json(file, result)
-            if file:
-                compare_runs.compare(file.parent)
+            folder = args.results or setup.ROOT / "results"
+            folder.mkdir(exist_ok=True)
+            report.write_json(folder / f"07_resnet_ddp_{result['world_size']}.json", result)
+            compare_runs.compare(folder)
 
 
 if __name__ == "__main__":

@@ -32,31 +32,30 @@ def make_step(args, device, batch_size: int, ddp: bool = True, synchronize: bool
             return None
         watch = timing.Stopwatch(device)
         watch.mark("start")
+        watch.mark("data")  # at once: it lies there
         with nullcontext() if synchronize else training.model.no_sync():
             resnet_ddp.train_step(training, images, labels, watch)
-        exposed = watch.seconds("last gradient", "backward")
-        return {"step_seconds": watch.seconds("start", "end"), "exposed_comm_seconds": exposed}
+        return resnet_ddp.seconds_of(watch)
 
     return step
 
 
 def explain(result: dict) -> dict[str, float]:
     """Returns the ms of DDP's step, by what takes them, and their sum, last; of p50s."""
-    candidates = result["candidates"]
+    one, part, no_all_reduce, ddp = result["candidates"].values()
 
-    def p50(samples: list) -> float:
-        return 1000 * report.percentiles(samples)[0] / result["dilation"]
+    def p50(times: dict, name: str = "batch_seconds") -> float:
+        return 1000 * report.percentiles(times[name])[0] / result["dilation"]
 
-    one, part, no_all_reduce, ddp = (p50(times["step_seconds"]) for times in candidates.values())
-    exposed = p50(candidates["DDP"]["exposed_comm_seconds"])
-    ideal = one / result["world_size"]
+    ideal = p50(one) / result["world_size"]
+    exposed = p50(ddp, "exposed_comm_seconds")
     return {
         f"one device ÷ {result['world_size']}": ideal,
-        "smaller batch": part - ideal,
-        "all ranks at once": no_all_reduce - part,
+        "smaller batch": p50(part) - ideal,
+        "all ranks at once": p50(no_all_reduce) - p50(part),
         "exposed all-reduce": exposed,
-        "rest": ddp - no_all_reduce - exposed,
-        "DDP": ddp,
+        "rest": p50(ddp) - p50(no_all_reduce) - exposed,
+        "DDP": p50(ddp),
     }
 
 
@@ -79,16 +78,16 @@ def draw(reasons: dict[str, float], title: str, path: Path) -> None:
 def main():
     parser = setup.Parser(__doc__)
     resnet_ddp.add_size_arguments(parser)
-    whole, steps = setup.whole_number(1), "steps of each kind, after two to warm up"
-    parser.add_argument("--steps", type=whole, default=10, help=steps)
+    kinds = "steps of each kind, after two to warm up"
+    parser.add_argument("--steps", type=setup.whole_number(1), default=10, help=kinds)
     parser.add_argument("--json", type=setup.output_file, metavar="FILE", help="all measured, raw")
     setup.add_plot_arguments(parser, "waterfall.png")
     setup.add_process_group_arguments(parser)
-    parser.set_defaults(workers=0, seed=0, lr=1e-3)
+    parser.set_defaults(seed=0, lr=1e-3)
     args = parser.parse_args()
-    resnet_ddp.choose_sizes(args)
     with setup.process_group(args.device, args.backend, args.timeout, args.network) as device:
-        torch.set_num_threads(args.threads)
+        torch.set_num_threads(1)
+        resnet_ddp.choose_sizes(args, device)
         result = report.begin("07_resnet_ddp/waterfall", args, device)
         batch = args.batch_per_rank
         steps = {

@@ -20,7 +20,6 @@ FullyShardedDataParallel; its flags are understood. The models are in compile_mo
 import importlib.util
 import logging
 import os
-import shutil
 import sys
 from functools import partial
 from pathlib import Path
@@ -86,7 +85,7 @@ def distribute(model: nn.Module, configuration: Configuration) -> tuple[nn.Modul
     def remember_and_compile(graph, example_inputs):
         graphs.append(graph)
         if configuration.backend != "print":
-            return compile_graph(configuration.backend, graph, example_inputs)
+            return torch._dynamo.lookup_backend(configuration.backend)(graph, example_inputs)
         say(f"graph {len(graphs)}:\n{graph.print_readable(print_output=False)}")
         return graph.forward
 
@@ -138,11 +137,8 @@ def forward_backward(model: nn.Module, inputs: tuple):
 
 
 # ==================================================================================================
-# Below this line: what is private in torch, the comparison with eager mode on a single device, the
+# Below this line: the compiler's settings, the comparison with eager mode on a single device, the
 # configurations, the command line.
-
-
-# Private in torch is what these five functions use, and nothing else here is.
 
 
 def configure_compiler(configuration: Configuration) -> None:
@@ -150,16 +146,6 @@ def configure_compiler(configuration: Configuration) -> None:
     torch._dynamo.config.optimize_ddp = configuration.split
     # With --fsdp-wrap every kind of block is a version of one forward.
     torch._dynamo.config.cache_size_limit = 64
-    if configuration.how == "fsdp":
-        # A CUDA graph replays its addresses, and FSDP gathers the parameters at others each time.
-        from torch._inductor import config
-
-        config.triton.cudagraphs = False
-
-
-def compile_graph(backend: str, graph, example_inputs: list):
-    """What the backend of this name makes of a graph."""
-    return torch._dynamo.lookup_backend(backend)(graph, example_inputs)
 
 
 def empty_cache():
@@ -236,17 +222,15 @@ def prepare(args, device, configuration: Configuration, expected: dict) -> tuple
         model.zero_grad()
         return {"forward_backward_seconds": watch.seconds("start", "end")}
 
-    found = outcome(model, step())
+    deviation = difference(outcome(model, step()), expected[configuration.how])
     first_call = watch.seconds("start", "end")
-    deviation = difference(found, expected[configuration.how])
-    tolerance = 1e-2 if device.type == "cuda" else 1e-3  # there convolutions may use TF32, 10 bits
     compared = (
         f"{configuration.name}: outputs and gradients within {deviation:.1e} of eager single-device"
     )
+    tolerance = 1e-2 if device.type == "cuda" else 1e-3  # there convolutions may use TF32, 10 bits
     if not deviation <= tolerance:  # so that nan is caught, too
         sys.exit(f"error: rank {dist.get_rank()}: only {compared} (allowed: {tolerance:.0e})")
     say(compared)
-    del found
     model.zero_grad()
     measured_step()  # after its first backward DDP arranges the buckets anew
     # The least is right: the profiler may miss what gloo's thread releases, and then counts more.
@@ -300,10 +284,7 @@ def print_results(results: list[dict], dilation: float) -> None:
 
 
 def write_graph(path: Path, model: nn.Module, inputs: tuple) -> None:
-    """The autograd graph of one step, with what its nodes save, as Graphviz text through torchviz.
-
-    Where Graphviz is installed it is drawn as well: FILE.pdf.
-    """
+    """The autograd graph of one step, with what its nodes save, as Graphviz text by torchviz."""
     import torchviz
 
     loss = mean_square(model(*inputs))
@@ -311,8 +292,6 @@ def write_graph(path: Path, model: nn.Module, inputs: tuple) -> None:
         parameters = dict(model.named_parameters())
         graph = torchviz.make_dot(loss, parameters, show_attrs=True, show_saved=True)
         path.write_text(graph.source)
-        if shutil.which("dot"):
-            graph.render(path)
         say(f"written: {path}")
     loss.backward()  # for DDP and FSDP, which expect one after every forward
     model.zero_grad()
@@ -338,17 +317,16 @@ def configurations_of(args) -> list[Configuration]:
 
 def add_arguments(parser) -> None:
     """The flags; those of upstream are among them, in both of its spellings."""
-    models = parser.add_mutually_exclusive_group()
-    models.add_argument("--model", choices=["toy", "lm"], default="lm")
-    toy = {"dest": "model", "action": "store_const", "const": "toy", "help": "--model toy"}
-    models.add_argument("--toy-model", "--toy_model", **toy)
-    checkout = "one of torchbenchmark, through a checkout of it on PYTHONPATH"
-    models.add_argument("--torchbench-model", "--torchbench_model", metavar="NAME", help=checkout)
     one_of = parser.add_mutually_exclusive_group()
     for how in ("bare", "ddp", "fsdp"):
         one_of.add_argument(f"--{how}", dest="only", action="store_const", const=how, help="alone")
     add = parser.add_argument
     whole = setup.whole_number
+    add("--model", choices=["toy", "lm"], default="lm")
+    toy = {"dest": "model", "action": "store_const", "const": "toy", "help": "--model toy"}
+    add("--toy-model", "--toy_model", **toy)
+    checkout = "one of torchbenchmark, through a checkout of it on PYTHONPATH"
+    add("--torchbench-model", "--torchbench_model", metavar="NAME", help=checkout)
     size = "per rank (default: toy 20, lm 4)"
     add("--batch-size", "--batch_size", type=whole(1), help=size)
     known = [*torch.compiler.list_backends(exclude_tags=()), "print"]
@@ -371,7 +349,7 @@ def add_arguments(parser) -> None:
     trace = "Chrome trace of three more steps of rank 0"
     traces = ["--trace", "--trace-file", "--trace_file"]
     add(*traces, type=setup.output_file, metavar="FILE", help=trace)
-    graph = "the autograd graph for Graphviz, drawn where that is installed; needs torchviz"
+    graph = "the autograd graph for Graphviz; needs torchviz"
     file = {"nargs": "?", "const": Path("torchviz.dot"), "metavar": "FILE"}
     add("--graph", "--torchviz", type=setup.output_file, help=graph, **file)
     setup.add_process_group_arguments(parser)
@@ -383,10 +361,8 @@ def main():
     args = parser.parse_args()
     if args.profile:
         args.trace = args.trace or Path("profile.json")
-    if not args.only and (args.trace or args.graph or args.compile == "print"):
-        setup.fail("argument --trace, --graph, --compile print: only with --bare, --ddp or --fsdp")
-    if args.graph and not importlib.util.find_spec("torchviz"):
-        setup.fail("argument --graph: needs torchviz, which is not installed: pip install torchviz")
+    if args.graph and not (args.only and importlib.util.find_spec("torchviz")):
+        setup.fail("argument --graph: needs --bare, --ddp or --fsdp, and pip install torchviz")
     if "RANK" not in os.environ:  # no torchrun
         be_the_only_rank()
     log_compiler(args.verbose)

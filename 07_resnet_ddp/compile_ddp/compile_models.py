@@ -70,8 +70,7 @@ def create(args, device: torch.device) -> tuple[nn.Module, tuple]:
             except ImportError as error:
                 checkout = "a checkout of github.com/pytorch/benchmark on PYTHONPATH"
                 fail(f"argument --torchbench-model: needs {checkout}, installed ({error})")
-            options = {"device": device.type, "batch_size": args.batch_size}
-            benchmark = module.Model(test="train", **options)
+            benchmark = module.Model("train", device.type, args.batch_size)
             model, inputs = benchmark.get_module()
         elif args.model == "toy":
             model = ToyModel(TOY_WIDTHS[device.type])
@@ -80,7 +79,6 @@ def create(args, device: torch.device) -> tuple[nn.Module, tuple]:
             model = LanguageModel(D_MODEL)
             inputs = [torch.randint(10_000, (args.batch_size or 4, 64), generator=random)]
     for module in model.modules():
-        # Random by nature, and compiled code draws other numbers than eager code.
-        if type(module).__name__ in ("Dropout", "StochasticDepth"):
-            module.p = 0.0
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0  # compiled code draws other numbers than eager code
     return model.train(), tuple(inputs)

@@ -109,13 +109,9 @@ NAMES = ["bare eager", "bare dynamo only", "ddp eager", "ddp dynamo only"]
 NAMES += ["ddp dynamo only whole graph", "fsdp eager", "fsdp eager wrap", "fsdp dynamo only wrap"]
 
 
-def test_one_process_and_two_on_a_slow_network(forked, tmp_path):
-    """The first without torchrun."""
+def test_all_configurations_on_a_slow_network(forked, tmp_path):
     words = [*TOY, "--warmup", 0, "--dynamo", "eager", "--json", tmp_path / "json"]
-    status, output = forked(None, SCRIPT, *words)
-    assert status == 0, output
-    slow = ["--network", "1gbit,20ms"]
-    status, output = forked(2, SCRIPT, *words, *slow)
+    status, output = forked(2, SCRIPT, *words, "--network", "1gbit,20ms")
     assert status == 0, output
     result = read_json(tmp_path / "json", "07_resnet_ddp/compile_ddp")
     found = {one["name"]: one for one in result["configurations"]}
@@ -127,9 +123,9 @@ def test_one_process_and_two_on_a_slow_network(forked, tmp_path):
     assert found["bare eager"]["parameters"] > found["fsdp eager"]["parameters"]
 
 
-def test_trace_and_printed_graph(forked, tmp_path):
+def test_trace_and_printed_graph_of_one_process_without_torchrun(forked, tmp_path):
     words = ["--ddp", "--compile", "print", "--trace", tmp_path / "trace.json", "--verbose"]
-    status, output = forked(2, SCRIPT, *TOY, *words)
+    status, output = forked(None, SCRIPT, *TOY, *words)
     assert "DistributedDataParallel(" in output and "torch/_dynamo/" in output  # its log
     assert status == 0 and "graph 1:" in output and "torch._C._nn.linear" in output, output
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
@@ -172,12 +168,10 @@ def test_on_a_gpu(script):
     "words, named",
     [
         (["--torchbench-model", "hf_Bert"], "PYTHONPATH"),
-        (["--toy_model", "--torchbench_model", "hf_Bert"], "--torchbench-model"),
         (["--ddp", "--fsdp"], "--fsdp"),
         (["--dynamo", "gcc"], "--compile"),
-        (["--profile"], "--trace"),
-        (["--compile", "print"], "only with --bare, --ddp or --fsdp"),
         (["--bare", "--graph", "a.dot"], "pip install torchviz"),
+        (["--graph", "a.dot"], "--bare, --ddp or --fsdp"),
     ],
 )
 def test_bad_values(refusal, monkeypatch, tmp_path, words, named):

@@ -69,12 +69,7 @@ def train(benchmark, model: nn.Module, steps: int) -> list[float]:
     for step in range(1, steps + 1):
         setup.progress(f"{benchmark.name}: step {step} of {steps}")
         watch.mark("start")
-        logits = model(*inputs)
-        # googlenet and inception_v3 have auxiliary classifiers, which must be trained as well,
-        # because DDP waits for them.
-        heads = logits if isinstance(logits, tuple) else (logits,)
-        loss = sum(F.cross_entropy(head, target) for head in heads)
-        loss.backward()
+        F.cross_entropy(model(*inputs), target).backward()
         optimizer.step()
         optimizer.zero_grad()
         watch.mark("end")
@@ -114,26 +109,24 @@ def measure_subset(benchmark, ranks: list[int], use_ddp: bool, steps: int, **opt
 # Below this line: the sweep over one model, what the machines look like, the command line.
 
 
+HEADER = ["ranks", "p50 sec/iter", "ex/sec", "p75 sec/iter", "ex/sec"]
+HEADER += ["p90 sec/iter", "ex/sec", "p95 sec/iter", "ex/sec"]
+
+
 def sweep(benchmark, args, options: dict) -> dict:
-    """Measure one model on all subsets and print a line for each.
+    """Measure one model on all subsets; prints a table with a row for each.
 
     Returns an entry of "benchmark_results" of the JSON. Its "result" has one per subset,
     {"ranks": [0, 1, …], "measurements": seconds}.
     """
-    setup.say(f"\nBenchmark: {benchmark.name} with batch size {benchmark.batch_size}\n")
-    header = ["ranks"]
-    for percentile in (50, 75, 90, 95):
-        header += [f"p{percentile} sec/iter", "ex/sec"]
-    widths = [15, *4 * [14, 8]]
-    report.print_row(header, widths)
     dilation = setup.wire().dilation if setup.wire() else 1.0
     steps = args.warmup + args.steps
-
     # First each rank for itself, uncounted: libraries are loaded, memory is taken, kernels are
     # chosen.
     train(benchmark, benchmark.create_model(), steps)
     dist.barrier()
     result = []
+    rows = []
     for label, ranks, use_ddp in plan(dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])):
         of_ranks = measure_subset(benchmark, ranks, use_ddp, steps, **options)
         measurements = numpy.array(of_ranks)[:, args.warmup :].flatten()
@@ -141,7 +134,9 @@ def sweep(benchmark, args, options: dict) -> dict:
         row = [f"{len(ranks):5}  {label}"]
         for seconds in report.percentiles(measurements / dilation):
             row += [f"{seconds:.4f}s", f"{benchmark.batch_size / seconds:.1f}/s"]
-        report.print_row(row, widths)
+        rows.append(row)
+    setup.say(f"\nBenchmark: {benchmark.name} with batch size {benchmark.batch_size}\n")
+    report.print_table(HEADER, rows)
     return {"model": benchmark.name, "batch_size": benchmark.batch_size, "result": result}
 
 
@@ -155,11 +150,11 @@ def topology() -> str:
 def check_hosts() -> None:
     """Print how the hosts are built. Ends the run where they differ, because results would mix."""
     hosts = [None] * dist.get_world_size()
-    dist.all_gather_object(hosts, (os.environ["LOCAL_WORLD_SIZE"], topology()))
-    for _, host in set(hosts):
+    dist.all_gather_object(hosts, topology())
+    for host in set(hosts):
         setup.say(f"\n{host}")
     if len(set(hosts)) > 1:
-        setup.fail("the machines differ in ranks or topology (see above), and results would mix")
+        setup.fail("the machines differ in topology (see above), and results would mix")
 
 
 def join_as_upstream(args) -> None:
@@ -169,8 +164,7 @@ def join_as_upstream(args) -> None:
     if None in (args.rank, args.master_addr, args.master_port) or args.rank >= args.world_size:
         setup.fail("argument --world-size: needs a --rank below it, --master-addr, --master-port")
     # Upstream has eight GPUs on every machine; here as many ranks as GPUs, or all on one machine.
-    gpus = torch.cuda.device_count() if args.device != "cpu" else 0
-    local_size = min(args.world_size, gpus or args.world_size)
+    local_size = min(args.world_size, torch.cuda.device_count() or args.world_size)
     os.environ |= {"RANK": str(args.rank), "WORLD_SIZE": str(args.world_size)}
     os.environ |= {"LOCAL_RANK": str(args.rank % local_size), "LOCAL_WORLD_SIZE": str(local_size)}
     os.environ |= {"MASTER_ADDR": args.master_addr, "MASTER_PORT": str(args.master_port)}
@@ -187,8 +181,7 @@ def add_arguments(parser) -> None:
     add("--model", action="append", metavar="NAME", help=f"{models} (default: resnet18)")
     add("--batch-size", type=whole(1), help="images per rank (default: 8)")
     add("--image-size", type=whole(1, 10_000), help="pixels a side (default: 64)")
-    upstreams = f"other defaults, upstream's: {', '.join(FULL)}; 32 images; 224 pixels"
-    add("--full", action="store_true", help=upstreams)
+    add("--full", action="store_true", help=f"{', '.join(FULL)}; 32 images; 224 pixels")
     add("--bucket-size-mb", "--bucket-size", "--bucket_size", type=whole(1), default=25)
     add("--steps", type=whole(1), default=10, help="measured")
     add("--warmup", type=whole(0), default=5, help="steps before them, not measured")
@@ -209,8 +202,7 @@ def main():
     add_arguments(parser)
     args = parser.parse_args()
     names = args.model or (FULL if args.full else ["resnet18"])
-    # The published setting has broadcast_buffers=False; that torch has a newer name for it is not
-    # this script's subject.
+    # The published setting; newer torch has another name for it.
     warnings.filterwarnings("ignore", ".*broadcast_buffers", FutureWarning)
     join_as_upstream(args)
 
@@ -224,13 +216,12 @@ def main():
         options["timeout"] = timedelta(seconds=min(args.timeout, 1e6))
         benchmarks = [sweep_models.make(name, args, device, backend) for name in names]
         result = report.begin("07_resnet_ddp/sweep", args, device)
-        cuda, gpus = torch.version.cuda, torch.cuda.device_count()
         result |= {"backend": backend, "distributed_backend": backend}
-        result |= {"pytorch_version": torch.__version__, "cuda_version": cuda}
+        result |= {"pytorch_version": torch.__version__, "cuda_version": torch.version.cuda}
         result |= {"bucket_size": args.bucket_size_mb, "benchmark_results": []}
         setup.say(
-            f"subsets over {backend}, buckets of {args.bucket_size_mb} MB, CUDA {cuda or 'none'}, "
-            f"{gpus} GPUs on this host; {args.steps} steps, after {args.warmup} to warm up"
+            f"subsets over {backend}, buckets of {args.bucket_size_mb} MB, "
+            f"CUDA {torch.version.cuda}, {torch.cuda.device_count()} GPUs on this host"
         )
         check_hosts()
         for benchmark in benchmarks:

@@ -40,14 +40,12 @@ def main():
     args = parser.parse_args()
     result, baseline = load(args.baseline)
     test_result, test = load(args.test)
-    rows = []
-    for name in ("pytorch_version", "cuda_version", "distributed_backend", "bucket_size"):
-        rows.append([name, str(result[name]), str(test_result[name])])
-    print_table(["", "baseline", "test"], rows)
+    names = "pytorch_version", "cuda_version", "distributed_backend", "bucket_size"
+    settings = [[name, str(result[name]), str(test_result[name])] for name in names]
+    print_table(["", "baseline", "test"], settings)
 
     header = ["model", "batch size", "ranks"]
-    for percentile in (75, 95):
-        header += [f"p{percentile} sec/iter", "ex/sec", "change"]
+    header += ["p75 sec/iter", "ex/sec", "change", "p95 sec/iter", "ex/sec", "change"]
     rows = []
     for key in [key for key in baseline if key in test]:
         row = [*key]
