@@ -271,7 +271,7 @@ def _judge_all(mine, checks: list) -> list[dict]:
 
 
 def failed(verdicts: dict[str, dict]) -> set[str]:
-    return {name for name, verdict in verdicts.items() if verdict["verdict"] == "failed"}
+    return {name for name, verdict in verdicts.items() if verdict.verdict == "failed"}
 
 
 def torchrun(world_size: int, *words) -> list:
