@@ -108,9 +108,9 @@ def _serve(rank: int, world_size: int, folder: Path, pipe, is_late: bool) -> Non
     torch.set_num_threads(1)
     backend = "gloo"
     if is_late:
-        from tools.check.late import late_network
+        from tools.check.late import LATE
 
-        backend = late_network()
+        backend = LATE
     options = {"rank": rank, "world_size": world_size, "timeout": timedelta(seconds=30)}
     dist.init_process_group(backend, init_method=f"file://{folder}/store", **options)
     while True:

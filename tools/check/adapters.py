@@ -36,28 +36,22 @@ def load_module(file: str):
     return importlib.import_module(name)
 
 
-def load(text: str):
-    """What FILE.py:NAME names. ValueError if there is none."""
+def load(text: str) -> list:
+    """What FILE.py:NAME names, and the functions AROUND it; None for those that are not there."""
     file, _, name = text.rpartition(":")
     if not file.endswith(".py") or not name.isidentifier():
         raise ValueError(f"{text!r} is not FILE.py:NAME")
-    found = getattr(load_module(file), name, None)
-    if not callable(found):
+    module = load_module(file)
+    mine = getattr(module, name, None)
+    if not callable(mine):
         raise ValueError(f"{file} has no class or function {name}")
-    return found
-
-
-def load_all(text: str) -> list:
-    """What FILE.py:NAME names, and the functions AROUND it; None for those that are not there."""
-    mine = load(text)
-    file, _, name = text.rpartition(":")
-    names = [f"{name.removeprefix('get_')}_{each}" for each in AROUND]
-    return [mine, *[getattr(load_module(file), each, None) for each in names]]
+    name = name.removeprefix("get_")
+    return [mine, *[getattr(module, f"{name}_{each}", None) for each in AROUND]]
 
 
 def prepare(text: str, kind: str, layers: str = ""):
     """On a rank: what FILE.py:NAME names, as the checks call it, and models of this kind."""
-    mine, *around = load_all(text)
+    mine, *around = load(text)
     if kind == "loss":
         return mine, getattr(load_module(text.rpartition(":")[0]), "batch", losses.batch)
     models.choose(layers, kind == "fsdp")
@@ -85,7 +79,7 @@ def describe(text: str, kind: str | None) -> list[tuple[str, str, list[str]]]:
             raise ValueError("has no get_ddp or another adapter; a class is FILE.py:NAME")
     described = []
     for each in texts:
-        mine, *around = load_all(each)
+        mine, *around = load(each)
         missing = [name for function in (mine, *around) for name in not_written(function)]
         described.append((each, kind or kind_of(mine), missing))
     return described

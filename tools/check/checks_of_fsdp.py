@@ -12,9 +12,9 @@ from torch import nn
 from common.report import held_bytes
 from tools.check import checks_of_wrappers as wrappers
 from tools.check import models
-from tools.check.checks_of_wrappers import can_be_used, output_of
+from tools.check.checks_of_wrappers import can_be_used
 from tools.check.findings import Failed, NotTried, is_close
-from tools.check.models import Plain, finish, new, wrap
+from tools.check.models import finish, new, wrap
 
 
 def large():
@@ -34,13 +34,6 @@ def keeps_a_part_of_the_weights(mine):
         if share > 1.1 / dist.get_world_size():
             means = f"the {kind} are not split, or only those of layers of your own (LAYERS=)"
             raise Failed(f"of the {kind} a rank keeps {share:.0%}", means)
-
-
-def computes_what_the_module_computes(mine):
-    """a forward gives what the module gives that is not split"""
-    if not is_close(output_of(wrap(mine, new(Plain))), output_of(new(Plain))):
-        means = "the forward computes with other weights: which are gathered, and in which order?"
-        raise Failed("the output is another one", means)
 
 
 def computes_in_another_dtype(mine):
@@ -64,7 +57,6 @@ def computes_in_another_dtype(mine):
 COURSE = [
     can_be_used,
     keeps_a_part_of_the_weights,
-    computes_what_the_module_computes,
     wrappers.trains_with_sgd,
     wrappers.trains_tied_and_frozen_weights,
     computes_in_another_dtype,

@@ -36,19 +36,13 @@ def follow(mine, optimizer_cls, options, build=Plain, groups=list, change=None):
                 change(optimizer, trained, step)
             give_gradients(trained, step)
             optimizer.step()
-        with torch.no_grad():
-            compare(owned, plain, before, step)
-
-
-def compare(owned: list, plain: list, before: list, step: int) -> None:
-    """Failed, unless all values are those of the optimizer without shards."""
-    check_arrived({f"parameter {number}": each for number, each in enumerate(owned)})
-    for number, (mine, twin, start) in enumerate(zip(owned, plain, before, strict=True)):
-        seen = f"after step {step + 1} parameter {number} is not that of one optimizer: it "
-        if torch.equal(mine, start) and not torch.equal(twin, start):
-            raise Failed(seen + "has not changed at all on this rank", NOT_SENT)
-        if not is_close(mine, twin):
-            raise Failed(seen + "has moved elsewhere", OTHER_STEP)
+        check_arrived({f"parameter {number}": each for number, each in enumerate(owned)})
+        for number, (found, twin, start) in enumerate(zip(owned, plain, before, strict=True)):
+            seen = f"after step {step + 1} parameter {number} is not that of one optimizer: it "
+            if torch.equal(found, start) and not torch.equal(twin, start):
+                raise Failed(seen + "has not changed at all on this rank", NOT_SENT)
+            if not is_close(found, twin):
+                raise Failed(seen + "has moved elsewhere", OTHER_STEP)
 
 
 def can_be_used(mine):

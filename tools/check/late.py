@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves, tree_map
 
+LATE = "late"  # the name of this backend, for init_process_group; get_backend() answers gloo
 LONGEST_DELAY = 0.002  # seconds; each rank and call has its own, from 0 on
 IN_TIME = ("barrier", "monitored_barrier", "recv_anysource")  # these stay gloo's own
 
@@ -122,16 +123,11 @@ def tensors_in(argument) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(argument) if isinstance(leaf, torch.Tensor)]
 
 
-def late_network() -> str:
-    """The name of this backend, for init_process_group; get_backend() answers gloo."""
-    return "late"
-
-
 def get_backend(group=None) -> str:
     """torch's own, but that users' classes which ask for gloo find it."""
     name = torchs_get_backend(group)
-    return "gloo" if name == late_network() else name
+    return "gloo" if name == LATE else name
 
 
-dist.Backend.register_backend(late_network(), LateProcessGroup, devices=["cpu"])
+dist.Backend.register_backend(LATE, LateProcessGroup, devices=["cpu"])
 torchs_get_backend, dist.get_backend = dist.get_backend, get_backend

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from common import setup
 from tools.check.findings import FAILED, STUCK, Answer, judge, line_of_user, verdict_of
-from tools.check.late import late_network
+from tools.check.late import LATE
 
 FORKS = sys.platform == "linux"
 SECONDS_TO_START = 0 if FORKS else 30  # in which a rank imports torch
@@ -48,7 +48,7 @@ def serve(rank: int, world_size: int, limit: float, folder: str, pipe, call) -> 
     store = dist.FileStore(f"{folder}/store", world_size)
     member = {"store": store, "rank": rank, "world_size": world_size}
     with setup.without_gloo_greeting():
-        dist.init_process_group(late_network(), timeout=timedelta(seconds=LONGEST_LIFE), **member)
+        dist.init_process_group(LATE, timeout=timedelta(seconds=LONGEST_LIFE), **member)
     pipe.send(judge(*call))
     with suppress(EOFError):
         pipe.recv()
