@@ -18,9 +18,7 @@ from tools.check.models import Plain, finish, loss_of, new, why_not_reduced, wra
 LR = 0.1
 sgd = partial(torch.optim.SGD, lr=LR)
 NAMES = "gather_full_params() has to return all parameters, whole, under the module's own names"
-WEIGHTS = (
-    "it reduces weights, not gradients: a hook is given the parameter, and has to take its .grad"
-)
+WEIGHTS = "it reduces weights, not gradients: a hook has to take the .grad of its parameter"
 
 
 def loss_here(model, step: int, part: int = 0) -> torch.Tensor:
