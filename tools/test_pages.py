@@ -75,10 +75,10 @@ COURSES = (ROOT / "docs" / "courses.md").read_text()
     "name, kind, checks",
     [
         ("get_ddp_individual_parameters", "wrappers", ["trains_with_sgd"]),
-        ("get_ddp", "wrappers", ["reduces_tied_weights_once"]),
+        ("get_ddp", "wrappers", ["trains_tied_and_frozen_weights"]),
         ("get_ddp_bucketed", "wrappers", ["trains_with_sgd"]),
         ("get_sharded_optimizer", "optimizers", ["steps_like_adamw", "shares_the_state_out"]),
-        ("get_fsdp", "fsdp", ["gathers_full_parameters", "computes_in_another_dtype"]),
+        ("get_fsdp", "fsdp", ["trains_with_sgd", "computes_in_another_dtype"]),
     ],
 )
 def test_lines_for_courses(late_ranks, tmp_path, name, kind, checks):

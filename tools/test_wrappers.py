@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from tools.check.checks_of_wrappers import BEYOND, HAS_TO_HOLD, averages_what_one_rank_uses, follow
+from tools.check.checks_of_wrappers import BEYOND, HAS_TO_HOLD, follow, follow_one_process
 from tools.testing import failed, judged
 
 WRAPPERS = [NaiveDDP, FlatDDP, OverlapDDP, BucketedDDP]
@@ -240,22 +240,17 @@ CASES += itertools.product(UNUSUAL_USE_OF_HOOKS, OF_HOOKS)
     "world_size", [3, *(pytest.param(other, marks=pytest.mark.full) for other in (1, 2))]
 )
 @pytest.mark.parametrize("wrapper", WRAPPERS, ids=name_of)
-def test_what_has_to_hold_holds_and_what_is_beyond_too_but_for_buffers(
-    late_ranks, world_size, wrapper
-):
-    """Every check of `make check`. Buffers drift apart, as differences.md says."""
+def test_what_has_to_hold_holds_and_what_is_beyond_too(late_ranks, world_size, wrapper):
+    """Every check of `make check`."""
     verdicts = judged(late_ranks, wrapper, [*HAS_TO_HOLD, *BEYOND], world_size)
-    missed = set() if world_size == 1 else {"keeps_buffers_equal"}
-    if wrapper in OF_HOOKS:  # they say that a finish or no_sync() is missing
-        missed.add("accumulates_before_one_finish")
-    assert failed(verdicts) == missed
+    assert not failed(verdicts), verdicts
 
 
 def test_what_has_to_hold_holds_for_torch_ddp(late_ranks):
-    """Of a parameter that is not used it fails by default; what one rank uses: test_check.py."""
-    beyond = [check for check in BEYOND if check is not averages_what_one_rank_uses]
-    verdicts = judged(late_ranks, DistributedDataParallel, [*HAS_TO_HOLD, *beyond])
-    assert failed(verdicts) == {"skips_what_nobody_uses"}
+    """What is beyond has to be asked for."""
+    assert not failed(judged(late_ranks, DistributedDataParallel, HAS_TO_HOLD))
+    mine = partial(DistributedDataParallel, find_unused_parameters=True)
+    assert not failed(judged(late_ranks, mine, BEYOND))
 
 
 @pytest.mark.parametrize("promise, wrapper", CASES, ids=name_of)

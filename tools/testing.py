@@ -101,9 +101,9 @@ def _serve(rank: int, world_size: int, is_late: bool, folder: Path, pipe) -> Non
     torch.set_num_threads(1)
     backend = "gloo"
     if is_late:
-        from tools.check.late import late_network
+        from tools.check.late import LATE
 
-        backend = late_network()
+        backend = LATE
     options = {"rank": rank, "world_size": world_size, "timeout": timedelta(seconds=30)}
     dist.init_process_group(backend, init_method=f"file://{folder}/store", **options)
     while True:
@@ -261,7 +261,7 @@ def _judge_all(mine, checks: list) -> list[dict]:
 
 
 def failed(verdicts: dict[str, dict]) -> set[str]:
-    return {name for name, verdict in verdicts.items() if verdict["verdict"] == "failed"}
+    return {name for name, verdict in verdicts.items() if verdict.verdict == "failed"}
 
 
 def torchrun(world_size: int, *words) -> list:

@@ -5,15 +5,12 @@ ddp_on_after_backward(model, optimizer) is called after backward().
 """
 
 import importlib
-import importlib.util
 import inspect
 import re
 import sys
 import textwrap
 from functools import cache, wraps
 from pathlib import Path
-
-import torch
 
 from tools.check import checks_of_losses as losses
 from tools.check import models
@@ -26,70 +23,44 @@ AROUND = ("on_after_backward", "on_train_batch_start", "gather_full_params")
 def load_module(file: str):
     """A file of the user's, imported as part of its package if it is in one.
 
-    The folders of the file, of its package and of its repository are first in sys.path. What is
-    called common or tools there is found before ours.
+    The folders of the file, of its package and of its repository are first in sys.path.
     """
     path = Path(file).expanduser().resolve()
     name, package = path.stem, path.parent
     while (package / "__init__.py").exists():
         name, package = f"{package.name}.{name}", package.parent
-    folders = [package]
-    for folder in path.parents:
-        if (folder / "pyproject.toml").exists() or (folder / ".git").exists():
-            folders.append(folder)
-            break
-    sys.path[:0] = [str(folder) for folder in (*folders, path.parent)]
-    hidden = {}
-    if Path(__file__).resolve().parents[2] not in folders:
-        ours = [each for each in sys.modules if each.partition(".")[0] in ("common", "tools")]
-        hidden = {each: sys.modules.pop(each) for each in ours}
-    try:
-        if "." in name:
-            return importlib.import_module(name)
-        spec = importlib.util.spec_from_file_location("of_the_user", path)
-        module = importlib.util.module_from_spec(spec)
-        sys.modules["of_the_user"] = module  # as dataclasses and pickle need it
-        spec.loader.exec_module(module)  # FileNotFoundError names the file
-        return module
-    finally:
-        sys.modules.update(hidden)
+    is_root = [(each / "pyproject.toml").exists() for each in path.parents]
+    root = path.parents[is_root.index(True)] if any(is_root) else package
+    sys.path[:0] = [str(package), str(root), str(path.parent)]
+    sys.modules.pop(name, None)  # another file of this name
+    return importlib.import_module(name)
 
 
-def load(text: str):
-    """What FILE.py:NAME names. ValueError if there is none."""
+def load(text: str) -> list:
+    """What FILE.py:NAME names, and the functions AROUND it; None for those that are not there."""
     file, _, name = text.rpartition(":")
     if not file.endswith(".py") or not name.isidentifier():
         raise ValueError(f"{text!r} is not FILE.py:NAME")
-    found = getattr(load_module(file), name, None)
-    if not callable(found):
+    module = load_module(file)
+    mine = getattr(module, name, None)
+    if not callable(mine):
         raise ValueError(f"{file} has no class or function {name}")
-    return found
+    name = name.removeprefix("get_")
+    return [mine, *[getattr(module, f"{name}_{each}", None) for each in AROUND]]
 
 
-def load_all(text: str) -> list:
-    """What FILE.py:NAME names, and the functions AROUND it; None for those that are not there."""
-    mine = load(text)
-    file, _, name = text.rpartition(":")
-    names = [f"{name.removeprefix('get_')}_{each}" for each in AROUND]
-    return [mine, *[getattr(load_module(file), each, None) for each in names]]
-
-
-def prepare(text: str, kind: str, layers="", dtype=torch.float64):
-    """On a rank: what FILE.py:NAME names, as the checks call it, and models of this form."""
-    mine, *around = load_all(text)
+def prepare(text: str, kind: str, layers: str = ""):
+    """On a rank: what FILE.py:NAME names, as the checks call it, and models of this kind."""
+    mine, *around = load(text)
     if kind == "loss":
         return mine, getattr(load_module(text.rpartition(":")[0]), "batch", losses.batch)
-    for name in ("common", "tools"):  # what it imports later finds the user's own first, too
-        sys.modules.pop(name, None)
-    models.choose(layers, dtype, kind == "fsdp")
-    if kind == "function":
-        return lambda module: models.as_module(module, lambda model, optimizer: mine(model))
-    if kind == "optimizer" or not any(around):
+    models.choose(layers, kind == "fsdp")
+    if not any(around):
         return mine
 
     @wraps(mine)
     def adapted(*arguments, **options):
-        return models.as_module(mine(*arguments, **options), *around)
+        return models.Around(mine(*arguments, **options), *around)
 
     return adapted
 
@@ -99,7 +70,7 @@ def call(check, *form):
     return check(prepare(*form))
 
 
-def describe(text: str, kind: str | None, layers: str) -> list[tuple[str, str, list[str]]]:
+def describe(text: str, kind: str | None) -> list[tuple[str, str, list[str]]]:
     """Of what MINE names: FILE.py:NAME, its kind, and what of it is not written yet."""
     texts = [text]
     if text.endswith(".py"):
@@ -108,18 +79,15 @@ def describe(text: str, kind: str | None, layers: str) -> list[tuple[str, str, l
             raise ValueError("has no get_ddp or another adapter; a class is FILE.py:NAME")
     described = []
     for each in texts:
-        mine, *around = load_all(each)
+        mine, *around = load(each)
         missing = [name for function in (mine, *around) for name in not_written(function)]
         described.append((each, kind or kind_of(mine), missing))
-    if layers:
-        importlib.import_module(layers).Linear(2, 2)
     return described
 
 
 def kind_of(mine) -> str:
     names = list(inspect.signature(mine).parameters)
-    is_class = isinstance(mine, type)
-    if "params" in names[:1] or (is_class and issubclass(mine, torch.optim.Optimizer)):
+    if "params" in names[:1]:
         return "optimizer"
     is_fsdp = "compute_dtype" in names or hasattr(mine, "gather_full_params")
     return "fsdp" if is_fsdp or "fsdp" in getattr(mine, "__name__", "").lower() else "wrapper"

@@ -11,7 +11,6 @@ Exit status: 0 if all that has to hold holds, 1 if not, 2 if the class cannot be
 """
 
 import inspect
-import re
 import signal
 import sys
 import textwrap
@@ -25,17 +24,15 @@ sys.path.insert(0, str(ROOT))
 from common import setup
 from tools.check import adapters, runner
 from tools.check import checks_of_fsdp as fsdp
-from tools.check import checks_of_functions as functions
 from tools.check import checks_of_losses as losses
 from tools.check import checks_of_optimizers as optimizers
 from tools.check import checks_of_wrappers as wrappers
-from tools.check.findings import FAILED, PASSED, UNUSABLE
+from tools.check.findings import FAILED, PASSED, UNUSABLE, Answer
 
-KINDS = {"wrapper": wrappers, "function": functions, "optimizer": optimizers, "fsdp": fsdp}
-KINDS["loss"] = losses
+KINDS = {"wrapper": wrappers, "optimizer": optimizers, "fsdp": fsdp, "loss": losses}
 COURSE = "What a course's tests ask"
 MEANING = "What data parallelism means"
-BEYOND = "Beyond, partly more than torch's own classes do"
+BEYOND = "What torch's DDP does if it is asked (find_unused_parameters)"
 WIDTH = 89  # of a line, beside its verdict
 SECONDS = 8.0  # for one check
 
@@ -44,16 +41,20 @@ def main() -> int:
     args = read_arguments()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the ranks are ended, too
     torch.set_num_threads(1)  # a process with more should not be forked
-    place = "one process" if args.kind == "loss" else f"{args.nproc} ranks, gloo on a late network"
-    setup.say(f"torch {torch.__version__}, {place}")
+    if args.kind == "loss":
+        args.nproc = 1
+    setup.say(f"torch {torch.__version__}, gloo on a late network, ranks: {args.nproc}")
+    # In a process of its own: a user's file may hang or end.
+    found = runner.run(1, 60, adapters.describe, args.mine, args.kind)
+    if found.verdict == FAILED:
+        cannot_be_used(args.mine, found)
     passed = []
-    for text, kind, missing in find(args):
+    for text, kind, missing in found.seen:
         setup.say(f"\n{text}, as {kind}")
         for name in missing:
             setup.say(f"not written yet: {name}")
         if not missing:
-            form = choose_form(args, text, kind)
-            passed.append(summarize(args, run_checks(args, KINDS[kind], form)))
+            passed.append(run_checks(args, text, kind))
     return 0 if passed and all(passed) else 1
 
 
@@ -64,104 +65,54 @@ def read_arguments():
     add("--kind", choices=KINDS, help="by default what its base class and its arguments say")
     levels = {"choices": ["course", "meaning"], "default": "meaning"}
     add("--level", **levels, help="what decides the exit status")
-    own = "a module with the Linear and Embedding that your FSDP shards (default: found)"
+    own = "a module with the Linear and Embedding that your FSDP shards (default: torch.nn)"
     add("--layers", default="", metavar="MODULE", help=own)
     add("--nproc", type=setup.whole_number(2, 64), default=2, help="ranks")
     return parser.parse_args()
 
 
-def find(args) -> list[tuple[str, str, list[str]]]:
-    """What adapters.describe says, in a process of its own: a user's file may hang or end."""
-    found = runner.run(1, 60, adapters.describe, args.mine, args.kind, args.layers)
-    if found["verdict"] == FAILED:
-        for line in found["lines"]:
-            print(line, file=sys.stderr)
-        cannot_be_used(args.mine, found)
-    return found["seen"]
+def cannot_be_used(text: str, found: Answer) -> None:
+    setup.fail(f"argument MINE: {text}: {found.seen}")
 
 
-def cannot_be_used(text: str, found: dict) -> None:
-    reason = re.sub(r"^(rank \d+: )?(ValueError: )?", "", found["seen"])
-    setup.fail(f"argument MINE: {text}: {reason}")
-
-
-def run_check(args, check, form: tuple) -> dict:
-    if args.kind == "loss":  # nothing of it needs ranks
-        return runner.judge(adapters.call, check, *form)
-    return runner.run(args.nproc, SECONDS, adapters.call, check, *form)
-
-
-def choose_form(args, text: str, kind: str) -> tuple:
-    """What adapters.prepare is given: an FSDP may shard only its own layers, or keep float32."""
+def run_checks(args, text: str, kind: str) -> bool:
+    """All checks in turn, each printed when it is over; whether all pass that have to."""
     adapters.load(text)  # so that the ranks, which are forked, have it and what optimizers import
     torch.optim.SGD([torch.zeros(1)], lr=0.1)
-    layers = args.layers
-    if kind == "fsdp" and not layers:
-        found = run_check(args, fsdp.own_layers, (text, kind))
-        layers = found["seen"] if found["verdict"] == PASSED else ""
-    if layers:
-        setup.say(f"models of the layers of {layers}")
-    form = text, kind, layers
-    tried = run_check(args, KINDS[kind].can_be_used, form)
-    if kind == "fsdp" and tried["verdict"] == FAILED:
-        with_float32 = *form, torch.float32
-        if run_check(args, fsdp.can_be_used, with_float32)["verdict"] == PASSED:
-            setup.say("judged in float32, to 0.001 of a gradient, as it keeps float32 weights")
-            return with_float32
-    if tried["means"] == UNUSABLE and text == args.mine:
-        cannot_be_used(text, tried)
-    return form
-
-
-def run_checks(args, module, form: tuple) -> dict[str, list[str]]:
-    """All checks in turn, each printed when it is over; the verdicts by their groups."""
-    groups = {COURSE: module.COURSE, MEANING: module.MEANING, BEYOND: module.BEYOND}
-    verdicts = {group: [] for group in groups}
-    meanings = set()  # of failures that stand above
+    module = KINDS[kind]
+    groups = {COURSE: module.COURSE, MEANING: module.MEANING}
+    if kind == "wrapper":
+        groups[BEYOND] = module.BEYOND
+    has_to_hold = [COURSE] if args.level == "course" else [COURSE, MEANING]
+    verdicts = []
     for group, checks in groups.items():
-        if checks:
-            setup.say(f"\n{group}")
+        setup.say(f"\n{group}" if checks else "")
         for check in checks:
             promise = inspect.getdoc(check).splitlines()[0]
             setup.progress(promise)
-            result = run_check(args, check, form)
-            verdict, seen, means = result["verdict"], result["seen"], result["means"]
-            verdicts[group].append(verdict)
-            if verdict != FAILED:
-                show(verdict, f"{promise}: {seen}" if seen else promise)
-            elif means in meanings:
-                show("FAILED", f"{promise} (as above: {means.partition(': ')[0]})")
-            else:
-                lines = [f"| {line}" for line in result["lines"]]
-                show("FAILED", promise, f"seen: {seen}", f"usually: {means}", *lines)
-                meanings.add(means)
-            if verdict == FAILED and check in (module.can_be_used, fsdp.splits_weights):
+            answer = runner.run(args.nproc, SECONDS, adapters.call, check, text, kind, args.layers)
+            if answer.means == UNUSABLE and text == args.mine:
+                cannot_be_used(text, answer)
+            show(promise, answer)
+            if answer.verdict == FAILED and check is module.can_be_used:
                 setup.say("nothing else was tried")
-                return verdicts
-    return verdicts
+                return False
+            if group in has_to_hold:
+                verdicts.append(answer.verdict)
+    passed, failed = verdicts.count(PASSED), verdicts.count(FAILED)
+    setup.say(f"\nhas to hold: {passed} of {passed + failed} passed")
+    return not failed
 
 
-def show(label: str, *texts: str) -> None:
+def show(promise: str, answer: Answer) -> None:
+    """Print what came of a check."""
+    label, texts = answer.verdict, [f"{promise}: {answer.seen}" if answer.seen else promise]
+    if answer.verdict == FAILED:
+        label, texts = "FAILED", [promise, f"seen: {answer.seen}", f"usually: {answer.means}"]
     for text in texts:
         for line in textwrap.wrap(text, WIDTH):
-            setup.say(f"{label:<10} {line}".rstrip())
+            setup.say(f"{label:<10} {line}")
             label = ""
-
-
-def summarize(args, verdicts: dict[str, list[str]]) -> bool:
-    """Print how many of each group passed; whether all that decides holds."""
-    setup.say()
-    decides = [COURSE] if args.level == "course" else [COURSE, MEANING]
-    right = of = 0
-    for group, some in verdicts.items():
-        passed = some.count(PASSED)
-        tried = passed + some.count(FAILED)
-        if some:
-            setup.say(f"{group}: {passed} of {tried} passed")
-        if group in decides:
-            right, of = right + passed, of + tried
-    setup.say(f"has to hold: {right} of {of} passed")
-    return right == of
 
 
 if __name__ == "__main__":

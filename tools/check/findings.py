@@ -4,15 +4,27 @@ A check is a function that takes the user's class. It raises Failed or NotTried,
 text that it returns is shown. The first line of its docstring is the promise.
 """
 
+import os
+import traceback
+from pathlib import Path
+from typing import NamedTuple
+
 import torch
-import torch.distributed as dist
 
 PASSED, FAILED, NOT_TRIED, STUCK = "passed", "failed", "not tried", "stuck"
-MIXED = "order: ranks call in different orders, and calls are matched by their order alone"
 NOT_REDUCED = "never reduced, or read before it arrived: is the all-reduce called, and waited for?"
 NOT_WAITED = "read before it arrived: an asynchronous call is not waited for, or not every one"
 OF_TORCH = "an error from within torch: no line of the class was being run"
 UNUSABLE = "it cannot be called as the checks call it"
+NOT_THE_USERS = Path(__file__).parent, Path(os.__file__).parent, Path(torch.__file__).parents[1]
+
+
+class Answer(NamedTuple):
+    """What comes of a check."""
+
+    verdict: str
+    seen: str = ""
+    means: str = ""
 
 
 class Failed(Exception):
@@ -23,21 +35,11 @@ class NotTried(Exception):
     """Why a check says nothing about this class."""
 
 
-def need(model, name: str) -> None:
-    if not hasattr(model, name):
-        raise NotTried(f"there is no {name}()")
-
-
 def is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
     """Equal but for rounding: the difference is measured by the size of the whole tensor."""
     # A gradient in float32 is read from the step that it made, which is rounded, too.
     tolerance = 1e-10 if found.dtype == torch.float64 else 1e-3
     return bool((found - expected).norm() <= tolerance * expected.norm())
-
-
-def ratio_of(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """By which factor the one is most like the other."""
-    return ((found * expected).sum() / expected.square().sum()).item()
 
 
 def fail(what: str, seen: str, means: str, names: list[str], found: dict) -> None:
@@ -53,13 +55,38 @@ def check_arrived(found: dict[str, torch.Tensor]) -> None:
         fail("tensors", "hold NaN", NOT_WAITED, unread, found)
 
 
-def check_equal_ranks(tensors: list[torch.Tensor], kind: str, means: str) -> None:
-    """Failed, on all ranks, unless all hold the same values, to the last bit."""
-    local = torch.cat([tensor.detach().double().flatten() for tensor in tensors])
-    check_arrived({kind: local})
-    of_ranks = [torch.empty_like(local) for _ in range(dist.get_world_size())]
-    dist.all_gather(of_ranks, local)
-    for rank, theirs in enumerate(of_ranks):
-        if not torch.equal(theirs, of_ranks[0]):
-            apart = (theirs - of_ranks[0]).abs().max().item()
-            raise Failed(f"{kind} of rank {rank} differ from rank 0's by up to {apart:.0e}", means)
+def judge(check, *arguments) -> Answer:
+    """Call a check on this rank; its answer."""
+    try:
+        return Answer(PASSED, check(*arguments) or "")
+    except NotTried as reason:
+        return Answer(NOT_TRIED, str(reason))
+    except Failed as failure:
+        return Answer(FAILED, *failure.args)
+    except BaseException as error:  # sys.exit(), too
+        seen = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        if line := line_of_user(traceback.extract_tb(error.__traceback__)):
+            return Answer(FAILED, seen, f"see {line}")
+        return Answer(
+            FAILED, seen, UNUSABLE if isinstance(error, TypeError | AttributeError) else OF_TORCH
+        )
+
+
+def line_of_user(stack: traceback.StackSummary) -> str:
+    """The innermost line of the user's own; empty if all are ours, torch's or Python's."""
+    for frame in reversed(stack):
+        path = Path(frame.filename)
+        is_ours = set(NOT_THE_USERS).intersection(path.parents) and path.name != "mistakes.py"
+        if path.is_file() and not is_ours:
+            return f"{path.name}:{frame.lineno} in {frame.name}: {frame.line}"
+    return ""
+
+
+def verdict_of(answers: dict[int, Answer]) -> Answer:
+    """One verdict of all ranks: a failure, else where some are stuck."""
+    failed = [rank for rank in answers if answers[rank].verdict == FAILED]
+    told = failed[:1] or [rank for rank in answers if answers[rank].verdict == STUCK]
+    if not told:
+        return answers[0]
+    seen = "; ".join(f"rank {rank}: {answers[rank].seen}" for rank in told)
+    return Answer(FAILED, seen, answers[told[0]].means)

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import nn
 
 from common.setup import ROOT
-from tools.check.adapters import load_module
+from tools.check.adapters import load_module, not_written
 from tools.check.check import KINDS
-from tools.check.runner import judge, verdict_of
+from tools.check.findings import judge
+from tools.testing import failed, judged
 
-CHECK = ROOT / "tools" / "check" / "check.py"
 EXERCISES = [
     ("02_naive_ddp", "NaiveDDP", ["__init__", "finish_gradient_synchronization"]),
     ("03_flat_ddp", "FlatDDP", ["finish_gradient_synchronization"]),
@@ -31,20 +31,7 @@ EXERCISES = [
 ]
 
 
-@pytest.mark.parametrize("folder, name, missing", EXERCISES)
-def test_what_is_not_written_is_said_in_a_line_each(forked, folder, name, missing):
-    exercise = ROOT / folder / "exercise.py"
-    assert len(exercise.read_text().splitlines()) <= 40
-    status, output = forked(None, CHECK, f"{exercise}:{name}")
-    said = [line for line in output.splitlines() if line.startswith("not written yet: ")]
-    assert status == 1 and said == [f"not written yet: {name}.{each}" for each in missing], output
-    assert len(output.splitlines()) < 10, output
-    command = f"make check MINE={folder}/exercise.py:{name}"
-    page = (ROOT / folder / "README.md").read_text()
-    assert command in exercise.read_text() and command in page.split("## ")[2], page[:2000]
-
-
-def judge_filled(folder: str, name: str, missing: list[str], checks: list) -> list[dict]:
+def judge_filled(folder: str, name: str, missing: list[str], checks: list) -> list[tuple]:
     """On a rank: the stage's class, with those of its methods that the exercise has."""
     stage = ROOT / folder
     sys.path[:0] = [str(stage), str(stage.parent)]
@@ -58,12 +45,20 @@ def judge_filled(folder: str, name: str, missing: list[str], checks: list) -> li
 
 
 @pytest.mark.parametrize("folder, name, missing", EXERCISES)
-def test_filled_with_the_lesson_it_holds(late_ranks, folder, name, missing):
+def test_what_is_not_written_is_known_and_filled_with_the_lesson_it_holds(
+    late_ranks, folder, name, missing
+):
+    exercise = ROOT / folder / "exercise.py"
+    assert len(exercise.read_text().splitlines()) <= 40
+    unwritten = not_written(getattr(load_module(str(exercise)), name))
+    assert unwritten == [f"{name}.{each}" for each in missing]
+    command = f"make check MINE={folder}/exercise.py:{name}"
+    page = (ROOT / folder / "README.md").read_text()
+    assert command in exercise.read_text() and command in page.split("## ")[2], page[:2000]
     kind = {"ShardedOptimizer": "optimizer", "FSDP": "fsdp"}.get(name, "wrapper")
     checks = KINDS[kind].HAS_TO_HOLD
-    of_ranks = late_ranks(2).run(judge_filled, folder, name, missing, checks)
-    for check, *answers in zip(checks, *of_ranks, strict=True):
-        assert verdict_of(dict(enumerate(answers)))["verdict"] == "passed", (check, answers)
+    for answers in late_ranks(2).run(judge_filled, folder, name, missing, checks):
+        assert not [answer for answer in answers if answer.verdict != "passed"], answers
 
 
 def shown(folder: str, line: str) -> dict:
@@ -77,15 +72,13 @@ def shown(folder: str, line: str) -> dict:
     return names
 
 
-def judge_small_class(checks: list) -> list[dict]:
+def small_sharded(params, optimizer_cls, **options):
     small = shown("06_sharded_optimizer", "class SmallSharded")["SmallShardedOptimizer"]
-    return [judge(check, small) for check in checks]
+    return small(params, optimizer_cls, **options)
 
 
 def test_the_small_class_of_06s_page_holds(late_ranks):
-    checks = KINDS["optimizer"].HAS_TO_HOLD
-    for check, *answers in zip(checks, *late_ranks(2).run(judge_small_class, checks), strict=True):
-        assert verdict_of(dict(enumerate(answers)))["verdict"] == "passed", (check, answers)
+    assert not failed(judged(late_ranks, small_sharded, KINDS["optimizer"].HAS_TO_HOLD))
 
 
 def train_sharded_linear() -> float:
