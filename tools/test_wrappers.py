@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from tools.check.checks_of_wrappers import BEYOND, HAS_TO_HOLD, follow, follow_one_process
+from tools.check.checks_of_wrappers import BEYOND, HAS_TO_HOLD, follow
 from tools.testing import failed, judged
 
 WRAPPERS = [NaiveDDP, FlatDDP, OverlapDDP, BucketedDDP]
