@@ -394,7 +394,8 @@ def load_images(data: str | None, download: bool) -> list[torch.Tensor]:
         dist.barrier()
         splits = MNIST(data, train=True), MNIST(data, train=False)
     except Exception as error:  # torchvision has many kinds: files missing, cut short, not MNIST
-        fail(f"argument --data: {data!r} holds no readable MNIST ({error!r})")
+        slow = "rank 0 still downloads, raise --timeout: " if download and dist.get_rank() else ""
+        fail(f"argument --data: {slow}{data!r} holds no readable MNIST ({error!r})")
     tensors = []
     for split in splits:
         tensors += [split.data.double().flatten(1) / 255, split.targets]
@@ -405,7 +406,13 @@ def load_equal_shares(args: argparse.Namespace, device: torch.device) -> list[to
     """load_images on this device; of the training images as many as all ranks can share."""
     tensors = load_images(args.data, args.download)
     images, labels, *held_out = [tensor.to(device) for tensor in tensors]
-    used = len(images) - len(images) % dist.get_world_size()
+    world_size = dist.get_world_size()
+    used = len(images) // world_size * world_size
+    if used < len(images):
+        say(f"warning: {world_size} ranks cannot share {len(images)} images: {used} are used")
+    if args.log_every:
+        shares = f"{used // world_size} images per rank, 64 in a batch of {64 * world_size}"
+        say(f"verify: {shares}; rank r takes images r, r + {world_size}, … of each batch")
     return [images[:used], labels[:used], *held_out]
 
 
