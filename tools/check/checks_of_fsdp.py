@@ -12,7 +12,7 @@ from torch import nn
 from common.report import held_bytes
 from tools.check import checks_of_wrappers as wrappers
 from tools.check import models
-from tools.check.checks_of_wrappers import can_be_used
+from tools.check.checks_of_wrappers import can_be_used, trains_with_sgd
 from tools.check.findings import Failed, NotTried, is_close
 from tools.check.models import finish, new, wrap
 
@@ -57,7 +57,7 @@ def computes_in_another_dtype(mine):
 COURSE = [
     can_be_used,
     keeps_a_part_of_the_weights,
-    wrappers.trains_with_sgd,
+    trains_with_sgd,
     wrappers.trains_tied_and_frozen_weights,
     computes_in_another_dtype,
 ]

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tools.check.findings import Failed, check_arrived, is_close
-from tools.check.models import Frozen, Plain, new
+from tools.check.models import Plain, TiedAndFrozen, new
 
 NOT_SENT = "the owners' new values do not reach all ranks: broadcast them at the end of step()"
 OTHER_STEP = "the optimizer inside has another learning rate, other options or other gradients"
@@ -61,7 +61,7 @@ def steps_like_adamw(mine):
 
 def skips_frozen_parameters(mine):
     """frozen parameters stay as they are"""
-    follow(mine, torch.optim.AdamW, {"lr": 0.03}, build=Frozen)
+    follow(mine, torch.optim.AdamW, {"lr": 0.03}, build=TiedAndFrozen)
 
 
 def zeroes_all_gradients(mine):

@@ -167,5 +167,6 @@ def why_not_reduced(model: nn.Module) -> str:
     if finish_of(model):
         return NOT_REDUCED
     wrapper = model.wrapper[0] if isinstance(model, Around) else model
-    others = [name for name in dir(type(wrapper)) if not hasattr(nn.Module, name)]
+    public = [name for name in dir(type(wrapper)) if name[0] != "_"]
+    others = [name for name in public if not hasattr(nn.Module, name)]
     return f"nobody calls its finish, {FINISHES[0]}(): perhaps it is one of {', '.join(others)}"
