@@ -124,7 +124,7 @@ for folder, variants in {
     "06_sharded_optimizer": {"_1gbit": f'{SLOW} ARGS="--no-verify"'},
     "07_resnet_ddp/compile_ddp": {"": "", "_1gbit": f'{SLOW} ARGS="--steps 5"'},
     "07_resnet_ddp/sweep": {"": "", "_full": 'ARGS="--full --batch-size 2 --steps 2 --warmup 1"'},
-    "08_ddp_rpc": {"": ""},
+    "08_ddp_rpc": {"": "", "_8": 'NPROC=8 ARGS="--steps 100"'},
 }.items():
     for suffix, words in variants.items():
         RECORDINGS[f"{folder}/reference_output{suffix}.txt"] = [f"make {folder} {words}".strip()]
