@@ -41,12 +41,12 @@ class Plain(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.second = layers.Linear(width, width)
         self.last = layers.Linear(width, rows)
-        self.register_buffer("factor", torch.ones(()))
+        self.register_buffer("offset", torch.ones(()))
         self.to(dtype)
 
     def forward(self, x):
         tokens = (3 * x).abs().long().clamp(max=5)
-        return self.last(self.between(self.factor * self.embedding(tokens)))
+        return self.last(self.between(self.embedding(tokens) + self.offset))
 
     def between(self, x):
         return self.second(self.norm(self.first(x).tanh())).tanh()
