@@ -121,7 +121,7 @@ def starts_with_the_parameters_of_rank_0(mine):
 def starts_with_the_buffers_of_rank_0(mine):
     """all ranks start with the buffers of rank 0"""
     inner = new(Plain)
-    inner.factor.fill_(7 + dist.get_rank())
+    inner.offset.fill_(7 + dist.get_rank())
     [buffer] = wrap(mine, inner).buffers()
     if buffer != 7:
         means = "the constructor does not broadcast the buffers from rank 0"

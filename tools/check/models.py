@@ -41,12 +41,12 @@ class Plain(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.second = layers.Linear(width, width)
         self.last = layers.Linear(width, rows)
-        self.register_buffer("factor", torch.ones(()))
+        self.register_buffer("offset", torch.ones(()))
         self.to(dtype)
 
     def forward(self, x):
         tokens = (3 * x).abs().long().clamp(max=5)
-        return self.last(self.between(self.factor * self.embedding(tokens)))
+        return self.last(self.between(self.embedding(tokens) + self.offset))
 
     def between(self, x):
         return self.second(self.norm(self.first(x).tanh())).tanh()
@@ -164,9 +164,9 @@ def finish(model: nn.Module) -> None:
 
 def why_not_reduced(model: nn.Module) -> str:
     """What it means that gradients are a rank's own."""
-    if finish_of(model):
-        return NOT_REDUCED
     wrapper = model.wrapper[0] if isinstance(model, Around) else model
     public = [name for name in dir(type(wrapper)) if name[0] != "_"]
     others = [name for name in public if not hasattr(nn.Module, name)]
+    if finish_of(model) or not others:
+        return NOT_REDUCED
     return f"nobody calls its finish, {FINISHES[0]}(): perhaps it is one of {', '.join(others)}"

@@ -74,7 +74,7 @@ def consequences(mistake):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     twin, module = models.new(Everything), models.new(Everything, seed=rank)
     module.rank = rank
-    module.factor *= 1 + rank
+    module.offset *= 1 + rank
     model = mistake(module)
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.03, momentum=0.9) for net in (twin, model)]
     losses = []
