@@ -95,10 +95,7 @@ def launched(script):
 
 @pytest.fixture
 def forked():
-    """The same in 0.1 s instead of seconds, in processes that have torch: see Forks."""
-    from tools.testing import Forks
+    """The same in 0.1 s instead of seconds, in processes that have torch: see Forked."""
+    from tools.testing import Forked
 
-    runs = Forks()
-    yield runs
-    for run in runs.runs:
-        run.kill()
+    return lambda *words, **options: Forked(*words, **options).wait()

@@ -162,10 +162,6 @@ def test_bad_input_is_one_line(refusal):
         assert said.startswith(f"argument {option}") and value in said
 
 
-def test_file_alone(tmp_path):
-    testing.check_script_alone(SCRIPT, tmp_path)
-
-
 @testing.needs_proc
 @pytest.mark.parametrize(
     "number, said", [(2, "interrupted"), pytest.param(9, "a rank ended: ", marks=pytest.mark.full)]

@@ -331,7 +331,3 @@ def test_a_class_of_the_users_own_that_is_wrong_does_not_pass(forked):
     mine = f"{testing.ROOT}/tools/check/mistakes.py:SendsNothing"
     status, output = forked(2, SCRIPT, *QUICK, "--no-baseline", "--mine", mine)
     assert status == 1 and "verify: FAILED, a weight is" in output, output
-
-
-def test_file_alone(tmp_path):
-    testing.check_script_alone(SCRIPT, tmp_path)

@@ -164,10 +164,6 @@ def check_equal_checkpoints(whole, resumed):
         torch.testing.assert_close(resumed[name], whole[name], rtol=0, atol=0)
 
 
-def test_alone_it_imports_and_says_what_to_copy(tmp_path):
-    testing.check_script_alone(SCRIPT, tmp_path)
-
-
 @pytest.mark.full
 @testing.needs_proc
 def test_a_killed_worker_costs_at_most_its_epoch_and_no_bit_of_the_result(

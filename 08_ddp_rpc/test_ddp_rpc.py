@@ -169,10 +169,6 @@ def test_wrong_input_is_one_line(refusal):
         assert refusal(ddp_rpc.main, SCRIPT, *words.split()).startswith(f"argument {said}")
 
 
-def test_file_alone(tmp_path):
-    testing.check_script_alone(SCRIPT, tmp_path)
-
-
 @pytest.mark.cuda
 def test_on_a_gpu(script):
     status, output = script([sys.executable, *QUICK, "--device", "cuda"]).wait()

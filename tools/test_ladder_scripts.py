@@ -35,6 +35,7 @@ def check_run(run, path, folder, world_size, device="cpu", words=()) -> dict:
     words = [*testing.QUICK, "--device", device, *files, *words]
     status, output = run(world_size, path, *words, cwd=folder)
     assert status == 0 and "verify: passed" in output, output
+    assert "\x1b" not in output, "progress is for terminals"
     result = testing.read_json(folder / "json", path.parent.name)
     gpu_per_rank = device == "cuda" and torch.cuda.device_count() >= world_size
     assert (result["backend"] == "nccl") == gpu_per_rank
@@ -49,11 +50,6 @@ def check_run(run, path, folder, world_size, device="cpu", words=()) -> dict:
     spans = {event["name"] for event in trace["traceEvents"]}
     assert {"forward", "backward", "sync", "optimizer", *counts} <= spans
     return result
-
-
-@each
-def test_file_alone(path, tmp_path):
-    testing.check_script_alone(path, tmp_path)
 
 
 @each
@@ -108,13 +104,16 @@ def test_a_class_of_the_users_own_is_verified_and_has_a_row(forked, tmp_path, na
 
 @full
 @testing.needs_proc
-@pytest.mark.parametrize(
-    "moment, words", [("mini model: ", ["--no-verify", "--no-baseline"]), ("", [])]
-)
-@pytest.mark.parametrize("fault", ["SIGKILL of a rank", "SIGTERM of the launcher", "Ctrl-C"])
-def test_faults(script, fault, moment, words):
-    command = testing.torchrun(2, BUCKETED, *words, *testing.LONG)
-    testing.check_fault(script, command, moment, fault)
+@pytest.mark.parametrize("fault", ["SIGKILL of a rank", "SIGTERM of the launcher"])
+def test_faults_end_all(script, fault):
+    run = script(testing.torchrun(2, BUCKETED, "--no-verify", *testing.LONG))
+    testing.wait_for_line(run, "mini model: ")
+    if fault == "SIGKILL of a rank":
+        os.kill(testing.rank_1(run), signal.SIGKILL)
+    else:
+        run.process.send_signal(signal.SIGTERM)
+    status, output = run.wait(timeout=45)  # fails if a process is left
+    assert status != 0, output
 
 
 @full

@@ -1,32 +1,34 @@
 """What scripts say, and where: progress, help, short errors."""
 
 import os
+import shutil
 import signal
 
 import pytest
 
 from common.setup import ROOT
 from tools import testing
-from tools.testing import QUICK, torchrun
+from tools.testing import torchrun
 
 LADDER = ROOT / "02_naive_ddp" / "naive_ddp.py"
-SMALL = [*QUICK, "--no-verify", "--no-baseline", "--device", "cpu"]
 LESSONS = sorted(page.parent for page in ROOT.glob("0?_*/**/README.md"))
+SCRIPTS = [lesson / f"{lesson.name.lstrip('0123456789_')}.py" for lesson in LESSONS]
+STAGES = [path for path in SCRIPTS if path.parent.parent == ROOT or path.stem == "fsdp"]
 
 
-def test_a_terminal_shows_progress_and_a_pipe_does_not(forked):
-    status, output, shown = forked.on_a_terminal(2, LADDER, *SMALL)
-    assert status == 0 and "step 1 of 3" not in output and "\x1b" not in output, shown
-    assert "step 1 of 3: NaiveDDP" in shown
-    assert shown.endswith("\r\x1b[K"), "the last line is not cleared"
-
-
-@pytest.mark.parametrize("lesson", LESSONS, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_help(forked, lesson):
-    name = lesson.name.lstrip("0123456789_")
-    status, output = forked(None, lesson / f"{name}.py", "--help", COLUMNS="100")
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_help(forked, path):
+    status, output = forked(None, path, "--help", COLUMNS="100")
     assert status == 0 and output.startswith("usage: "), output
     assert all(len(line) <= 100 for line in output.splitlines()), output
+
+
+@pytest.mark.parametrize("path", STAGES, ids=lambda path: path.stem)
+def test_a_copy_of_a_script_alone_says_what_else_a_run_needs(forked, tmp_path, path):
+    shutil.copy(path, tmp_path)
+    status, output = forked(None, tmp_path / path.name, cwd=tmp_path)
+    assert status == 1 and output.count("\n") == 1, output
+    assert "copy the repository's folder common/" in output, output
 
 
 def ours(script, *words, **environment):

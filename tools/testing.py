@@ -7,7 +7,6 @@ import contextlib
 import json
 import multiprocessing
 import os
-import pty
 import random
 import runpy
 import signal
@@ -95,9 +94,7 @@ class Ranks:
 
 
 def _serve(rank: int, world_size: int, is_late: bool, folder: Path, pipe) -> None:
-    file = os.open(folder / "output", APPEND)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
+    _write_into(folder / "output")
     torch.set_num_threads(1)
     backend = "gloo"
     if is_late:
@@ -116,6 +113,13 @@ def _serve(rank: int, world_size: int, is_late: bool, folder: Path, pipe) -> Non
         except BaseException:
             answer = None, f"rank {rank}: {traceback.format_exc()}"
         pipe.send(answer)
+
+
+def _write_into(path: Path) -> None:
+    """What this process prints, also by itself in C++."""
+    file = os.open(path, APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
 
 
 class Script:
@@ -165,10 +169,10 @@ class Forked:
     """A script that runs in a process per rank, which need not import torch and begins in 0.1 s.
 
     On two ranks it is what torchrun makes of it, without torchrun, and on None what `python path
-    words` is. Options: cwd; stdout and stderr, files to open; environment variables.
+    words` is. Options: cwd; environment variables.
     """
 
-    def __init__(self, world_size, path, *words, cwd=ROOT, stdout=None, stderr=None, **variables):
+    def __init__(self, world_size, path, *words, cwd=ROOT, **variables):
         self.folder = tempfile.TemporaryDirectory()
         self.output = Path(self.folder.name, "output")
         of_ranks = [{"OMP_NUM_THREADS": 1, **variables}]
@@ -179,18 +183,20 @@ class Forked:
             shared |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
             shared |= {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size} | of_ranks[0]
             of_ranks = [{"RANK": rank, "LOCAL_RANK": rank} | shared for rank in range(world_size)]
-        files = stdout or self.output, stderr or self.output
         words = [str(word) for word in (path, *words)]
-        self.ranks = [new_process(_run_script, words, of_rank, cwd, *files) for of_rank in of_ranks]
+        options = words, cwd, self.output
+        self.ranks = [new_process(_run_script, of_rank, *options) for of_rank in of_ranks]
 
     def wait(self, timeout: float = 100) -> tuple[int, str]:
         """Exit status and output, once all have ended, or one with a failure; then all end."""
         failed = []
-        while not failed and (running := [rank for rank in self.ranks if rank.is_alive()]):
-            if not connection.wait([rank.sentinel for rank in running], timeout):
-                pytest.fail(f"still running after {timeout} s\n{self.output.read_text()}")
-            failed = [rank.exitcode for rank in self.ranks if rank.exitcode]
-        self.kill()
+        try:
+            while not failed and (running := [rank for rank in self.ranks if rank.is_alive()]):
+                if not connection.wait([rank.sentinel for rank in running], timeout):
+                    pytest.fail(f"still running after {timeout} s\n{self.output.read_text()}")
+                failed = [rank.exitcode for rank in self.ranks if rank.exitcode]
+        finally:
+            self.kill()
         return (failed or [0])[0], self.output.read_text()
 
     def kill(self) -> None:
@@ -201,40 +207,14 @@ class Forked:
             rank.join()
 
 
-class Forks:
-    """forked(2, path, *words) is (exit status, output) of such a run."""
-
-    def __init__(self):
-        self.runs = []
-
-    def start(self, *words, **options) -> Forked:
-        self.runs.append(Forked(*words, **options))
-        return self.runs[-1]
-
-    def __call__(self, *words, timeout: float = 100, **options) -> tuple[int, str]:
-        return self.start(*words, **options).wait(timeout)
-
-    def on_a_terminal(self, *words, **options) -> tuple[int, str, str]:
-        """Exit status, standard output, and what a terminal gets on standard error."""
-        ours, terminal = pty.openpty()
-        run = self.start(*words, stderr=os.ttyname(terminal), **options)
-        shown = b""
-        while ours in connection.wait([ours, run.ranks[0].sentinel]):
-            shown += os.read(ours, 65536)
-        os.close(ours)
-        os.close(terminal)
-        return *run.wait(), shown.decode()
-
-
-def _run_script(words, variables, folder, output, errors) -> None:
-    """Run `python words` in this folder, with these environment variables, into these files."""
+def _run_script(variables, words, folder, output) -> None:
+    """Run `python words` in this folder, with these environment variables, into this file."""
     os.setsid()  # all that it starts is in one group, which Ctrl-C at the tests' terminal spares
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # What plain python has for a DataLoader's workers, and not what this process was made with.
     multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
     os.environ.update({name: str(value) for name, value in variables.items()})
-    os.dup2(os.open(output, APPEND), 1)
-    os.dup2(os.open(errors, APPEND), 2)
+    _write_into(output)
     sys.stdout = os.fdopen(1, "w", buffering=1)
     sys.stderr = os.fdopen(2, "w", buffering=1)
     os.chdir(folder)
@@ -270,14 +250,6 @@ def torchrun(world_size: int, *words) -> list:
     return [*command, "--nproc-per-node", world_size, *words]
 
 
-def check_script_alone(path: Path, folder: Path) -> None:
-    """Copied into an empty folder it says in one line what else a run needs."""
-    (folder / path.name).write_text(path.read_text())
-    status, output = Forked(None, folder / path.name, cwd=folder).wait()
-    assert status == 1 and output.count("\n") == 1, output
-    assert "copy the repository's folder common/" in output, output
-
-
 def write_mnist(folder: Path, train: int, test: int) -> list[Path]:
     """A small MNIST of noise, in its own format; returns its files."""
     raw = folder / "MNIST" / "raw"
@@ -310,20 +282,3 @@ def rank_1(run: Script) -> int:
     while not (found := run.processes("RANK=1")):
         assert run.process.poll() is None, "there is no rank 1"
     return found[0]
-
-
-def check_fault(script, command: list, moment: str, fault: str, find_victim=rank_1) -> None:
-    """The run is hit at that line of its output ("": when its ranks start), and all of it ends."""
-    run = script(command)
-    if moment:
-        wait_for_line(run, moment)
-    victim = find_victim(run)
-    if fault == "SIGKILL of a rank":
-        os.kill(victim, signal.SIGKILL)
-    elif fault == "SIGTERM of the launcher":
-        run.process.send_signal(signal.SIGTERM)
-    else:
-        os.killpg(run.process.pid, signal.SIGINT)  # what a terminal does
-    # Python swallows a Ctrl-C in its first milliseconds; then torchrun kills, after 30 s.
-    status, output = run.wait(timeout=45)
-    assert status != 0, output

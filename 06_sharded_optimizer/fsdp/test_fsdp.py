@@ -518,10 +518,6 @@ def test_script(forked, tmp_path, words):
     assert (tmp_path / "plot").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_file_alone(tmp_path):
-    testing.check_script_alone(SCRIPT, tmp_path)
-
-
 @pytest.mark.cuda
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_on_a_gpu(script, world_size):

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from common import setup
-from tools.testing import ONLY_RANK, read_json
+from tools.testing import ONLY_RANK, Forked, read_json
 
 FOLDER = Path(__file__).resolve().parent
 import sweep
@@ -118,10 +118,10 @@ def test_the_example_of_the_docstring_started_as_upstream_is(forked, tmp_path):
     (tmp_path / "my_model.py").write_text(textwrap.dedent(example))
     words = [*TINY[2:], "--model", f"{tmp_path}/my_model.py:MyBenchmark", "--bucket-size", 2]
     words += ["--world-size", 2, "--master-addr", "127.0.0.1", "--master-port", free_port()]
-    rank_1 = forked.start(None, FOLDER / "sweep.py", *words, RANK=1)
+    rank_1 = Forked(None, FOLDER / "sweep.py", *words, RANK=1)
     status, output = forked(None, FOLDER / "sweep.py", *words, "--rank", 0)
-    assert status == 0 and measured(output) == ["no", "1M/1G", "1M/2G"], output
     assert rank_1.wait() == (0, "")
+    assert status == 0 and measured(output) == ["no", "1M/1G", "1M/2G"], output
 
 
 @pytest.mark.cuda
