@@ -176,7 +176,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("fault", ["", "SIGINT", "SIGKILL"])
+@pytest.mark.parametrize("fault", ["", "SIGKILL", pytest.param("SIGINT", marks=pytest.mark.full)])
 def test_spawned_ranks_leave_nothing(script, tmp_path, fault):
     """script() fails the test if a process is left; without a fault rank 1 fails in the end.
 

@@ -49,6 +49,7 @@ def test_a_wrong_rate_or_delay_is_one_line(hosts, words):
     assert status == 2 and output.startswith("error: ") and output.count("\n") == 1, output
 
 
+@pytest.mark.full
 def test_the_rate_is_the_one_asked_for(hosts):
     """10 MB at 100 Mbit/s take no less than their bits; how much more is a question of the CPU."""
     status, output = hosts("100mbit").wait()

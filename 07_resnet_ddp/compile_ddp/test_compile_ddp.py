@@ -111,7 +111,7 @@ NAMES += ["ddp dynamo only whole graph", "fsdp eager", "fsdp eager wrap", "fsdp 
 
 def test_all_configurations_on_a_slow_network(forked, tmp_path):
     words = [*TOY, "--warmup", 0, "--dynamo", "eager", "--json", tmp_path / "json"]
-    status, output = forked(2, SCRIPT, *words, "--network", "1gbit,20ms")
+    status, output = forked(2, SCRIPT, *words, "--network", "1gbit,5ms")
     assert status == 0, output
     result = read_json(tmp_path / "json", "07_resnet_ddp/compile_ddp")
     found = {one["name"]: one for one in result["configurations"]}
@@ -119,7 +119,7 @@ def test_all_configurations_on_a_slow_network(forked, tmp_path):
     for one in found.values():
         assert [len(times) for times in one["forward_backward_seconds"]] == [2, 2]
         assert one["first_call_seconds"] > 0 and one["peak_bytes"] > 4 * one["parameters"] > 0
-    assert min(found["ddp eager"]["forward_backward_seconds"][0]) > 0.08  # four messages
+    assert min(found["ddp eager"]["forward_backward_seconds"][0]) > 0.08  # 8.7 MB and four messages
     assert found["bare eager"]["parameters"] > found["fsdp eager"]["parameters"]
 
 
