@@ -2,8 +2,6 @@
 
 import re
 
-import pytest
-
 from common.setup import ROOT
 
 CHECK = ROOT / "tools" / "check" / "check.py"
@@ -94,11 +92,9 @@ def test_all_that_is_written_is_checked_and_what_is_not_is_listed(forked, tmp_pa
     assert failed == {"get_ddp": in_ddp, "get_sharded_optimizer": [], "get_ddp_bucketed": []}
 
 
-@pytest.mark.parametrize("right, status", [("gradient /=", 0), ("gradient *=", 1)])
-def test_the_level_of_a_course(forked, tmp_path, right, status):
+def test_the_level_of_a_course(forked, tmp_path):
+    """What fails beyond it does not count."""
     lay_out(tmp_path, FILES)
-    lay_out(tmp_path, {"course_systems/averages.py": AVERAGES.replace("gradient /=", right)})
     mine = f"{tmp_path}/tests/adapters.py:get_ddp"
-    found, output = forked(None, CHECK, mine, "--level", "course", "--layers", "a_course.model")
-    assert found == status, output
-    assert ("has to hold: 5 of 5 passed" if status == 0 else "not the mean") in output, output
+    status, output = forked(None, CHECK, mine, "--level", "course", "--layers", "a_course.model")
+    assert status == 0 and "has to hold: 5 of 5 passed" in output, output
