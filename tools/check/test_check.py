@@ -10,7 +10,6 @@ import sys
 
 import pytest
 import torch
-import torch.distributed as dist
 from fsdp import FSDP
 from sharded_optimizer import ShardedOptimizer
 from torch import nn
@@ -26,7 +25,6 @@ from tools.check import (
     checks_of_optimizers,
     checks_of_wrappers,
     mistakes,
-    models,
 )
 from tools.check.findings import judge
 from tools.testing import failed, judged
@@ -61,49 +59,9 @@ FAILS = {  # class: the first check that it fails, and what that says
 }
 
 
-class Everything(models.Branches):
-    """Ranks go through two layers in turn, two weights are tied, and a buffer is used."""
-
-    width = 7
-
-    def __init__(self):
-        super().__init__()
-        self.last.weight = self.embedding.weight
-
-
-def consequences(mistake):
-    """does the loss fall, are the ranks equal, are the weights those of one process?"""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    twin, module = models.new(Everything), models.new(Everything, seed=rank)
-    module.rank = rank
-    module.offset *= 1 + rank
-    model = mistake(module)
-    optimizers = [torch.optim.SGD(net.parameters(), lr=0.03, momentum=0.9) for net in (twin, model)]
-    losses = []
-    for step in range(30):
-        for part in range(2):
-            for twin.rank in range(world_size):
-                (models.loss_of(twin, step, part, twin.rank) / world_size).backward()
-            loss = models.loss_of(model, step, part, rank)
-            loss.backward()
-            model.finish_gradient_synchronization()
-        losses.append(loss.item())
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    mine = nn.utils.parameters_to_vector(model.parameters()).detach()
-    expected = nn.utils.parameters_to_vector(twin.parameters())
-    of_ranks = [torch.empty_like(mine) for _ in range(world_size)]
-    dist.all_gather(of_ranks, mine)
-    are_equal = all(torch.equal(each, mine) for each in of_ranks)
-    is_same = (mine - expected).norm() < 1e-10 * expected.norm()
-    falls = "falls" if losses[-1] < losses[0] / 2 else "does not"
-    return f"{falls} | {'equal' if are_equal else 'differ'} | {'equal' if is_same else 'differ'}"
-
-
 @pytest.mark.parametrize("name", FAILS)
-def test_a_wrong_wrapper_fails_what_sees_its_mistake(ranks, late_ranks, name):
-    """And has the consequences that the page says, if it does not end in an error (a dash)."""
+def test_a_wrong_wrapper_fails_what_sees_its_mistake(late_ranks, name):
+    """And is told what the page says."""
     first, means = FAILS[name]
     mistake = getattr(mistakes, name)
     names = [check.__name__ for check in OF_WRAPPERS]
@@ -112,11 +70,7 @@ def test_a_wrong_wrapper_fails_what_sees_its_mistake(ranks, late_ranks, name):
     assert failed(verdicts) == {first} - {None}
     assert not first or means in verdicts[first].means, verdicts
     [row] = [row for row in ROWS if row.startswith(f"| `{name}` |")]
-    then, said = re.fullmatch(r"\| `\w+` \| (.* \| .* \| .*) \| (.*) \|", row).groups()
-    assert means in said
-    if "-" not in then and "luck" not in then:
-        verdict = judged(ranks, mistake, [consequences])["consequences"]
-        assert verdict.seen == then, verdict
+    assert means in row.split(" | ")[-1]
 
 
 def test_the_page_has_a_row_of_every_wrong_wrapper():
