@@ -316,17 +316,9 @@ def saves_and_loads_nothing_by_halves():
         with pytest.raises(RuntimeError, match=r"gather_full_params\(\)"):
             part.state_dict()
     full = model.gather_full_params()
-    with pytest.raises(RuntimeError, match="size mismatch"):
-        model.module.load_state_dict(full)
-    weight = full["1.weight"]
-    for wrong in (
-        full | {"module.1.weight": weight},
-        {name: value for name, value in full.items() if name != "1.weight"},
-    ):
-        with pytest.raises(ValueError, match=r"not in the model: \['(module.)?1.weight'\]"):
-            model.load_full_params(wrong)
-    with pytest.raises(RuntimeError, match="must match the size"):
-        model.load_full_params(full | {"1.weight": weight.view(4, 9)})
+    del full["1.weight"]
+    with pytest.raises(ValueError, match=r"not in the model: \['1.weight'\]"):
+        model.load_full_params(full)
 
 
 @on_ranks(2)
@@ -457,18 +449,6 @@ def test_full_weights_at_another_world_size(ranks, tmp_path):
         ranks(world_size).run(loads, tmp_path / "full.pt")
 
 
-@on_ranks(3)
-def works_in_a_group_of_some_ranks():
-    group = dist.new_group([2, 1])
-    if dist.get_rank() > 0:
-        model = FSDP(chain(), process_group=group)
-        compute_gradients(model, ones())
-        model.clip_grad_norm_(1.0)
-        model.load_full_params(model.gather_full_params())
-        assert next(model.parameters()).shape == (1, 18)
-    dist.barrier()
-
-
 @pytest.mark.parametrize(
     "promise, world_size", PROMISES, ids=lambda value: getattr(value, "__name__", None)
 )
@@ -487,7 +467,7 @@ def held_by_a_rank():
     return measure.held_bytes(training, cpu)
 
 
-@pytest.mark.parametrize("world_size", [2, *(pytest.param(n, marks=FULL) for n in (3, 4))])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=FULL)])
 def test_ranks_hold_what_the_formula_says(ranks, world_size):
     """Within 5 %, part by part and together.
 

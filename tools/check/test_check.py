@@ -30,7 +30,6 @@ from tools.check.findings import judge
 from tools.testing import failed, judged
 
 CHECK = ROOT / "tools" / "check" / "check.py"
-MISTAKES = CHECK.with_name("mistakes.py")
 ROWS = (ROOT / "docs" / "wrong.md").read_text().splitlines()
 OF_WRAPPERS = checks_of_wrappers.HAS_TO_HOLD
 PARAMETERS = "starts_with_the_parameters_of_rank_0"
