@@ -126,20 +126,6 @@ def test_every_class_of_torch(ranks):
         ranks(3).run(equals_unsharded, name, EVERY_CLASS[name])
 
 
-@on_ranks(3)  # three ranks, two parameters: one rank owns nothing
-def steps_with_a_closure():
-    (first, second) = owned = parameters((4, 3), (2,))
-    optimizer = ShardedOptimizer(owned, torch.optim.SGD, lr=0.5)
-
-    def closure():
-        loss = first.square().sum() / 2 + second.square().sum() / 2
-        first.grad, second.grad = torch.autograd.grad(loss, owned)
-        return loss
-
-    before = optimizer.step(closure).item()
-    assert closure().item() == pytest.approx(before / 4)
-
-
 def unusual_model():
     """Tied, frozen and unused parameters, in three orders of strides."""
     torch.manual_seed(0)
@@ -179,25 +165,6 @@ def shares_the_state_out_evenly():
     with CollectiveCounter() as counter:
         optimizer.step()
     assert counter.count == world_size  # for 40 parameters
-
-
-class ByOneNorm(torch.optim.SGD):
-    """As timm's Lamb with max_grad_norm: clips by the norm of all gradients that it has."""
-
-    def step(self, closure=None):
-        owned = [parameter for group in self.param_groups for parameter in group["params"]]
-        nn.utils.clip_grad_norm_(owned, 0.1)
-        return super().step(closure)
-
-
-@on_ranks(2)
-def is_another_optimizer_where_one_number_of_all_gradients_counts():
-    """Silently, as the page's Limits say: no class can be asked."""
-    mine, plain = parameters(*SHAPES), parameters(*SHAPES)
-    train(ShardedOptimizer(mine, ByOneNorm, lr=0.1), mine, [0])
-    train(ByOneNorm(plain, lr=0.1), plain, [0])
-    with pytest.raises(AssertionError, match="Tensor-likes are not close"):
-        assert_equal(mine, plain)
 
 
 @on_ranks(2)
