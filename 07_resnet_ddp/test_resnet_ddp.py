@@ -219,21 +219,6 @@ def result(world_size, ms, **changes):
     return seconds | of_both | of_one | shown | changes
 
 
-def test_the_report_is_of_all_steps_and_ranks(capsys):
-    made = result(2, 400, dilation=2.0)  # two seconds here are one there
-    made["data_seconds"][0][0] = 0.1
-    made["data_seconds"][1][0] = 0.3
-    made["batch_seconds"][0][0] += 0.06
-    made["batch_seconds"][1][0] += 0.26
-    resnet_ddp.print_report(made)
-    _, *rows, last = capsys.readouterr().out.splitlines()
-    # 0.1, 0.3 and 6 × 0.04 s, of which half are a rank's; 8 × 0.36 s; the sums of these two.
-    assert rows[0].split()[:5] == ["data", "0.2", "18.2%", "40.0", "20.0"]
-    assert rows[1].split()[:5] == ["compute+sync", "0.7", "81.8%", "180.0", "180.0"]
-    assert rows[6].split()[:5] == ["batch", "0.9", "100.0%", "220.0", "200.0"]
-    assert last.startswith("256 images in 0.80 s: 320.0 images/s ")
-
-
 def test_runs_are_compared_where_all_that_matters_agrees(tmp_path, capsys):
     runs = [result(1, 600), result(2, 400), result(8, 100)]
     runs += [result(3, 200, workers=2), result(4, 200, network="1gbit,1ms")]
