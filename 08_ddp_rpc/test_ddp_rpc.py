@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import ddp_rpc
 import pytest
 import torch
-from torch.distributed import rpc
 
 from tools import testing
 from tools.testing import needs_proc, wait_for_line
@@ -55,25 +54,6 @@ def test_what_is_verified_trained_and_counted(script, tmp_path, trainers, server
             steps = [bytes_of_a_step(*each[:2], servers, args.embedding_dim) for each in batches]
             assert message_bytes == sum(steps)
             assert 10 * 0.01 * (servers if number % 2 else 1) <= waited < seconds
-
-
-@pytest.mark.parametrize("lookup, expected", [("parallel", "ask ask"), ("sequential", "ask wait")])
-def test_all_servers_are_asked_before_an_answer_is_awaited(lookup, expected, monkeypatch):
-    calls = []
-    answers = [torch.zeros(3)] * 2
-
-    def ask_and_wait(*question):
-        calls.extend(["ask", "wait"])
-        return answers[0]
-
-    monkeypatch.setattr(rpc, "rpc_async", lambda *_: calls.append("ask"))
-    monkeypatch.setattr(torch.futures, "wait_all", lambda _: calls.append("wait") or answers)
-    monkeypatch.setattr(rpc, "rpc_sync", ask_and_wait)
-    tables = [SimpleNamespace(owner=lambda: "ps0")] * 2
-    model = SimpleNamespace(tables=tables, lookup=lookup, round_trip=0.0)
-    model.lookup_seconds, model.message_bytes = 0.0, 0
-    ddp_rpc.HybridModel.ask_servers(model, torch.zeros(4), torch.zeros(1))
-    assert " ".join(calls[:2]) == expected
 
 
 GROUP = "dist.new_group([dist.get_rank()], use_local_synchronization=True)"
