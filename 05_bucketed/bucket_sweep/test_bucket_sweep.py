@@ -1,16 +1,11 @@
 """05/bucket_sweep: the formula, the table, and the script from outside."""
 
-import os
-import weakref
 from pathlib import Path
-from types import SimpleNamespace
 
 import bucket_sweep
 import numpy
 import pytest
-import torch
-from bucketed import BucketedDDP
-from predict import Network, measure
+from predict import Network
 
 from tools import testing
 
@@ -45,28 +40,6 @@ def test_run(forked, tmp_path, device):
         said = ["-" if seconds is None else f"{1000 * seconds:.1f}" for seconds in cells]
         assert rows[row["name"]] == [*said, f"{p50s[1] / p50:.2f}"]
     assert [row["buckets"] for row in result["overheads"]][:4] == [0, 1, 1, 4]
-
-
-def wrappers_alive(in_turn: bool) -> list[int]:
-    """How many wrappers were there when each of two rows was built."""
-    os.environ["LOCAL_WORLD_SIZE"] = "2"
-    built = []
-    alive = []
-
-    def wrap(module):
-        alive.append(sum(each() is not None for each in built))
-        built.append(weakref.ref(wrapped := BucketedDDP(module)))
-        return wrapped
-
-    batch = {"batch_size": 1, "context_length": 8, "dtype": "float32"}
-    args = SimpleNamespace(size="nano", steps=1, warmup=1, seed=0, **batch)
-    measure(args, torch.device("cpu"), {"a": wrap, "b": wrap}, {"dilation": 1.0}, in_turn)
-    return alive
-
-
-def test_of_a_large_model_one_wrapper_at_a_time_is_in_memory(ranks):
-    assert ranks(2).run(wrappers_alive, True) == 2 * [[0, 1]]
-    assert ranks(2).run(wrappers_alive, False) == 2 * [[0, 0]]
 
 
 def test_wrong_input(refusal):
