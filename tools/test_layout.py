@@ -53,15 +53,6 @@ def test_arrows_point_one_way():
             assert folder in COMPARING or imported <= {stages.get(path.stem)}, path
 
 
-@pytest.mark.parametrize("folder", LESSONS, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_a_lesson_has_a_page_a_script_of_its_name_a_recording_and_tests(folder):
-    script = folder.name.lstrip("0123456789_")
-    needed = {"README.md", f"{script}.py", "reference_output.txt", f"test_{script}.py"}
-    assert needed <= {path.name for path in folder.iterdir()}
-    others = [path for path in scripts_in(folder) if path.name != "exercise.py"]
-    assert len(others) <= 4, others
-
-
 @pytest.mark.parametrize("script", SHORT)
 def test_a_lesson_is_short_and_imports_torch_alone(script):
     text = (ROOT / script).read_text()

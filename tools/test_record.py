@@ -51,14 +51,6 @@ def test_it_records_what_the_present_code_has_not_recorded(run, tmp_path):
     assert run("02") == 0 and ran.read_text().count("last") == 4  # named: again
 
 
-def test_what_fails_is_named_and_its_recording_stays(run, tmp_path, capsys):
-    (tmp_path / ONE).write_text("old\n")
-    record.RECORDINGS[ONE][1] = "exit 3"
-    assert run() == 1
-    assert "FAILED" in (output := capsys.readouterr().out) and "'exit 3'" in output
-    assert (tmp_path / ONE).read_text() == "old\n" and (tmp_path / OTHER).exists()
-
-
 def test_every_recording_and_every_picture_has_a_command():
     commands = " ".join(sum(record.RECORDINGS.values(), []))
     by_hand = {"timeline.png", "step.png"}  # by a loop of the shell, and in a browser
