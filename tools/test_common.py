@@ -5,9 +5,7 @@ import os
 import shutil
 import signal
 import sys
-from datetime import datetime, timezone
 
-import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -87,14 +85,6 @@ def test_memory_of_tensors_of_shards_and_of_gloo(ranks):
     ranks(2).run(memory_in_a_group)
 
 
-def test_json_is_strict(tmp_path):
-    started = datetime.now(timezone.utc)
-    result = {"started": started, "x": [numpy.inf, numpy.float64(1)]}
-    report.write_json(tmp_path / "x.json", result)
-    assert json.loads((tmp_path / "x.json").read_text())["x"] == [None, 1]
-    assert [file.name for file in tmp_path.iterdir()] == ["x.json"]
-
-
 # The command line
 
 WRONG_INPUT = {
@@ -125,18 +115,6 @@ def test_wrong_input_is_one_line(option, monkeypatch, capsys):
         said = capsys.readouterr().err
         assert end.value.code == 2 and said.count("\n") == 1, said
         assert said.startswith(f"script.py: error: argument {option}: ") and value in said, said
-
-
-def test_results_is_the_only_folder_that_is_made(tmp_path, monkeypatch):
-    monkeypatch.setattr(setup, "ROOT", tmp_path)
-    with pytest.raises(SystemExit):
-        parse(monkeypatch, "--help")
-    assert not (tmp_path / "results").exists()
-    assert parse(monkeypatch).plot == tmp_path / "results" / "x.png"
-    assert not parse(monkeypatch, "--no-plot").plot
-    with pytest.raises(SystemExit):
-        parse(monkeypatch, "--plot", str(tmp_path / "other" / "x.png"))
-    assert [path.name for path in tmp_path.iterdir()] == ["results"]
 
 
 def test_mine_gets_our_size_of_buckets(tmp_path, monkeypatch):
