@@ -1,4 +1,4 @@
-"""What scripts say, and where: progress, help, short errors."""
+"""What scripts say: help, short errors, nothing twice."""
 
 import os
 import shutil
