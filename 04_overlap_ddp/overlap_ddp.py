@@ -39,7 +39,7 @@ class OverlapDDP(nn.Module):
         self.world_size = dist.get_world_size(process_group)
         self.synchronizing = True  # False within no_sync()
         broadcast_from_rank_0(module, process_group)
-        # All-reduces are matched by their order alone: all ranks need one order, nearly backward's.
+        # Ranks match calls by their order alone, so all use this one, which is close to backward's.
         self.order = [p for p in module.parameters() if p.requires_grad][::-1]
         self.waiting = self.order.copy()  # what is not launched yet
         self.ready = set()  # parameters whose gradient is complete

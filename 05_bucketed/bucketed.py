@@ -29,9 +29,9 @@ class Bucket:
     def __init__(self, parameters: list[nn.Parameter]):
         sizes = [parameter.numel() for parameter in parameters]
         self.flat = parameters[0].new_zeros(sum(sizes))
-        self.views = {}  # parameter -> the place of its gradient in flat
+        self.views = {}  # parameter -> its gradient's place in flat
         for parameter, piece in zip(parameters, self.flat.split(sizes), strict=True):
-            strides = torch.empty_like(parameter, device="meta").stride()  # its own memory layout
+            strides = torch.empty_like(parameter, device="meta").stride()  # of its memory format
             self.views[parameter] = piece.as_strided(parameter.shape, strides)
 
     def put(self, parameter: nn.Parameter, world_size: int):
@@ -61,7 +61,7 @@ class BucketedDDP(nn.Module):
         self.world_size = dist.get_world_size(process_group)
         self.synchronizing = True  # False within no_sync()
         broadcast_from_rank_0(module, process_group)
-        # All-reduces are matched by their order alone: all ranks need one order, nearly backward's.
+        # Ranks match calls by their order alone, so all use this one, which is close to backward's.
         self.order = [p for p in module.parameters() if p.requires_grad][::-1]
         self.buckets = [Bucket(members) for members in fill_buckets(self.order, bucket_size_mb)]
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.views}

@@ -48,10 +48,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().__init__(params, {})  # calls add_param_group() for each group
         self.local = optimizer_cls([self._own(group) for group in self.param_groups], **options)
         self.defaults, self.state = self.local.defaults, self.local.state
-        self._sync_from_local()  # the options that were not said
+        self._sync_from_local()  # the options left at their defaults
 
     def add_param_group(self, param_group: dict) -> None:
-        """Share out a group, also in mid-training; what is there keeps its owner and its state."""
+        """Assign owners to a new group, also in mid-training; older ones keep owner and state."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]  # has all its parameters, as schedulers and zero_grad() need
         check_can_be_sharded(group["params"], self.optimizer_cls)
@@ -63,11 +63,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._sync_from_local()
 
     def _own(self, group: dict) -> dict:
-        """The same group with those parameters alone that this rank owns, maybe none."""
+        """The same group with only the parameters that this rank owns, maybe none."""
         return {**group, "params": [p for p in group["params"] if self.owners[p] == self.rank]}
 
     def _choose_owners(self, parameters: list[nn.Parameter]) -> None:
-        """Largest first (frozen ones last), to the rank that has least; alike on all ranks."""
+        """Largest first, frozen ones last, to the rank with the fewest bytes; all ranks agree."""
         largest_first = sorted(parameters, key=lambda p: (p.requires_grad, p.nbytes), reverse=True)
         for parameter in largest_first:
             owner = self.loads.index(min(self.loads))
@@ -98,13 +98,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.local.step()
         self._sync_from_local()
         send = partial(dist.broadcast, group=self.process_group, async_op=True)
-        works = [send(flat, group_src=owner) for owner, flat in self.flats]  # alike on all ranks
+        works = [send(flat, group_src=owner) for owner, flat in self.flats]  # in one order
         for work in works:
             work.wait()
         return loss
 
     def _sync_to_local(self) -> None:
-        """Take over what was changed, such as a learning rate by a scheduler, or loaded."""
+        """Hand over what a scheduler has changed, or load_state_dict() has replaced."""
         for parameter, view in self.views.items():
             if parameter.data_ptr() != view.data_ptr():
                 raise RuntimeError("a parameter has left its flat buffer: move or cast it before")

@@ -111,7 +111,8 @@ def draw(steps: dict[str, list[Bar]], path: Path, end: float) -> None:
     axes.invert_yaxis()
     axes.set_xlim(0, end)
     axes.set_xlabel("time of one training step on rank 0, ms")
-    handles = [Patch(color=color, label=name) for name, color in COLORS.items()]
+    drawn = {bar.name for bars in steps.values() for bar in bars}
+    handles = [Patch(color=COLORS[name], label=name) for name in COLORS if name in drawn]
     figure.legend(handles=handles, loc="outside upper center", ncols=3, fontsize=9, frameon=False)
     medians.save(figure, path)
 

@@ -1,7 +1,7 @@
 r"""06, FSDP: split parameters, gradients and optimizer state over the ranks (ZeRO, stage 3).
 
 Every rank keeps 1/N of each weight, of its gradient and of its optimizer state. The weights of a
-*unit*, such as a layer, are put together (all-gather) before it computes, and given up afterwards.
+*unit*, such as a layer, are gathered (all-gather) before it computes, and freed afterwards.
 Backward does the same in reverse, and sends each rank its part of the gradients (reduce-scatter).
 
     make 06_sharded_optimizer/fsdp NPROC=2                                (see also ARGS="--help")
@@ -27,8 +27,8 @@ class FlatParameter:
     """A unit's weights, one after another in `unsharded`, which has memory only for a while.
 
     This rank keeps `local_shard`, one of N equal slices. Autograd keeps the tensor `unsharded` for
-    backward, and its version, which counts writes. To give up its memory is no write, and to fill
-    it again through `.data` is none either: backward finds the same tensor with the same values.
+    backward, and its version, which counts writes. Freeing its memory is no write, and filling it
+    again through `.data` is none either: backward finds the same tensor with the same values.
     """
 
     def __init__(self, name: str, number: int, weights, dtype: torch.dtype, process_group):
@@ -49,7 +49,7 @@ class FlatParameter:
         self.reshard()
 
     def unshard(self) -> None:
-        """Begin to put the whole weights together. The unit's number travels beside them."""
+        """Begin to gather the whole weights. The unit's number travels beside them."""
         if self.unsharded.untyped_storage().size() > 0:
             return
         self.unsharded.untyped_storage().resize_(self.unsharded.nbytes)
@@ -60,10 +60,10 @@ class FlatParameter:
     def wait(self) -> None:
         while self.gathering:
             self.gathering.pop().wait()
-        set_version(self.unsharded, self.local_shard._version)  # autograd refuses older graphs
+        set_version(self.unsharded, self.local_shard._version)  # a backward of an older step raises
 
     def reshard(self) -> None:
-        """Give up the memory. Autograd keeps the empty weights: backward fills them again."""
+        """Free the memory. Autograd keeps the empty weights: backward fills them again."""
         self.wait()
         self.unsharded.untyped_storage().resize_(0)
         set_version(self.unsharded, NO_MEMORY)  # autograd refuses to read it until it is filled
@@ -85,11 +85,11 @@ class FSDP(nn.Module):
         check_and_broadcast(module, process_group)
         self.module, self.process_group, self.prefetch = module, process_group, prefetch
         self.flats, uses = shard_weights(module, units, compute_dtype, process_group)
-        self.uses = [None, *[flat for _, flat in uses], None]  # usually needed in this order
+        self.uses = [None, *[flat for _, flat in uses], None]  # usually forward's order
         self.order = [flat for flat in reversed(self.flats) if flat.requires_grad]
         self.waiting = self.order.copy()  # all ranks reduce their gradients in this order
         self.reduction = None  # the one under way
-        self.in_backward = self.has_gradients = False  # of weights, since the last finish
+        self.in_backward = self.has_gradients = False  # both are False after the finish
         for flat in self.order:
             for weight in flat.unsharded_params:
                 weight.register_post_accumulate_grad_hook(partial(self._gradient_is_there, flat))
@@ -113,7 +113,7 @@ class FSDP(nn.Module):
             following.unshard()
 
     def _before_forward(self, number: int, *_) -> None:
-        """Hook 1, before a module's forward. In backward a checkpoint calls it again."""
+        """Hook 1, before a module's forward; torch.utils.checkpoint repeats it in backward."""
         self._unshard(number)
         use_unsharded_params(self.uses[number])  # now module.weight is the whole weight
 
@@ -122,7 +122,7 @@ class FSDP(nn.Module):
         use_sharded_params(self.uses[number])  # module.weight is this rank's shard again
         for tensor in tensors_in_backward(self.uses[number], inputs, outputs):
             tensor.register_hook(partial(self._before_backward, number))
-        if not self.in_backward:  # there a checkpoint's own backward comes next
+        if not self.in_backward:  # in backward a checkpoint needs them next
             self.uses[number].reshard()
 
     def _before_backward(self, number: int, _) -> None:
@@ -151,7 +151,7 @@ class FSDP(nn.Module):
         self.in_backward = self.has_gradients = False
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """After the finish, on all ranks: torch's clip_grad_norm_, by the norm of whole weights."""
+        """After the finish, on all ranks: torch's clip_grad_norm_, by the whole gradient's norm."""
         return clip(self, max_norm)
 
     def gather_full_params(self) -> dict[str, torch.Tensor]:
