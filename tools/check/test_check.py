@@ -10,6 +10,7 @@ import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 from fsdp import FSDP
 from sharded_optimizer import ShardedOptimizer
 from torch import nn
@@ -117,6 +118,17 @@ class FirstBucketAlone(mistakes.Right):
         return bucket
 
 
+class OfAnotherName(FirstBucketAlone):
+    def __init__(self, module, capacity=25):
+        super().__init__(module, capacity)
+
+
+class AsksForGloo(mistakes.Right):
+    def __init__(self, module):
+        assert dist.get_backend() == "gloo" and dist.get_backend(dist.new_group()) == "gloo"
+        super().__init__(module)
+
+
 class NoModule:
     """It is called, and has parameters through .module."""
 
@@ -130,10 +142,26 @@ class NoModule:
         self.within.finish_gradient_synchronization()
 
 
-@pytest.mark.parametrize("mine, means", [(NoModule, ""), (FirstBucketAlone, "never reduced")])
-def test_what_courses_name_otherwise(late_ranks, mine, means):
-    """The finish, of what is no module; the size of buckets, which is small like our models."""
-    [verdict] = judged(late_ranks, mine, [checks_of_wrappers.trains_with_sgd]).values()
+class FinishesAsFlush(NoModule):
+    finish_gradient_sync = None
+
+    def flush(self):
+        super().finish_gradient_sync()
+
+
+@pytest.mark.parametrize(
+    "mine, name, means",
+    [
+        (AsksForGloo, "trains_with_sgd", ""),
+        (NoModule, "trains_with_sgd", ""),
+        (FinishesAsFlush, "trains_with_sgd", "nobody calls its finish"),
+        (FirstBucketAlone, "trains_with_sgd", "never reduced"),
+        (OfAnotherName, BRANCHES, "never reduced"),
+    ],
+)
+def test_what_courses_name_otherwise(late_ranks, mine, name, means):
+    """Sizes of buckets, the finish, the backend; and wrappers that are no modules."""
+    [verdict] = judged(late_ranks, mine, [getattr(checks_of_wrappers, name)]).values()
     assert verdict.verdict == ("failed" if means else "passed"), verdict
     assert means in verdict.means, verdict
 
@@ -150,8 +178,10 @@ weights = torch.arange(1.0, 11.0)
     "means, loss, batch",
     [
         ("", cross_entropy, checks_of_losses.batch),
+        ("", nn.functional.triplet_margin_loss, floats),
         ("SUMMED", lambda o, t: cross_entropy(o, t, reduction="sum"), checks_of_losses.batch),
         ("UNEVEN", lambda o, t: cross_entropy(o, t, weight=weights), checks_of_losses.batch),
+        ("UNEVEN", lambda o, t: cross_entropy(o, t, ignore_index=0), checks_of_losses.batch),
         ("UNEVEN", lambda o, t, m: ((o - t).square() * (m > 0)).sum() / (m > 0).sum(), floats),
         ("MEETS", lambda a, b, _: cross_entropy(a @ b.T, torch.arange(len(a))), floats),
         ("MEETS", lambda a, b, _: nn.functional.mse_loss(a, b).sqrt(), floats),
