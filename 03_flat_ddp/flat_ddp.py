@@ -1,6 +1,6 @@
 r"""03: all-reduce all gradients as one flat tensor, after backward.
 
-The same bytes as in stage 02, but in one message: all gradients are copied into one flat tensor,
+It sends stage 02's bytes in one message: all gradients are copied into one flat tensor,
 averaged with a single all-reduce, and copied back. The latency of a call is paid only once.
 
     make 03_flat_ddp NPROC=2                                          (see also ARGS="--help")
@@ -48,7 +48,7 @@ class FlatDDP(nn.Module):
         """Average all gradients. Call it after backward(), before optimizer.step()."""
         if not self.synchronizing:
             return
-        groups = {}  # (dtype, device) -> gradients: a flat tensor has one of both
+        groups = {}  # (dtype, device) -> gradients: a flat tensor has one of each
         for parameter in self.module.parameters():
             if parameter.requires_grad:
                 gradient = gradient_or_zeros(parameter)  # an unused one counts as zero

@@ -41,9 +41,9 @@ class OverlapDDP(nn.Module):
         broadcast_from_rank_0(module, process_group)
         # Ranks match calls by their order alone, so all use this one, which is close to backward's.
         self.order = [p for p in module.parameters() if p.requires_grad][::-1]
-        self.waiting = self.order.copy()  # what is not launched yet
+        self.waiting = self.order.copy()  # not launched yet
         self.ready = set()  # parameters whose gradient is complete
-        self.works = []  # all-reduces that are launched, and not waited for yet
+        self.works = []  # all-reduces under way
         self.in_step = False  # True from a forward to the finish: only then hooks act
         hook = self._gradient_is_ready
         self.hooks = [p.register_post_accumulate_grad_hook(hook) for p in self.order]

@@ -35,7 +35,7 @@ class Bucket:
             self.views[parameter] = piece.as_strided(parameter.shape, strides)
 
     def put(self, parameter: nn.Parameter, world_size: int):
-        """Copy its gradient into the tensor; .grad becomes the view: nothing is copied back."""
+        """Copy its gradient into flat; .grad becomes the view: nothing is copied back."""
         view = self.views[parameter]
         torch.mul(gradient_or_zeros(parameter), 1 / world_size, out=view)  # copy and divide
         parameter.grad = view
@@ -65,9 +65,9 @@ class BucketedDDP(nn.Module):
         self.order = [p for p in module.parameters() if p.requires_grad][::-1]
         self.buckets = [Bucket(members) for members in fill_buckets(self.order, bucket_size_mb)]
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.views}
-        self.waiting = self.buckets.copy()  # what is not launched yet
+        self.waiting = self.buckets.copy()  # not launched yet
         self.ready = set()  # parameters whose gradient is complete
-        self.works = []  # all-reduces that are launched, and not waited for yet
+        self.works = []  # all-reduces under way
         self.in_step = False  # True from a forward to the finish: only then hooks act
         hook = self._gradient_is_ready
         self.hooks = [p.register_post_accumulate_grad_hook(hook) for p in self.order]
@@ -115,7 +115,7 @@ def main():
 
 
 def fill_buckets(parameters: list[nn.Parameter], bucket_size_mb: float | None) -> list[list]:
-    """Cut parameters, in this order, into lists of limited size and of one dtype and device."""
+    """Split parameters, in this order, into lists of limited size and of one dtype and device."""
     limit = torch.inf if bucket_size_mb is None else bucket_size_mb * 2**20
     buckets = []
     last = {}  # (dtype, device) -> the last bucket of that kind

@@ -34,13 +34,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         optimizer.step()  # with averaged gradients, on all ranks
 
     Parameters become views into flat buffers: move or cast the model before, not after. It works
-    for optimizers that update each parameter by its own gradient alone.
+    for optimizers that update each parameter from its own gradient alone.
     """
 
     def __init__(self, params, optimizer_cls, *, process_group=None, **options):
         self.optimizer_cls = optimizer_cls
         self.process_group, self.rank = process_group, dist.get_rank(process_group)
-        self.local = None  # soon the optimizer of those parameters that this rank owns
+        self.local = None  # later: the optimizer of the parameters that this rank owns
         self.owners = {}  # parameter -> the rank that keeps its state and updates it
         self.loads = [0] * dist.get_world_size(process_group)  # bytes that each rank owns
         self.flats = []  # (owner, one flat buffer with the values of parameters that it owns)
@@ -91,7 +91,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        """Update this rank's parameters, and exchange. All ranks call a closure."""
+        """Update this rank's parameters, and send them. All ranks call a closure."""
         with torch.enable_grad():  # a closure runs backward
             loss = closure() if closure is not None else None
         self._sync_to_local()

@@ -78,7 +78,7 @@ def progress(text: str = "") -> None:
 
 
 def fail(message: str):
-    """Say in one line what is wrong and exit with status 2; of several ranks only rank 0 does."""
+    """Say in one line what is wrong and exit with status 2; only rank 0 prints it."""
     if not is_rank_0():
         time.sleep(10)  # a rank that ends makes torchrun end rank 0, which may not have said it yet
     progress()
@@ -87,7 +87,7 @@ def fail(message: str):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's, but a mistake is a single line, and --help has every default."""
+    """argparse's, but an error is one line, and --help shows every default."""
 
     def __init__(self, description: str):
         formatter = argparse.RawDescriptionHelpFormatter
@@ -119,7 +119,7 @@ def whole_number(low: int, high: int = 2**31 - 1):
 
 
 def list_of(convert):
-    """A type for argparse: values with commas between them."""
+    """A type for argparse: comma-separated values."""
     return lambda text: [convert(word) for word in text.split(",")]
 
 
@@ -132,7 +132,7 @@ def can_be_written(file: Path) -> bool:
 
 
 positive_number = checked(float, lambda number: number > 0, "a number above 0")  # inf is one
-output_file = checked(Path, can_be_written, "a file that can be written in a folder that exists")
+output_file = checked(Path, can_be_written, "a writable file in a folder that exists")
 network_text = checked(str, emulated.read_network, "a rate and a delay: 1gbit,1ms or 1gbit,0,1")
 
 
@@ -147,14 +147,14 @@ def add_process_group_arguments(parser: Parser) -> None:
     devices = ["auto", "cpu", "cuda"]
     backends = ["auto", "gloo", "nccl"]
     add("--device", choices=devices, default="auto", help="auto: CUDA if there is one")
-    add("--backend", choices=backends, default="auto", help="auto: nccl if a GPU per rank")
-    emulated = "measure on an emulated network: 1gbit,1ms; 1gbit,1ms,1: one call at a time"
+    add("--backend", choices=backends, default="auto", help="auto: nccl with a GPU per rank")
+    emulated = "emulate a network: 1gbit,1ms; 1gbit,1ms,1: one call at a time"
     add("--network", type=network_text, metavar="RATE,DELAY", help=emulated)
     add("--timeout", type=positive_number, default=300.0, help="seconds to wait for other ranks")
 
 
 def add_training_arguments(parser: Parser, steps: int) -> None:
-    """The flags of all that train a language model; `steps` is the default of --steps."""
+    """The flags of scripts that train a language model; `steps` is the default of --steps."""
     add = parser.add_argument
     one = whole_number(1)
     add("--size", choices=SIZES, default="mini", help="CS336 2025: xl, 2.7b; 2026: xl-2026, 10b")
@@ -170,7 +170,7 @@ def add_training_arguments(parser: Parser, steps: int) -> None:
 
 
 def add_mine(parser: Parser) -> None:
-    mine = "a class of your own, measured beside"
+    mine = "measure your own class, too"
     parser.add_argument("--mine", metavar="FILE.py:NAME", help=mine)
 
 
@@ -206,7 +206,7 @@ def stage_arguments(description: str, steps: int, **options) -> argparse.Namespa
 
 
 def load(text: str):
-    """Return the class or function that FILE.py:NAME names; raise whatever keeps it from that."""
+    """Return the class or function that FILE.py:NAME names; raise whatever prevents it."""
     file, _, name = text.rpartition(":")
     sys.path.insert(0, str(Path(file).resolve().parent))  # for what the file imports
     spec = importlib.util.spec_from_file_location(Path(file).stem, file)
@@ -271,7 +271,7 @@ def choose_device(device: str, backend: str, network: str | None) -> tuple[torch
 def without_gloo_greeting():
     """Until torch 2.11 gloo prints from C++ how many ranks it has found, and no setting stops it.
 
-    So standard output leads nowhere while a process group is made.
+    So standard output is discarded while a process group is made.
     """
     output = os.dup(1)
     with open(os.devnull, "w") as nowhere:
@@ -309,7 +309,7 @@ def process_group(device="auto", backend="auto", timeout=300.0, network: str | N
     if network:
         backend = "slow_network"
         emulated.wire.connect(network, dilation=max(1.0, ranks_here * threads / cores()))
-    limit = timedelta(seconds=min(timeout, 1e6))  # torch knows no infinite one
+    limit = timedelta(seconds=min(timeout, 1e6))  # torch has no infinite one
     device_id = device if backend == "nccl" else None
     with without_gloo_greeting():
         dist.init_process_group(backend, timeout=limit, device_id=device_id)
@@ -335,7 +335,7 @@ def wire():
 def spawn(world_size: int, function, *arguments) -> None:
     """Call function(rank, *arguments) in a process of this host for each rank, and wait for all.
 
-    The function stands at the top level of a module. The environment tells process_group() and
+    The function must be at the top level of a module. The environment tells process_group() and
     init_rpc() where to meet: on loopback, at a port that the system has chosen. Raises
     KeyboardInterrupt for Ctrl-C, and torch's ProcessRaisedException or
     ProcessExitedException when a rank fails; no process is left then.
@@ -403,7 +403,7 @@ def load_images(data: str | None, download: bool) -> list[torch.Tensor]:
 
 
 def load_equal_shares(args: argparse.Namespace, device: torch.device) -> list[torch.Tensor]:
-    """load_images on this device; of the training images as many as all ranks can share."""
+    """load_images on this device; with as many training images as all ranks can share."""
     tensors = load_images(args.data, args.download)
     images, labels, *held_out = [tensor.to(device) for tensor in tensors]
     world_size = dist.get_world_size()

@@ -24,11 +24,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 
 class FlatParameter:
-    """A unit's weights, one after another in `unsharded`, which has memory only for a while.
+    """A unit's weights, one after another in `unsharded`, which has memory only while in use.
 
     This rank keeps `local_shard`, one of N equal slices. Autograd keeps the tensor `unsharded` for
-    backward, and its version, which counts writes. Freeing its memory is no write, and filling it
-    again through `.data` is none either: backward finds the same tensor with the same values.
+    backward, and its version, which counts writes. Neither freeing its memory nor filling it again
+    through `.data` is a write: backward finds the same tensor with the same values.
     """
 
     def __init__(self, name: str, number: int, weights, dtype: torch.dtype, process_group):
@@ -45,7 +45,7 @@ class FlatParameter:
         self.number = torch.tensor([number], device=flat.device)  # of this unit, on all ranks
         self.numbers = self.number.repeat(world_size)  # of the units that the ranks have gathered
         self.gathering = []  # calls under way
-        self.missing = set(self.unsharded_params)  # those whose gradient is not there yet
+        self.missing = set(self.unsharded_params)  # those still without a gradient
         self.reshard()
 
     def unshard(self) -> None:
@@ -99,7 +99,7 @@ class FSDP(nn.Module):
         self.layout = layout_of(module)  # which parameters there are; begin_forward compares
 
     def forward(self, *inputs, **kwargs):
-        begin_forward(self)  # frees what an earlier one has gathered in vain
+        begin_forward(self)  # frees what an earlier one gathered in vain
         return self.module(*inputs, **kwargs)
 
     def _unshard(self, number: int) -> None:
@@ -126,7 +126,7 @@ class FSDP(nn.Module):
             self.uses[number].reshard()
 
     def _before_backward(self, number: int, _) -> None:
-        """Hook 3, when backward comes to what a module returned."""
+        """Hook 3, when backward reaches what a module returned."""
         self.in_backward = True
         self._unshard(number)
 
@@ -151,7 +151,7 @@ class FSDP(nn.Module):
         self.in_backward = self.has_gradients = False
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """After the finish, on all ranks: torch's clip_grad_norm_, by the whole gradient's norm."""
+        """Clip by the whole gradient's norm, as torch does; on all ranks, after the finish."""
         return clip(self, max_norm)
 
     def gather_full_params(self) -> dict[str, torch.Tensor]:
