@@ -79,7 +79,7 @@ def draw(runs: list[dict], path: Path) -> None:
     for (name, colour), heights in zip(PHASES.values(), heights_of_phases, strict=True):
         bars = axes.bar(names, heights, width=0.6, bottom=below, color=colour, label=name)
         below += heights
-    axes.bar_label(bars, fmt="%.0f ms", padding=2)
+    axes.bar_label(bars, [f"{batch:.0f} ms" for batch in below], padding=2)
     ideal = [below[0] / run["world_size"] for run in runs]
     axes.bar(names, ideal, width=0.7, fill=False, linestyle="--", label="one device ÷ N")
     axes.legend(reverse=True, loc="upper left", bbox_to_anchor=(1, 1))
