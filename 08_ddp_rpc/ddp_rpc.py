@@ -305,7 +305,8 @@ def verify_one_trainer(args, tables):
     plain = nn.ModuleList([dense, *copies])
     plain_optimizer = torch.optim.SGD(plain.parameters(), lr=LEARNING_RATE)
     batches = random_batches(args, seed=0)
-    for batch in islice(batches, VERIFY_STEPS):
+    for step, batch in enumerate(islice(batches, VERIFY_STEPS)):
+        model.lookup = LOOKUPS[step % 2]
         training_step(model, optimizer, batch)
         indices, offsets, targets = batch
         columns = [table(indices, offsets) for table in copies]

@@ -80,7 +80,10 @@ def describe(model_class, args, replicas: int) -> dict:
 def log_step(args, epoch: int, step: int, loss: torch.Tensor, times: dict[str, float]) -> None:
     """A line of verify, where --log-every wants one; `times`: seconds by names as in the JSON."""
     if args.log_every and step % args.log_every == 0:
-        parts = [f"{name} {1000 * seconds:.2f} ms" for name, seconds in times.items()]
+        parts = [
+            f"{name.removesuffix('_seconds')} {1000 * seconds:.2f} ms"
+            for name, seconds in times.items()
+        ]
         say(f"verify: epoch {epoch}, step {step}: loss {loss:.4f}, {', '.join(parts)}")
 
 

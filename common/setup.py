@@ -127,18 +127,15 @@ def can_be_written(file: Path) -> bool:
     """Whether its folder is there and can be written to; of all folders only results/ is made."""
     folder = file.absolute().parent
     if folder == ROOT / "results":
-        folder.mkdir(exist_ok=True)
-    return folder.is_dir() and os.access(folder, os.W_OK) and not file.is_dir()
+        with suppress(OSError):
+            folder.mkdir(exist_ok=True)
+    is_new_or_file = file.is_file() or not file.exists()  # no /dev/null: it would be replaced
+    return folder.is_dir() and os.access(folder, os.W_OK) and is_new_or_file
 
 
 positive_number = checked(float, lambda number: number > 0, "a number above 0")  # inf is one
 output_file = checked(Path, can_be_written, "a writable file in a folder that exists")
 network_text = checked(str, emulated.read_network, "a rate and a delay: 1gbit,1ms or 1gbit,0,1")
-
-
-def result_file(name: str) -> Path:
-    """results/NAME of this repository."""
-    return output_file(ROOT / "results" / name)
 
 
 def add_process_group_arguments(parser: Parser) -> None:
@@ -148,8 +145,8 @@ def add_process_group_arguments(parser: Parser) -> None:
     backends = ["auto", "gloo", "nccl"]
     add("--device", choices=devices, default="auto", help="auto: CUDA if there is one")
     add("--backend", choices=backends, default="auto", help="auto: nccl with a GPU per rank")
-    emulated = "emulate a network: 1gbit,1ms; 1gbit,1ms,1: one call at a time"
-    add("--network", type=network_text, metavar="RATE,DELAY", help=emulated)
+    slow = "emulate a network: 1gbit,1ms; 1gbit,1ms,1: one call at a time"
+    add("--network", type=network_text, metavar="RATE,DELAY", help=slow)
     add("--timeout", type=positive_number, default=300.0, help="seconds to wait for other ranks")
 
 
@@ -221,10 +218,11 @@ def users_class(args: argparse.Namespace) -> dict:
         return {}
     try:
         mine = load(args.mine)
+        has_size = "bucket_size_mb" in inspect.signature(mine).parameters
     except Exception as error:  # whatever the file does
         fail(f"argument --mine: '{args.mine}' is no FILE.py:NAME that can be loaded ({error!r})")
     name = f"{args.mine.rpartition(':')[2]} (mine)"
-    if "bucket_size_mb" in inspect.signature(mine).parameters:
+    if has_size:
         mine = partial(mine, bucket_size_mb=args.bucket_size_mb)
     return {name: mine}
 
@@ -337,22 +335,23 @@ def spawn(world_size: int, function, *arguments) -> None:
 
     The function must be at the top level of a module. The environment tells process_group() and
     init_rpc() where to meet: on loopback, at a port that the system has chosen. Raises
-    KeyboardInterrupt for Ctrl-C, and torch's ProcessRaisedException or
+    KeyboardInterrupt for Ctrl-C once all have started, and torch's ProcessRaisedException or
     ProcessExitedException when a rank fails; no process is left then.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    environment |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+    environment["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the ranks join the store that is there
     for library in ("GLOO", "NCCL", "TP"):
-        os.environ[f"{library}_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-    os.environ |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the ranks join the store that is there
+        environment[f"{library}_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # ranks inherit it: we end them
     # On Linux one process imports torch, and the ranks are its copies.
     method = "forkserver" if sys.platform == "linux" else "spawn"
     multiprocessing.set_forkserver_preload(["torch.distributed.optim"])
-    options = {"join": False, "start_method": method}
-    ranks = mp.start_processes(start_rank, (function, arguments), world_size, **options)
+    of_ranks = environment, function, arguments
+    options = {"join": False, "daemon": True, "start_method": method}
+    ranks = mp.start_processes(start_rank, of_ranks, world_size, **options)
     signal.signal(signal.SIGINT, before)
     try:
         while not ranks.join(grace_period=0):
@@ -363,8 +362,8 @@ def spawn(world_size: int, function, *arguments) -> None:
             process.join()
 
 
-def start_rank(rank: int, function, arguments: tuple) -> None:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+def start_rank(rank: int, environment: dict[str, str], function, arguments: tuple) -> None:
+    os.environ |= environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     threading.Thread(target=end_with_parent, daemon=True).start()
     function(rank, *arguments)
 

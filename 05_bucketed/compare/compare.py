@@ -122,9 +122,8 @@ def main():
     setup.add_mine(parser)
     setup.add_plot_arguments(parser, "compare.png")
     parser.add_argument("--label", help="of the network in table and picture (default: --network)")
-    parser.set_defaults(warmup=1 if many else 2)
+    parser.set_defaults(warmup=1 if many else 2, json=str(ROOT / "results" / "compare.json"))
     args = parser.parse_args()
-    args.json = args.json or setup.result_file("compare.json")
     with setup.process_group(args.device, args.backend, args.timeout, args.network) as device:
         result = report.begin("05_bucketed/compare", args, device)
         described = result["model"] = report.describe(LanguageModel, args, replicas=3)

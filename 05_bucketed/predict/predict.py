@@ -211,9 +211,8 @@ def write_page(alone: Alone, tokens: int, path: Path) -> None:
 def main():
     parser = setup.Parser(__doc__)
     setup.add_training_arguments(parser, steps=6)
-    parser.set_defaults(warmup=2)
+    parser.set_defaults(warmup=2, json=str(setup.ROOT / "results" / "predict.json"))
     args = parser.parse_args()
-    args.json = args.json or setup.result_file("predict.json")
     with setup.process_group(args.device, args.backend, args.timeout, args.network) as device:
         result = report.begin("05_bucketed/predict", args, device)
         stages = compare.strategies(args.bucket_size_mb).items()

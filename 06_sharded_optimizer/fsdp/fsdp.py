@@ -308,6 +308,8 @@ def average_replicated(model: FSDP) -> None:
 @torch.no_grad()
 def clip(model: FSDP, max_norm: float) -> torch.Tensor:
     """In float32 at least; inf and nan as in torch. Of what is sharded each rank adds its part."""
+    if model.has_gradients:
+        raise RuntimeError("call finish_gradient_synchronization() before clip_grad_norm_()")
     world_size = dist.get_world_size(model.process_group)
     squares = []
     for parameter in model.parameters():
@@ -435,7 +437,7 @@ def full_state(model: FSDP) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def load_full_state(model: FSDP, state: dict[str, torch.Tensor]) -> None:
-    """ValueError for other names, before anything is loaded; an error of torch for other shapes."""
+    """ValueError for other names, before anything is loaded, and for other shapes."""
     held = model.module.state_dict(keep_vars=True)
     if differing := sorted(state.keys() ^ held.keys()):
         raise ValueError(f"missing, or not in the model: {differing}")
@@ -444,10 +446,17 @@ def load_full_state(model: FSDP, state: dict[str, torch.Tensor]) -> None:
         whole = flat.local_shard.new_zeros(len(flat.unsharded))
         weights = split_like(flat.unsharded_params, whole)
         for weight, shard in zip(weights, flat.sharded_params, strict=True):
-            weight.copy_(values.pop(shard))
+            copy_same(weight, values.pop(shard))
         flat.local_shard.copy_(whole.view(len(flat.numbers), -1)[dist.get_rank(flat.group)])
     for tensor, value in values.items():
-        tensor.copy_(value)
+        copy_same(tensor, value)
+
+
+def copy_same(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """copy_, but ValueError where it would repeat a smaller value."""
+    if value.shape != tensor.shape:
+        raise ValueError(f"a shape of {list(value.shape)} instead of {list(tensor.shape)}")
+    tensor.copy_(value)
 
 
 def check_and_broadcast(module: nn.Module, process_group) -> None:
