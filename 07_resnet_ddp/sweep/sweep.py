@@ -150,11 +150,11 @@ def topology() -> str:
 def check_hosts() -> None:
     """Print how the hosts are built. Ends the run where they differ, because results would mix."""
     hosts = [None] * dist.get_world_size()
-    dist.all_gather_object(hosts, topology())
-    for host in set(hosts):
+    dist.all_gather_object(hosts, (os.environ["LOCAL_WORLD_SIZE"], topology()))
+    for _, host in set(hosts):
         setup.say(f"\n{host}")
     if len(set(hosts)) > 1:
-        setup.fail("the machines differ in topology (see above), and results would mix")
+        setup.fail("the machines differ in ranks or topology (see above), and results would mix")
 
 
 def join_as_upstream(args) -> None:
@@ -164,7 +164,8 @@ def join_as_upstream(args) -> None:
     if None in (args.rank, args.master_addr, args.master_port) or args.rank >= args.world_size:
         setup.fail("argument --world-size: needs a --rank below it, --master-addr, --master-port")
     # Upstream has eight GPUs on every machine; here as many ranks as GPUs, or all on one machine.
-    local_size = min(args.world_size, torch.cuda.device_count() or args.world_size)
+    gpus = torch.cuda.device_count() if args.device != "cpu" else 0
+    local_size = min(args.world_size, gpus or args.world_size)
     os.environ |= {"RANK": str(args.rank), "WORLD_SIZE": str(args.world_size)}
     os.environ |= {"LOCAL_RANK": str(args.rank % local_size), "LOCAL_WORLD_SIZE": str(local_size)}
     os.environ |= {"MASTER_ADDR": args.master_addr, "MASTER_PORT": str(args.master_port)}
@@ -177,7 +178,7 @@ def add_arguments(parser) -> None:
     """The flags; upstream's names, which have dashes, are understood with underscores, too."""
     add = parser.add_argument
     whole = setup.whole_number
-    models = "a classification model of torchvision, or FILE.py:CLASS of your own; repeatable"
+    models = "a torchvision model that returns one tensor, or your own FILE.py:CLASS; repeatable"
     add("--model", action="append", metavar="NAME", help=f"{models} (default: resnet18)")
     add("--batch-size", type=whole(1), help="images per rank (default: 8)")
     add("--image-size", type=whole(1, 10_000), help="pixels a side (default: 64)")
