@@ -5,7 +5,7 @@ The batch: what batch(n) beside it returns, tensors of n rows; or cross_entropy'
 
 import torch
 
-from tools.check.findings import Failed
+from tools.check.findings import UNUSABLE, Failed
 
 SUMMED = "a sum over samples, not a mean: divide it by the number of samples"
 UNEVEN = "a weighted mean: divide by the mean of all ranks' weights (docs/everyday.md, which loss?)"
@@ -24,7 +24,16 @@ def loss_and_gradient(loss, tensors) -> tuple[torch.Tensor, torch.Tensor]:
 
 def can_be_used(mine):
     """it takes cross_entropy's batch, or that of batch(n); it returns a number with a gradient"""
-    compare(*mine, 1)
+    loss, make_batch = mine
+    torch.manual_seed(0)
+    tensors = make_batch(64)
+    value = loss(*tensors)
+    if value.numel() != 1:
+        raise Failed(f"returns {value.numel()} numbers, and not one", UNUSABLE)
+    again, _ = loss_and_gradient(loss, tensors)
+    if not value.isfinite() or value != again:
+        seen = f"returns {value.item():.4g}, and of the same batch again {again.item():.4g}"
+        raise Failed(f"{seen} (a function batch(n) may return another batch)", UNUSABLE)
 
 
 def is_the_mean_of_its_shares(mine):
@@ -55,4 +64,4 @@ def compare(loss, make_batch, ranks: int) -> None:
     raise Failed(seen, UNEVEN if is_sum and abs(inverses - 1) < 1e-5 else MEETS)
 
 
-COURSE, MEANING = [], [can_be_used, is_the_mean_of_its_shares]
+COURSE, MEANING, BEYOND = [], [can_be_used, is_the_mean_of_its_shares], []
