@@ -32,13 +32,13 @@ class LateWork(dist.Work):
         is_root = getattr(arguments[-1], "rootRank", None) == group.rank()
         if name == "send" or (name == "broadcast" and is_root):
             outputs, inputs = [], outputs  # it is only read
-        copies = {id(tensor): copy_of(tensor) for tensor in outputs + inputs}
+        copies = {id(tensor): tensor.detach().clone() for tensor in outputs + inputs}
         of_copies = tree_map(lambda leaf: copies.get(id(leaf), leaf), arguments)
         self.gloos_work = getattr(group.gloo, name)(*of_copies, **options)
         self.tensors = tensors_in(arguments[0])
         self.results = [(tensor, copies[id(tensor)]) for tensor in outputs]
-        for tensor, copy in self.results:
-            if copy is not tensor and tensor.is_floating_point():
+        for tensor in outputs:
+            if tensor.is_floating_point():
                 tensor.data.fill_(torch.nan)  # .data: autograd's version stays
         # The version of a part of a buffer counts what is written to any part.
         whole = [t for t in outputs + inputs if t.nbytes == t.untyped_storage().nbytes()]
@@ -121,12 +121,6 @@ for method, one in [
 
 def tensors_in(argument) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(argument) if isinstance(leaf, torch.Tensor)]
-
-
-def copy_of(tensor: torch.Tensor) -> torch.Tensor:
-    """With the same strides; where that cannot be, the tensor itself, as gloo may refuse it."""
-    copy = tensor.detach().clone()
-    return copy if copy.stride() == tensor.stride() else tensor
 
 
 def get_backend(group=None) -> str:
