@@ -98,6 +98,8 @@ def check_adapter(text: str, kind: str, checks: list[str]) -> None:
 
     module = import_module(f"tools.check.checks_of_{kind}")
     mine = prepare(text, kind.removesuffix("s"))
-    for check in checks:
-        getattr(module, check)(mine)
-    models.choose("", False)  # float64 again: these ranks go on to other tests
+    try:
+        for check in checks:
+            getattr(module, check)(mine)
+    finally:
+        models.choose("", False)  # float64 again: these ranks go on to other tests

@@ -24,6 +24,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tools.check.findings import Answer, judge, verdict_of
+
 ROOT = Path(__file__).resolve().parent.parent
 SHORT = ["--steps", "2", "--warmup", "1", "--batch-size", "1", "--context-length", "8"]
 QUICK = ["--size", "nano", *SHORT]
@@ -225,22 +227,18 @@ def _run_script(variables, words, folder, output) -> None:
     runpy.run_path(words[0], run_name="__main__")
 
 
-def judged(ranks, mine, checks: list, world_size: int = 2) -> dict[str, dict]:
+def judged(ranks, mine, checks: list, world_size: int = 2) -> dict[str, Answer]:
     """The verdict of each check on a class, by the checks' names; the ranks are the fixture's."""
-    from tools.check.runner import verdict_of
-
     of_ranks = ranks(world_size).run(_judge_all, mine, checks)
     verdicts = [verdict_of(dict(enumerate(answers))) for answers in zip(*of_ranks, strict=True)]
     return {check.__name__: verdict for check, verdict in zip(checks, verdicts, strict=True)}
 
 
-def _judge_all(mine, checks: list) -> list[dict]:
-    from tools.check.runner import judge
-
+def _judge_all(mine, checks: list) -> list[Answer]:
     return [judge(check, mine) for check in checks]
 
 
-def failed(verdicts: dict[str, dict]) -> set[str]:
+def failed(verdicts: dict[str, Answer]) -> set[str]:
     return {name for name, verdict in verdicts.items() if verdict.verdict == "failed"}
 
 

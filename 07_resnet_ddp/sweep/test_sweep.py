@@ -105,8 +105,11 @@ def test_the_example_of_the_docstring_started_as_upstream_is(forked, tmp_path):
     words = [*TINY[2:], "--model", f"{tmp_path}/my_model.py:MyBenchmark", "--bucket-size", 2]
     words += ["--world-size", 2, "--master-addr", "127.0.0.1", "--master-port", free_port()]
     rank_1 = Forked(None, FOLDER / "sweep.py", *words, RANK=1)
-    status, output = forked(None, FOLDER / "sweep.py", *words, "--rank", 0)
-    assert rank_1.wait() == (0, "")
+    try:
+        status, output = forked(None, FOLDER / "sweep.py", *words, "--rank", 0)
+        assert rank_1.wait() == (0, "")
+    finally:
+        rank_1.kill()
     assert status == 0 and measured(output) == ["no", "1M/1G", "1M/2G"], output
 
 

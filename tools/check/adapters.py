@@ -26,11 +26,14 @@ def load_module(file: str):
     The folders of the file, of its package and of its repository are first in sys.path.
     """
     path = Path(file).expanduser().resolve()
+    if not path.is_file():
+        raise ValueError(f"{file} is not a file")
     name, package = path.stem, path.parent
     while (package / "__init__.py").exists():
         name, package = f"{package.name}.{name}", package.parent
-    is_root = [(each / "pyproject.toml").exists() for each in path.parents]
-    root = path.parents[is_root.index(True)] if any(is_root) else package
+    marks = ("pyproject.toml", ".git")
+    roots = [folder for folder in path.parents if any((folder / each).exists() for each in marks)]
+    root = roots[0] if roots else package
     sys.path[:0] = [str(package), str(root), str(path.parent)]
     sys.modules.pop(name, None)  # another file of this name
     return importlib.import_module(name)
@@ -70,7 +73,7 @@ def call(check, *form):
     return check(prepare(*form))
 
 
-def describe(text: str, kind: str | None) -> list[tuple[str, str, list[str]]]:
+def describe(text: str, kind: str | None, layers: str) -> list[tuple[str, str, list[str]]]:
     """Of what MINE names: FILE.py:NAME, its kind, and what of it is not written yet."""
     texts = [text]
     if text.endswith(".py"):
@@ -82,6 +85,8 @@ def describe(text: str, kind: str | None) -> list[tuple[str, str, list[str]]]:
         mine, *around = load(each)
         missing = [name for function in (mine, *around) for name in not_written(function)]
         described.append((each, kind or kind_of(mine), missing))
+    if layers:
+        importlib.import_module(layers).Linear(2, 2)
     return described
 
 

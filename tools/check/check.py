@@ -32,7 +32,7 @@ from tools.check.findings import FAILED, PASSED, UNUSABLE, Answer
 KINDS = {"wrapper": wrappers, "optimizer": optimizers, "fsdp": fsdp, "loss": losses}
 COURSE = "What a course's tests ask"
 MEANING = "What data parallelism means"
-BEYOND = "What torch's DDP does if it is asked (find_unused_parameters)"
+BEYOND = "Beyond: torch's classes do it only if asked (find_unused_parameters), or not at all"
 WIDTH = 89  # of a line, beside its verdict
 SECONDS = 8.0  # for one check
 
@@ -45,7 +45,7 @@ def main() -> int:
         args.nproc = 1
     setup.say(f"torch {torch.__version__}, gloo on a late network, ranks: {args.nproc}")
     # In a process of its own: a user's file may hang or end.
-    found = runner.run(1, 60, adapters.describe, args.mine, args.kind)
+    found = runner.run(1, 60, adapters.describe, args.mine, args.kind, args.layers)
     if found.verdict == FAILED:
         cannot_be_used(args.mine, found)
     passed = []
@@ -62,7 +62,7 @@ def read_arguments():
     parser = setup.Parser(__doc__)
     add = parser.add_argument
     add("mine", metavar="MINE", help="FILE.py:NAME, class or function; or a course's adapters.py")
-    add("--kind", choices=KINDS, help="by default what its base class and its arguments say")
+    add("--kind", choices=KINDS, help="by default what its arguments, methods and name say")
     levels = {"choices": ["course", "meaning"], "default": "meaning"}
     add("--level", **levels, help="what decides the exit status")
     own = "a module with the Linear and Embedding that your FSDP shards (default: torch.nn)"
@@ -80,21 +80,21 @@ def run_checks(args, text: str, kind: str) -> bool:
     adapters.load(text)  # so that the ranks, which are forked, have it and what optimizers import
     torch.optim.SGD([torch.zeros(1)], lr=0.1)
     module = KINDS[kind]
-    groups = {COURSE: module.COURSE, MEANING: module.MEANING}
-    if kind == "wrapper":
-        groups[BEYOND] = module.BEYOND
+    groups = {COURSE: module.COURSE, MEANING: module.MEANING, BEYOND: module.BEYOND}
     has_to_hold = [COURSE] if args.level == "course" else [COURSE, MEANING]
     verdicts = []
     for group, checks in groups.items():
-        setup.say(f"\n{group}" if checks else "")
+        if checks:
+            setup.say(f"\n{group}")
         for check in checks:
             promise = inspect.getdoc(check).splitlines()[0]
             setup.progress(promise)
             answer = runner.run(args.nproc, SECONDS, adapters.call, check, text, kind, args.layers)
-            if answer.means == UNUSABLE and text == args.mine:
+            is_first = check is module.can_be_used
+            if is_first and answer.means == UNUSABLE and text == args.mine:
                 cannot_be_used(text, answer)
             show(promise, answer)
-            if answer.verdict == FAILED and check is module.can_be_used:
+            if is_first and answer.verdict == FAILED:
                 setup.say("nothing else was tried")
                 return False
             if group in has_to_hold:

@@ -5,7 +5,7 @@ The batch: what batch(n) beside it returns, tensors of n rows; or cross_entropy'
 
 import torch
 
-from tools.check.findings import Failed
+from tools.check.findings import UNUSABLE, Failed
 
 SUMMED = "a sum over samples, not a mean: divide it by the number of samples"
 UNEVEN = "a weighted mean: divide by the mean of all ranks' weights (docs/everyday.md, which loss?)"
@@ -24,7 +24,13 @@ def loss_and_gradient(loss, tensors) -> tuple[torch.Tensor, torch.Tensor]:
 
 def can_be_used(mine):
     """it takes cross_entropy's batch, or that of batch(n); it returns a number with a gradient"""
-    compare(*mine, 1)
+    loss, make_batch = mine
+    tensors = make_batch(64)
+    value = loss(*tensors)
+    if value.numel() != 1 or not value.isfinite() or value != loss(*tensors):
+        seen = "it does not return one finite number, the same whenever it is called"
+        raise Failed(f"{seen} (a function batch(n) may give it another batch)", UNUSABLE)
+    loss_and_gradient(loss, tensors)
 
 
 def is_the_mean_of_its_shares(mine):
@@ -55,4 +61,4 @@ def compare(loss, make_batch, ranks: int) -> None:
     raise Failed(seen, UNEVEN if is_sum and abs(inverses - 1) < 1e-5 else MEETS)
 
 
-COURSE, MEANING = [], [can_be_used, is_the_mean_of_its_shares]
+COURSE, MEANING, BEYOND = [], [can_be_used, is_the_mean_of_its_shares], []

@@ -83,7 +83,7 @@ def shares_the_state_out(mine):
     optimizer.step()
     held = 0
     # A class may keep its own anywhere.
-    for local in [each for each in gc.get_objects() if type(each) is torch.optim.AdamW]:
+    for local in [each for each in gc.get_objects() if issubclass(type(each), torch.optim.AdamW)]:
         for parameter in set(owned) & set(local.state):
             held += local.state[parameter]["exp_avg"].nbytes
     whole = sum(parameter.nbytes for parameter in owned)
@@ -133,4 +133,5 @@ MEANING = [
     takes_fewer_parameters_than_ranks,
     zeroes_all_gradients,
 ]
+BEYOND = []
 HAS_TO_HOLD = [*COURSE, *MEANING]

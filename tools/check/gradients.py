@@ -46,7 +46,7 @@ def check_gradients(found: dict, gradients: dict, why_not_reduced: str) -> None:
     wrong = [name for name in found if not is_close(found[name], gradients[name].sum(0).mean(0))]
     if wrong:
         seen, means = explain(wrong[0], found[wrong[0]], gradients, why_not_reduced)
-        fail("gradients", f"are {seen}", means, wrong, found)
+        fail("gradients", f"are wrong; the first is {seen}", means, wrong, found)
 
 
 def explain(name: str, found: torch.Tensor, gradients: dict, why_not_reduced: str) -> tuple:

@@ -24,7 +24,9 @@ def choose(of_user: str, is_sharded: bool) -> None:
     global layers, dtype
     layers = importlib.import_module(of_user) if of_user else nn
     dtype = torch.float32 if is_sharded else torch.float64
-    Plain.rows, Plain.width = [6 * dist.get_world_size()] * 2 if is_sharded else (6, 7)
+    ranks = dist.get_world_size()
+    divisible = -(-6 // ranks) * ranks  # not larger: float32 rounds small gradients
+    Plain.rows, Plain.width = (divisible, divisible) if is_sharded else (6, 7)
 
 
 class Plain(nn.Module):
@@ -109,9 +111,10 @@ def wrap(mine, module: nn.Module) -> nn.Module:
     """The user's wrapper of it; with buckets so small that our models fill several."""
     module.rank = dist.get_rank()
     options = {}
-    for name in signature(mine).parameters:
+    for name, argument in signature(mine).parameters.items():
         if re.fullmatch("bucket(_size|_cap)?(_mb|_bytes)?", name):
-            options[name] = 512 if "bytes" in name else 0.0005
+            is_large = isinstance(argument.default, int | float) and argument.default > 10_000
+            options[name] = 512 if is_large or "bytes" in name else 0.0005  # bytes, or megabytes
     model = mine(module, **options)
     is_around = hasattr(model, "module") and not isinstance(model, nn.Module)
     return Around(model) if is_around else model
@@ -151,10 +154,19 @@ def loss_of(model: nn.Module, step: int, part: int, rank: int) -> torch.Tensor:
     return model(inputs).square().mean()
 
 
+def needs_nothing(method) -> bool:
+    """Whether it is a method that one can call without arguments."""
+    try:
+        signature(method).bind()
+    except TypeError:
+        return False
+    return True
+
+
 def finish_of(model: nn.Module):
     """Its method that ends the averaging, by one of the usual names; None if it has none."""
     methods = [getattr(model, name, None) for name in FINISHES]
-    return next(filter(callable, methods), None)
+    return next(filter(needs_nothing, methods), None)
 
 
 def finish(model: nn.Module) -> None:

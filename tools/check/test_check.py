@@ -129,6 +129,12 @@ class AsksForGloo(mistakes.Right):
         super().__init__(module)
 
 
+class HasABufferOfItsOwn(mistakes.Right):
+    def __init__(self, module):
+        super().__init__(module)
+        self.register_buffer("flat", torch.zeros(100))
+
+
 class NoModule:
     """It is called, and has parameters through .module."""
 
@@ -145,6 +151,9 @@ class NoModule:
 class FinishesAsFlush(NoModule):
     finish_gradient_sync = None
 
+    def reduce_gradients(self, bucket):
+        raise AssertionError("it is not the finish")
+
     def flush(self):
         super().finish_gradient_sync()
 
@@ -153,6 +162,7 @@ class FinishesAsFlush(NoModule):
     "mine, name, means",
     [
         (AsksForGloo, "trains_with_sgd", ""),
+        (HasABufferOfItsOwn, "starts_with_the_buffers_of_rank_0", ""),
         (NoModule, "trains_with_sgd", ""),
         (FinishesAsFlush, "trains_with_sgd", "nobody calls its finish"),
         (FirstBucketAlone, "trains_with_sgd", "never reduced"),
@@ -160,7 +170,7 @@ class FinishesAsFlush(NoModule):
     ],
 )
 def test_what_courses_name_otherwise(late_ranks, mine, name, means):
-    """Sizes of buckets, the finish, the backend; and wrappers that are no modules."""
+    """Sizes of buckets, buffers, the finish, the backend; and wrappers that are no modules."""
     [verdict] = judged(late_ranks, mine, [getattr(checks_of_wrappers, name)]).values()
     assert verdict.verdict == ("failed" if means else "passed"), verdict
     assert means in verdict.means, verdict
@@ -233,18 +243,30 @@ def test_the_command(forked, tmp_path, name, code, status, said):
     assert all(each in output for each in said), output
 
 
+@pytest.mark.full
+def test_our_fsdp_on_eight_ranks(forked):
+    """Biases that stay whole weigh more, the more ranks there are."""
+    fsdp = ROOT / "06_sharded_optimizer" / "fsdp" / "fsdp.py"
+    status, output = forked(None, CHECK, f"{fsdp}:FSDP", "--nproc", 8)
+    assert status == 0 and "8 of 8 passed" in output and "FAILED" not in output, output
+
+
 @pytest.mark.parametrize(
-    "text, name, said",
+    "text, words, said",
     [
-        ("class X(:", "X", "SyntaxError: invalid syntax (odd.py, line 1)"),
-        ("X = 3", "X", "has no class or function X"),
-        ("def X(module, size): pass", "X", "missing 1 required positional argument: 'size'"),
-        ("", "", "is not FILE.py:NAME"),
+        ("class X(:", "odd.py:X", "SyntaxError: invalid syntax (odd.py, line 1)"),
+        ("X = 3", "odd.py:X", "has no class or function X"),
+        ("def X(module, size): pass", "odd.py:X", "missing 1 required positional argument: 'size'"),
+        ("", "odd.py:", "is not FILE.py:NAME"),
+        ("", "missing.py:X", "missing.py is not a file"),
+        ("def X(module): pass", "odd.py:X --layers missing", "No module named 'missing'"),
+        ("def X(o, t): return o.sum(1)", "odd.py:X --kind loss", "not return one finite number"),
+        ("def X(o, t): return o.sum() * 0 / 0", "odd.py:X --kind loss", "one finite number"),
     ],
 )
-def test_what_cannot_be_used_is_one_line(forked, tmp_path, text, name, said):
+def test_what_cannot_be_used_is_one_line(forked, tmp_path, text, words, said):
     (tmp_path / "odd.py").write_text(text)
-    status, output = forked(None, CHECK, f"{tmp_path}/odd.py:{name}")
+    status, output = forked(None, CHECK, *f"{tmp_path}/{words}".split())
     last = output.splitlines()[-1]
     assert status == 2 and last.startswith("check.py: error: argument MINE: "), output
     assert said in last and "Traceback" not in output, output
