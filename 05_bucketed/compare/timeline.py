@@ -142,6 +142,8 @@ def main() -> None:
         steps[name] = bars = sorted(samples[name]["bars"][0], key=duration)[args.steps // 2]
         calls = sum(bar.row > 0 for bar in bars)
         setup.say(f"{name}: {calls} all-reduces in {duration(bars):.0f} ms")
+    if not args.plot:
+        return
     end = 1.08 * max(map(duration, steps.values()))
     draw(steps, args.plot, end)
     for name in list(STAGES)[1:]:
