@@ -68,8 +68,8 @@ def main():
 
 def broadcast_from_rank_0(module: nn.Module, process_group: dist.ProcessGroup | None) -> None:
     """Give all ranks rank 0's parameters and buffers. ValueError if the module is wrapped."""
-    for part in module.modules():
-        if hasattr(part, "no_sync") or hasattr(part, "finish_gradient_synchronization"):
+    for submodule in module.modules():
+        if hasattr(submodule, "no_sync") or hasattr(submodule, "finish_gradient_synchronization"):
             raise ValueError("a module can be wrapped only once: wrap the plain one, model.module")
     for tensor in [*module.parameters(), *module.buffers()]:
         contiguous = tensor.detach().contiguous()  # as collectives need it
@@ -86,7 +86,7 @@ def gradient_or_zeros(parameter: nn.Parameter) -> torch.Tensor:
 
 @contextmanager
 def accumulating(wrapper: nn.Module):
-    """What no_sync() returns: within it hooks and finish_gradient_synchronization() do nothing."""
+    """Let hooks and finish_gradient_synchronization() do nothing, within `with no_sync():`."""
     before = wrapper.synchronizing
     wrapper.synchronizing = False
     try:
@@ -154,7 +154,7 @@ def verify(name, wrap, args, device):
 
 
 def make_step(wrap, args, device, described):
-    """A function that trains a model of its own for a step, and returns the times of its phases."""
+    """Return a function that trains a model of its own for a step, and returns its times."""
     from common import setup, timing
 
     size = setup.SIZES[args.size]
@@ -171,7 +171,7 @@ def make_step(wrap, args, device, described):
 
 
 def run(wrapper, **options):
-    """What main() does: verify and measure a wrapper. Its `options` become flags."""
+    """Verify and measure a wrapper; its `options` become flags."""
     folder = Path(__file__).resolve().parent
     sys.path[:0] = [str(folder), str(folder.parent)]
     try:
@@ -186,7 +186,8 @@ def run(wrapper, **options):
         rows = {"no communication": lambda module: module, **ours, **timing.torch_ddp(args)}
         if args.no_baseline:
             rows = ours
-        model = result["model"] = report.describe(LanguageModel, args, replicas=len(rows))
+        model = result["model"] = report.describe(LanguageModel, args)
+        report.require_memory(model, copies=5 * len(rows))
         result["verify"] = {}
         if not args.no_verify:
             for name, wrap in ours.items():

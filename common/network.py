@@ -10,10 +10,13 @@ delivered it. Until then the caller computes on, or sleeps in wait(). torch's ow
     with network.wire:                               # within it calls are slow
         ...
 
-A third field says how many calls of a group are under way at once: 2, as gloo has two threads, or
-1, as NCCL has one stream ("1gbit,1ms,1"). Where ranks share cores, `dilation` stretches time: both
-rate and delay become that much slower, and so all proportions are those of machines with a core for
-each (time-dilated network emulation: Gupta et al., NSDI 2006).
+A group has one call under way at a time, as NCCL has one stream; a third field of 2 makes that two,
+as gloo has two threads ("1gbit,1ms,2").
+
+The network's time can be stretched: with a stretch of 3 rate and delay are three times slower, and
+who divides what a step took by 3 finds the proportions of machines that compute three times as
+fast (time-dilated network emulation: Gupta et al., NSDI 2006). `wire.keep_pace` lets the stretch
+follow the speed of this machine.
 
 Source: torch.distributed, Backend.register_backend; how gloo sends was measured between hosts.
 """
@@ -24,6 +27,7 @@ import time
 from collections import deque
 from datetime import timedelta
 from functools import partialmethod
+from statistics import median
 from typing import NamedTuple
 
 import torch
@@ -43,14 +47,24 @@ class Network(NamedTuple):
 
 
 def read_network(text: str) -> Network:
-    """Read 1gbit,1ms or 1gbit,1ms,1. ValueError for what is no rate and delay."""
+    """Read 1gbit,1ms or 1gbit,1ms,2. ValueError for what is no rate and delay."""
     form = r"(\d*\.?\d+)(mbit|gbit),(?:(\d*\.?\d+)(ms|us)|0)(?:,([12]))?"
     fields = re.fullmatch(form, text)
     if not fields or float(fields[1]) == 0:
-        raise ValueError(f"{text!r} is not a rate, a delay and perhaps 1 or 2 calls: 1gbit,1ms,1")
+        raise ValueError(f"{text!r} is not a rate, a delay and perhaps 1 or 2 calls: 1gbit,1ms,2")
     rate, rate_unit, delay, delay_unit, calls_at_once = fields.groups()
     delay = float(delay) * UNITS[delay_unit] if delay else 0.0
-    return Network(float(rate) * UNITS[rate_unit], delay, int(calls_at_once or 2))
+    return Network(float(rate) * UNITS[rate_unit], delay, int(calls_at_once or 1))
+
+
+class Span(NamedTuple):
+    """A collective that the wire has carried; its moments are seconds of time.monotonic()."""
+
+    name: str
+    size_bytes: int
+    launched: float
+    begins: float
+    delivered: float
 
 
 class Cost(NamedTuple):
@@ -79,18 +93,31 @@ class Wire:
 
     def __init__(self):
         self.is_slow = False  # True within `with wire:`
-        self.rate = self.delay = 0.0  # bytes per second, seconds of one way; both stretched
-        self.calls_at_once = 2
-        self.dilation = 1.0
+        self.network = Network(rate=0.0, delay=0.0, calls_at_once=1)
+        self.stretch = 1.0  # seconds here for each of the network's
+        self.least_stretch = 0.0  # below it calls would cost more than the network asks for
+        self.pace = 0.0  # what a step without communication counts as, in seconds; 0: as it is
+        self.last_steps = deque(maxlen=3)  # how long the last such steps took here
         self.free_at = 0.0  # when the last byte of all calls so far has left; time.monotonic()
         self.pending = []  # calls that have no delivery time yet
-        self.spans = deque(maxlen=100_000)  # (name, bytes, launched, on the wire from, delivered)
+        self.spans = deque(maxlen=100_000)
         self.lock = threading.Lock()
 
-    def connect(self, text: str, dilation: float = 1.0) -> None:
-        """Be as slow as a text like 1gbit,1ms says, in time that is stretched `dilation` times."""
-        rate, delay, self.calls_at_once = read_network(text)
-        self.rate, self.delay, self.dilation = rate / dilation, delay * dilation, dilation
+    def connect(self, text: str, stretch: float = 1.0) -> None:
+        """Be as slow as a text like 1gbit,1ms says, in time that is stretched so many times."""
+        self.network, self.stretch = read_network(text), stretch
+        dist.get_backend = get_backend
+
+    def keep_pace(self, seconds: float) -> None:
+        """Follow this machine's speed, after a step without communication that took so long here.
+
+        From now on the median of the last three counts as `pace` seconds. All ranks agree on it, so
+        all must call this, outside of `with wire:`.
+        """
+        sum_of_ranks = torch.tensor(seconds, dtype=torch.float64)
+        dist.all_reduce(sum_of_ranks)
+        self.last_steps.append(sum_of_ranks.item() / dist.get_world_size())
+        self.stretch = max(self.least_stretch, median(self.last_steps) / self.pace)
 
     def __enter__(self):
         self.is_slow = True
@@ -99,11 +126,12 @@ class Wire:
         self.is_slow = False
 
     def cost(self, name: str, size_bytes: int, world_size: int) -> tuple[float, float]:
-        """Seconds for which a collective takes the wire, and those until its last byte arrives."""
+        """Seconds here for which a collective takes the wire, and those of its delays."""
         steps, share = COSTS[name]
         others = world_size - 1
-        bytes_sent = share * others / world_size * size_bytes
-        return bytes_sent / self.rate, DELAYS_PER_STEP * steps * others * self.delay
+        transfer = share * others / world_size * size_bytes / self.network.rate
+        delays = DELAYS_PER_STEP * steps * others * self.network.delay
+        return transfer * self.stretch, delays * self.stretch
 
     def deliver(self) -> None:
         """Find out when calls are delivered that all ranks have launched, in order of launch."""
@@ -116,8 +144,8 @@ class Wire:
                 self.free_at = begin + call.transfer
                 call.delivered_at = self.free_at + call.delays
                 places.append(call.delivered_at)
-                times = call.launched_at, begin, call.delivered_at
-                self.spans.append((call.name, call.size_bytes, *times))
+                moments = call.launched_at, begin, call.delivered_at
+                self.spans.append(Span(call.name, call.size_bytes, *moments))
 
 
 wire = Wire()
@@ -195,7 +223,7 @@ class SlowProcessGroup(dist.ProcessGroup):
         self._set_default_backend(kind)  # for what torch's C++ does without asking this class
         self._register_backend(torch.device("cpu"), kind, self.gloo)
         self.wire = wire
-        self.places = deque([0.0] * wire.calls_at_once)  # when each of them is free
+        self.places = deque([0.0] * wire.network.calls_at_once)  # when each of them is free
         self.collectives = 0  # so many were launched; torch's tools see none of them
 
     @torch._disable_dynamo  # torch.compile must not look into a group that torch calls meanwhile
@@ -225,13 +253,12 @@ real_get_backend = dist.get_backend
 
 
 def get_backend(group: dist.ProcessGroup | None = None) -> str:
-    """torch's, but gloo for what is gloo behind: classes ask for it by its name.
+    """Return torch's answer, but "gloo" for this network: classes ask for it by its name.
 
-    Only the public function is replaced: new_group() asks torch's own, and stays on this network.
+    It replaces the public function once a network is asked for; new_group() asks torch's own.
     """
     name = real_get_backend(group)
     return "gloo" if name == "slow_network" else name
 
 
-dist.get_backend = get_backend
 dist.Backend.register_backend("slow_network", SlowProcessGroup, devices=["cpu"])

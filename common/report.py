@@ -1,6 +1,7 @@
 """Percentiles, tables, the head of a result and the JSON file."""
 
 import json
+import math
 import os
 import platform
 import re
@@ -47,8 +48,8 @@ def print_row(cells: list[str], widths: list[int]) -> None:
     say(line.rstrip())
 
 
-def describe(model_class, args, replicas: int) -> dict:
-    """Print what is measured and see that there is memory for it; returns "model" of the JSON."""
+def describe(model_class, args) -> dict:
+    """Print which model is measured, and how; return "model" of the JSON."""
     size = SIZES[args.size]
     with torch.device("meta"):
         parameters = sum(p.numel() for p in model_class(*size[:5]).parameters())
@@ -64,17 +65,26 @@ def describe(model_class, args, replicas: int) -> dict:
         f"{model['batch_size']} × {model['context_length']} tokens per rank; "
         f"{args.steps} steps are measured, after {args.warmup} to warm up"
     )
-    system = Path("/proc/meminfo")
-    if system.exists() and not torch.cuda.is_available():  # a GPU says itself when it is full
-        available = 1024 * int(re.search(r"MemAvailable: *(\d+)", system.read_text())[1])
-        replica = 5 * parameters * getattr(torch, args.dtype).itemsize  # gradient, moments, bucket
-        needed = int(os.environ["LOCAL_WORLD_SIZE"]) * replicas * replica
-        if needed > available:
-            fail(
-                f"argument --size: '{args.size}' needs {needed / 1e9:.1f} GB of memory for all "
-                f"ranks, and {available / 1e9:.1f} are available: use fewer ranks or a smaller size"
-            )
     return model
+
+
+def require_memory(model: dict, copies: int) -> None:
+    """End the run unless there is memory for so many tensors per weight on each rank of this host.
+
+    A model in training holds four: weight, gradient and Adam's two moments; buckets are a fifth.
+    """
+    system = Path("/proc/meminfo")
+    if torch.cuda.is_available() or not system.exists():  # a GPU says itself when it is full
+        return
+    found = re.search(r"MemAvailable: *(\d+)", system.read_text())
+    available = 1024 * int(found[1]) if found else math.inf
+    held = copies * model["parameters"] * getattr(torch, model["dtype"]).itemsize
+    needed = int(os.environ["LOCAL_WORLD_SIZE"]) * held
+    if needed > available:
+        fail(
+            f"argument --size: '{model['size']}' needs {needed / 1e9:.1f} GB of memory for all "
+            f"ranks, and {available / 1e9:.1f} are available: use fewer ranks or a smaller size"
+        )
 
 
 def log_step(args, epoch: int, step: int, loss: torch.Tensor, times: dict[str, float]) -> None:
@@ -118,52 +128,48 @@ def compare_weights(module: torch.nn.Module, twin: torch.nn.Module) -> dict:
 STEPS_LEGEND = """\
 Percentiles over all steps of all ranks; tokens/s of all ranks; exposed: ms from the last
 gradient until all are averaged; share: exposed in per cent of the step; alone: ms that the
-all-reduces take one after another and beside nothing, all-reduces · o + bytes / w, measured here:
-o = {:.2f} ms a call, w = {:.3f} GB/s; /torch DDP: below 1 is faster (p50)."""
+all-reduces take back to back, with nothing else running: all-reduces · o + bytes / w, with
+o = {:.2f} ms a call and w = {:.3f} GB/s from this run; /torch DDP: below 1 is faster (p50)."""
 
 
 def print_steps(result: dict) -> None:
-    """The table of stages 02 to 05, a row per candidate of the JSON; its times are ÷ dilation."""
-    model, dilation = result["model"], result["dilation"]
-    call = result["all_reduce"]["call_seconds"] / dilation
-    bandwidth = result["all_reduce"]["bytes_per_second"] * dilation
+    """Print the table of stages 02 to 05, a row per candidate of the JSON."""
+    model, costs = result["model"], result["all_reduce"]
     size_bytes = model["parameters"] * getattr(torch, model["dtype"]).itemsize
     tokens = model["batch_size"] * model["context_length"] * result["world_size"]
-    steps = {times["name"]: times["step_seconds"] for times in result["candidates"]}
+    of_torch = [one for one in result["candidates"] if one["name"] == "torch DDP"]
     rows = []
     for times in result["candidates"]:
-        seconds = numpy.array(times["step_seconds"]) / dilation
-        step = percentiles(seconds)[0]
-        exposed = percentiles(times["exposed_comm_seconds"])[0] / dilation
+        step = percentiles(times["step_seconds"])[0]
+        exposed = percentiles(times["exposed_comm_seconds"])[0]
         calls = times["collectives_per_step"]
-        alone = calls * call + size_bytes / bandwidth if calls else 0.0
-        row = [times["name"], *milliseconds(seconds), f"{tokens / step:.0f}"]
-        row += [f"{1000 * exposed:.1f}", f"{100 * exposed / step:.0f} %", f"{1000 * alone:.1f}"]
-        rows.append([*row, str(calls), ratio(times["step_seconds"], steps.get("torch DDP"))])
+        alone = calls * costs["call_seconds"] + size_bytes / costs["bytes_per_second"]
+        row = [times["name"], *milliseconds(times["step_seconds"]), f"{tokens / step:.0f}"]
+        row += [f"{1000 * exposed:.1f}", f"{100 * exposed / step:.0f} %"]
+        row += [f"{1000 * alone if calls else 0:.1f}", str(calls)]
+        row.append(ratio(times["step_seconds"], of_torch and of_torch[0]["step_seconds"]))
+        rows.append(row)
     header = ["step, ms", "p50", "p75", "p90", "p95", "tokens/s"]
     print_table([*header, "exposed", "share", "alone", "all-reduces", "/torch DDP"], rows)
-    say(STEPS_LEGEND.format(1000 * call, bandwidth / 1e9))
+    say(STEPS_LEGEND.format(1000 * costs["call_seconds"], costs["bytes_per_second"] / 1e9))
 
 
 def begin(stage: str, args, device: torch.device) -> dict:
-    """Print what runs and where; returns the head of the JSON, as common/README.md lists it."""
+    """Print what runs and where; return the head of the JSON, as common/README.md lists it."""
     world_size, threads = dist.get_world_size(), torch.get_num_threads()
     where = f"{dist.get_backend()} on {device.type}"
     if args.network:
         where += f" behind an emulated network of {args.network}"
     ranks = f"{world_size} ranks, threads per rank: {threads}"
     say(f"{stage}: torch {torch.__version__}, {where}, {ranks}")
-    dilation = wire().dilation if wire() else 1.0
-    if dilation > 1:
-        cores = f"{world_size} ranks share {world_size * threads / dilation:g} cores"
-        say(f"{cores}: one second there takes {dilation:g} here, and times below are those there")
+    if wire() and wire().stretch > 1:
+        say(f"The ranks share cores: a second of the network takes {wire().stretch:g} s here")
     name = torch.cuda.get_device_name() if device.type == "cuda" else processor_name()
     return {
         "stage": stage,
         "torch": torch.__version__,
         "backend": dist.get_backend(),
         "network": args.network,
-        "dilation": dilation,
         "device": device.type,
         "device_name": name,
         "world_size": world_size,
@@ -222,9 +228,11 @@ def peak_bytes(function: Callable[[], object], device: torch.device) -> int:
         profiler.export_chrome_trace(trace.name)
         events = json.loads(Path(trace.name).read_text())["traceEvents"]
     events = [event for event in events if event.get("name") == "[memory]"]
-    held = {}  # address: bytes of a block that the function took, 0 once it is given back
-    peak = 0
+    blocks = {}  # address: bytes of a block that the function took, 0 once it is given back
+    held = peak = 0
     for event in sorted(events, key=lambda event: event["ts"]):
-        held[event["args"]["Addr"]] = max(0, event["args"]["Bytes"])  # below 0: given back
-        peak = max(peak, sum(held.values()))
+        address, size = event["args"]["Addr"], max(0, event["args"]["Bytes"])  # below 0: given back
+        held += size - blocks.get(address, 0)
+        blocks[address] = size
+        peak = max(peak, held)
     return peak

@@ -135,7 +135,7 @@ def can_be_written(file: Path) -> bool:
 
 positive_number = checked(float, lambda number: number > 0, "a number above 0")  # inf is one
 output_file = checked(Path, can_be_written, "a writable file in a folder that exists")
-network_text = checked(str, emulated.read_network, "a rate and a delay: 1gbit,1ms or 1gbit,0,1")
+network_text = checked(str, emulated.read_network, "a rate and a delay: 1gbit,1ms or 1gbit,0,2")
 
 
 def add_process_group_arguments(parser: Parser) -> None:
@@ -145,7 +145,7 @@ def add_process_group_arguments(parser: Parser) -> None:
     backends = ["auto", "gloo", "nccl"]
     add("--device", choices=devices, default="auto", help="auto: CUDA if there is one")
     add("--backend", choices=backends, default="auto", help="auto: nccl with a GPU per rank")
-    slow = "emulate a network: 1gbit,1ms; 1gbit,1ms,1: one call at a time"
+    slow = "emulate a network: 1gbit,1ms; 1gbit,1ms,2: two calls at a time, as gloo's threads"
     add("--network", type=network_text, metavar="RATE,DELAY", help=slow)
     add("--timeout", type=positive_number, default=300.0, help="seconds to wait for other ranks")
 
@@ -162,6 +162,9 @@ def add_training_arguments(parser: Parser, steps: int) -> None:
     add("--warmup", type=whole_number(0), default=5, help="steps before them")
     add("--seed", type=whole_number(0), default=0)
     add("--json", type=output_file, metavar="FILE", help="everything measured, raw")
+    pace = "--network: a step without communication counts as so many seconds; 0: as it is"
+    pace += " (default: 0.4 for mini with its own batch and dtype, else 0)"
+    add("--pace", type=checked(float, lambda pace: pace >= 0, "0 or more"), help=pace)
     parser.set_defaults(bucket_size_mb=5.0)  # the flag of 05; torch's DDP has the same everywhere
     add_process_group_arguments(parser)
 
@@ -194,9 +197,9 @@ def add_plot_arguments(parser: Parser, name: str) -> None:
 def stage_arguments(description: str, steps: int, **options) -> argparse.Namespace:
     """The command line of stages 02 to 06; `options`, numbers above 0, are flags of one of them."""
     parser = Parser(description)
+    add_training_arguments(parser, steps)
     for name, default in options.items():
         parser.add_argument("--" + name.replace("_", "-"), type=positive_number, default=default)
-    add_training_arguments(parser, steps)
     add_verify_arguments(parser)
     add_mine(parser)
     return parser.parse_args()
@@ -306,7 +309,7 @@ def process_group(device="auto", backend="auto", timeout=300.0, network: str | N
     torch.set_num_threads(threads)
     if network:
         backend = "slow_network"
-        emulated.wire.connect(network, dilation=max(1.0, ranks_here * threads / cores()))
+        emulated.wire.connect(network, stretch=max(1.0, ranks_here * threads / cores()))
     limit = timedelta(seconds=min(timeout, 1e6))  # torch has no infinite one
     device_id = device if backend == "nccl" else None
     with without_gloo_greeting():

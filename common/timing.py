@@ -14,6 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.setup import progress, say, wire
 
+NO_COMMUNICATION = "no communication"  # the row of a step that sends nothing
+MOST_DRIFT = 1.5  # of the machine's speed while it measures
+
 
 def torch_ddp(args) -> dict[str, Callable]:
     """torch's own, by name, with buckets of the same size as ours."""
@@ -60,46 +63,91 @@ class Stopwatch:
         }
 
     def seconds(self, start: str, end: str) -> float:
-        """Seconds from one mark to another. On CUDA waits until the second has been reached."""
+        """Return the seconds from one mark to another; on an emulated network, its own seconds.
+
+        On CUDA it waits until the second mark has been reached.
+        """
         if self.on_cuda:
             self.marks[end].synchronize()
             return self.marks[start].elapsed_time(self.marks[end]) / 1000
-        return self.marks[end] - self.marks[start]
+        stretch = wire().stretch if wire() else 1.0
+        return (self.marks[end] - self.marks[start]) / stretch
 
 
-def measure(
-    candidates: dict[str, Callable[[], dict]], steps: int, warmup: int, wire=None
-) -> dict[str, dict]:
+def measure(candidates: dict[str, Callable[[], dict]], steps: int, warmup: int) -> dict[str, dict]:
     """Run the candidates step by step in turn (A B C A B C …): noise then meets them all alike.
 
-    A candidate runs one step, after a barrier, and returns its times, {quantity: seconds}; or None
-    on a rank that has no part in it. With the `wire` of an emulated network calls are slow
-    meanwhile. Returns {candidate: {quantity: [rank][step]}}, on every rank, without the first
-    `warmup` rounds.
+    A candidate runs one step, after a barrier, and returns its times, {quantity: seconds}. An
+    emulated network is slow meanwhile, and keeps pace with the steps of `no communication`.
+    Returns {candidate: {quantity: [rank][step]}}, on every rank, without the first `warmup` rounds.
     """
     local = {name: [] for name in candidates}
-    with wire or nullcontext():
-        for i in range(warmup + steps):
-            for name, step in candidates.items():
-                progress(f"step {i + 1} of {warmup + steps}: {name}")
-                dist.barrier()
+    network = wire()
+    for i in range(warmup + steps):
+        for name, step in candidates.items():
+            progress(f"step {i + 1} of {warmup + steps}: {name}")
+            dist.barrier()
+            if network is None:
                 local[name].append(step())
+                continue
+            launched = dist.group.WORLD.collectives
+            with network:
+                times = step()
+            times["collectives"] = dist.group.WORLD.collectives - launched
+            times["stretch"] = network.stretch
+            local[name].append(times)
+            if network.pace and name == NO_COMMUNICATION:
+                network.keep_pace(times["step_seconds"] * network.stretch)
     all_ranks = [None] * dist.get_world_size()
     dist.all_gather_object(all_ranks, local)
     samples = {}
     for name in candidates:
-        steps_of_ranks = [rank[name][warmup:] for rank in all_ranks if rank[name][0] is not None]
+        counted = [of_rank[name][warmup:] for of_rank in all_ranks]
         samples[name] = {
-            quantity: [[times[quantity] for times in steps] for steps in steps_of_ranks]
-            for quantity in steps_of_ranks[0][0]
+            quantity: [[times[quantity] for times in of_rank] for of_rank in counted]
+            for quantity in counted[0][0]
         }
     return samples
 
 
-def all_reduce_costs(device: torch.device, wire=None) -> dict[str, float]:
-    """What all-reduces cost alone, one after another: each `call_seconds` + bytes / w.
+def pace_of(args) -> float:
+    """Return --pace, or by default 0.4 s for `mini` with its own batch and dtype, and else 0."""
+    if args.pace is not None:
+        return args.pace
+    is_mini = args.size == "mini" and args.dtype == "float32"
+    return 0.4 if is_mini and not (args.batch_size or args.context_length) else 0.0
 
-    "bytes_per_second": w. Both from small (4 kB) and large (8 MB) ones in turn.
+
+def keep_pace(candidates: dict[str, Callable[[], dict]], args, device: torch.device) -> None:
+    """Let an emulated network follow the speed of this machine, and say how fast that is now.
+
+    A step of `no communication` counts as `pace_of(args)` seconds; with 0 the stretch stays.
+    """
+    network, pace = wire(), pace_of(args)
+    if not (network and pace and NO_COMMUNICATION in candidates):
+        return
+    network.pace = pace
+    measure({NO_COMMUNICATION: candidates[NO_COMMUNICATION]}, steps=4, warmup=0)
+    if network.stretch < 1 and calls_cost_more(network, device):
+        network.least_stretch = network.stretch = 1.0
+        say("This machine is fast: at this pace calls would cost over 15 % more than requested")
+    say(
+        f"One pace: a step of {args.size} without communication counts as {pace:g} s; here it takes"
+        f" {network.stretch * pace:.2f} s, so a second of the network takes {network.stretch:.2f} s"
+    )
+
+
+def calls_cost_more(network, device: torch.device) -> bool:
+    """Whether a small call costs more than 1.15 times what was requested."""
+    world_size = dist.get_world_size()
+    requested = sum(network.cost("allreduce", 4096, world_size)) / network.stretch
+    return all_reduce_costs(device)["call_seconds"] > 1.15 * requested
+
+
+def all_reduce_costs(device: torch.device) -> dict[str, float]:
+    """Measure what all-reduces cost back to back: each takes "call_seconds" + bytes / w.
+
+    "bytes_per_second" is w. Both come from small (4 kB) and large (8 MB) ones in turn.
     """
     watch = Stopwatch(device)
 
@@ -112,7 +160,7 @@ def all_reduce_costs(device: torch.device, wire=None) -> dict[str, float]:
 
     small, large = torch.zeros(2**10, device=device), torch.zeros(2**21, device=device)
     candidates = {"small": partial(all_reduces, 10, small), "large": partial(all_reduces, 1, large)}
-    samples = measure(candidates, steps=7, warmup=2, wire=wire)
+    samples = measure(candidates, steps=7, warmup=2)
     call = numpy.median(samples["small"]["seconds"])
     transfer = numpy.median(samples["large"]["seconds"]) - call
     return {"call_seconds": call, "bytes_per_second": large.nbytes / max(transfer, 1e-9)}
@@ -121,16 +169,12 @@ def all_reduce_costs(device: torch.device, wire=None) -> dict[str, float]:
 class CollectiveCounter(TorchDispatchMode):
     """Counts the collectives that start within it: it sees every operator that torch runs.
 
-    An emulated network, written in Python, runs none, and counts by itself.
+    An emulated network, written in Python, runs none of these, and counts by itself.
     """
 
     def __enter__(self):
-        self.count = -getattr(dist.group.WORLD, "collectives", 0)
+        self.count = 0
         return super().__enter__()
-
-    def __exit__(self, *error):
-        self.count += getattr(dist.group.WORLD, "collectives", 0)
-        return super().__exit__(*error)
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         if operator.namespace in ("c10d", "_c10d_functional"):
@@ -147,7 +191,7 @@ def profile(candidates: dict[str, Callable[[], object]], trace: Path | None) -> 
         for name, step in candidates.items():
             for _ in range(3):
                 dist.barrier()
-                with torch.profiler.record_function(name):
+                with torch.profiler.record_function(name), wire() or nullcontext():
                     step()
     if dist.get_rank() == 0:
         profiler.export_chrome_trace(str(trace))
@@ -155,7 +199,7 @@ def profile(candidates: dict[str, Callable[[], object]], trace: Path | None) -> 
 
 
 def count_collectives(step: Callable[[], object]) -> int:
-    """Collectives in one more step."""
+    """Return how many collectives one more step makes."""
     step()  # in its second step torch DDP arranges its buckets anew, with two broadcasts
     with CollectiveCounter() as counter:
         step()
@@ -164,9 +208,21 @@ def count_collectives(step: Callable[[], object]) -> int:
 
 def benchmark(candidates: dict[str, Callable[[], dict]], args, device: torch.device) -> dict:
     """Measure candidates, as `measure` has them: "all_reduce" and "candidates" of the JSON."""
-    costs = all_reduce_costs(device, wire())
-    samples = measure(candidates, args.steps, args.warmup, wire())
-    for name, step in candidates.items():
-        samples[name]["collectives_per_step"] = count_collectives(step)
-    measured = [{"name": name, **samples[name]} for name in samples]
+    keep_pace(candidates, args, device)
+    costs = all_reduce_costs(device)
+    samples = measure(candidates, args.steps, args.warmup)
+    measured = []
+    for name, of_candidate in samples.items():
+        if wire():
+            calls = of_candidate.pop("collectives")[0][-1]
+        else:
+            calls = count_collectives(candidates[name])
+        measured.append({"name": name, **of_candidate, "collectives_per_step": calls})
+    if wire():
+        stretches = numpy.concatenate([samples[name]["stretch"] for name in samples])
+        if stretches.max() > MOST_DRIFT * stretches.min():
+            say(
+                f"warning: a second of the network took {stretches.min():.2f} to "
+                f"{stretches.max():.2f} s here: leave the machine alone, and run again"
+            )
     return {"all_reduce": costs, "candidates": measured}

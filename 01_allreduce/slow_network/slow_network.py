@@ -1,4 +1,4 @@
-"""01: is an all-reduce on the emulated network (common/network.py) as slow as was asked for?
+"""01: is an all-reduce on the emulated network (common/network.py) as slow as requested?
 
 make 01_allreduce/slow_network                              (2 ranks on 1 Gbit/s and 1 ms)
 make 01_allreduce/slow_network NPROC=4 NETWORK=100mbit,0 ARGS="--sizes-mb 1,10,100"
@@ -6,7 +6,6 @@ torchrun --standalone --nproc-per-node 2 01_allreduce/slow_network/slow_network.
 """
 
 import sys
-import time
 from functools import partial
 from pathlib import Path
 
@@ -14,17 +13,17 @@ import torch
 import torch.distributed as dist
 
 
-def all_reduce_together(tensors: list[torch.Tensor]) -> dict[str, float]:
-    """Launch all, then wait for all: the seconds, and how many elements are wrong."""
+def all_reduce_together(tensors: list[torch.Tensor], watch) -> dict[str, float]:
+    """Launch all, then wait for all; return the seconds, and how many elements are wrong."""
     for tensor in tensors:
         tensor.fill_(dist.get_rank() + 1)
     dist.barrier()
-    start = time.perf_counter()
+    watch.mark("start")
     for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
         work.wait()
-    seconds = time.perf_counter() - start
+    watch.mark("end")
     wrong = torch.cat(tensors) != sum(range(dist.get_world_size() + 1))
-    return {"seconds": seconds, "wrong": wrong.sum().item()}
+    return {"seconds": watch.seconds("start", "end"), "wrong": wrong.sum().item()}
 
 
 def main():
@@ -38,21 +37,22 @@ def main():
     parser.set_defaults(network="1gbit,1ms", device="cpu")
     args = parser.parse_args()
     with setup.process_group(args.device, args.backend, args.timeout, args.network) as device:
-        dilation = report.begin("01_allreduce/slow_network", args, device)["dilation"]
+        report.begin("01_allreduce/slow_network", args, device)
+        watch = timing.Stopwatch(device)
         table, ranks = [], dist.get_world_size()
         rate, delay, calls_at_once = network.read_network(args.network)
         for size, calls in [(size, calls) for size in args.sizes_mb for calls in (1, 2)]:
             tensors = [torch.empty(max(1, int(size * 2**18))) for _ in range(calls)]
-            candidates = {"calls": partial(all_reduce_together, tensors)}
-            samples = timing.measure(candidates, steps=5, warmup=1, wire=setup.wire())["calls"]
+            candidates = {"calls": partial(all_reduce_together, tensors, watch)}
+            samples = timing.measure(candidates, steps=5, warmup=1)["calls"]
             transfer = 2 * (ranks - 1) / ranks * tensors[0].nbytes / rate
             delays = 2 * 2 * (ranks - 1) * delay  # two for each step of the ring
-            asked_for = calls * transfer + delays * (1 if calls_at_once > 1 else calls)
-            p50 = report.percentiles(samples["seconds"])[0] / dilation
-            cells = [f"{1000 * p50:.2f}", f"{1000 * asked_for:.2f}", f"{p50 / asked_for:.3f}"]
+            requested = calls * transfer + delays * (1 if calls_at_once > 1 else calls)
+            p50 = report.percentiles(samples["seconds"])[0]
+            cells = [f"{1000 * p50:.2f}", f"{1000 * requested:.2f}", f"{p50 / requested:.3f}"]
             cells.append(str(sum(map(sum, samples["wrong"]))))
             table.append([f"{calls} × {size:g} MB", *cells])
-        report.print_table(["all-reduces", "p50, ms", "asked for, ms", "ratio", "#wrong"], table)
+        report.print_table(["all-reduces", "p50, ms", "requested, ms", "ratio", "#wrong"], table)
 
 
 if __name__ == "__main__":

@@ -22,8 +22,8 @@ SCRIPT = Path(__file__).with_name("slow_network.py")
 MAXIMUM = dist.ReduceOp.MAX
 
 
-def slow_group(network: str = "1gbit,1ms", timeout: float = 30, dilation: float = 1.0):
-    wire.connect(network, dilation)
+def slow_group(network: str = "1gbit,1ms", timeout: float = 30, stretch: float = 1.0):
+    wire.connect(network, stretch)
     wire.spans.clear()
     return dist.new_group(backend="slow_network", timeout=timedelta(seconds=timeout))
 
@@ -46,14 +46,14 @@ def times_of(elements: int, *groups) -> list[float]:
     return [work.delivered_at - works[0].last_launch.item() for work in works]
 
 
-def takes_what_is_asked_for(network, dilation):
-    group = slow_group(network, dilation=dilation)
-    another = slow_group(network, dilation=dilation)
+def takes_what_is_asked_for(network, stretch):
+    group = slow_group(network, stretch=stretch)
+    another = slow_group(network, stretch=stretch)
     rate, delay, calls_at_once = read_network(network)
     world_size = dist.get_world_size()
-    delays = 4 * (world_size - 1) * delay * dilation
+    delays = 4 * (world_size - 1) * delay * stretch
     for elements in (2**10, 2**18):
-        sent = 2 * (world_size - 1) / world_size * 4 * elements / rate * dilation
+        sent = 2 * (world_size - 1) / world_size * 4 * elements / rate * stretch
         for second_group in (group, another):  # they share the wire
             first, second = times_of(elements, group, second_group)
             assert first == pytest.approx(sent + delays, abs=1e-9)
@@ -63,11 +63,11 @@ def takes_what_is_asked_for(network, dilation):
 
 
 @pytest.mark.parametrize(
-    "world_size, network, dilation",
-    [(2, "100mbit,0", 1.0), (2, "10gbit,10ms,1", 1.0), (4, "1gbit,1ms", 2.0)],
+    "world_size, network, stretch",
+    [(2, "100mbit,0", 1.0), (2, "10gbit,10ms,2", 1.0), (4, "1gbit,1ms,2", 2.0)],
 )
-def test_calls_take_what_is_asked_for(ranks, world_size, network, dilation):
-    ranks(world_size).run(takes_what_is_asked_for, network, dilation)
+def test_calls_take_what_is_asked_for(ranks, world_size, network, stretch):
+    ranks(world_size).run(takes_what_is_asked_for, network, stretch)
 
 
 def delays_collectives():

@@ -32,23 +32,23 @@ from torch.nn.parallel import DistributedDataParallel
 FOLDER = Path(__file__).resolve().parent
 sys.path[:0] = [str(FOLDER), str(FOLDER.parent / "predict"), str(FOLDER.parent.parent)]
 
-from predict import Network, compare, measure, medians  # noqa: E402
+from predict import Link, compare, measure_beside, medians  # noqa: E402
 
 from common import report, setup  # noqa: E402
 from common.setup import say  # noqa: E402
 
 
-def overhead(buckets: float, size: float, network: Network) -> float:
-    """Seconds left over after backward: one bucket's transfer, and every bucket's call.
+def overhead(buckets: float, size: float, link: Link) -> float:
+    """Return the seconds left after backward: one bucket's transfer, and every bucket's call.
 
     Nothing hides the transfer of the last bucket any more, because backward is over.
     """
-    return size / (buckets * network.bytes_per_second) + buckets * network.call_seconds
+    return size / (buckets * link.bytes_per_second) + buckets * link.call_seconds
 
 
-def best_number_of_buckets(size: float, network: Network) -> float:
-    """Where `overhead` is smallest: its derivative in n, o − s / (n²·w), is 0 at √(s / (w·o))."""
-    return math.sqrt(size / (network.bytes_per_second * network.call_seconds))
+def best_number_of_buckets(size: float, link: Link) -> float:
+    """Return where `overhead` is smallest: its derivative, o − s / (n²·w), is 0 at √(s / (w·o))."""
+    return math.sqrt(size / (link.bytes_per_second * link.call_seconds))
 
 
 # ==================================================================================================
@@ -57,8 +57,8 @@ def best_number_of_buckets(size: float, network: Network) -> float:
 NO_LIMIT = "BucketedDDP, no limit"
 
 
-def sweep(args, device: torch.device, result: dict) -> Network:
-    """Measure every size, and add to the result what both models say; returns what calls cost."""
+def sweep(args, device: torch.device, result: dict) -> Link:
+    """Measure every size, add to the result what both models say, and return what calls cost."""
     in_turn = args.size in ("nano", "mini")  # others take too much memory
     ours = {NO_LIMIT: compare.strategies(None)["BucketedDDP"]}
     torchs = {}
@@ -67,28 +67,29 @@ def sweep(args, device: torch.device, result: dict) -> Network:
         if in_turn:
             torchs[f"torch DDP, {mb:g} MB"] = partial(DistributedDataParallel, bucket_cap_mb=mb)
     wrappers = {name: strategy.wrap for name, strategy in ours.items()} | torchs
-    alone, network = measure(args, device, wrappers, result, in_turn, args.trace)
+    alone = measure_beside(args, device, wrappers, result, in_turn, args.trace)
+    link = alone.link
     if not in_turn:
         say("Each row was built, measured and freed before the next, not in turn with the others.")
     size = result["gradient_bytes"] = sum(parameter.nbytes for parameter in alone.gradients)
-    best_mb = size / best_number_of_buckets(size, network) / 2**20
+    best_mb = size / best_number_of_buckets(size, link) / 2**20
     say(f"formula: of {size / 2**20:.1f} MB of gradients the best bucket has {best_mb:.1f} MB")
     rows = result["overheads"] = []
     for candidate in result["candidates"]:
         name, buckets = candidate["name"], candidate["collectives_per_step"]
-        step = report.percentiles(candidate["step_seconds"])[0] / result["dilation"]
+        step = report.percentiles(candidate["step_seconds"])[0]
         row = {"name": name, "buckets": buckets, "step": step}
         row["measured"] = step - rows[0]["step"] if rows else None
         row["simulated"] = None
         if name in ours:
-            row["simulated"] = alone.step(ours[name], network) - rows[0]["step"]
-        row["formula"] = overhead(buckets, size, network) if buckets else None
+            row["simulated"] = alone.step(ours[name]) - rows[0]["step"]
+        row["formula"] = overhead(buckets, size, link) if buckets else None
         rows.append(row)
-    return network
+    return link
 
 
 def print_rows(rows: list[dict]) -> None:
-    """A row per candidate, in ms."""
+    """Print a row per candidate, in ms."""
     table = []
     no_limit = rows[1]["step"]
     for row in rows:
@@ -105,7 +106,7 @@ def print_rows(rows: list[dict]) -> None:
     )
 
 
-def draw(result: dict, network: Network, path: Path) -> None:
+def draw(result: dict, link: Link, path: Path) -> None:
     """Overhead over the number of buckets: measured, simulated, and the formula as a curve."""
     rows = [row for row in result["overheads"] if row["simulated"] is not None]
     buckets = [row["buckets"] for row in rows]
@@ -115,7 +116,7 @@ def draw(result: dict, network: Network, path: Path) -> None:
     simulated = [1000 * row["simulated"] for row in rows]
     axes.plot(buckets, simulated, "x--", color="#332288", label="simulated")
     numbers = numpy.geomspace(1, max(buckets), 100)
-    curve = [1000 * overhead(number, result["gradient_bytes"], network) for number in numbers]
+    curve = [1000 * overhead(number, result["gradient_bytes"], link) for number in numbers]
     axes.plot(numbers, curve, ":", color="black", label="formula")
     best = min(rows, key=lambda row: row["measured"])
     axes.plot(best["buckets"], 1000 * best["measured"], "o", ms=16, mfc="none", color="#D55E00")
@@ -136,7 +137,7 @@ def main():
     parser = setup.Parser(__doc__)
     add = parser.add_argument
     add("--bucket-sizes-mb", type=setup.list_of(size), default="0.5,1,5,10,25", metavar="MB,…")
-    trace = "Chrome trace of three more steps of each row, or of the last row of a large model"
+    trace = "Chrome traces of three more steps: FILE_ROW for each row"
     add("--trace", type=setup.output_file, metavar="FILE", help=trace)
     setup.add_training_arguments(parser, steps=6)
     parser.set_defaults(warmup=2)
@@ -144,10 +145,10 @@ def main():
     args = parser.parse_args()
     with setup.process_group(args.device, args.backend, args.timeout, args.network) as device:
         result = report.begin("05_bucketed/bucket_sweep", args, device)
-        network = sweep(args, device, result)
+        link = sweep(args, device, result)
         print_rows(result["overheads"])
         if args.plot and dist.get_rank() == 0:
-            draw(result, network, args.plot)
+            draw(result, link, args.plot)
         report.write_json(args.json, result)
 
 

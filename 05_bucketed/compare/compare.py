@@ -1,14 +1,14 @@
 """05: stages 02 to 05 beside each other, in one process group, step by step in turn.
 
 Stages that run one after the other meet the machine in different moods, minutes apart. Here all
-train one model in turn (no communication, 02, 03, 04, 05, torch DDP, one process with the batch of
-all, and again), so that they can be compared. Two rows are controls: the calls of 04 and of 05, but
-all of them launched after backward. What 04 and 05 gain over these is what overlap gains.
+train one model in turn (no communication, 02, 03, 04, 05, torch DDP, and again), so that they can
+be compared. Two rows are controls: the calls of 04 and of 05, but all of them launched after
+backward. What 04 and 05 gain over these is what overlap gains.
 
     make compare                                                        (see also ARGS="--help")
     make compare NETWORK=1gbit,1ms                  (on an emulated network, as slow as you like)
-    make compare NETWORK=1gbit,1ms,1                     (one call at a time, as NCCL makes them)
-    make compare NETWORK=1gbit,1ms NPROC=8             (eight machines, played by those you have)
+    make compare NETWORK=1gbit,1ms,2                    (two calls at once, as gloo's two threads)
+    make compare NETWORK=1gbit,1ms NPROC=8                 (eight machines, emulated on your cores)
     make compare MINE=my_ddp.py:MyDDP                              (and a class of your own)
     torchrun --standalone --nproc-per-node 2 05_bucketed/compare/compare.py
 """
@@ -63,17 +63,23 @@ class Strategy(NamedTuple):
 
 
 def strategies(size: float, controls: bool = True) -> dict[str, Strategy]:
-    """Stages 02 to 05 by the names of their rows, in order of their `size` of buckets, in MB."""
-    found = {"NaiveDDP": Strategy(NaiveDDP, 0, blocking=True)}
-    if controls:
-        found["OverlapDDP, after backward"] = Strategy(OverlapAfterBackward, 0)
-    found["OverlapDDP"] = Strategy(OverlapDDP, 0, overlap=True)
-    found["FlatDDP"] = Strategy(FlatDDP, None)
-    if controls:
-        wrap = partial(BucketedAfterBackward, bucket_size_mb=size)
-        found["BucketedDDP, after backward"] = Strategy(wrap, size)
-    wrap = partial(BucketedDDP, bucket_size_mb=size)
-    return found | {"BucketedDDP": Strategy(wrap, size, overlap=True)}
+    """Return stages 02 to 05 by the names of their rows, each after its control.
+
+    `size` is that of 05's buckets, in MB.
+    """
+    found = {
+        "NaiveDDP": Strategy(NaiveDDP, 0, blocking=True),
+        "FlatDDP": Strategy(FlatDDP, None),
+        "OverlapDDP, after backward": Strategy(OverlapAfterBackward, 0),
+        "OverlapDDP": Strategy(OverlapDDP, 0, overlap=True),
+        "BucketedDDP, after backward": Strategy(
+            partial(BucketedAfterBackward, bucket_size_mb=size), size
+        ),
+        "BucketedDDP": Strategy(partial(BucketedDDP, bucket_size_mb=size), size, overlap=True),
+    }
+    if not controls:
+        del found["OverlapDDP, after backward"], found["BucketedDDP, after backward"]
+    return found
 
 
 def no_communication(module: torch.nn.Module) -> torch.nn.Module:
@@ -81,7 +87,7 @@ def no_communication(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def shared_model(args, device: torch.device, described: dict):
-    """A model, its stopwatch, and what trains it for a step in one of its wrappers: seconds.
+    """Return a model, its stopwatch, and what trains it for a step in one of its wrappers.
 
     It may have several wrappers, because one acts only between its own forward and its finish.
     """
@@ -102,19 +108,6 @@ def shared_model(args, device: torch.device, described: dict):
     return model, watch, step
 
 
-def one_process(args, device: torch.device, described: dict, dilation: float):
-    """A step of rank 0 alone, with the batches of all ranks, while these wait: what DDP replaces.
-
-    It has as many threads as a rank. It shares its core with nobody, so its times are not dilated;
-    here they are, so that all times of a result are alike.
-    """
-    if dist.get_rank() > 0:
-        return lambda: None
-    whole_batch = described | {"batch_size": described["batch_size"] * dist.get_world_size()}
-    step = make_step(no_communication, args, device, whole_batch)
-    return lambda: {name: seconds * dilation for name, seconds in step().items()}
-
-
 def main():
     many = int(os.environ.get("WORLD_SIZE", 2)) > 2
     parser = setup.Parser(__doc__)
@@ -126,21 +119,24 @@ def main():
     args = parser.parse_args()
     with setup.process_group(args.device, args.backend, args.timeout, args.network) as device:
         result = report.begin("05_bucketed/compare", args, device)
-        described = result["model"] = report.describe(LanguageModel, args, replicas=3)
+        described = result["model"] = report.describe(LanguageModel, args)
+        report.require_memory(described, copies=15 if args.mine else 9)
         model, _, step = shared_model(args, device, described)
-        steps = {"no communication": partial(step, model)}
+        steps = {timing.NO_COMMUNICATION: partial(step, model)}
         for name, strategy in strategies(args.bucket_size_mb, controls=not many).items():
             steps[name] = partial(step, strategy.wrap(model))
         for name, wrap in timing.torch_ddp(args).items():
             steps[name] = partial(step, wrap(model))
         for name, wrap in setup.users_class(args).items():  # its hooks may act at any time
             steps[name] = make_step(wrap, args, device, described)
-        steps["one process"] = one_process(args, device, described, result["dilation"])
         result |= timing.benchmark(steps, args, device)
         report.print_steps(result)
         columns = {args.label or args.network or dist.get_backend(): [medians.p50s(result)]}
         setup.say()
-        medians.print_table("step ÷ no communication", columns, medians.ratios, "no communication")
+        floor = timing.NO_COMMUNICATION
+        medians.print_table(f"step ÷ {floor}", columns, medians.ratios, floor)
+        ranks = dist.get_world_size()
+        setup.say(f"One process needs {ranks} such steps for the samples of {ranks} ranks.")
         report.write_json(args.json, result)
         if args.plot and dist.get_rank() == 0:
             medians.draw(columns, args.plot)

@@ -5,9 +5,8 @@
     torchrun --standalone --nproc-per-node 2 05_bucketed/compare/timeline.py
 
 `no communication` and stages 02 to 05 train in turn in one process group. Of nine steps of each the
-one of median length is drawn: what computes above, what the network carries below, in two rows,
-because gloo sends two messages at a time. Beside the picture lies one of each stage alone, on the
-same axis.
+one of median length is drawn: what computes above, what the network carries below (in two rows if
+it carries two calls at once). Beside the picture lies one of each stage alone, on the same axis.
 
 On other networks, and on GPUs, --trace of a stage shows its steps in torch.profiler's own form.
 """
@@ -24,9 +23,10 @@ import compare  # noqa: E402
 import medians  # noqa: E402
 
 from common import report, setup, timing  # noqa: E402
+from common.network import Span  # noqa: E402
 
 STAGES = {
-    "no communication": compare.no_communication,
+    timing.NO_COMMUNICATION: compare.no_communication,
     "02_naive_ddp": compare.NaiveDDP,
     "03_flat_ddp": compare.FlatDDP,
     "04_overlap_ddp": compare.OverlapDDP,
@@ -55,40 +55,45 @@ class Bar(NamedTuple):
     text: str = ""
 
 
-def bars_of(marks: dict[str, float], calls: list[tuple[float, float, float]]) -> list[Bar]:
-    """A step by the marks of its stopwatch, and by when each call is launched, begins and arrives.
+def bars_of(marks: dict[str, float], calls: list[Span], stretch: float) -> list[Bar]:
+    """Return a step's bars, from the marks of its stopwatch and from its calls on the network.
 
-    All in seconds by one clock: time.perf_counter and time.monotonic are the same. What surrounds a
-    single call in `sync` packs and unpacks.
+    Both are seconds of one clock (time.perf_counter and time.monotonic are the same), `stretch` of
+    which are one of the network's. What surrounds a single call after backward packs and unpacks.
     """
 
     def bar(name: str, start: float, end: float, *row_and_text) -> Bar:
-        zero = marks["forward starts"]
-        return Bar(name, 1000 * (start - zero), 1000 * (end - zero), *row_and_text)
+        zero, milliseconds = marks["forward starts"], 1000 / stretch
+        return Bar(name, (start - zero) * milliseconds, (end - zero) * milliseconds, *row_and_text)
 
-    bars = []
-    for name in ("forward", "backward", "optimizer"):
-        bars.append(bar(name, marks[f"{name} starts"], marks[f"{name} ends"]))
-    starts, ends = marks["sync starts"], marks["sync ends"]
-    bars.append(bar("exposed communication", starts, ends, 0, f"{1000 * (ends - starts):.0f} ms"))
-    if len(calls) == 1 and calls[0][0] >= starts:
-        launched, _, arrives = calls[0]
-        bars += [bar("pack, unpack", starts, launched), bar("pack, unpack", arrives, ends)]
+    last, ends = marks["last gradient"], marks["sync ends"]
+    bars = [
+        bar("forward", marks["forward starts"], marks["forward ends"]),
+        bar("backward", marks["backward starts"], last),
+        bar("optimizer", marks["optimizer starts"], marks["optimizer ends"]),
+    ]
+    if len(calls) == 1 and calls[0].launched >= last:
+        bars.append(bar("pack, unpack", last, calls[0].launched))
+        bars.append(bar("pack, unpack", calls[0].delivered, ends))
+        last, ends = calls[0].launched, calls[0].delivered
+    waits = bar("exposed communication", last, ends)
+    bars.append(waits._replace(text=f"{waits.end - waits.start:.0f} ms"))
     first_row_is_free = 0.0
-    for number, (_, begins, arrives) in enumerate(calls, 1):
-        row = 2 if begins < first_row_is_free else 1
+    for number, call in enumerate(calls, 1):
+        row = 2 if call.begins < first_row_is_free else 1
         if row == 1:
-            first_row_is_free = arrives
-        bars.append(bar("all-reduce", begins, arrives, row, str(number)))
+            first_row_is_free = call.delivered
+        bars.append(bar("all-reduce", call.begins, call.delivered, row, str(number)))
     return bars
 
 
 def duration(bars: list[Bar]) -> float:
+    """Return the ms that a step takes."""
     return max(bar.end for bar in bars)
 
 
 def draw(steps: dict[str, list[Bar]], path: Path, end: float) -> None:
-    """The steps below each other, on one axis until `end`; texts where they fit."""
+    """Draw the steps below each other, on one axis until `end`; texts where they fit."""
     from matplotlib.patches import Patch
 
     figure, axes = medians.new_picture(8, 1 + 0.9 * len(steps))
@@ -124,30 +129,34 @@ def main() -> None:
     parser.set_defaults(device="cpu", network="1gbit,1ms", warmup=2)
     args = parser.parse_args()
     with setup.process_group(args.device, args.backend, args.timeout, args.network) as device:
-        described = report.describe(compare.LanguageModel, args, replicas=2)
+        result = report.begin("05_bucketed/compare/timeline", args, device)
+        described = result["model"] = report.describe(compare.LanguageModel, args)
+        report.require_memory(described, copies=6)
         model, watch, train = compare.shared_model(args, device, described)
         wire = setup.wire()
 
-        def step(wrapped) -> dict[str, list[Bar]]:
+        def step(wrapped) -> dict:
             wire.spans.clear()
-            train(wrapped)
-            return {"bars": bars_of(watch.marks, [span[-3:] for span in wire.spans])}
+            times = train(wrapped)
+            times["forward_seconds"] = watch.seconds("forward starts", "forward ends")
+            return times | {"bars": bars_of(watch.marks, list(wire.spans), wire.stretch)}
 
         candidates = {name: partial(step, wrap(model)) for name, wrap in STAGES.items()}
-        samples = timing.measure(candidates, args.steps, args.warmup, wire)
-    if not setup.is_rank_0():
-        return
-    steps = {}
-    for name in STAGES:
-        steps[name] = bars = sorted(samples[name]["bars"][0], key=duration)[args.steps // 2]
-        calls = sum(bar.row > 0 for bar in bars)
-        setup.say(f"{name}: {calls} all-reduces in {duration(bars):.0f} ms")
-    if not args.plot:
+        timing.keep_pace(candidates, args, device)
+        samples = timing.measure(candidates, args.steps, args.warmup)
+        steps = {}
+        for name, of_stage in samples.items():
+            steps[name] = sorted(of_stage.pop("bars")[0], key=duration)[args.steps // 2]
+            calls = sum(bar.row > 0 for bar in steps[name])
+            setup.say(f"{name}: {calls} all-reduces in {duration(steps[name]):.0f} ms")
+        result["candidates"] = [{"name": name, **samples[name]} for name in samples]
+        report.write_json(args.json, result)
+    if not args.plot or not setup.is_rank_0():
         return
     end = 1.08 * max(map(duration, steps.values()))
     draw(steps, args.plot, end)
     for name in list(STAGES)[1:]:
-        two = {each: steps[each] for each in ("no communication", name)}
+        two = {each: steps[each] for each in (timing.NO_COMMUNICATION, name)}
         draw(two, args.plot.with_name(f"timeline_{name}.png"), end)
 
 

@@ -36,43 +36,43 @@ from compare import Strategy  # noqa: E402
 from common import report, setup, timing  # noqa: E402
 
 
-class Network(NamedTuple):
-    """What an all-reduce costs: o, and a second for each w bytes. `at_once` are under way."""
+class Link(NamedTuple):
+    """What an all-reduce costs: o, and a second for each w bytes; so many are under way at once."""
 
     call_seconds: float
     bytes_per_second: float
-    at_once: int = 2  # as gloo has two threads
+    calls_at_once: int = 1
 
 
-def simulate(calls: list, backward_ends: float, strategy: Strategy, network: Network) -> list:
-    """(when it begins, when it has arrived) of each all-reduce, in seconds from a step's begin.
+def simulate(calls: list, backward_ends: float, strategy: Strategy, link: Link) -> list:
+    """Return when each all-reduce begins and arrives, in seconds from a step's begin.
 
     `calls`: (bytes, when the gradients are there) of each, in launch order. They send their bytes
     in that order, one after another; o passes beside those of others.
     """
-    places = [0.0] * network.at_once  # when each is free for another call
+    places = [0.0] * link.calls_at_once  # when each is free for another call
     wire_is_free = 0.0
     arrived = backward_ends
     spans = []
     for size, ready in calls:
         launched = ready if strategy.overlap else arrived if strategy.blocking else backward_ends
         begins = max(launched, places.pop(0), wire_is_free)
-        wire_is_free = begins + size / network.bytes_per_second
-        arrived = wire_is_free + network.call_seconds
+        wire_is_free = begins + size / link.bytes_per_second
+        arrived = wire_is_free + link.call_seconds
         places.append(arrived)
         spans.append((begins, arrived))
     return spans
 
 
-def ring(network: Network, before: int, ranks: int) -> Network:
-    """The same network with other ranks: of n each sends 2(n-1)/n of the bytes, in 2(n-1) steps."""
+def ring(link: Link, before: int, ranks: int) -> Link:
+    """Return the same with other ranks: of n each sends 2(n-1)/n of the bytes in 2(n-1) steps."""
     steps = (ranks - 1) / (before - 1)
-    bandwidth = network.bytes_per_second / (steps * before / ranks)
-    return Network(network.call_seconds * steps, bandwidth, network.at_once)
+    bandwidth = link.bytes_per_second / (steps * before / ranks)
+    return Link(link.call_seconds * steps, bandwidth, link.calls_at_once)
 
 
 def calls_of(gradients: list[nn.Parameter], ready: list[float], bucket_size_mb: float | None):
-    """What `simulate` takes, of gradients from the last to the first, as a Strategy cuts them."""
+    """Return the calls for `simulate` of gradients, the last layer's first, cut by size."""
     buckets = [[parameter] for parameter in gradients]
     if bucket_size_mb != 0:
         buckets = fill_buckets(gradients, bucket_size_mb)
@@ -81,33 +81,34 @@ def calls_of(gradients: list[nn.Parameter], ready: list[float], bucket_size_mb: 
 
 
 class Alone(NamedTuple):
-    """A step that sends nothing: seconds from its begin, not dilated."""
+    """A step that sends nothing, in seconds from its begin, and what calls cost beside it."""
 
     gradients: list[nn.Parameter]  # from the last to the first
     ready: list[float]  # when each is there on the last rank
     forward_ends: float
     backward_ends: float
     optimizer: float  # seconds that it takes
+    link: Link
 
-    def step(self, strategy: Strategy, network: Network) -> float:
-        """Seconds of a step that sends, as simulated."""
+    def step(self, strategy: Strategy, link: Link | None = None) -> float:
+        """Return the seconds of a step that sends, as simulated, perhaps over another link."""
         calls = calls_of(self.gradients, self.ready, strategy.bucket_size_mb)
-        _, arrived = simulate(calls, self.backward_ends, strategy, network)[-1]
+        _, arrived = simulate(calls, self.backward_ends, strategy, link or self.link)[-1]
         return max(arrived, self.backward_ends) + self.optimizer
 
 
-def measure(args, device, wrappers: dict, result: dict, in_turn=True, trace=None):
+def measure_beside(args, device, wrappers: dict, result: dict, in_turn=True, trace=None) -> Alone:
     """Measure `no communication` and wrappers of one model: all in turn, or one after another.
 
-    Puts what is measured into `result`; returns what `simulate` needs: Alone and Network.
+    Puts what is measured into `result`, and returns what `simulate` needs.
     """
-    held = 4 + (len(wrappers) if in_turn else 1)  # weights, gradients, two moments; buckets
-    described = report.describe(compare.LanguageModel, args, replicas=-(-held // 5))
+    described = report.describe(compare.LanguageModel, args)
+    report.require_memory(described, copies=4 + (len(wrappers) if in_turn else 1))  # and buckets
     model, watch, train = compare.shared_model(args, device, described)
     gradients = list(model.parameters())[::-1]
 
     def step(wrapped: nn.Module) -> dict:
-        """One that sends nothing also says when backward ends and when each gradient is there."""
+        """Train; a step that sends nothing also says when each gradient is there."""
         if wrapped is not model:
             return train(wrapped)
         hooks = [p.register_post_accumulate_grad_hook(watch.mark) for p in gradients]
@@ -122,13 +123,15 @@ def measure(args, device, wrappers: dict, result: dict, in_turn=True, trace=None
         wrapped = {name: wrap(model) for name, wrap in group.items()}
         steps = {name: partial(step, each) for name, each in wrapped.items()}
         measured = timing.benchmark(steps, args, device)
-        timing.profile(steps, trace)
+        for name in steps if trace else ():
+            file_name = f"{trace.stem}_{name.replace(', ', '_').replace(' ', '_')}"
+            timing.profile({name: steps[name]}, trace.with_stem(file_name))
         for each in wrapped.values():
             for hook in getattr(each, "hooks", []):  # they would keep the wrapper in memory
                 hook.remove()
         return measured
 
-    wrappers = {"no communication": compare.no_communication, **wrappers}
+    wrappers = {timing.NO_COMMUNICATION: compare.no_communication, **wrappers}
     groups = [wrappers] if in_turn else [{name: wrap} for name, wrap in wrappers.items()]
     measured = [measure_group(group) for group in groups]
     candidates = [one for group in measured for one in group["candidates"]]
@@ -136,47 +139,47 @@ def measure(args, device, wrappers: dict, result: dict, in_turn=True, trace=None
     # A call waits for the last rank. All begin a step together, so their times compare.
     keys = ("ready", "forward_ends", "backward_ends", "optimizer_seconds")
     moments = [numpy.max(candidates[0][key], axis=0) for key in keys]
-    moments = [numpy.median(each, axis=0) / result["dilation"] for each in moments]
-    alone = Alone(gradients, *[each.tolist() for each in moments])
-    at_once = 2 if dist.get_backend() == "gloo" else 1
-    if wire := setup.wire():
-        at_once = wire.calls_at_once
-    call, bandwidth = measured[0]["all_reduce"].values()
-    return alone, Network(call / result["dilation"], bandwidth * result["dilation"], at_once)
+    moments = [numpy.median(each, axis=0).tolist() for each in moments]
+    calls_at_once = 2 if dist.get_backend() == "gloo" else 1
+    if setup.wire():
+        calls_at_once = setup.wire().network.calls_at_once
+    return Alone(gradients, *moments, Link(*measured[0]["all_reduce"].values(), calls_at_once))
 
 
-def predict(alone: Alone, network: Network, world_size: int, bucket_size_mb: float) -> dict:
-    """Seconds of a step as medians.py reads them, {ranks: {name: {"step_seconds": …}}}.
+def predict(alone: Alone, world_size: int, bucket_size_mb: float) -> dict:
+    """Predict the seconds of a step: {ranks: {name: {"step_seconds": …}}}.
 
-    Of the ranks that have measured, and of 2, 4 and 8 with the same batch for each.
+    They are of the ranks that have measured, and of 2, 4 and 8 with the same batch for each.
     """
     predicted = {}
     for ranks in sorted({world_size, 2, 4, 8} if world_size > 1 else {1}):
-        there = network if ranks == world_size else ring(network, world_size, ranks)
-        steps = {"no communication": alone.backward_ends + alone.optimizer}
+        link = alone.link if ranks == world_size else ring(alone.link, world_size, ranks)
+        steps = {timing.NO_COMMUNICATION: alone.backward_ends + alone.optimizer}
         for name, strategy in compare.strategies(bucket_size_mb).items():
-            steps[name] = alone.step(strategy, there)
-        steps["one process"] = ranks * alone.backward_ends + alone.optimizer
+            steps[name] = alone.step(strategy, link)
         predicted[ranks] = {name: {"step_seconds": steps[name]} for name in steps}
     return predicted
 
 
 def print_predicted(result: dict) -> None:
-    """Each step beside what was measured, and speed-ups over one process with other ranks."""
+    """Print each step beside what was measured, and speed-ups over one process with other ranks."""
     rows = []
     for candidate in result["candidates"][1:]:
         name, calls = candidate["name"], candidate["collectives_per_step"]
-        measured = report.percentiles(candidate["step_seconds"])[0] / result["dilation"]
+        measured = report.percentiles(candidate["step_seconds"])[0]
         predicted = result["predicted"][result["world_size"]][name]["step_seconds"]
         row = [name, str(calls), f"{1000 * predicted:.1f}", f"{1000 * measured:.1f}"]
         row.append(f"{100 * (predicted / measured - 1):+.1f} %")
-        for steps in result["predicted"].values():
-            speed_up = steps["one process"]["step_seconds"] / steps[name]["step_seconds"]
-            row.append(f"{speed_up:.2f}")
+        for ranks, steps in result["predicted"].items():
+            floor = steps[timing.NO_COMMUNICATION]["step_seconds"]
+            row.append(f"{ranks * floor / steps[name]['step_seconds']:.2f}")
         rows.append(row)
     header = ["step, ms", "all-reduces", "predicted", "measured", "error"]
     report.print_table([*header, *(f"speed-up, {n} ranks" for n in result["predicted"])], rows)
-    setup.say("measured: p50 of all steps of all ranks; speed-up over one process: predicted")
+    setup.say(
+        "measured: p50 of all steps of all ranks; speed-up over one process, which takes a step "
+        "for each rank's samples: predicted"
+    )
 
 
 # ==================================================================================================
@@ -184,7 +187,7 @@ def print_predicted(result: dict) -> None:
 
 
 def draw(alone: Alone, path: Path) -> None:
-    """The time from each gradient's arrival until backward ends; the last layer's at the top."""
+    """Draw the time from each gradient's arrival until backward ends; the last layer's on top."""
     figure, axes = medians.new_picture(7, 2.8)
     forward, backward = 1000 * alone.forward_ends, 1000 * alone.backward_ends
     axes.barh(-14, forward, 10, color="#56B4E9")
@@ -194,14 +197,15 @@ def draw(alone: Alone, path: Path) -> None:
     axes.barh(rows, [backward - moment for moment in ready], 1, ready, color="#D55E00")
     axes.set_yticks([-14, 0, rows[-1]], ["forward, backward", "last layer", "first layer"])
     axes.invert_yaxis()
-    axes.set_xlabel("ms; orange: this gradient is there, and can travel while backward goes on")
+    axes.set_xlabel("ms; orange: gradient ready, its all-reduce can overlap")
     medians.save(figure, path)
 
 
 def write_page(alone: Alone, tokens: int, path: Path) -> None:
-    """The page step.html with these gradients instead of those that stand in it."""
+    """Write the page step.html with these gradients instead of those that stand in it."""
     sizes = [parameter.nbytes for parameter in alone.gradients]
     data = alone._asdict() | {"tokens": tokens}
+    del data["link"]
     data["gradients"] = list(zip(sizes, data.pop("ready"), strict=True))
     page = (FOLDER / "step.html").read_text(encoding="utf-8")
     page = re.sub("const DATA = .*", f"const DATA = {json.dumps(data)};", page, count=1)
@@ -217,8 +221,8 @@ def main():
         result = report.begin("05_bucketed/predict", args, device)
         stages = compare.strategies(args.bucket_size_mb).items()
         wrappers = {name: strategy.wrap for name, strategy in stages}
-        alone, network = measure(args, device, wrappers, result)
-        result["predicted"] = predict(alone, network, result["world_size"], args.bucket_size_mb)
+        alone = measure_beside(args, device, wrappers, result)
+        result["predicted"] = predict(alone, result["world_size"], args.bucket_size_mb)
         print_predicted(result)
         report.write_json(args.json, result)
     if args.json and setup.is_rank_0():
