@@ -106,6 +106,8 @@ class Wire:
     def connect(self, text: str, stretch: float = 1.0) -> None:
         """Be as slow as a text like 1gbit,1ms says, in time that is stretched so many times."""
         self.network, self.stretch = read_network(text), stretch
+        self.pace = self.least_stretch = 0.0
+        self.last_steps.clear()
         dist.get_backend = get_backend
 
     def keep_pace(self, seconds: float) -> None:

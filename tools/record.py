@@ -1,84 +1,95 @@
 """Record every reference output and picture again: make reference [ONLY=05_bucketed]
 
-A recording whose folder's scripts and common/ have not changed since is made again only if it is
-named, so an interrupted run goes on where it stopped. Leave the machine alone meanwhile: its speed
-changes within minutes, so compare's runs lie in between all others. What fails is named in the end,
-and its old recording stays. At last the figures of the pages are checked.
+A recording whose folder's scripts, and what they import, have not changed since is made again only
+if it is named, so an interrupted run goes on where it stopped. Leave the machine alone meanwhile: a
+run in which its speed drifts is made again, once. What fails is named in the end, and its old
+recording stays. At last the figures of the pages are checked.
 """
 
+import ast
+import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from datetime import datetime, timezone
-from itertools import islice
 from pathlib import Path
 
 import torch
 
 from common.report import processor_name
 from common.setup import ROOT, Parser, fail, say
+from common.timing import MOST_DRIFT, NO_COMMUNICATION
 from tools import figures
+
+sys.path.append(str(ROOT / "05_bucketed" / "compare"))
+
+import medians  # noqa: E402
 
 SLOW = "NETWORK=1gbit,1ms"
 MEDIANS = "python 05_bucketed/compare/medians.py"
 WATERFALL = "python -m tools.torchrun --standalone --nproc-per-node 2 07_resnet_ddp/waterfall.py"
 COURSE = "--size medium --bucket-sizes-mb 1,10,100,1000 --batch-size 1 --steps 3 --warmup 1"
-RUNS = {  # of compare: how many, and by which command
-    "loopback": (5, "make compare"),
-    "slow": (3, f"make compare {SLOW}"),
-    "one_call": (3, f"make compare {SLOW},1"),
-    "rate": (1, "make compare NETWORK=1gbit,0"),
-    "hosts": (3, "make hosts RATE=1gbit"),
-    "of_4": (3, f"make compare NPROC=4 {SLOW}"),
-    "of_8": (3, f"make compare NPROC=8 {SLOW}"),
+RUNS = {  # of compare: how many, the command, more flags
+    "loopback": (5, "make compare", ""),
+    "slow": (3, f"make compare {SLOW}", ""),
+    "two_calls": (3, f"make compare {SLOW},2", ""),
+    "rate": (3, "make compare NETWORK=1gbit,0,2", " --pace 0"),
+    "hosts": (3, "make hosts RATE=1gbit", ""),
+    "of_4": (3, f"make compare NPROC=4 {SLOW}", ""),
+    "of_8": (3, f"make compare NPROC=8 {SLOW}", ""),
 }
 
 
-def in_turn(**runs: tuple[int, str]) -> Iterator[str]:
-    """Runs that leave results/NAME_1.json and so on, and print nothing."""
-    for number in range(1, 1 + max(count for count, _ in runs.values())):
-        for name, (count, command) in runs.items():
+def in_turn(**runs: tuple[int, str, str]) -> list[str]:
+    """Return commands of runs that leave results/NAME_1.json and so on, and print nothing."""
+    commands = []
+    for number in range(1, 1 + max(count for count, *_ in runs.values())):
+        for name, (count, command, flags) in runs.items():
             if number <= count:
-                yield f'{command} ARGS="--json results/{name}_{number}.json" > /dev/null'
+                args = f"--json results/{name}_{number}.json{flags}"
+                commands.append(f'{command} ARGS="{args}" > /dev/null')
+    return commands
 
 
 def left_by(name: str, label: str) -> str:
-    """The results of these RUNS, as medians.py takes them."""
+    """Return the results of these RUNS, as medians.py takes them."""
     return f"'{label}'=results/{name}_{{1..{RUNS[name][0]}}}.json"
 
 
 COMPARE = "05_bucketed/compare/reference_output.txt"
-ON_1GBIT = f"{left_by('slow', '1 Gbit/s, 1 ms')} {left_by('one_call', 'one call at a time')}"
+TIMELINE = "05_bucketed/compare/reference_output_timeline.txt"
+STAGES = {
+    "02_naive_ddp": "NaiveDDP",
+    "03_flat_ddp": "FlatDDP",
+    "04_overlap_ddp": "OverlapDDP",
+    "05_bucketed": "BucketedDDP",
+}
+ON_1GBIT = f"{left_by('slow', '1 Gbit/s, 1 ms')} {left_by('two_calls', 'two calls at once')}"
 RECORDINGS = {  # besides those below that are one command
     COMPARE: [
         *in_turn(**RUNS),
-        f"{MEDIANS} {left_by('loopback', 'loopback')} {ON_1GBIT} {left_by('rate', '1 Gbit/s')} "
-        + left_by("hosts", "hosts"),
+        f"{MEDIANS} {left_by('loopback', 'loopback')} {ON_1GBIT}",
+        f"{MEDIANS} {left_by('rate', '1 Gbit/s, pace 0')} {left_by('hosts', 'hosts')}",
         f"{MEDIANS} {ON_1GBIT} --plot 05_bucketed/compare/compare.png > /dev/null",
         f"{MEDIANS} {left_by('slow', '2')} {left_by('of_4', '4')} {left_by('of_8', '8')} "
-        "--predicted results/predict_1gbit.json --scaling 05_bucketed/compare/scaling.png",
+        "--scaling 05_bucketed/compare/scaling.png",
     ],
-    "05_bucketed/compare/reference_output_timeline.txt": [
-        f"make timeline {SLOW}",
-        "cp results/timeline.png 05_bucketed/compare/timeline.png",
-        "for stage in 0[2-5]*; do cp results/timeline_$stage.png $stage/timeline.png; done",
-    ],
+    TIMELINE: 3 * [f'make timeline {SLOW} ARGS="--json results/timeline.json"'],
     "05_bucketed/predict/reference_output_1gbit.txt": [
         f"make 05_bucketed/predict {SLOW}",
-        "cp results/predict.json results/predict_1gbit.json",  # which compare draws, too
         "cp results/step.html 05_bucketed/predict/step.html",
         "cp results/gradients.png 04_overlap_ddp/gradients.png",
     ],
     "06_sharded_optimizer/reference_output.txt": [
-        *in_turn(sharded=(2, "make 06_sharded_optimizer")),
+        *in_turn(sharded=(2, "make 06_sharded_optimizer", "")),
         'make 06_sharded_optimizer ARGS="--json results/sharded_3.json"',
         f"{MEDIANS} 'three runs'=results/sharded_{{1..3}}.json",
     ],
     "06_sharded_optimizer/fsdp/reference_output.txt": [
-        *in_turn(fsdp=(2, "make 06_sharded_optimizer/fsdp")),
+        *in_turn(fsdp=(2, "make 06_sharded_optimizer/fsdp", "")),
         'make 06_sharded_optimizer/fsdp ARGS="--json results/fsdp_3.json"',
         f"{MEDIANS} 'three runs'=results/fsdp_{{1..3}}.json",
         "cp results/fsdp.png 06_sharded_optimizer/fsdp/fsdp.png",
@@ -107,17 +118,16 @@ RECORDINGS = {  # besides those below that are one command
     * ['make 08_ddp_rpc ARGS="--trainers 1 --servers 8 --round-trip-ms 2 --steps 100"'],
     "docs/reference_output_hang.txt": ["bash docs/hang.sh python"],
 }
-BOTH = {"": "", "_1gbit": SLOW}  # what follows reference_output in the file's name: words of make
+SWEEP = "05_bucketed/bucket_sweep/bucket_sweep_1gbit.png"
+# What follows reference_output in the file's name: words of make.
+BOTH = {"": "", "_1gbit": f'{SLOW} ARGS="--json results/stage.json"'}
 for folder, variants in {
     "01_allreduce": {"": 'ARGS="--plot 01_allreduce/allreduce.png"'},
     "01_allreduce/slow_network": {"": ""},
-    "02_naive_ddp": BOTH,
-    "03_flat_ddp": BOTH,
-    "04_overlap_ddp": BOTH,
-    "05_bucketed": BOTH,
+    **dict.fromkeys(STAGES, BOTH),
     "05_bucketed/bucket_sweep": {
-        "": 'ARGS="--plot 05_bucketed/bucket_sweep/bucket_sweep.png"',
-        "_1gbit": f'{SLOW} ARGS="--plot 05_bucketed/bucket_sweep/bucket_sweep_1gbit.png"',
+        "": 'ARGS="--no-plot"',
+        "_1gbit": f'{SLOW} ARGS="--json results/sweep.json --plot {SWEEP}"',
         "_course": f'NETWORK=5gbit,1ms ARGS="{COURSE}"',
     },
     "05_bucketed/predict": {"": ""},
@@ -134,30 +144,81 @@ def git(*words: str) -> subprocess.CompletedProcess:
     return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
 
 
+def scripts_of(folder: Path) -> set[Path]:
+    """Return the scripts of a folder, and all those of the repository that they import."""
+    stages = {path.stem: path for path in ROOT.glob("0*/**/*.py")}
+    waiting = [path for path in folder.glob("*.py") if not path.name.startswith("test_")]
+    found = {*waiting, *ROOT.glob("common/*.py")}
+    while waiting:
+        for node in ast.walk(ast.parse(waiting.pop().read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                names = [node.module]
+            imported = {stages[name] for name in names if name in stages}
+            waiting += imported - found
+            found |= imported
+    return found
+
+
 def is_recorded(name: str) -> bool:
-    """Whether the scripts of its folder, those of the folders above, and common/ are as then."""
-    folders = [str(folder) for folder in Path(name).parents[:-1]]
-    code = [f":(glob){folder}/*.py" for folder in (*folders, "common")]
+    """Tell whether all that it depends on is as it was then."""
     path = ROOT / name
     commit = re.match(r"commit +(\w+)\n", path.read_text() if path.exists() else "")
+    code = scripts_of(path.parent)
     return bool(commit) and git("diff", "--quiet", commit[1], "--", *code).returncode == 0
 
 
 def run(command: str) -> str:
-    """A command and what it prints, but for names of files; CalledProcessError if it fails."""
+    """Return a command and what it prints, but for names of files.
+
+    CalledProcessError if it fails, or if the machine's speed has drifted twice.
+    """
     words = re.sub("^make ", "make --silent --no-print-directory ", command)
     words = re.sub("^python ", f"{shlex.quote(sys.executable)} ", words)
     options = {"stdout": subprocess.PIPE, "text": True, "check": True}
-    output = subprocess.run(["bash", "-c", words], cwd=ROOT, **options).stdout
-    lines = [line for line in output.splitlines() if not line.startswith("written: ")]
-    return "\n".join(["", f"$ {command}", *lines, ""])
+    file = re.search(r"--json (\S+\.json)", command)
+    for _ in range(2):
+        output = subprocess.run(["bash", "-c", words], cwd=ROOT, **options).stdout
+        if not (file and command.startswith("make ") and has_drifted(ROOT / file[1])):
+            lines = [line for line in output.splitlines() if not line.startswith("written: ")]
+            return "\n".join(["", f"$ {command}", *lines, ""])
+    raise subprocess.CalledProcessError(1, command, "the machine's speed drifts")
 
 
-def record(name: str) -> Iterator[str]:
-    """Run its commands, one whenever it is asked for the next; write the recording at the end.
+def has_drifted(file: Path) -> bool:
+    """Tell whether the stretch of the network has changed by too much within a run."""
+    candidates = json.loads(file.read_text())["candidates"]
+    of_ranks = [rank for one in candidates for rank in one.get("stretch", [])]
+    stretches = [stretch for rank in of_ranks for stretch in rank]
+    return bool(stretches) and max(stretches) > MOST_DRIFT * min(stretches)
 
-    Yields "" for each, or what has failed: then the old recording stays.
+
+def draw_stages(drawn: set[str], is_last_run: bool) -> None:
+    """Copy the timelines of the stages that are not drawn yet, and agree with compare's runs.
+
+    A step agrees if its ratio lies in the range of compare's, and if its forward is within 15 % of
+    that of `no communication`. Those of the last run are copied in any case.
     """
+    found = medians.read_run(ROOT / "results/timeline.json")
+    of_compare = [medians.read_run(path) for path in sorted(ROOT.glob("results/slow_[1-3].json"))]
+    for folder in STAGES.keys() - drawn:
+        expected = medians.ratios(of_compare, STAGES[folder], NO_COMMUNICATION)
+        [ratio] = medians.ratios([found], folder, NO_COMMUNICATION)
+        forward, floor = [found[row]["forward_seconds"] for row in (folder, NO_COMMUNICATION)]
+        agrees = min(expected) <= ratio <= max(expected) and abs(forward / floor - 1) < 0.15
+        if agrees or is_last_run:
+            shutil.copy(ROOT / f"results/timeline_{folder}.png", ROOT / folder / "timeline.png")
+            shutil.copy(ROOT / "results/timeline.png", ROOT / "05_bucketed/compare/timeline.png")
+        if agrees:
+            drawn.add(folder)
+        else:
+            say(
+                f"{folder}: {ratio:.2f} in the timeline, {min(expected):.2f} to {max(expected):.2f}"
+            )
+
+
+def record(name: str) -> str:
+    """Run its commands and write the recording; return what has failed: then the old one stays."""
     changed = git("status", "--porcelain", "--", "*.py").stdout and ", changed"
     text = (
         f"commit     {git('rev-parse', '--short=9', 'HEAD').stdout.strip()}{changed}\n"
@@ -165,15 +226,19 @@ def record(name: str) -> Iterator[str]:
         f"processor  {processor_name()}, {os.cpu_count()} cores\n"
         f"date       {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC\n"
     )
-    for command in RECORDINGS[name]:
+    drawn = set()  # stages whose timeline agrees with compare
+    for number, command in enumerate(RECORDINGS[name], 1):
         say(f"{name}: {command}")
         try:
             text += run(command)
         except subprocess.CalledProcessError as error:
-            yield f"FAILED, and the old recording of {name} stays: {error}"
-            return
-        yield ""
+            return f"FAILED, and the old recording of {name} stays: {error} {error.output or ''}"
+        if name == TIMELINE:
+            draw_stages(drawn, number == len(RECORDINGS[name]))
+            if len(drawn) == len(STAGES):
+                break
     (ROOT / name).write_text(text)
+    return ""
 
 
 def main() -> int:
@@ -187,14 +252,9 @@ def main() -> int:
         names = [name for name in names if not is_recorded(name)]
     say(f"{len(names)} of {len(RECORDINGS)} recordings; all take about an hour")
     (ROOT / "results").mkdir(exist_ok=True)
-    of_compare = record(COMPARE) if COMPARE in names else iter(())
-    failures = []
-    for name in names:
-        if name != COMPARE:
-            failures += [*record(name), *islice(of_compare, 1)]
-    failures += of_compare
-    say("\n".join(filter(None, failures)))
-    return figures.main() or any(failures)
+    failures = list(filter(None, map(record, names)))
+    say("\n".join(failures))
+    return figures.main() or bool(failures)
 
 
 if __name__ == "__main__":

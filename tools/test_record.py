@@ -1,5 +1,6 @@
 """make reference: what is recorded, when, and in which order."""
 
+import json
 import subprocess
 
 import pytest
@@ -12,12 +13,11 @@ ONE, OTHER = "01_x/reference_output.txt", "02_y/reference_output_z.txt"
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """run(*words): make reference in a repository of two recordings, one of them compare's."""
-    for name in ("01_x/x.py", "02_y/y.py", "common/c.py"):
-        (tmp_path / name).parent.mkdir()
-        (tmp_path / name).write_text("")
-    for name, value in {"ROOT": tmp_path, "COMPARE": OTHER}.items():
-        monkeypatch.setattr(record, name, value)
+    """run(*words): make reference in a repository of two recordings."""
+    for name in ("01_x/x.py", "02_y/y.py", "02_y/test_y.py", "common/c.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("import y" if name == "01_x/x.py" else "")
+    monkeypatch.setattr(record, "ROOT", tmp_path)
     monkeypatch.setattr(record.figures, "main", lambda: 0)
     commands = {ONE: ["echo 1.5; echo written: x.png", "echo one >> ran"]}
     commands[OTHER] = ["echo other >> ran", "echo last >> ran"]
@@ -31,6 +31,13 @@ def run(tmp_path, monkeypatch):
     return main
 
 
+def test_a_machine_whose_speed_drifts(tmp_path):
+    for stretches, has_drifted in {(2.0, 2.9): False, (2.0, 3.1): True}.items():
+        candidates = [{"name": "x", "stretch": [stretches]}, {"name": "y"}]
+        (tmp_path / "x").write_text(json.dumps({"candidates": candidates}))
+        assert record.has_drifted(tmp_path / "x") == has_drifted
+
+
 def commit(folder) -> None:
     git = "git -c user.name=x -c user.email=x@y commit -qam x"
     subprocess.run(f"git init -q; git add .; {git}", shell=True, cwd=folder, check=True)
@@ -42,12 +49,14 @@ def test_it_records_what_the_present_code_has_not_recorded(run, tmp_path):
     assert head.startswith("commit     ") and "torch      " in head and head.endswith(" UTC")
     assert text == "$ echo 1.5; echo written: x.png\n1.5\n\n$ echo one >> ran\n"
     ran = tmp_path / "ran"
-    assert ran.read_text() == "one\nother\nlast\n"  # compare's run in between
+    assert ran.read_text() == "one\nother\nlast\n"
     assert run() == 0 and ran.read_text().count("one") == 1
-    (tmp_path / "02_y" / "y.py").write_text("1")
-    assert run() == 0 and ran.read_text().count("one") == 1 and ran.read_text().count("last") == 2
+    (tmp_path / "02_y" / "test_y.py").write_text("1")
+    assert run() == 0 and ran.read_text().count("last") == 1, "a test changes no recording"
+    (tmp_path / "02_y" / "y.py").write_text("1")  # 01 imports it
+    assert run() == 0 and ran.read_text().count("one") == 2 and ran.read_text().count("last") == 2
     (tmp_path / "common" / "c.py").write_text("1")
-    assert run() == 0 and ran.read_text().count("one") == 2
+    assert run() == 0 and ran.read_text().count("one") == 3 and ran.read_text().count("last") == 3
     assert run("02") == 0 and ran.read_text().count("last") == 4  # named: again
 
 

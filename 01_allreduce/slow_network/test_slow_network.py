@@ -70,6 +70,27 @@ def test_calls_take_what_is_asked_for(ranks, world_size, network, stretch):
     ranks(world_size).run(takes_what_is_asked_for, network, stretch)
 
 
+def keeps_pace():
+    """The stretch is the median of the last three steps, the mean of all ranks, by the pace."""
+    rank = dist.get_rank()
+    wire.connect("1gbit,1ms")
+    wire.pace = 0.4
+    stretches = []
+    for seconds in (0.8, 2.0, 1.0, 1.2):
+        wire.keep_pace(seconds + 0.2 * (-1) ** rank)
+        stretches.append(wire.stretch)
+    assert stretches == pytest.approx([2.0, 3.5, 2.5, 3.0])
+    transfer, delays = wire.cost("allreduce", 125_000_000, 2)
+    assert (transfer, delays) == pytest.approx((3.0, 3 * 0.004))
+    wire.least_stretch = 3.25
+    wire.keep_pace(0.1)
+    assert wire.stretch == 3.25
+
+
+def test_the_network_keeps_pace_with_the_machine(ranks):
+    ranks(2).run(keeps_pace)
+
+
 def delays_collectives():
     """reduce and broadcast, too; not send and receive, and nothing outside of the wire."""
     group, rank = slow_group("1gbit,20ms"), dist.get_rank()

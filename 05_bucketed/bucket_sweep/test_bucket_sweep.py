@@ -5,7 +5,7 @@ from pathlib import Path
 import bucket_sweep
 import numpy
 import pytest
-from predict import Network
+from predict import Link
 
 from tools import testing
 
@@ -13,10 +13,10 @@ SCRIPT = Path(__file__).with_name("bucket_sweep.py")
 
 
 def test_best_number_of_buckets_is_the_minimum_of_the_overhead():
-    network = Network(5e-4, 1e9)
-    best = bucket_sweep.best_number_of_buckets(1e8, network)
+    link = Link(5e-4, 1e9)
+    best = bucket_sweep.best_number_of_buckets(1e8, link)
     numbers = [best, 0.99 * best, 1.01 * best]
-    least, *others = [bucket_sweep.overhead(n, 1e8, network) for n in numbers]
+    least, *others = [bucket_sweep.overhead(n, 1e8, link) for n in numbers]
     assert least < min(others) and least == pytest.approx(2 * (1e8 * 5e-4 / 1e9) ** 0.5)
 
 
@@ -28,7 +28,7 @@ def test_run(forked, tmp_path, device):
     status, output = forked(2, SCRIPT, *words, cwd=tmp_path)
     assert status == 0, output
     assert (tmp_path / "png").read_bytes().startswith(b"\x89PNG")
-    assert "BucketedDDP, 0.25 MB" in (tmp_path / "trace").read_text()
+    assert "BucketedDDP, 0.25 MB" in (tmp_path / "trace_BucketedDDP_0.25_MB").read_text()
     result = testing.read_json(tmp_path / "json", "05_bucketed/bucket_sweep")
     p50s = [float(numpy.median(one["step_seconds"])) for one in result["candidates"]]
     assert result["gradient_bytes"] == 4 * result["model"]["parameters"]

@@ -13,19 +13,20 @@ import torch
 import torch.distributed as dist
 
 from common import setup
+from common.network import Span
 from tools.testing import QUICK, read_json
 
 FOLDER = Path(__file__).resolve().parent
 ALL_REDUCE = dist.all_reduce
 
 
-def result(dilation=1.0, **times):
+def result(**times):
     """What --json writes, in part: two ranks, two steps each of candidates that take so long."""
     candidates = []
     for name, step in ({"no communication": 0.5} | times).items():
         exposed = {"exposed_comm_seconds": [[0.2, 0.3], [0.1, 0.2]]}
         candidates.append({"name": name, "step_seconds": [[step] * 2] * 2} | exposed)
-    return {"dilation": dilation, "candidates": candidates}
+    return {"candidates": candidates}
 
 
 @pytest.fixture
@@ -67,15 +68,20 @@ def test_several_runs_are_a_median_with_its_range_and_networks_are_columns(media
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_speed_ups_over_one_process_beside_those_that_were_predicted(medians_of, tmp_path):
-    runs = result(2.0, **{"one process": 2.0, **dict.fromkeys(medians.LINES, 0.8)})
-    steps = {"one process": {"step_seconds": 3.0}, "NaiveDDP": {"step_seconds": 4.0}}
-    (tmp_path / "x").write_text(json.dumps({"predicted": {"4": steps}}))
-    found = medians_of([("4=", runs)], "--predicted", tmp_path / "x", "--scaling", tmp_path / "png")
-    assert found["speed-up over one process"]["NaiveDDP"] == ["2.50", "0.75"]
-    assert found["speed-up over one process"]["FlatDDP"] == ["2.50", "-"]
-    assert found["step, ms"]["one process"] == ["1000.00"]
+def test_speed_ups_over_one_process_which_takes_a_step_for_each_rank(medians_of, tmp_path):
+    runs = result(**dict.fromkeys(medians.LINES, 0.8))
+    found = medians_of([("4=", runs)], "--scaling", tmp_path / "png")
+    assert found["speed-up over one process"]["NaiveDDP"] == ["2.50"]
+    assert found["speed-up over one process"]["no communication"] == ["4.00"]
     assert (tmp_path / "png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_scaling_needs_numbers_of_ranks_and_all_stages(refusal, tmp_path):
+    for label, runs in {"four": result(**dict.fromkeys(medians.LINES, 0.8)), "4": result()}.items():
+        (tmp_path / "x.json").write_text(json.dumps(runs))
+        words = f"{label}={tmp_path}/x.json", "--scaling", tmp_path / "png"
+        said = refusal(medians.main, FOLDER / "medians.py", *words)
+        assert said.startswith("argument --scaling: ") and label in said
 
 
 def calls_of(name: str) -> tuple[list, list]:
@@ -114,12 +120,12 @@ def test_all_stages_with_a_class_of_the_users_own(forked, tmp_path):
     status, output = forked(2, FOLDER / "compare.py", *words, cwd=tmp_path)
     assert status == 0, output
     candidates = read_json(tmp_path / "x", "05_bucketed/compare")["candidates"]
-    others = ["torch DDP", "Mine (mine)", "one process"]
+    others = ["torch DDP", "Mine (mine)"]
     names = ["no communication", *compare.strategies(5.0), *others]
     assert [one["name"] for one in candidates] == names
     counts = [one["collectives_per_step"] for one in candidates]
-    assert counts == [0, 15, 15, 15, 1, 1, 1, 1, 1, 0]
-    assert [len(one["step_seconds"]) for one in candidates] == 9 * [2] + [1]
+    assert counts == [0, 15, 1, 15, 15, 1, 1, 1, 1]
+    assert [len(one["step_seconds"]) for one in candidates] == 9 * [2]
     assert tables(output)["step ÷ no communication"]["no communication"] == ["1.00"]
     assert (tmp_path / "png").read_bytes().startswith(b"\x89PNG")
 
@@ -131,23 +137,45 @@ def test_many_ranks_share_the_cores(forked, tmp_path):
     status, output = forked(4, FOLDER / "compare.py", *words, "--json", tmp_path / "x")
     assert status == 0, output
     found = read_json(tmp_path / "x", "05_bucketed/compare")
-    assert found["dilation"] == max(1, 4 / setup.cores())
-    assert [len(one["step_seconds"][0]) for one in found["candidates"]] == 7 * [3]
+    candidates = found["candidates"]
+    stretches = [value for one in candidates for rank in one["stretch"] for value in rank]
+    assert set(stretches) == {max(1, 4 / setup.cores())}  # nano has no pace
+    assert [len(one["step_seconds"][0]) for one in candidates] == 6 * [3]
     assert 0.18 < medians.p50s(found)["NaiveDDP"]["step_seconds"] < 0.5
+
+
+def test_one_pace_whatever_the_speed_of_the_machine(forked, tmp_path):
+    """A step that sends nothing counts as 20 ms, and the network keeps the proportion to it."""
+    words = ["--size", "nano", "--network", "1gbit,1ms", "--pace", "0.02", "--steps", "5"]
+    words += ["--device", "cpu", "--no-plot", "--json", tmp_path / "x"]
+    status, output = forked(2, FOLDER / "compare.py", *words)
+    assert status == 0, output
+    found = read_json(tmp_path / "x", "05_bucketed/compare")
+    assert 0.005 < medians.p50s(found)["no communication"]["step_seconds"] < 0.08
+    assert medians.p50s(found)["NaiveDDP"]["step_seconds"] > 15 * 0.004
+    for one in found["candidates"]:
+        own, others = one["stretch"]
+        assert own == others and min(own) > 0, "ranks disagree"
 
 
 @pytest.mark.parametrize(
     "launched, packs, rows", [([0.625], 2, [1]), ([0.25, 0.375, 0.45], 0, [1, 2, 1])]
 )
 def test_a_step_of_the_timeline(launched, packs, rows):
-    """What surrounds a single call in sync packs. Calls that overlap take two rows."""
-    marks = {"forward starts": 8.0, "backward starts": 8.25, "sync starts": 8.5}
-    marks |= {"optimizer starts": 9.0, "optimizer ends": 9.5, "sync ends": 9.0}
-    marks |= {"forward ends": 8.25, "backward ends": 8.5}
-    calls = [(8 + moment, 8.0625 + moment, 8.25 + moment) for moment in launched]
-    bars = timeline.bars_of(marks, calls)
+    """What surrounds a single call in sync packs. Calls that overlap take two rows.
+
+    Two seconds here are one of the network's.
+    """
+    marks = {"forward starts": 8.0, "backward starts": 8.5, "last gradient": 9.0}
+    marks |= {"optimizer starts": 10.0, "optimizer ends": 11.0, "sync ends": 10.0}
+    marks |= {"forward ends": 8.5}
+    moments = [(8 + 2 * moment, 8.125 + 2 * moment, 8.5 + 2 * moment) for moment in launched]
+    calls = [Span("allreduce", 4, *each) for each in moments]
+    bars = timeline.bars_of(marks, calls, stretch=2.0)
     assert timeline.duration(bars) == 1500
-    assert ("exposed communication", 500, 1000, 0, "500 ms") in bars
+    exposed = [bar for bar in bars if bar.name == "exposed communication"]
+    waits = (625, 875, 0, "250 ms") if packs else (500, 1000, 0, "500 ms")
+    assert [bar[1:] for bar in exposed] == [waits]
     packing = [bar[1:3] for bar in bars if bar.name == "pack, unpack"]
     assert packing == [(500, 625), (875, 1000)][:packs]
     carried = [bar for bar in bars if bar.name == "all-reduce"]
@@ -157,9 +185,12 @@ def test_a_step_of_the_timeline(launched, packs, rows):
 
 def test_timeline_of_every_stage_in_one_run(forked, tmp_path):
     words = ["--size", "nano", "--steps", "1", "--plot", tmp_path / "timeline.png"]
+    words += ["--json", tmp_path / "json"]
     status, output = forked(2, FOLDER / "timeline.py", *words, cwd=tmp_path)
     assert status == 0, output
     found = re.findall(r"^(.*): (\d+) all-reduces in \d+ ms", output, re.MULTILINE)
     expected = {"02_naive_ddp": "15", "03_flat_ddp": "1", "04_overlap_ddp": "15"}
     assert dict(found) == {"no communication": "0", **expected, "05_bucketed": "1"}
     assert len(list(tmp_path.glob("*.png"))) == 5
+    one, *_ = read_json(tmp_path / "json", "05_bucketed/compare/timeline")["candidates"]
+    assert 0 < one["forward_seconds"][0][0] < one["step_seconds"][0][0]
