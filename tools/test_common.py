@@ -52,7 +52,7 @@ def test_the_table_of_steps(capsys):
     cells = {line[:16].strip(): line[16:].split() for line in lines[:4]}
     assert cells["X"] == ["50.0"] * 4 + ["200", "40.0", "80", "%", "10.0", "3", "2.500"]
     assert cells["no communication"][4:] == ["1000", "0.0", "0", "%", "0.0", "0", "0.500"]
-    assert "o = 2.00 ms a call, w = 1.000 GB/s" in " ".join(lines)
+    assert "2.00 ms a call" in " ".join(lines) and "1.000 GB/s" in " ".join(lines)
 
 
 def test_percentiles_are_of_all_ranks():
@@ -141,7 +141,7 @@ sys.path.append(sys.argv[1])
 from common import setup, timing
 import torch.distributed as dist
 def on_rank(rank, fault):
-    with setup.process_group("cpu", "gloo", 30, "5gbit,2ms") as device:
+    with setup.process_group("cpu", "gloo", 30, "1gbit,2ms") as device:
         setup.say(f"joined on {device} with {dist.get_backend()}")
         if fault:
             time.sleep(600)
@@ -170,7 +170,7 @@ def test_spawned_ranks_leave_nothing(script, tmp_path, fault):
         assert "process 1 terminated with exit code 1" in output
         costs = json.loads(output.splitlines()[0])
         assert 0.008 <= costs["call_seconds"] < 0.020
-        assert costs["bytes_per_second"] == pytest.approx(5e9 / 8, rel=0.3)
+        assert costs["bytes_per_second"] == pytest.approx(1e9 / 8, rel=0.3)
 
 
 RUNS_A_STAGE = """
