@@ -68,8 +68,9 @@ def speed_ups(runs: list[Run], name: str, ranks: int) -> list[float]:
     return [ranks / ratio for ratio in ratios(runs, name, NO_COMMUNICATION)]
 
 
-def milliseconds(runs: list[Run], name: str) -> list[float]:
-    return [1000 * run[name]["step_seconds"] for run in runs if name in run]
+def milliseconds(runs: list[Run], name: str, quantity: str) -> list[float]:
+    """Return a quantity of this candidate in each run that has it, in ms."""
+    return [1000 * run[name][quantity] for run in runs if quantity in run.get(name, ())]
 
 
 def cell(values: list[float]) -> str:
@@ -182,7 +183,10 @@ def main() -> None:
     for baseline in [name for name in names if name in OF_TORCH]:
         print_table(f"step ÷ {baseline}", columns, ratios, baseline)
         setup.say()
-    print_table("step, ms", columns, milliseconds)
+    print_table("step, ms", columns, milliseconds, "step_seconds")
+    if any("exposed_comm_seconds" in run[names[0]] for runs in columns.values() for run in runs):
+        setup.say()
+        print_table("exposed, ms", columns, milliseconds, "exposed_comm_seconds")
     if args.plot:
         draw(columns, args.plot)
     if not args.scaling:
