@@ -1,17 +1,17 @@
 """01: all-reduce, shown, opened up and measured.
 
-After an all-reduce every rank holds the sum of all ranks' tensors. This is the one operation that
-data parallelism stands on. Here it is shown on four small tensors, written by hand as a ring, once
-plain and once in pieces, and timed beside the backend's own. alpha_beta.py says what the times
+After an all-reduce every rank holds the sum of all ranks' tensors. Data parallelism stands on this
+one operation. The script shows it on four small tensors, and times the backend's own beside two
+written by hand: a plain ring, and a ring that works in pieces. cost_model.py says what the times
 mean. Unlike most later stages this script starts its ranks itself.
 
-    make 01_allreduce                       (0.01 to 100 MB on 2, 4 and 6 ranks: about a minute)
+    make 01_allreduce                       (0.01 to 100 MB on 2, 4 and 6 ranks: a minute or two)
     make 01_allreduce NPROC=4               (only 4 ranks)
     python 01_allreduce/allreduce.py --sizes-mb 1,10,100,1000           (the course's sizes, 9 GB)
     python 01_allreduce/allreduce.py --backends gloo,nccl --nproc 2     (with a GPU for each rank)
 
-The JSON has a row per size, algorithm and world size, with a time per call, that of the slowest
-rank, where later stages have [rank][step].
+The JSON has a row for each size, algorithm and world size. Its "seconds" are those of the slowest
+rank, a number for each call, where later stages have [rank][step].
 
 Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
 JPDC 2009; bandwidths as nccl-tests defines them (doc/PERFORMANCE.md); Stanford CS336, assignment 2,
@@ -19,9 +19,8 @@ JPDC 2009; bandwidths as nccl-tests defines them (doc/PERFORMANCE.md); Stanford 
 """
 
 import itertools
-import json
 import sys
-from datetime import datetime, timedelta, timezone
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -59,7 +58,7 @@ IN_FLIGHT = 3  # receives posted ahead, each into a buffer of one piece: few, to
 
 
 def ring_all_reduce(tensor: torch.Tensor) -> None:
-    """The same ring, with chunks that travel in pieces: adding and sending overlap.
+    """Sum like the plain ring, but send chunks in pieces, so that adding and sending overlap.
 
     While a piece is added, the next ones arrive and the last one is on its way out.
     """
@@ -103,13 +102,16 @@ HEADER = ["algorithm", "ranks", "MB", "p50, ms", "p75", "p90", "p95"]
 HEADER += ["algbw", "busbw", "ratio", "#wrong"]
 WIDTHS = [10, 5, 6, 7, 7, 7, 7, 5, 5, 5, 6]
 LEGEND = """\
-time: of the slowest rank, ms, percentiles of the counted calls; MB = 2^20 bytes, GB/s =
-10^9 bytes per second; algbw = size / p50, busbw = algbw · 2(n-1)/n, GB/s; ratio: busbw to the
-backend's own; #wrong: wrong elements, over all counted calls and ranks"""
+Times are the slowest rank's, in ms: percentiles over the measured calls. MB = 2^20 bytes, GB/s =
+10^9 bytes per second; algbw = size / p50, busbw = algbw · 2(n-1)/n, both in GB/s; ratio: busbw
+divided by that of the backend's own; #wrong: wrong elements, over all measured calls and ranks"""
 
 
 def demonstrate() -> None:
-    """All-reduce three random integers of each rank, and print all, before and after."""
+    """All-reduce three random integers of each rank; rank 0 prints all, before and after.
+
+    Ranks that print for themselves do so in any order.
+    """
     from common.setup import say
 
     torch.manual_seed(dist.get_rank())
@@ -125,8 +127,8 @@ def demonstrate() -> None:
 def measure_size(algorithms: dict, tensor: torch.Tensor, steps: int, warmup: int) -> list[dict]:
     """Call the algorithms in turn (A B A B …), so that noise meets them alike, and check each call.
 
-    Returns a row of each for the JSON: "seconds" of the slowest rank per counted call, and the
-    "wrong" elements of all these calls and ranks.
+    Returns a row of each for the JSON: the "seconds" of the slowest rank for each measured call,
+    and how many elements were "wrong", over all these calls and ranks.
     """
     import numpy
 
@@ -190,11 +192,11 @@ def join(backend: str, rank: int, world_size: int, store: dist.Store) -> torch.d
 
 
 def run_rank(rank: int, args, result: dict) -> None:
-    """In a process of its own: show an all-reduce, then measure every cell that has this rank.
+    """Show an all-reduce, then measure every cell that has this rank, in a process of its own.
 
-    Rank 0 writes the JSON and prints rows after each size: they are kept whatever happens next.
+    Rank 0 prints the rows of each size and writes the JSON: they are kept whatever happens next.
     """
-    from alpha_beta import fit_and_draw
+    from cost_model import fit_and_draw
 
     from common.report import print_row, write_json
     from common.setup import cores, say
@@ -206,7 +208,7 @@ def run_rank(rank: int, args, result: dict) -> None:
         dist.destroy_process_group()
     say(
         f"\n01_allreduce: torch {torch.__version__}, {cores()} cores for all ranks; "
-        f"{args.steps} calls are counted, after {args.warmup} to warm up"
+        f"measured calls: {args.steps}, after {args.warmup} to warm up"
     )
     print_row(HEADER, WIDTHS)
     rows = result["rows"] = []
@@ -224,10 +226,9 @@ def run_rank(rank: int, args, result: dict) -> None:
             tensor = torch.empty(max(1, int(megabytes * 2**18)), device=device)
             measured = measure_size(algorithms, tensor, args.steps, args.warmup)
             rows += measured
-            if rank == 0 and args.json:
-                args.json.write_text(json.dumps(result, default=str))
             for row in measured:
                 print_measured(row, measured[0]["p50"])
+            write_json(args.json, result, say_so=False)
         dist.destroy_process_group()
     if rank == 0:
         say(LEGEND)
@@ -236,7 +237,7 @@ def run_rank(rank: int, args, result: dict) -> None:
 
 
 def read_arguments():
-    """The command line, checked."""
+    """Read the command line and check it."""
     from common import setup
 
     parser = setup.Parser(__doc__)
@@ -257,39 +258,24 @@ def read_arguments():
     return args
 
 
-def begin(args) -> dict:
-    """The head of the JSON, with lists where later stages have one backend and world size."""
-    from common.report import processor_name
-
-    return {
-        "stage": "01_allreduce",
-        "torch": torch.__version__,
-        "backend": args.backends,
-        "network": None,
-        "dilation": 1.0,
-        "device": ["cuda" if backend == "nccl" else "cpu" for backend in args.backends],
-        "device_name": processor_name(),
-        "world_size": args.world_sizes,
-        "threads_per_rank": None,  # in the rows
-        "options": dict(vars(args)),
-        "started": datetime.now(timezone.utc),
-    }
-
-
 def main():
     folder = Path(__file__).resolve().parent
     sys.path[:0] = [str(folder), str(folder.parent)]
     try:
-        import alpha_beta  # noqa: F401
+        import cost_model  # noqa: F401
 
-        from common import setup
+        from common import report, setup
     except ModuleNotFoundError as error:
-        files = "the repository's folder common/, and alpha_beta.py"
+        files = "the repository's folder common/, and cost_model.py"
         sys.exit(f"error: {error}: copy {files} beside this script")
 
     args = read_arguments()
+    devices = ["cuda" if backend == "nccl" else "cpu" for backend in args.backends]
+    # Lists where later stages have one backend, device and world size; threads are in the rows.
+    where = args.backends, devices, args.world_sizes, None
+    result = report.head("01_allreduce", args, *where)
     try:
-        setup.spawn(max(4, *args.world_sizes), run_rank, args, begin(args))
+        setup.spawn(max(4, *args.world_sizes), run_rank, args, result)
     except KeyboardInterrupt:
         sys.exit("interrupted")
     except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:

@@ -1,7 +1,7 @@
 """Tests of 01_allreduce: what the rings promise, the fit, the script from outside."""
 
 import itertools
-import json
+import math
 import os
 import signal
 import sys
@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from allreduce import IN_FLIGHT, PIECE_BYTES, RINGS
-from alpha_beta import fit
+from cost_model import fit
 
 from tools import testing
 from tools.testing import ROOT, read_json, wait_for_line
@@ -50,11 +50,6 @@ def differing_sums() -> list[tuple]:
     return differing
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_sums_equal_all_reduce(ranks, world_size):
-    assert ranks(world_size).run(differing_sums) == [[]] * world_size
-
-
 def check_random_numbers():
     """The backend's sum is near (the order rounds differently); all ranks' own are the same.
 
@@ -73,8 +68,10 @@ def check_random_numbers():
         assert torch.equal(ours, first)
 
 
-def test_all_ranks_hold_the_same_bits(ranks):
-    ranks(3).run(check_random_numbers)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_sums_equal_all_reduce_and_are_the_same_on_all_ranks(ranks, world_size):
+    assert ranks(world_size).run(differing_sums) == [[]] * world_size
+    ranks(world_size).run(check_random_numbers)
 
 
 # The measurement and the model
@@ -108,22 +105,21 @@ def test_a_row_of_the_table(capsys):
 
 
 def test_fit():
-    """α and β of exact times; a large one that is 20 % off moves α little."""
-    sizes = [2**20 * megabytes for megabytes in (1, 10, 100, 1000)]
-    times = [250e-6 + 2 * 3 / 4 * size / 3e9 for size in sizes]
-    alpha, beta, error = fit(sizes, times, world_size=4)
-    assert (alpha, beta) == (pytest.approx(250e-6), pytest.approx(3e9)) and error < 1e-9
-    times[-1] *= 1.2
-    alpha, beta, error = fit(sizes, times, world_size=4)
-    assert alpha == pytest.approx(250e-6, rel=0.2) and 0.05 < error < 0.2
+    """o and w of exact times; one that is twice as long moves them as far as one half as long."""
+    sizes = [2**20 * megabytes for megabytes in (0.01, 0.1, 1, 10, 100)]
+    times = [250e-6 + size / 2e9 for size in sizes]
+    assert fit(sizes, times) == pytest.approx((250e-6, 2e9, 0), rel=0.01, abs=1e-3)
+    for factor in (2, 1 / 2):
+        o, w, error = fit(sizes, [times[0] * factor, *times[1:]])
+        assert abs(math.log(o / 250e-6)) == pytest.approx(math.log(2) / 2, rel=0.3)
+        assert w == pytest.approx(2e9, rel=0.2) and 0.2 < error < 0.5
 
 
 # The script
 
 
-def test_script_measures_fits_and_draws(script, tmp_path):
-    words = [*SHORT, "--sizes-mb", "0.5,8", *files_in(tmp_path)]
-    status, output = script([sys.executable, SCRIPT, *words]).wait()
+def test_script_measures_fits_and_draws(forked, tmp_path):
+    status, output = forked(None, SCRIPT, *SHORT, "--sizes-mb", "0.5,8", *files_in(tmp_path))
     assert status == 0 and output.count("after [23, 33, 15]") == 4, output
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     result = read_json(tmp_path / "a.json", "01_allreduce")
@@ -167,7 +163,7 @@ def test_bad_input_is_one_line(refusal):
     "number, said", [(2, "interrupted"), pytest.param(9, "a rank ended: ", marks=pytest.mark.full)]
 )
 def test_what_is_measured_is_kept(script, tmp_path, number, said):
-    """Ctrl-C, or the kernel that kills a rank for its memory, while the third size is measured."""
+    """The JSON is whole after Ctrl-C, and when the kernel kills a rank for its memory."""
     run = script([sys.executable, SCRIPT, *SHORT, "--sizes-mb", "0.5,1,400", *files_in(tmp_path)])
     wait_for_line(run, "ring            2       1 ")
     if number == signal.SIGINT:
@@ -176,4 +172,4 @@ def test_what_is_measured_is_kept(script, tmp_path, number, said):
         os.kill(max(run.processes()), number)
     status, output = run.wait(30)  # fails if a process is left
     assert status == 1 and said in output and "Traceback" not in output, output
-    assert len(json.loads((tmp_path / "a.json").read_text())["rows"]) == 6
+    assert len(read_json(tmp_path / "a.json", "01_allreduce")["rows"]) == 6

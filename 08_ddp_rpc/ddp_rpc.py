@@ -2,17 +2,17 @@
 
 Tables too large for one process are not replicated: every parameter server keeps its own, and
 trainers ask for the rows they need by remote procedure call. The dense net is small: every trainer
-has a replica, and DDP keeps them equal. One distributed backward pass serves both. Asking
-all servers at once is measured against asking one after another, epoch by epoch in turn.
+has a replica, and DDP keeps them equal. One distributed backward pass serves both. Epochs that ask
+all servers at once take turns with epochs that ask one after another.
 
     make 08_ddp_rpc                                     (2 trainers and 2 servers)
     make 08_ddp_rpc NPROC=8                             (8 and 8, as upstream)
     python 08_ddp_rpc/ddp_rpc.py --trainers 1 --servers 8 --round-trip-ms 2
                                                         (each lookup takes at least 2 ms)
 
-The processes, all on this host, are a master, the trainers, and the servers. All join one RPC
-world, the trainers a process group besides. The master alone acts by itself: the others do what
-they are called for.
+The processes, all on this host, are a master, the trainers and the servers, in this order of ranks.
+All join one RPC world, and the trainers a process group, too. Only the master acts by itself: the
+others do what they are asked to.
 
 Source: PyTorch, torch/distributed/benchmarks/benchmark_ddp_rpc.py; Li et al., "Scaling Distributed
 Machine Learning with the Parameter Server", OSDI 2014.
@@ -26,9 +26,10 @@ import shutil
 import subprocess
 import sys
 import time
-from datetime import datetime, timedelta, timezone
+from datetime import timedelta
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -48,26 +49,26 @@ VERIFY_STEPS = 20
 LOOKUPS = ["parallel", "sequential"]
 
 
-# Three functions that run on a parameter server when somebody calls them from afar. A table is an
-# object on its server; all others hold a remote reference (RRef) to it.
+# Three functions that run on a parameter server when a trainer calls them. A table is an object on
+# its server; all others hold a remote reference (RRef) to it.
 def new_table(embeddings: int, embedding_dim: int) -> nn.EmbeddingBag:
-    """This server's table, float32 [embeddings, embedding_dim]."""
+    """Make this server's table, float32 [embeddings, embedding_dim]."""
     torch.manual_seed(rpc.get_worker_info().id)  # each server's table is another one
     return nn.EmbeddingBag(embeddings, embedding_dim, mode="sum")
 
 
 def look_up(table: rpc.RRef, indices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """The sum over each bag, float32 [bags, embedding_dim], of this server's columns."""
+    """Return the sum over each bag, float32 [bags, embedding_dim], of this server's columns."""
     return table.local_value()(indices, offsets)
 
 
 def weight_of(table: rpc.RRef) -> rpc.RRef:
-    """A reference to the table's parameter, which stays here."""
+    """Return a reference to the table's parameter, which stays here."""
     return rpc.RRef(table.local_value().weight)
 
 
 def dense_net() -> nn.Sequential:
-    """Rows of 512 features -> logits of 8 classes; the layers of the upstream benchmark."""
+    """Make the net from rows of 512 features to logits of 8 classes, with upstream's layers."""
     return nn.Sequential(
         nn.Linear(DENSE_INPUT, 256),
         nn.Linear(256, 128),
@@ -79,10 +80,10 @@ def dense_net() -> nn.Sequential:
 
 
 class HybridModel(nn.Module):
-    """Embedding tables on the parameter servers, and this trainer's replica of the dense net.
+    """Joins embedding tables on the parameter servers to this trainer's replica of the dense net.
 
-    tables: a reference to each. process_group: joins the trainers and nobody else; without it DDP
-    takes the default group. round_trip: seconds that a lookup takes at least.
+    tables: a reference to each. process_group: the trainers and nobody else; without it DDP takes
+    the default group. round_trip: the fewest seconds that a lookup takes.
     """
 
     def __init__(self, tables: list[rpc.RRef], device, process_group=None, round_trip=0.0):
@@ -96,7 +97,7 @@ class HybridModel(nn.Module):
         self.message_bytes = 0
 
     def forward(self, indices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """Logits, float32 [bags * servers * embedding_dim / 512, 8].
+        """Return logits, float32 [bags * servers * embedding_dim / 512, 8].
 
         indices: int64 [n], rows of the tables; offsets: int64 [bags], where in it each bag starts.
         """
@@ -106,7 +107,7 @@ class HybridModel(nn.Module):
         return self.dense(rows.to(self.device))
 
     def ask_servers(self, indices: torch.Tensor, offsets: torch.Tensor) -> list[torch.Tensor]:
-        """Every server's columns of the same bags, float32 [bags, embedding_dim] each."""
+        """Return every server's columns of the same bags, float32 [bags, embedding_dim] each."""
         start = time.perf_counter()
         questions = [(table.owner(), look_up, (table, indices, offsets)) for table in self.tables]
         if self.lookup == "parallel":
@@ -125,16 +126,16 @@ class HybridModel(nn.Module):
         return columns
 
     def optimizer(self) -> DistributedOptimizer:
-        """SGD that updates each parameter where it lives: here and on all servers, all at once."""
+        """Make SGD that updates each parameter where it lives: here and on all servers, at once."""
         remote = [rpc.rpc_sync(table.owner(), weight_of, (table,)) for table in self.tables]
         local = [rpc.RRef(parameter) for parameter in self.dense.parameters()]
         return DistributedOptimizer(torch.optim.SGD, remote + local, lr=LEARNING_RATE)
 
 
 def training_step(model: HybridModel, optimizer: DistributedOptimizer, batch: tuple):
-    """One step of one trainer; returns its loss."""
+    """Take one step of one trainer; return its loss."""
     indices, offsets, targets = batch
-    # The context holds the gradients of this step, on every process: there are none to zero.
+    # The context holds this step's gradients on every process, so there are none to zero.
     with dist_autograd.context() as context_id:
         loss = F.cross_entropy(model(indices, offsets), targets.to(model.device))
         # DDP averages the dense gradients, RPC takes the others to their servers.
@@ -148,29 +149,30 @@ def training_step(model: HybridModel, optimizer: DistributedOptimizer, batch: tu
 
 
 def run_rank(rank, args, names):
-    """In a process of its own: join in this rank's role, serve until the master is done, leave."""
+    """Join in this rank's role, serve until the master is done, and leave; a process calls this."""
     from common.setup import threads_per_rank, without_gloo_greeting
 
     logging.captureWarnings(True)  # torch deprecates what its own RPC and optimizer are made of
     torch.set_num_threads(threads_per_rank(len(names) - 1))  # the master only waits
-    role = names[rank].rstrip("0123456789")
+    is_trainer = 1 <= rank <= args.trainers
+    is_server = rank > args.trainers
     options = rpc.TensorPipeRpcBackendOptions(
-        # A trainer has a thread that trains and others that take the answers. A server has one in
-        # all, so that updates of one table by several trainers follow one another: the optimizer
-        # takes no lock.
-        num_worker_threads=1 if role == "ps" else 4,
+        # A trainer has a thread that trains and others that take the answers. A server has a single
+        # thread, so that several trainers update a table one after another: the optimizer takes no
+        # lock.
+        num_worker_threads=1 if is_server else 4,
         rpc_timeout=args.timeout,
-        # Plain TCP. What torch adds to it on one host (shared memory, 16 more connections per pair)
-        # took more CPU time with messages as small as these.
+        # Plain TCP. With messages as small as these, what torch adds on one host (shared memory, 16
+        # more connections per pair) took more CPU time.
         _transports=["uv"],
         _channels=["basic"],
     )
     with without_gloo_greeting():  # RPC has a group of gloo's, too
-        if role == "trainer":
+        if is_trainer:
             limit = timedelta(seconds=args.timeout)
             dist.init_process_group(args.backend, None, limit, args.trainers, rank - 1)
         rpc.init_rpc(names[rank], None, rank, len(names), options)
-    if role == "master":
+    if rank == 0:
         try:
             run_master(args, names)
         except RuntimeError:
@@ -179,12 +181,12 @@ def run_rank(rank, args, names):
                 raise
             sys.exit(f"error: no answer within --timeout {args.timeout:g} s from {', '.join(gone)}")
     rpc.shutdown()
-    if role == "trainer":
+    if is_trainer:
         dist.destroy_process_group()
 
 
 def is_silent(name):
-    """Whether another process does not answer within 5 seconds."""
+    """Tell whether another process does not answer within 5 seconds."""
     try:
         return not rpc.rpc_sync(name, os.getpid, timeout=5)
     except RuntimeError:
@@ -192,7 +194,7 @@ def is_silent(name):
 
 
 def read_arguments():
-    """The command line, checked and completed; upstream's names of flags are understood, too."""
+    """Read the command line, check and complete it; upstream's names of flags work, too."""
     from common import setup
 
     count, one = setup.whole_number(1, 64), setup.whole_number(1)
@@ -200,17 +202,17 @@ def read_arguments():
     devices = ["auto", "cpu", "cuda"] if gpus else ["auto", "cpu"]
     parser = setup.Parser(__doc__)
     add = parser.add_argument
-    add("--nproc", type=count, default=2, help="so many trainers, and as many servers")
+    add("--nproc", type=count, default=2, help="number of trainers, and of servers")
     add("--trainers", "--number-trainers", type=count, help="(default: --nproc)")
     add("--servers", "--number-ps", type=count, help="(default: --nproc)")
     add("--embeddings", "--number-embeddings", type=one, default=300, help="rows of each table")
     add("--embedding-dim", type=one, help="its columns (default: the fewest that are enough)")
-    add("--steps", type=one, default=500, help=f"of each lookup, in epochs of {EPOCH}")
+    add("--steps", type=one, default=500, help=f"for each lookup, in epochs of {EPOCH}")
     add("--warmup-cycles", type=setup.whole_number(0), default=5, help="epochs before them")
-    add("--round-trip-ms", type=float, default=0.0, help="a lookup takes at least as long")
-    add("--device", choices=devices, default="auto", help="of the dense net")
+    add("--round-trip-ms", type=float, default=0.0, help="the least that a round trip takes")
+    add("--device", choices=devices, default="auto", help="where the dense net is")
     add("--timeout", type=setup.positive_number, default=300.0, help="seconds to wait for others")
-    add("--no-verify", action="store_true", help="only measure: verify copies all tables")
+    add("--no-verify", action="store_true", help="only measure; verify copies all tables")
     add("--json", type=setup.output_file, metavar="FILE", help="everything measured, raw")
     args = parser.parse_args()
     args.trainers = args.trainers or args.nproc
@@ -229,9 +231,8 @@ def read_arguments():
     return args
 
 
-def begin(args):
-    """Print what runs, where, and which rank is what; returns the head of the JSON."""
-    from common.report import processor_name
+def print_layout(args):
+    """Print what runs, where, and how many processes of each kind there are."""
     from common.setup import say
 
     threads, world_size = torch.get_num_threads(), 1 + args.trainers + args.servers
@@ -243,28 +244,15 @@ def begin(args):
     if shutil.which("nvidia-smi"):
         subprocess.run(["nvidia-smi", "topo", "-m"])  # how the GPUs are connected
     say(
-        f"{args.trainers} trainers, DDP over {args.backend}; {args.servers} servers, "
-        f"a table of {args.embeddings} × {args.embedding_dim} each"
+        f"trainers: {args.trainers}, DDP over {args.backend}; servers: {args.servers}, "
+        f"each with a table of {args.embeddings} × {args.embedding_dim}"
     )
-    return {
-        "stage": "08_ddp_rpc",
-        "torch": torch.__version__,
-        "backend": args.backend,
-        "network": None,
-        "dilation": 1.0,
-        "device": args.device,
-        "device_name": torch.cuda.get_device_name() if args.device == "cuda" else processor_name(),
-        "world_size": world_size,
-        "threads_per_rank": threads,
-        "options": dict(vars(args)),
-        "started": datetime.now(timezone.utc),
-    }
 
 
 def random_batches(args, seed):
     """Yield (indices, offsets, targets) without end: 20 to 50 indices in bags of 1 to 10.
 
-    There is a target per row of the dense net's input.
+    There is a target for each row of the dense net's input.
     """
     rows_per_bag = args.servers * args.embedding_dim // DENSE_INPUT
     generator = torch.Generator().manual_seed(seed)
@@ -280,17 +268,24 @@ def random_batches(args, seed):
 
 
 def new_model(args, tables, process_group=None):
-    """On a trainer: the model and its optimizer. Trainers share the GPUs if these are fewer."""
+    """Make the model and its optimizer on a trainer. Trainers share the GPUs if these are fewer."""
     torch.manual_seed(dist.get_rank())  # so that DDP must make the replicas equal
-    if args.device == "cuda":  # of this thread: RPC calls us on any of its own
+    if args.device == "cuda":  # torch keeps it for each thread, and RPC calls us on any of its own
         torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
     device = torch.device(args.device)
     model = HybridModel(tables, device, process_group, args.round_trip_ms / 1000)
     return model, model.optimizer()
 
 
+def largest_difference(tensors, others):
+    """Return the largest difference between two lists of tensors; nan if there is one anywhere."""
+    pairs = zip(tensors, others, strict=True)
+    differences = [(tensor - other).abs().max().cpu() for tensor, other in pairs]
+    return torch.stack(differences).max().item()  # Python's max() would lose a nan
+
+
 def verify_one_trainer(args, tables):
-    """Runs on trainer0: 20 steps with the servers, and 20 of a plain model in this process.
+    """Train 20 steps with the servers, on trainer0, and 20 with a plain model in this process.
 
     Returns the largest difference between their weights.
     """
@@ -315,12 +310,11 @@ def verify_one_trainer(args, tables):
         plain_optimizer.step()
         plain_optimizer.zero_grad()
     weights = [*model.dense.parameters(), *[table.to_here().weight for table in tables]]
-    pairs = zip(weights, plain.parameters(), strict=True)
-    return max((weight - other).abs().max().item() for weight, other in pairs)
+    return largest_difference(weights, plain.parameters())
 
 
 def verify(args, trainer, tables):
-    """Runs on the master, before anything is measured. Ends the run if the training is wrong."""
+    """Verify on the master before anything is measured; end the run if the training is wrong."""
     from common.setup import say
 
     tolerance = 1e-5
@@ -332,21 +326,27 @@ def verify(args, trainer, tables):
     if not difference <= tolerance:
         sys.exit(f"verify FAILED: {found}")
     say(f"verify: passed, {found}\n")
-    return {"max_abs_diff": difference}
+    return {"max_abs_diff": difference, "tolerance": tolerance, "passed": True}
+
+
+class Epoch(NamedTuple):
+    """What a trainer measures in ten steps."""
+
+    seconds: float
+    lookup_seconds: float
+    message_bytes: int
+    examples: int  # bags
 
 
 def train(args, tables):
-    """Runs on every trainer. Returns float64 [epoch, lookup, 4], and the weights of its replica.
-
-    The four: seconds, seconds in lookups, bytes of messages, examples (bags).
-    """
+    """Train on every trainer: return {lookup: list of Epoch}, and the weights of its replica."""
     from common.setup import progress
 
     rank = dist.get_rank()
     rounds = args.warmup_cycles + math.ceil(args.steps / EPOCH)
     model, optimizer = new_model(args, tables)
     all_batches = random_batches(args, seed=rank)
-    epochs = []
+    epochs = {lookup: [] for lookup in LOOKUPS}
     for number in range(rounds):
         if rank == 0:
             rpc.rpc_async("master", progress, (f"training: epoch {number + 1} of {rounds}",))
@@ -359,10 +359,10 @@ def train(args, tables):
             losses[-1].item()  # waits for the GPU, if any
             seconds = time.perf_counter() - start
             examples = sum(len(offsets) for _, offsets, _ in batches)
-            epochs.append([seconds, model.lookup_seconds, model.message_bytes, examples])
+            epoch = Epoch(seconds, model.lookup_seconds, model.message_bytes, examples)
+            epochs[lookup].append(epoch)
     weights = nn.utils.parameters_to_vector(model.dense.parameters())
-    samples = torch.tensor(epochs, dtype=torch.float64).view(rounds, len(LOOKUPS), 4)
-    return samples[args.warmup_cycles :], weights.detach().cpu()
+    return {name: epochs[name][args.warmup_cycles :] for name in LOOKUPS}, weights.detach().cpu()
 
 
 def run_master(args, names):
@@ -371,49 +371,67 @@ def run_master(args, names):
     from common.setup import say
 
     trainers, servers = names[1 : 1 + args.trainers], names[1 + args.trainers :]
-    result = begin(args)
+    where = args.backend, args.device, len(names), torch.get_num_threads()
+    result = report.head("08_ddp_rpc", args, *where)
+    print_layout(args)
     shape = (args.embeddings, args.embedding_dim)
     tables = [rpc.remote(name, new_table, shape) for name in servers]
-    result["verify"] = None if args.no_verify else verify(args, trainers[0], tables)
-    # Without a time limit, because a trainer misses whoever ends, and says so.
+    result["verify"] = {}  # by rows of the table
+    if not args.no_verify:
+        result["verify"]["trainer0"] = verify(args, trainers[0], tables)
+    # Without a time limit, because trainers notice a process that ends, and say so.
     answers = [rpc.rpc_async(name, train, (args, tables), timeout=0) for name in trainers]
-    samples, replicas = zip(*torch.futures.wait_all(answers), strict=True)
-    samples = torch.stack(samples)  # [trainer, epoch, lookup, 4]
-    print_result(trainers, samples)
+    epochs, replicas = zip(*torch.futures.wait_all(answers), strict=True)
+    result["candidates"] = [
+        {"name": lookup, **by_quantity([of_trainer[lookup] for of_trainer in epochs])}
+        for lookup in LOOKUPS
+    ]
+    print_result(trainers, result["candidates"])
     if not all(torch.equal(replica, replicas[0]) for replica in replicas):
         sys.exit("verify FAILED: the trainers hold different dense weights")
-    say(f"verify: passed, dense weights of {len(trainers)} trainers bitwise equal")
-    result["epochs"] = samples.tolist()
+    say("verify: passed, the dense weights of all trainers are bitwise equal")
+    result["verify"]["all"] = {"max_abs_diff": 0.0, "tolerance": 0.0, "passed": True}
     report.write_json(args.json, result)
 
 
-def print_result(trainers, samples):
-    """A row of the table per trainer and lookup, and of all trainers together."""
+def by_quantity(epochs):
+    """Return {quantity: [trainer][epoch]} of a list of Epoch for each trainer."""
+    return {
+        name: [[getattr(epoch, name) for epoch in of_trainer] for of_trainer in epochs]
+        for name in Epoch._fields
+    }
+
+
+def print_result(trainers, candidates):
+    """Print a row of the table for each trainer and lookup, and for all trainers together."""
+    import numpy
+
     from common.report import percentiles, print_table
     from common.setup import say
 
     rows = []
-    for name, group in zip([*trainers, "all"], [*samples.split(1), samples], strict=True):
-        for number, lookup in enumerate(LOOKUPS):
-            seconds, waits, _, examples = group[:, :, number].flatten(0, 1).T
-            in_an_epoch = len(group) * examples.mean()
-            cells = [f"{name} {lookup}"]
+    groups = [slice(number, number + 1) for number in range(len(trainers))]
+    for name, group in zip([*trainers, "all"], [*groups, slice(None)], strict=True):
+        for measured in candidates:
+            seconds = measured["seconds"][group]
+            examples = len(seconds) * numpy.mean(measured["examples"][group])  # in an epoch
+            cells = [f"{name} {measured['name']}"]
             for percentile in percentiles(seconds):
-                cells += [f"{percentile:.3f}", f"{in_an_epoch / percentile:.0f}"]
-            rows.append([*cells, f"{100 * waits.sum() / seconds.sum():.0f} %"])
+                cells += [f"{percentile:.3f}", f"{examples / percentile:.0f}"]
+            share = numpy.sum(measured["lookup_seconds"][group]) / numpy.sum(seconds)
+            rows.append([*cells, f"{100 * share:.0f} %"])
     header = ["", "p50", "ex./s", "p75", "ex./s", "p90", "ex./s", "p95", "ex./s", "lookups"]
     print_table(header, rows)
     say(
-        "seconds per epoch (ten steps) at each percentile, and examples (bags) per second at that\n"
-        "pace; lookups: their share of the time; all: samples pooled, examples summed"
+        "Seconds per epoch (ten steps) at each percentile, and examples (bags) per second at that\n"
+        "pace; lookups: their share of the time; all: samples pooled, examples summed."
     )
-    parallel, sequential = samples.sum(dim=(0, 1))
-    faster = parallel[3] / parallel[0] * sequential[0] / sequential[3]
-    say(f"parallel / sequential: {faster:.3f} × the examples per second, all epochs")
-    kilobytes = samples[..., 2].mean() / EPOCH / 1000
+    at_once, in_turn = [numpy.sum(c["examples"]) / numpy.sum(c["seconds"]) for c in candidates]
+    say(f"parallel / sequential: {at_once / in_turn:.3f} × the examples per second, all epochs")
+    kilobytes = numpy.mean([c["message_bytes"] for c in candidates]) / EPOCH / 1000
     say(
-        f"a trainer and all servers exchange {kilobytes:.1f} kB per step (1 kB = 1000 bytes):\n"
-        "the tensors in requests (indices), answers (sums), and backward (the sums' gradients)"
+        f"A trainer and all servers exchange {kilobytes:.1f} kB per step (1 kB = 1000 bytes): the\n"
+        "tensors in requests (indices), in answers (sums) and in backward (the sums' gradients)."
     )
 
 
