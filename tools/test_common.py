@@ -116,6 +116,12 @@ def test_wrong_input_is_one_line(option, monkeypatch, capsys):
         assert said.startswith(f"script.py: error: argument {option}: ") and value in said, said
 
 
+def test_a_stage_has_the_default_that_its_main_gives(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["bucketed.py"])
+    assert setup.stage_arguments("", steps=3, bucket_size_mb=25.0).bucket_size_mb == 25.0
+    assert setup.stage_arguments("", steps=3).bucket_size_mb == 5.0  # for torch's DDP
+
+
 def test_mine_gets_our_size_of_buckets(tmp_path, monkeypatch):
     code = "def wrap(module, bucket_size_mb=25):\n    return bucket_size_mb"
     (tmp_path / "mine.py").write_text(code)
