@@ -108,7 +108,7 @@ class Wire:
         self.network, self.stretch = read_network(text), stretch
         self.pace = self.least_stretch = 0.0
         self.last_steps.clear()
-        dist.get_backend = get_backend
+        answer_gloo()
 
     def keep_pace(self, seconds: float) -> None:
         """Follow this machine's speed, after a step without communication that took so long here.
@@ -153,7 +153,76 @@ class Wire:
 wire = Wire()
 
 
-class SlowWork(dist.Work):
+class DelayedWork(dist.Work):
+    """A call of gloo's whose result comes later; a subclass says in wait() when."""
+
+    def get_future(self) -> torch.futures.Future:
+        """Return a future for DDP and its hooks, which a thread completes: a hook may wait."""
+        future = torch.futures.Future()
+
+        def complete():
+            try:
+                self.wait()
+            except Exception as error:
+                future.set_exception(error)
+            else:
+                future.set_result(self.tensors)
+
+        threading.Thread(target=complete, daemon=True).start()
+        return future
+
+
+class ProcessGroupOverGloo(dist.ProcessGroup):
+    """A backend whose calls gloo makes; a subclass says in launch() what becomes of them."""
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: timedelta):
+        super().__init__(rank, world_size)
+        self.gloo = dist.ProcessGroupGloo(store, rank, world_size, timeout)
+        kind = dist.ProcessGroup.BackendType.GLOO
+        self._set_default_backend(kind)  # for what torch's C++ does without asking this class
+        self._register_backend(torch.device("cpu"), kind, self.gloo)
+        self.collectives = 0  # so many were launched; torch's tools see none of them
+
+    @torch._disable_dynamo  # torch.compile must not look into a group that torch calls meanwhile
+    def call(self, name: str, *arguments, **options) -> dist.Work:
+        """Launch a collective, or a call of another kind, by gloo's name of it."""
+        self.collectives += name not in ("send", "recv", "recv_anysource")
+        return self.launch(name, *arguments, **options)
+
+
+# (The methods of ProcessGroup would find gloo, too, but keep Python's lock while they wait for its
+# threads: a deadlock.)
+for method in (*COSTS, *AS_GLOO):
+    setattr(ProcessGroupOverGloo, method, partialmethod(ProcessGroupOverGloo.call, method))
+
+
+def tensors_in(argument) -> list[torch.Tensor]:
+    """Return all, however they are nested; none in the options of a call."""
+    return [leaf for leaf in tree_leaves(argument) if isinstance(leaf, torch.Tensor)]
+
+
+torchs_get_backend = dist.get_backend
+OVER_GLOO = set()  # names of backends
+
+
+def get_backend(group: dist.ProcessGroup | None = None) -> str:
+    """Return torch's answer, but "gloo" for a backend over gloo: classes ask for it by its name."""
+    name = torchs_get_backend(group)
+    return "gloo" if name in OVER_GLOO else name
+
+
+def answer_gloo() -> None:
+    """Let the public function say gloo; new_group() asks torch's own, and stays with its backend."""
+    dist.get_backend = get_backend
+
+
+def register_over_gloo(name: str, group_class: type) -> None:
+    """Register a backend for init_process_group() and new_group()."""
+    dist.Backend.register_backend(name, group_class, devices=["cpu"])
+    OVER_GLOO.add(name)
+
+
+class SlowWork(DelayedWork):
     """A collective on its way: gloo may have its result already, and the network not yet."""
 
     def __init__(self, group, name: str, tensors: list, gloos_work: dist.Work, size_bytes: int):
@@ -194,44 +263,22 @@ class SlowWork(dist.Work):
         of_group = [call for call in list(wire.pending) if call.group is self.group]
         return [call for call in of_group if call.number <= self.number]
 
-    def get_future(self) -> torch.futures.Future:
-        """For DDP and its hooks. A thread of its own completes it: a hook may wait for more."""
-        future = torch.futures.Future()
 
-        def complete():
-            try:
-                self.wait()
-            except Exception as error:
-                future.set_exception(error)
-            else:
-                future.set_result(self.tensors)
-
-        threading.Thread(target=complete, daemon=True).start()
-        return future
-
-
-class SlowProcessGroup(dist.ProcessGroup):
+class SlowProcessGroup(ProcessGroupOverGloo):
     """gloo's collectives, delivered when the wire of this rank would have; for ranks of one host.
 
     A second group of gloo carries the launch times. What has no row in COSTS is gloo's own.
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: timedelta):
-        super().__init__(rank, world_size)
         member = rank, world_size, timeout
-        self.gloo = dist.ProcessGroupGloo(dist.PrefixStore("data", store), *member)
+        super().__init__(dist.PrefixStore("data", store), *member)
         self.control = dist.ProcessGroupGloo(dist.PrefixStore("launch times", store), *member)
-        kind = dist.ProcessGroup.BackendType.GLOO
-        self._set_default_backend(kind)  # for what torch's C++ does without asking this class
-        self._register_backend(torch.device("cpu"), kind, self.gloo)
         self.wire = wire
         self.places = deque([0.0] * wire.network.calls_at_once)  # when each of them is free
-        self.collectives = 0  # so many were launched; torch's tools see none of them
 
-    @torch._disable_dynamo  # torch.compile must not look into a group that torch calls meanwhile
     def launch(self, name: str, *arguments, **options) -> dist.Work:
-        """A call: gloo's, or one that takes its time."""
-        self.collectives += name not in ("send", "recv", "recv_anysource")
+        """Make a call of gloo's, which takes its time while the wire is slow."""
         work = getattr(self.gloo, name)(*arguments, **options)
         if not wire.is_slow or name not in COSTS or self.size() == 1:
             return work
@@ -240,27 +287,4 @@ class SlowProcessGroup(dist.ProcessGroup):
         return SlowWork(self, name, outputs, work, size_bytes)
 
 
-# (The methods of ProcessGroup would find gloo, too, but keep Python's lock while they wait for its
-# threads: a deadlock.)
-for method in (*COSTS, *AS_GLOO):
-    setattr(SlowProcessGroup, method, partialmethod(SlowProcessGroup.launch, method))
-
-
-def tensors_in(argument) -> list[torch.Tensor]:
-    """All, however they are nested; none in the options of a call."""
-    return [leaf for leaf in tree_leaves(argument) if isinstance(leaf, torch.Tensor)]
-
-
-real_get_backend = dist.get_backend
-
-
-def get_backend(group: dist.ProcessGroup | None = None) -> str:
-    """Return torch's answer, but "gloo" for this network: classes ask for it by its name.
-
-    It replaces the public function once a network is asked for; new_group() asks torch's own.
-    """
-    name = real_get_backend(group)
-    return "gloo" if name == "slow_network" else name
-
-
-dist.Backend.register_backend("slow_network", SlowProcessGroup, devices=["cpu"])
+register_over_gloo("slow_network", SlowProcessGroup)

@@ -377,16 +377,21 @@ def end_with_parent() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def load_digits() -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the digits, shuffled: images uint8 [1797, 8, 8] of 0 to 16, labels int64 [1797]."""
+    digits = numpy.load(Path(__file__).with_name("digits.npz"))
+    order = numpy.random.default_rng(0).permutation(len(digits["labels"]))
+    return torch.tensor(digits["images"][order]), torch.tensor(digits["labels"][order]).long()
+
+
 def load_images(data: str | None, download: bool) -> list[torch.Tensor]:
     """Training images, their labels, test images, their labels: float64 [n, pixels], int64 [n].
 
     MNIST from the folder `data`, or else our 1,797 digits: 297 held out, the others ten times.
     """
     if data is None:
-        digits = numpy.load(Path(__file__).with_name("digits.npz"))
-        order = numpy.random.default_rng(0).permutation(len(digits["labels"]))
-        images = torch.tensor(digits["images"][order]).double().flatten(1) - 8
-        labels = torch.tensor(digits["labels"][order]).long()
+        images, labels = load_digits()
+        images = images.double().flatten(1) - 8
         return [images[297:].repeat(10, 1), labels[297:].repeat(10), images[:297], labels[:297]]
     try:
         from torchvision.datasets import MNIST
