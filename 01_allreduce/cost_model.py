@@ -29,8 +29,7 @@ def fit(sizes_bytes: list[float], seconds: list[float]) -> tuple[float, float, f
 # Below this line: the table and the picture.
 
 COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00"]
-LEGEND = """\
-busbw = w · 2(n-1)/n: what large tensors reach; error: of a typical size, up or down"""
+LEGEND = "busbw = w · 2(n-1)/n, that of large tensors; error: how far p50s are from the model"
 
 
 def fit_and_draw(rows: list[dict], path: Path | None) -> list[dict]:
@@ -78,7 +77,8 @@ def fit_and_draw(rows: list[dict], path: Path | None) -> list[dict]:
         axes.set_title("All-reduce on one machine. Small tensors: latency. Large: bandwidth.")
         axes.set(xlabel="tensor size, MB", ylabel="time of a call, ms")
         axes.grid(alpha=0.3)
-        axes.legend(title="points: p50; bars: the middle half of the calls\nlines: o + S/w, fitted")
+        title = "points: p50; bars: the middle half of the calls\nlines: o + S/w, fitted"
+        axes.legend(title=title, alignment="left")
         figure.savefig(path, dpi=120, format="png")
         say(f"written: {path}")
     return fits
