@@ -66,7 +66,8 @@ def describe(model_class, args, replicas: int) -> dict:
     )
     system = Path("/proc/meminfo")
     if system.exists() and not torch.cuda.is_available():  # a GPU says itself when it is full
-        available = 1024 * int(re.search(r"MemAvailable: *(\d+)", system.read_text())[1])
+        found = re.search(r"MemAvailable: *(\d+)", system.read_text())  # WSL 1 does not tell
+        available = 1024 * int(found[1]) if found else float("inf")
         replica = 5 * parameters * getattr(torch, args.dtype).itemsize  # gradient, moments, bucket
         needed = int(os.environ["LOCAL_WORLD_SIZE"]) * replicas * replica
         if needed > available:
