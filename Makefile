@@ -1,12 +1,13 @@
 ## make STAGE [NPROC=2] [ARGS="--help"]     run a stage; the first run makes .venv (minutes, 5.5 GB)
 ##
 ##   make 01_allreduce                       all-reduce, measured and opened up
-##   make 01_allreduce/slow_network          is an emulated network as slow as was asked for?
+##   make 01_allreduce/slow_network          is an emulated network as slow as requested?
 ##   make 02_naive_ddp                       one all-reduce per parameter, after backward
 ##   make 03_flat_ddp                        one all-reduce of one flat tensor, after backward
 ##   make 04_overlap_ddp                     one all-reduce per parameter, during backward
 ##   make 05_bucketed                        one all-reduce per bucket, during backward
 ##   make 05_bucketed/bucket_sweep           which bucket size is best, measured and predicted
+##   make 05_bucketed/send_less              what sending less buys: bfloat16, DiLoCo, PowerSGD
 ##   make 05_bucketed/compare                02 to 05 beside each other: make compare
 ##   make 05_bucketed/predict                what a model of the step predicts, and what is measured
 ##   make 06_sharded_optimizer               optimizer state split over the ranks (ZeRO stage 1)
@@ -23,7 +24,7 @@
 ##   make check MINE=my_ddp.py:MyDDP         is your own wrapper, optimizer or FSDP right? (see
 ##                                           tools/check for KIND=, LEVEL= and LAYERS=)
 ##   make all                                every stage with its defaults
-##   make setup, make lint                   .venv from requirements-dev.txt; ruff
+##   make setup, make lint                   .venv with what the tests need; ruff
 ##   make test, make test-full               the fast tests; all of them
 ##   make reference [ONLY=05_bucketed]       record every reference_output*.txt and picture again
 ##   make clean                              remove caches; results/ too with RESULTS=1
@@ -39,15 +40,14 @@ BY_ITSELF := 01_allreduce 08_ddp_rpc
 BY_TORCHRUN := $(filter-out $(BY_ITSELF) 07_resnet_ddp,$(STAGES) \
 	$(patsubst %/README.md,%,$(wildcard 0?_*/*/README.md)))
 COMPARE := 05_bucketed/compare
-READER := python3
-ifdef PYTHON
-READER := $(PYTHON)
-RUNTIME := check-python
-else
-PYTHON := .venv/bin/python
-RUNTIME := .venv/.installed
-endif
-ifneq ($(shell expr "x$(NPROC)" : 'x[1-9][0-9]*$$' '>' 0),1)
+READER := $(or $(PYTHON),python3)
+RUNTIME := $(if $(PYTHON),check-python,.venv/.installed)
+TESTING := $(if $(PYTHON),check-python,.venv/.installed-dev)
+PYTHON ?= .venv/bin/python
+# What NPROC has besides digits.
+REST := $(NPROC)
+$(foreach digit,0 1 2 3 4 5 6 7 8 9,$(eval REST := $$(subst $(digit),,$$(REST))))
+ifneq ($(if $(NPROC),$(REST)$(filter 0%,$(NPROC)),nothing),)
 $(error NPROC='$(NPROC)' is not a whole number of at least 1)
 endif
 
@@ -56,7 +56,9 @@ OPTION = $(if $($(2)), --$(1) $(call QUOTED,$($(2))))
 FLAGS = $(call OPTION,mine,MINE)$(call OPTION,backend,BACKEND)$(call OPTION,network,NETWORK) $(ARGS)
 NPROC_GIVEN = $(if $(filter file,$(origin NPROC)),, --nproc $(NPROC))
 TORCHRUN = "$(PYTHON)" -m tools.torchrun --standalone --nproc-per-node $(NPROC)
+PIP = .venv/bin/python -m pip install --quiet --disable-pip-version-check
 ALONE = env -u RANK -u LOCAL_RANK -u WORLD_SIZE -u LOCAL_WORLD_SIZE "$(PYTHON)"
+unexport OMP_PROC_BIND OMP_PLACES GOMP_CPU_AFFINITY  # with them importing torch leaves one core
 LESSON = $@/$(shell echo $(@F) | sed 's/^[0-9]*_//').py
 
 .NOTPARALLEL:
@@ -86,20 +88,21 @@ read:
 	"$(READER)" -m tools.read
 all: $(STAGES)
 
-setup: $(RUNTIME)
+setup: $(TESTING)
 check-python:
 	@"$(PYTHON)" -c 'import importlib.util, sys; sys.exit(not importlib.util.find_spec("torch"))' || \
 	  { echo 'error: PYTHON=$(PYTHON) cannot import torch: pip install -r requirements.txt'; exit 2; }
-.venv/.installed: requirements.txt requirements-dev.txt
+.venv/.installed: requirements.txt
 	@python3 -c 'import sys; sys.exit(sys.version_info < (3, 10) and "error: needs Python 3.10")'
 	python3 -m venv .venv
-	.venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
-	@touch $@
-test: $(RUNTIME)
+	$(PIP) -r $< && touch $@
+.venv/.installed-dev: requirements-dev.txt .venv/.installed
+	$(PIP) -r $< && touch $@
+test: $(TESTING)
 	"$(PYTHON)" -m pytest -n auto --maxprocesses 4 --dist worksteal -m "not full" $(ARGS)
-test-full: $(RUNTIME)
+test-full: $(TESTING)
 	"$(PYTHON)" -m pytest $(ARGS)
-lint: $(RUNTIME)
+lint: $(TESTING)
 	"$(PYTHON)" -m ruff check .
 	"$(PYTHON)" -m ruff format --check .
 reference: $(RUNTIME)

@@ -164,14 +164,19 @@ def begin(stage: str, args, device: torch.device) -> dict:
     say(f"{stage}: torch {torch.__version__}, {where}, {ranks}")
     if wire() and wire().stretch > 1:
         say(f"The ranks share cores: a second of the network takes {wire().stretch:g} s here")
-    name = torch.cuda.get_device_name() if device.type == "cuda" else processor_name()
+    return head(stage, args, dist.get_backend(), device.type, world_size, threads)
+
+
+def head(stage: str, args, backend, device, world_size, threads: int | None) -> dict:
+    """Return the head of the JSON, as common/README.md lists it."""
+    on_gpu = "cuda" in device  # a name, or 01's list of names
     return {
         "stage": stage,
         "torch": torch.__version__,
-        "backend": dist.get_backend(),
-        "network": args.network,
-        "device": device.type,
-        "device_name": name,
+        "backend": backend,
+        "network": getattr(args, "network", None),
+        "device": device,
+        "device_name": torch.cuda.get_device_name() if on_gpu else processor_name(),
         "world_size": world_size,
         "threads_per_rank": threads,
         "options": dict(vars(args)),
@@ -186,7 +191,7 @@ def processor_name() -> str:
     return found[1] if found else platform.machine()
 
 
-def write_json(path: Path | None, result: dict) -> None:
+def write_json(path: Path | None, result: dict, say_so: bool = True) -> None:
     """Write a result where rank 0 has a path; null for infinity and nan.
 
     It is written beside the file and renamed, so that there is a whole one at any time.
@@ -198,7 +203,8 @@ def write_json(path: Path | None, result: dict) -> None:
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     beside.write_text(json.dumps(finite, indent=1) + "\n")
     beside.replace(path)
-    say(f"written: {path}")
+    if say_so:
+        say(f"written: {path}")
 
 
 def held_bytes(tensors: Iterable[torch.Tensor]) -> int:

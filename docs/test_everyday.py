@@ -46,11 +46,6 @@ def ddp() -> DistributedDataParallel:
     return DistributedDataParallel(nn.Linear(4, 3).double())
 
 
-def of_one_process(loss, *whole) -> torch.Tensor:
-    network = ddp().module
-    return torch.autograd.grad(loss(network(INPUTS), *whole), network.weight)[0]
-
-
 def weighted_means():
     """Shares of unequal weight, in two micro-batches and in one."""
     class_weights = torch.tensor([1.0, 4.0, 10.0], dtype=torch.float64)
@@ -64,8 +59,10 @@ def weighted_means():
         model = ddp()
         micro_batches = [(INPUTS[part], targets[part], weight[part]) for part in parts]
         execute("A weighted mean", model=model, micro_batches=micro_batches)
-        expected = of_one_process(lambda out, y, o=options: F.cross_entropy(out, y, **o), targets)
-        torch.testing.assert_close(model.module.weight.grad, expected, rtol=0, atol=1e-12)
+        network = ddp().module
+        F.cross_entropy(network(INPUTS), targets, **options).backward()
+        found, expected = model.module.weight.grad, network.weight.grad
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
 ACROSS_SAMPLES = {
@@ -77,13 +74,47 @@ ACROSS_SAMPLES = {
 
 
 def losses_across_samples():
-    share = slice(12 * dist.get_rank(), 12 * dist.get_rank() + 12)
+    """With two parameters in the loss: one of the wrapped module, and one of no module."""
+    size = len(INPUTS) // dist.get_world_size()
+    share = slice(size * dist.get_rank(), size * (dist.get_rank() + 1))
     for loss in ACROSS_SAMPLES.values():
-        names = {"model": ddp(), "inputs": INPUTS[share], "targets": TARGETS[share]}
-        execute("A loss across samples", loss_function=loss, **names)
-        expected = of_one_process(loss, TARGETS)
-        found = names["model"].module.weight.grad
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+        gradients = []
+        for whole in (False, True):
+            torch.manual_seed(0)
+            network = nn.Linear(4, 3).double()
+            network.scale, shift = (nn.Parameter(torch.tensor(0.3).double()) for _ in range(2))
+
+            def of_parameters(out, y, loss=loss, scale=network.scale, shift=shift):
+                return loss(scale.exp() * out + shift * torch.arange(3), y)
+
+            if whole:
+                of_parameters(network(INPUTS), TARGETS).backward()
+            else:
+                names = {"model": DistributedDataParallel(network), "inputs": INPUTS[share]}
+                names |= {"targets": TARGETS[share], "loss_function": of_parameters}
+                execute("A loss across samples", **names)
+            gradients.append([network.weight.grad, network.scale.grad, shift.grad])
+        torch.testing.assert_close(*gradients, rtol=0, atol=1e-12)
+
+
+def bad_batch():
+    """Rank 1's third loss is NaN: two ranks train as a process that skips the third batch."""
+    [line] = re.findall(r"`(if\s+clip_grad_norm_\(…\).*?)`", PAGE, re.DOTALL)
+    code = " ".join(line.split()).replace("…", "model.parameters(), 1e9")
+    model, network = ddp(), ddp().module
+    names = {"model": model, "clip_grad_norm_": nn.utils.clip_grad_norm_}
+    names["optimizer"] = torch.optim.Adam(model.parameters())
+    single = torch.optim.Adam(network.parameters())
+    for step in range(5):
+        loss = F.cross_entropy(model(INPUTS[dist.get_rank() :: 2]), TARGETS[dist.get_rank() :: 2])
+        (loss * (torch.nan if (dist.get_rank(), step) == (1, 2) else 1)).backward()
+        exec(code, names)
+        names["optimizer"].zero_grad()
+        if step != 2:
+            F.cross_entropy(network(INPUTS), TARGETS).backward()
+            single.step()
+            single.zero_grad()
+    torch.testing.assert_close(model.module.weight, network.weight, rtol=0, atol=1e-12)
 
 
 def test_stream():
@@ -144,6 +175,7 @@ def canary():
     rank = dist.get_rank()
     names = {"train_set": torch.utils.data.Subset(DATA, list(range(8))), "model": ddp()}
     names["optimizer"] = torch.optim.SGD(names["model"].parameters(), lr=0.1)
+    names["sampler"] = torch.utils.data.DistributedSampler(DATA)
     ranks_agree = execute("Do the ranks agree", **names)["ranks_agree"]
     torch.manual_seed(rank)
     split = torch.utils.data.random_split(range(200), [160, 40])[0]
@@ -159,12 +191,16 @@ def canary():
             ranks_agree("values", values)
 
 
-DRILLS = [weighted_means, losses_across_samples, mean_losses, evaluation, canary]
+DRILLS = [weighted_means, losses_across_samples, bad_batch, mean_losses, evaluation, canary]
 
 
 @pytest.mark.parametrize("drill", DRILLS)
 def test_blocks(ranks, drill):
     ranks(2).run(drill)
+
+
+def test_a_block_on_three_ranks(ranks):
+    ranks(3).run(losses_across_samples)
 
 
 def test_no_block_is_left_out():
@@ -181,6 +217,7 @@ class Augmented(torch.utils.data.Dataset):
         return plain[index][0] + draw, torch.cat([plain[index][1], draw])
 plain, train_set, drawn = train_set, Augmented(), []
 network ="""
+DISKS = {"epoch, saved = 0,": "path += f'_of_{rank}'\nepoch, saved = 0,"}  # each rank has its own
 RANDOM = {  # dropout, and augmentation by a worker: recorded in a third file for each rank
     "torch.nn.Linear(4, 1)": "torch.nn.Sequential(torch.nn.Dropout(), torch.nn.Linear(4, 1))",
     "sampler=sampler": "sampler=sampler, num_workers=1",
@@ -193,7 +230,7 @@ RANDOM = {  # dropout, and augmentation by a worker: recorded in a third file fo
 
 
 @needs_fork
-@pytest.mark.parametrize("changes, ranks_in_the_end", [({}, 3), (RANDOM, 2)])
+@pytest.mark.parametrize("changes, ranks_in_the_end", [(DISKS, 3), (RANDOM, 2)])
 def test_training_goes_on(forked, tmp_path, changes, ranks_in_the_end):
     """Four epochs against two and two more, in float64; as many ranks end with the same bits."""
     program = BLOCKS[""] + BLOCKS["Save and resume"]
@@ -211,11 +248,15 @@ def test_training_goes_on(forked, tmp_path, changes, ranks_in_the_end):
     ):
         status, output = forked(world_size, path, last_epoch, tmp_path / name)
         assert status == 0 and f"epoch {last_epoch}: " in output, output
-    undisturbed, resumed = (torch.load(tmp_path / name) for name in ("undisturbed", "resumed"))
+    disk = "_of_0" if changes is DISKS else ""
+    names = ("undisturbed" + disk, "resumed" + disk)
+    undisturbed, resumed = (torch.load(tmp_path / name) for name in names)
     apart = 0 if ranks_in_the_end == 2 else 1e-12
     torch.testing.assert_close(resumed["network"], undisturbed["network"], rtol=0, atol=apart)
 
+    if changes is DISKS:
+        return
     draws = []  # of both ranks and of four epochs of 8 steps
     for file in tmp_path.glob("undisturbed.?"):
         draws += sum(json.loads(file.read_text()), [])
-    assert len(draws) == (384 if changes else 0) and len(set(draws)) == len(draws)
+    assert len(draws) == 384 and len(set(draws)) == len(draws)

@@ -38,12 +38,19 @@ on_host() {  # NUMBER COMMAND…
   if [ "$1" = 0 ]; then "${@:2}"; else nsenter --net="/proc/$host1/ns/net" "${@:2}"; fi
 }
 
-torchrun_on_host() {  # NUMBER CORES SCRIPT FLAGS…: one node of torchrun
+cores_of_host() {  # NUMBER: its half of the cores that may be used here, as taskset takes them
+  "$python" -c "import os
+cores = sorted(os.sched_getaffinity(0))
+middle = len(cores) // 2
+print(*[cores[:middle] or cores, cores[middle:]][$1], sep=',')"
+}
+
+torchrun_on_host() {  # NUMBER SCRIPT FLAGS…: one node of torchrun
   # The hosts have no names: TORCH_CPP_LOG_LEVEL leaves out c10d's complaint about that.
   # No GPU: both would take the same one, past the network that is to be measured.
   GLOO_SOCKET_IFNAME=host$1 TORCH_CPP_LOG_LEVEL=ERROR CUDA_VISIBLE_DEVICES='' \
-    on_host "$1" taskset -c "$2" "$python" -m tools.torchrun --nnodes 2 --node-rank "$1" \
-    --nproc-per-node 1 --master-addr 10.77.0.1 --master-port 29400 "${@:3}"
+    on_host "$1" taskset -c "$(cores_of_host "$1")" "$python" -m tools.torchrun --nnodes 2 \
+    --node-rank "$1" --nproc-per-node 1 --master-addr 10.77.0.1 --master-port 29400 "${@:2}"
 }
 
 within() {
@@ -68,10 +75,8 @@ within() {
   mkdir -p results
   set -- "$4" --label "hosts, $rate${delay:+, $delay}" --plot results/hosts.png \
     --json results/hosts.json "${@:5}"
-  count=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)  # which else says what they say
-  half=$((count > 1 ? count / 2 : 1))
-  torchrun_on_host 1 "$((count > 1 ? half : 0))-$((count - 1))" "$@" &
-  torchrun_on_host 0 "0-$((half - 1))" "$@" &
+  torchrun_on_host 1 "$@" &
+  torchrun_on_host 0 "$@" &
   wait -n && wait -n  # what fails first ends all
 }
 

@@ -1,6 +1,8 @@
 """`make hosts`: a network as fast as was asked for, and nothing of it left behind."""
 
+import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -25,6 +27,7 @@ if os.environ["RANK"] == "0":
 time.sleep(float(os.environ["LONGER"]))
 dist.destroy_process_group()
 """
+SAYS_ITS_CORES = f"{sys.executable} -c 'import os; print(sorted(os.sched_getaffinity(0)))'"
 
 
 @pytest.fixture
@@ -36,11 +39,24 @@ def hosts(script, tmp_path):
         pytest.skip("this system gives no network namespaces, or has no tc with tbf")
     (tmp_path / "probe.py").write_text(PROBE)
 
-    def start(rate: str, longer: str = "0", delay: str = ""):
-        command = ["bash", "tools/hosts.sh", sys.executable, rate, delay, tmp_path / "probe.py"]
-        return script(command, cwd=ROOT, env={"LONGER": longer})
+    def start(rate: str, longer="0", delay="", python=sys.executable, cores=()):
+        command = ["bash", "tools/hosts.sh", python, rate, delay, tmp_path / "probe.py"]
+        limit = ["taskset", "-c", ",".join(map(str, cores))] if cores else []
+        return script([*limit, *command], cwd=ROOT, env={"LONGER": longer})
 
     return start
+
+
+def test_hosts_share_the_cores_that_may_be_used(hosts, tmp_path):
+    """A stand-in for Python says which cores it has, in the place of torchrun."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\n[ "$1" != -c ] || exec {sys.executable} "$@"\n{SAYS_ITS_CORES}')
+    python.chmod(0o755)
+    allowed = sorted(os.sched_getaffinity(0))[1:] or [0]
+    status, output = hosts("1gbit", python=python, cores=allowed).wait()
+    shares = [json.loads(share) for share in re.findall(r"\[.*?\]", output)]
+    assert status == 0 and {*shares[0], *shares[1]} == {*allowed}, output
+    assert abs(len(shares[0]) - len(shares[1])) <= 1
 
 
 @pytest.mark.parametrize("words", [("1 gbit",), ("1gbit", "0", "soon")])
