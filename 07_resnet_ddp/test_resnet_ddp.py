@@ -49,10 +49,10 @@ def loss_curve(batch_size):
     data = random_images(27)  # each epoch drops the last three
     batches, _ = resnet_ddp.sharded_loaders(data, data, batch_size, seed=0)
     torch.manual_seed(dist.get_rank())  # DDP must hand out rank 0's weights
-    network = resnet18(num_classes=10, norm_layer=FrozenBatchNorm2d).double()
-    model = DistributedDataParallel(network, gradient_as_bucket_view=True)
+    module = resnet18(num_classes=10, norm_layer=FrozenBatchNorm2d).double()
+    model = DistributedDataParallel(module, gradient_as_bucket_view=True)
     optimizer = torch.optim.SGD(model.parameters(), 1e-3, momentum=0.9)
-    training = resnet_ddp.Training(network, model, optimizer, CPU)
+    training = resnet_ddp.Training(module, model, optimizer, CPU)
     losses = []
     for epoch in range(2):
         batches.sampler.set_epoch(epoch)
@@ -60,7 +60,7 @@ def loss_curve(batch_size):
             loss, _ = resnet_ddp.train_step(training, *batch, Stopwatch(CPU))
             dist.all_reduce(loss)
             losses.append(loss.item() / dist.get_world_size())
-    return losses, network.conv1.weight.detach()
+    return losses, module.conv1.weight.detach()
 
 
 def test_the_loss_curve_and_the_weights_are_those_of_one_device(ranks):
@@ -91,11 +91,11 @@ class Classifier(nn.Linear):
 
 def evaluation(count):
     """What `evaluate` finds, in batches of 2, and should: all images at once, rank 0's buffer."""
-    data, network = random_images(count), Classifier()
+    data, module = random_images(count), Classifier()
     images, labels = data.tensors
     _, batches = resnet_ddp.sharded_loaders(data, data, 2, seed=0)
-    found = resnet_ddp.evaluate(resnet_ddp.Training(network, None, None, CPU), batches)
-    logits = nn.functional.linear(images.flatten(1), network.weight, network.bias)
+    found = resnet_ddp.evaluate(resnet_ddp.Training(module, None, None, CPU), batches)
+    logits = nn.functional.linear(images.flatten(1), module.weight, module.bias)
     return found, {
         "loss": nn.functional.cross_entropy(logits, labels).item(),
         "accuracy": (logits.argmax(1) == labels).double().mean().item(),
@@ -160,7 +160,7 @@ def check_equal_checkpoints(whole, resumed):
     whole = torch.load(whole, weights_only=True)
     resumed = torch.load(resumed, weights_only=True)
     assert whole["evaluations"] == resumed["evaluations"]
-    for name in ("network", "optimizer"):
+    for name in ("module", "optimizer"):
         torch.testing.assert_close(resumed[name], whole[name], rtol=0, atol=0)
 
 
