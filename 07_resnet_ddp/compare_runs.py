@@ -1,17 +1,21 @@
-"""07: compare the results of resnet_ddp.py, one device against N: a table and a picture.
+"""07: compare one device with N in the results of resnet_ddp.py: a table and a picture.
 
-resnet_ddp.py does so when it has written 07_resnet_ddp_N.json, N ranks, and that of one device is
-there, too: speedup.png is drawn beside them.
+resnet_ddp.py calls this after a run with DDP, on the folder of its results. Of several pairs of
+runs, each in a folder of its own, it shows the one whose speed-up is the median:
+
+    python 07_resnet_ddp/compare_runs.py results/pair_1 results/pair_2 results/pair_3
 """
 
 import json
+import sys
 from pathlib import Path
 
 import numpy
 from matplotlib.figure import Figure
 
-from common.report import print_table
-from common.setup import say
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from common.report import print_table  # noqa: E402
+from common.setup import Parser, add_plot_arguments, say  # noqa: E402
 
 # Of a batch, from bottom to top: what is measured, its name and its colour (of Okabe and Ito's
 # palette, which the colour-blind can tell apart).
@@ -28,20 +32,20 @@ COMMON += ["epochs", "images"]  # both: after a checkpoint fewer images are meas
 
 
 def find_runs(folder: Path) -> list[dict]:
-    """Returns the run of one device, then by N those that can be compared; [] without one device.
+    """Return the run of one device, then by N those that can be compared; [] without one device.
 
-    They are the JSON, options and all in one, with what the table and the picture show of it.
+    Each is the JSON, options and all in one, with what the table and the picture show of it.
     """
+    if not (folder / "07_resnet_ddp_1.json").exists():
+        return []
     results = [json.loads(path.read_text()) for path in folder.glob("07_resnet_ddp_*.json")]
-    results = [result["options"] | result for result in results]
-    results.sort(key=lambda result: result["world_size"])
-    single = results[0]
     runs = []
-    for run in results if single["world_size"] == 1 else []:
+    for result in sorted(results, key=lambda result: result["world_size"]):
+        run = result["options"] | result
         run["name"] = f"DDP × {run['world_size']}" if runs else "single"
         run["phases"] = [1000 * numpy.mean(run[phase]) / run["dilation"] for phase in PHASES]
         run["total"] = run["train_seconds"] / run["dilation"]
-        differing = [name for name in COMMON if run[name] != single[name]]
+        differing = [name for name in COMMON if runs and run[name] != runs[0][name]]
         if differing:
             say(f"{run['name']} is not compared: {', '.join(differing)} differ from one device's")
         else:
@@ -49,11 +53,16 @@ def find_runs(folder: Path) -> list[dict]:
     return runs
 
 
+def speed_up(runs: list[dict]) -> float:
+    """Return how many times as fast the last run is as the first one."""
+    return runs[0]["total"] / runs[-1]["total"]
+
+
 def print_comparison(runs: list[dict]) -> None:
     rows = []
     for run in runs:
         batch = sum(run["phases"])
-        speedup = runs[0]["total"] / run["total"]
+        speedup = speed_up([runs[0], run])
         row = [
             run["name"],
             f"{run['total']:.1f}",
@@ -70,7 +79,7 @@ def print_comparison(runs: list[dict]) -> None:
 
 
 def draw(runs: list[dict], path: Path) -> None:
-    """A bar for each run, a batch by its phases, within the ideal: that of one device ÷ N."""
+    """Draw a bar for each run, a batch by its phases, beside the ideal, that of one device ÷ N."""
     figure = Figure(figsize=(7, 4), dpi=120, layout="constrained")
     axes = figure.subplots()
     names = [run["name"] for run in runs]
@@ -89,11 +98,28 @@ def draw(runs: list[dict], path: Path) -> None:
     figure.savefig(path)
 
 
-def compare(folder: Path) -> None:
-    """Compare and draw the runs in this folder, if there are one device and others."""
-    runs = find_runs(folder)
-    if len(runs) > 1:
-        say()
-        print_comparison(runs)
-        draw(runs, folder / "speedup.png")
-        say(f"written: {folder / 'speedup.png'}")
+def compare(folders: list[Path], path: Path | None) -> None:
+    """Compare and draw the runs of the folder whose speed-up is the median; say the range.
+
+    Folders without a run of one device and another one are passed over.
+    """
+    pairs = sorted((runs for runs in map(find_runs, folders) if len(runs) > 1), key=speed_up)
+    if not pairs:
+        return
+    runs = pairs[len(pairs) // 2]
+    say()
+    print_comparison(runs)
+    if len(pairs) > 1:
+        low, middle, high = (f"{speed_up(pair):.2f}" for pair in (pairs[0], runs, pairs[-1]))
+        say(f"{runs[-1]['name']}, median of {len(pairs)} pairs: {middle} ({low} to {high})")
+    if path:
+        draw(runs, path)
+        say(f"written: {path}")
+
+
+if __name__ == "__main__":
+    parser = Parser(__doc__)
+    parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="--results of runs")
+    add_plot_arguments(parser, "speedup.png")
+    args = parser.parse_args()
+    compare(args.folders, args.plot)

@@ -1,7 +1,6 @@
-"""07: the images of resnet_ddp.py, at any size: the digits that lie in common/, or CIFAR-10.
+"""07: the images of resnet_ddp.py, at any size: the digits of common/, or CIFAR-10.
 
-resnet_ddp.py imports this file when it runs. Every rank has both sets whole; which images it takes
-from them is sharded_loaders' business.
+Every rank has both sets whole, and sharded_loaders chooses its images from them.
 """
 
 import os
@@ -20,7 +19,7 @@ from common.setup import ROOT, fail
 
 @dataclass
 class Images(Dataset):
-    """(transform(images[i]), labels[i]): as torchvision's sets, of images that are in memory."""
+    """Holds images in memory, and gives (transform(images[i]), labels[i]) as torchvision's sets."""
 
     images: torch.Tensor
     labels: torch.Tensor
@@ -34,7 +33,7 @@ class Images(Dataset):
 
 
 def to_input(image_size: int, mean: list[float], std: list[float]) -> v2.Compose:
-    """From an image, PIL or uint8 [3, height, width], to float32 [3, image_size, image_size].
+    """Return what makes float32 [3, image_size, image_size] of PIL or uint8 [3, height, width].
 
     mean, std: a number per channel, of values from 0 to 1.
     """
@@ -43,8 +42,11 @@ def to_input(image_size: int, mean: list[float], std: list[float]) -> v2.Compose
 
 
 def load_images(data: str | None, download: bool, image_size: int) -> tuple[Dataset, Dataset]:
-    """Returns training and held-out images: CIFAR-10 from the folder `data` (50,000 and 10,000),
-    which `download` fills first, or the digits (1,500 and 297)."""
+    """Return training and held-out images.
+
+    They are CIFAR-10 from the folder `data` (50,000 and 10,000), which `download` fills first, or
+    else the digits (1,500 and 297).
+    """
     if not data and not download:
         return load_digits(to_input(image_size, 3 * [0.287], 3 * [0.354]))
     try:
@@ -56,13 +58,13 @@ def load_images(data: str | None, download: bool, image_size: int) -> tuple[Data
         return CIFAR10(data, True, transform), CIFAR10(data, False, transform)
     except Exception as error:  # torchvision has many kinds: files missing, cut short, not CIFAR-10
         fail(
-            f"argument --data: no CIFAR-10 read from {data!r} ({error!r}); fetch it by --download, "
-            "and if that takes long, raise --timeout"
+            f"argument --data: {data!r} holds no readable CIFAR-10 ({error!r}): fetch it with "
+            "--download, and raise --timeout if that takes long"
         )
 
 
 def load_digits(transform: Callable) -> tuple[Images, Images]:
-    """Returns the digits in an order that is always the same; grey becomes three equal channels."""
+    """Return the digits in an order that is always the same; grey becomes three equal channels."""
     digits = numpy.load(ROOT / "common" / "digits.npz")
     order = numpy.random.default_rng(0).permutation(len(digits["labels"]))
     grey = 15 * torch.tensor(digits["images"][order])  # from 0 to 240

@@ -1,10 +1,10 @@
 r"""07: ResNet-18 on one device against torch's DDP on N, and where the time goes.
 
 The same script does both: started by torchrun it trains with DDP on that many ranks, started by
-plain python it trains on a single device. Each writes results/07_resnet_ddp_N.json, N ranks, and
-compare_runs.py compares and draws what is there. The images come from images.py.
+plain python it trains on a single device. Each writes results/07_resnet_ddp_N.json, N ranks. A run
+with DDP then compares itself with one device, by compare_runs.py. The images come from images.py.
 
-    make 07_resnet_ddp NPROC=2                                (DDP, then single, then a picture)
+    make 07_resnet_ddp NPROC=2                                (single, then DDP, then a picture)
     python 07_resnet_ddp/resnet_ddp.py                                                 (single)
     torchrun --standalone --nproc-per-node 2 07_resnet_ddp/resnet_ddp.py               (DDP)
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 \
@@ -32,10 +32,10 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 
 class Training(NamedTuple):
-    """What a step changes, and where and how it is taken."""
+    """Holds what a step changes, and the device that takes it."""
 
-    network: nn.Module  # ResNet-18
-    model: nn.Module  # its DDP wrapper, or the network itself on one device
+    module: nn.Module  # ResNet-18
+    model: nn.Module  # its DDP wrapper, or ResNet-18 itself on one device
     optimizer: torch.optim.Optimizer
     device: torch.device
 
@@ -43,8 +43,9 @@ class Training(NamedTuple):
 def sharded_loaders(
     train_set: Dataset, test_set: Dataset, batch_size: int, seed: int, **options
 ) -> tuple[DataLoader, DataLoader]:
-    """Returns this rank's share of both sets, `batch_size` images at a time; `options` go to both.
+    """Return loaders of this rank's share of both sets, `batch_size` images at a time.
 
+    Both get the `options`.
     The training order depends on the seed and the epoch alone, and rank r takes every world_size-th
     image of it from the r-th on. So the ranks' k-th batches together are the k-th batch of one
     device with a batch of world_size * batch_size.
@@ -61,7 +62,7 @@ def sharded_loaders(
 
 
 def train_step(training: Training, images, labels, watch) -> torch.Tensor:
-    """Take one step; returns this rank's loss and accuracy, [2] on the device, as the batch is.
+    """Take one step; return this rank's loss and accuracy, [2] on the batch's device.
 
     The stopwatch gets the marks forward, last gradient, backward and end. On a GPU those are events
     in its stream, and nothing here waits for them.
@@ -84,19 +85,19 @@ def train_step(training: Training, images, labels, watch) -> torch.Tensor:
 
 @torch.no_grad()
 def evaluate(training: Training, batches) -> dict:
-    """Returns loss, accuracy and number of images over the batches of all ranks, on every rank.
+    """Return loss, accuracy and number of images over the batches of all ranks, on every rank.
 
-    Not the DDP wrapper is called but what it wraps: the wrapper's forward may send buffers, and
-    then a rank with one batch more than the others would wait in it for ever.
+    It calls what DDP wraps and not the wrapper, whose forward may send buffers: a rank with one
+    batch more than the others would wait in it for ever.
     """
-    network = training.network.eval()
-    # Since the last forward each rank's running statistics went their own way.
-    for buffer in network.buffers():
+    module = training.module.eval()
+    # Since the last forward each rank has updated its own running statistics.
+    for buffer in module.buffers():
         dist.broadcast(buffer, 0)
     sums = torch.zeros(3, dtype=torch.float64, device=training.device)  # losses, right ones, images
     for batch in batches:
         images, labels = (t.to(training.device, non_blocking=True) for t in batch)
-        logits = network(images)
+        logits = module(images)
         sums[0] += F.cross_entropy(logits.double(), labels, reduction="sum")
         sums[1] += (logits.argmax(1) == labels).sum()
         sums[2] += len(labels)
@@ -109,21 +110,21 @@ def evaluate(training: Training, batches) -> dict:
 # Below this line: building, the epochs, checkpoints, the report, the arguments, main.
 
 
-def prepare(args, device: torch.device, ddp: bool) -> Training:
-    """Returns ResNet-18, the same on all ranks and wrapped if `ddp`, with its optimizer."""
+def build(device: torch.device, ddp: bool, learning_rate: float = 0.02, seed: int = 0) -> Training:
+    """Return ResNet-18, the same on all ranks and wrapped if `ddp`, with its optimizer."""
     from torchvision.models import resnet18
 
-    torch.manual_seed(args.seed)
-    network = model = resnet18(num_classes=10).to(device)
+    torch.manual_seed(seed)
+    module = model = resnet18(num_classes=10).to(device)
     if ddp:
         # With views a gradient lies in its bucket from the start. find_unused_parameters stays off:
         # it would walk through the graph in every step, and ResNet uses all its parameters.
-        model = DistributedDataParallel(network, gradient_as_bucket_view=True)
-    optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.9)
-    return Training(network, model, optimizer, device)
+        model = DistributedDataParallel(module, gradient_as_bucket_view=True)
+    optimizer = torch.optim.SGD(model.parameters(), learning_rate, momentum=0.9)
+    return Training(module, model, optimizer, device)
 
 
-SECONDS = {  # what is measured of a step: its row in the report, from one mark to another
+SECONDS = {  # what is measured in a step: its row in the report, its first and its last mark
     "data_seconds": ("data", "start", "data"),
     "compute_sync_seconds": ("compute+sync", "data", "end"),
     "forward_seconds": ("- forward", "data", "forward"),
@@ -135,23 +136,24 @@ SECONDS = {  # what is measured of a step: its row in the report, from one mark 
 
 
 def seconds_of(watch) -> dict[str, float]:
-    """Returns the SECONDS of a step. On a GPU this waits for its end."""
+    """Return the SECONDS of a step. On a GPU this waits for its end."""
     return {name: watch.seconds(start, end) for name, (_, start, end) in SECONDS.items()}
 
 
-def train_epoch(args, training: Training, batches, epoch: int) -> list[dict]:
-    """Train on `args.steps` batches; returns the SECONDS of each.
+def train_epoch(args, training: Training, batches, epoch: int) -> tuple[list[dict], list[dict]]:
+    """Train for an epoch; return the SECONDS of each step, and what was logged.
 
-    Prints a line every --log-every steps: rank 0's times, loss and accuracy over all ranks.
+    Every --log-every steps it logs loss and accuracy over all ranks, and rank 0's times.
     """
     from common import setup
     from common.timing import Stopwatch
 
-    watches = []
+    watches, logged = [], []
     training.model.train()
+    steps = min(len(batches), args.steps_per_epoch or len(batches))
     batches = iter(batches)
-    for step in range(1, args.steps + 1):
-        name = f"epoch {epoch} step {step:3}/{args.steps}"
+    for step in range(1, steps + 1):
+        name = f"epoch {epoch} step {step:3}/{steps}"
         setup.progress(name)
         watch = Stopwatch(training.device)
         watch.mark("start")
@@ -159,35 +161,39 @@ def train_epoch(args, training: Training, batches, epoch: int) -> list[dict]:
         watch.mark("data")
         means = train_step(training, images, labels, watch)
         watches.append(watch)
-        if step % args.log_every == 0 or step == args.steps:
+        if step % args.log_every == 0 or step == steps:
             dist.all_reduce(means)
-            loss, accuracy = means / dist.get_world_size()
+            loss, accuracy = (means / dist.get_world_size()).tolist()
             times = seconds_of(watch)
+            speed = args.global_batch / times["batch_seconds"]
+            line = {"epoch": epoch, "step": step, "loss": loss, "accuracy": accuracy}
+            logged.append(line | {"images_per_second": speed})
             setup.say(
                 f"{name}  data {1000 * times['data_seconds']:.1f} ms  "
                 f"compute+sync {1000 * times['compute_sync_seconds']:.1f} ms  "
-                f"{args.global_batch / times['batch_seconds']:.1f} images/s  "
-                f"loss {loss:.4f}  accuracy {accuracy:.1%}"
+                f"{speed:.1f} images/s  loss {loss:.4f}  accuracy {accuracy:.1%}"
             )
-    return [seconds_of(watch) for watch in watches]
+    return [seconds_of(watch) for watch in watches], logged
 
 
 def fit(args, training: Training, train_batches, test_batches) -> dict:
-    """Train, evaluating and saving after each epoch; returns what was measured, as [rank][step].
+    """Train, evaluate and save after each epoch; return what was measured, as [rank][step].
 
-    Of epochs that a checkpoint brings along only the evaluations are there.
+    Epochs that a checkpoint brings along have only their evaluations there.
     """
     from common import setup
 
     evaluations = resume(args, training) if args.checkpoint else []
-    steps = []
+    steps, logged = [], []
     seconds = 0.0
     for epoch in range(len(evaluations) + 1, args.epochs + 1):
         train_batches.sampler.set_epoch(epoch)  # else every epoch has the same order
         dist.barrier()  # rank 0 may still be saving, and nobody's first batch should count that
         began = time.perf_counter()
-        steps += train_epoch(args, training, train_batches, epoch)
+        steps_of_epoch, logged_in_epoch = train_epoch(args, training, train_batches, epoch)
         seconds += time.perf_counter() - began
+        steps += steps_of_epoch
+        logged += logged_in_epoch
         setup.progress(f"epoch {epoch}: images held out")
         evaluations.append(evaluate(training, test_batches))
         held_out = "loss {loss:.4f}, accuracy {accuracy:.2%} of {images} images"
@@ -198,29 +204,29 @@ def fit(args, training: Training, train_batches, test_batches) -> dict:
     ranks = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, steps)
     result = {name: [[step[name] for step in rank] for rank in ranks] for name in SECONDS}
-    result["images"] = len(steps) * args.global_batch
+    result |= {"images": len(steps) * args.global_batch, "logged": logged}
     return result | {"evaluations": evaluations, "train_seconds": seconds}
 
 
 def save(args, evaluations: list[dict], training: Training) -> None:
     """Write all that the rest of the training depends on, after an epoch, on rank 0.
 
-    Nothing is random but the order of the images, which comes from the seed and the epoch; with
-    dropout or augmentation save torch.get_rng_state() of every rank, too.
+    Only the order of the images is random, and the seed and the epoch determine it. With dropout or
+    augmentation, save every rank's torch.get_rng_state(), too.
     """
     checkpoint = {
-        "settings": describe(args),
+        "settings": settings_of(args),
         "evaluations": evaluations,
-        "network": training.network.state_dict(),
+        "module": training.module.state_dict(),
         "optimizer": training.optimizer.state_dict(),
     }
     beside = args.checkpoint.with_name(args.checkpoint.name + ".part")
     torch.save(checkpoint, beside)
-    beside.replace(args.checkpoint)  # the old one or the new one, and at no time half of it
+    beside.replace(args.checkpoint)  # at any time the old one or the new one is there, whole
 
 
 def resume(args, training: Training) -> list[dict]:
-    """Restore what `save` wrote; returns the evaluations, one per epoch, [] if there is no file.
+    """Restore what `save` wrote; return the evaluations, one per epoch, [] if there is no file.
 
     Rank 0 reads and all get it. Ends the run if other settings wrote it.
     """
@@ -231,7 +237,7 @@ def resume(args, training: Training) -> list[dict]:
         try:
             found = [torch.load(args.checkpoint, map_location="cpu", weights_only=True)]
             done, settings = len(found[0]["evaluations"]), found[0]["settings"]
-            if done >= args.epochs or settings != describe(args):
+            if done >= args.epochs or settings != settings_of(args):
                 raise ValueError(f"it has {done} epochs of {settings}")
         except Exception as error:  # torch.load has many kinds: cut short, not a checkpoint
             setup.fail(f"argument --checkpoint: cannot resume from '{args.checkpoint}': {error!r}")
@@ -239,22 +245,23 @@ def resume(args, training: Training) -> list[dict]:
     [checkpoint] = found
     if checkpoint is None:
         return []
-    training.network.load_state_dict(checkpoint["network"])
+    training.module.load_state_dict(checkpoint["module"])
     training.optimizer.load_state_dict(checkpoint["optimizer"])
     setup.say(f"resumed from {args.checkpoint} after epoch {len(checkpoint['evaluations'])}")
     return checkpoint["evaluations"]
 
 
-def describe(args) -> str:
-    """Returns what is trained and how, whatever the number of ranks."""
+def settings_of(args) -> str:
+    """Say what is trained and how, whatever the number of ranks."""
     return (
         f"{args.data or 'digits'}, {args.image_size} pixels, batches of {args.global_batch}, "
-        f"{args.steps} steps per epoch, learning rate {args.lr:g}, seed {args.seed}"
+        f"steps per epoch: {args.steps_per_epoch or 'all'}, learning rate {args.lr:g}, "
+        f"seed {args.seed}"
     )
 
 
 def print_report(result: dict) -> None:
-    """Where the time of a batch went, over all steps of all ranks, and what came out."""
+    """Print where the time of a batch went, over all steps of all ranks, and what came out."""
     import numpy
 
     from common import report, setup
@@ -292,54 +299,41 @@ def add_arguments(parser) -> None:
     add("--steps-per-epoch", type=whole(1), help="end each epoch after so many (default: all)")
     add("--lr", type=setup.positive_number, default=0.02, help="learning rate")
     add("--seed", type=whole(0), default=0)
-    workers = "loading processes per rank (default: 0 on CPU; CUDA: cores per GPU, at most 8)"
+    workers = "loading processes per rank (default: 0 on CPU; cores per GPU, at most 8, on CUDA)"
     add("--workers", type=whole(0, 64), help=workers)
-    add("--log-every", type=whole(1), default=5, metavar="STEPS", help="between lines")
+    add("--log-every", type=whole(1), default=5, metavar="N", help="print a line every N steps")
     add("--data", metavar="DIR", help="CIFAR-10 from this folder instead of the digits")
     add("--download", action="store_true", help="fetch CIFAR-10 into --data first")
-    saved = "saved after each epoch, resumed from if there"
+    saved = "save here after each epoch, and resume from it if it exists"
     add("--checkpoint", type=setup.output_file, metavar="FILE", help=saved)
     folder = setup.checked(Path, Path.is_dir, "a folder")
-    written = "where JSON and picture go (default: the repository's results)"
+    written = "for JSON and picture (default: results/ of the repository)"
     add("--results", type=folder, metavar="DIR", help=written)
     setup.add_process_group_arguments(parser)
 
 
-def choose_sizes(args, device: torch.device) -> None:
-    """Fill in the defaults that depend on the device, and the batch of a rank."""
-    from common.setup import fail
+def choose_sizes(args, device: torch.device) -> int:
+    """Fill in the defaults that depend on the device; return the images in a rank's batch."""
+    from common import setup
 
     on_cuda = device.type == "cuda"
     args.image_size = args.image_size or (224 if on_cuda else 64)
     args.global_batch = args.global_batch or (512 if on_cuda else 64)
-    ranks = dist.get_world_size()
-    args.batch_per_rank = args.global_batch // ranks
-    if args.global_batch % ranks or args.batch_per_rank < 2:
-        fail(
-            f"argument --global-batch: '{args.global_batch}' cannot be divided by {ranks} ranks "
-            "into batches of at least 2, as BatchNorm needs them"
+    if args.workers is None:
+        args.workers = min(int(setup.cores() // torch.cuda.device_count()), 8) if on_cuda else 0
+    batch_size, left = divmod(args.global_batch, dist.get_world_size())
+    if left or batch_size < 2:
+        setup.fail(
+            f"argument --global-batch: '{args.global_batch}' cannot be divided by "
+            f"{dist.get_world_size()} ranks into batches of at least 2, as BatchNorm needs them"
         )
+    return batch_size
 
 
 def be_the_only_rank() -> None:
-    """Say what torchrun would of a group of one, on a free port: it makes one code of both."""
+    """Set what torchrun would for a group of one, on a free port, so that one code serves both."""
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-
-
-def begin(args, device: torch.device) -> dict:
-    """Print what is trained where and how; returns the head of the result."""
-    import torchvision
-
-    from common import report
-    from common.setup import say
-
-    result = report.begin("07_resnet_ddp", args, device)
-    result |= {"torchvision": torchvision.__version__, "cuda": torch.version.cuda}
-    result |= {"gpus": torch.cuda.device_count(), "settings": describe(args)}
-    say("torchvision {torchvision}, CUDA {cuda}, {gpus} GPUs on this host".format(**result))
-    say(f"{describe(args)}; per rank {args.batch_per_rank} images, {args.workers} loader workers")
-    return result
 
 
 def main():
@@ -347,6 +341,7 @@ def main():
     sys.path[:0] = [str(folder), str(folder.parent)]
     try:
         import compare_runs
+        import torchvision
         from images import load_images
 
         from common import report, setup
@@ -363,19 +358,22 @@ def main():
         be_the_only_rank()
     with setup.process_group(args.device, args.backend, args.timeout, args.network) as device:
         torch.set_num_threads(1)  # a device is a GPU or a core
-        choose_sizes(args, device)
-        on_cuda = device.type == "cuda"
-        if args.workers is None:
-            args.workers = min(int(setup.cores() // torch.cuda.device_count()), 8) if on_cuda else 0
+        batch_size = choose_sizes(args, device)
         data = load_images(args.data, args.download, args.image_size)
-        options = {"num_workers": args.workers, "pin_memory": on_cuda}
-        batches = sharded_loaders(*data, args.batch_per_rank, args.seed, **options)
-        args.steps = min(len(batches[0]), args.steps_per_epoch or len(batches[0]))
-        if args.steps == 0:
+        options = {"num_workers": args.workers, "pin_memory": device.type == "cuda"}
+        batches = sharded_loaders(*data, batch_size, args.seed, **options)
+        if len(batches[0]) == 0:
             setup.fail(f"argument --global-batch: there are only {len(data[0])} images")
 
-        result = begin(args, device)
-        training = prepare(args, device, ddp=result["world_size"] > 1)
+        result = report.begin("07_resnet_ddp", args, device)
+        result |= {"torchvision": torchvision.__version__, "cuda": torch.version.cuda}
+        result |= {"gpus": torch.cuda.device_count(), "settings": settings_of(args)}
+        versions = "torchvision {torchvision}, CUDA {cuda}, {gpus} GPUs on this host"
+        setup.say(versions.format(**result))
+        of_rank = f"per rank: {batch_size} images, {args.workers} loader workers"
+        setup.say(f"{result['settings']}; {of_rank}")
+        ddp = result["world_size"] > 1
+        training = build(device, ddp, args.lr, args.seed)
         with setup.wire() or nullcontext():
             result |= fit(args, training, *batches)
         if dist.get_rank() == 0:
@@ -383,7 +381,8 @@ def main():
             folder = args.results or setup.ROOT / "results"
             folder.mkdir(exist_ok=True)
             report.write_json(folder / f"07_resnet_ddp_{result['world_size']}.json", result)
-            compare_runs.compare(folder)
+            if ddp:
+                compare_runs.compare([folder], folder / "speedup.png")
 
 
 if __name__ == "__main__":

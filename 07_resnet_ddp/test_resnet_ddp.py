@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import re
+import shutil
 import signal
 from pathlib import Path
 
@@ -49,10 +50,10 @@ def loss_curve(batch_size):
     data = random_images(27)  # each epoch drops the last three
     batches, _ = resnet_ddp.sharded_loaders(data, data, batch_size, seed=0)
     torch.manual_seed(dist.get_rank())  # DDP must hand out rank 0's weights
-    network = resnet18(num_classes=10, norm_layer=FrozenBatchNorm2d).double()
-    model = DistributedDataParallel(network, gradient_as_bucket_view=True)
+    module = resnet18(num_classes=10, norm_layer=FrozenBatchNorm2d).double()
+    model = DistributedDataParallel(module, gradient_as_bucket_view=True)
     optimizer = torch.optim.SGD(model.parameters(), 1e-3, momentum=0.9)
-    training = resnet_ddp.Training(network, model, optimizer, CPU)
+    training = resnet_ddp.Training(module, model, optimizer, CPU)
     losses = []
     for epoch in range(2):
         batches.sampler.set_epoch(epoch)
@@ -60,7 +61,7 @@ def loss_curve(batch_size):
             loss, _ = resnet_ddp.train_step(training, *batch, Stopwatch(CPU))
             dist.all_reduce(loss)
             losses.append(loss.item() / dist.get_world_size())
-    return losses, network.conv1.weight.detach()
+    return losses, module.conv1.weight.detach()
 
 
 def test_the_loss_curve_and_the_weights_are_those_of_one_device(ranks):
@@ -91,11 +92,11 @@ class Classifier(nn.Linear):
 
 def evaluation(count):
     """What `evaluate` finds, in batches of 2, and should: all images at once, rank 0's buffer."""
-    data, network = random_images(count), Classifier()
+    data, module = random_images(count), Classifier()
     images, labels = data.tensors
     _, batches = resnet_ddp.sharded_loaders(data, data, 2, seed=0)
-    found = resnet_ddp.evaluate(resnet_ddp.Training(network, None, None, CPU), batches)
-    logits = nn.functional.linear(images.flatten(1), network.weight, network.bias)
+    found = resnet_ddp.evaluate(resnet_ddp.Training(module, None, None, CPU), batches)
+    logits = nn.functional.linear(images.flatten(1), module.weight, module.bias)
     return found, {
         "loss": nn.functional.cross_entropy(logits, labels).item(),
         "accuracy": (logits.argmax(1) == labels).double().mean().item(),
@@ -113,54 +114,59 @@ def test_evaluation_counts_each_image_once_and_is_the_same_everywhere(ranks, cou
 # The whole script; `forked` starts it without torchrun, and without importing torch again
 
 
-def check_result(path, world_size, epochs=1):
+def check_result(path, world_size, resumed_epochs=1):
     """What a run of TINY has written: the phases of a step add up to it, and the steps to all."""
     result = testing.read_json(path, "07_resnet_ddp")
-    assert result["world_size"] == world_size and len(result["evaluations"]) == epochs
+    assert result["world_size"] == world_size
+    assert len(result["evaluations"]) == 1 + resumed_epochs
     assert result["evaluations"][0]["images"] == 297
-    assert result["images"] == epochs * 3 * 12
+    assert result["images"] == 3 * 12
+    assert [line["step"] for line in result["logged"]] == [1, 2, 3]
+    assert all(line["images_per_second"] > 0 for line in result["logged"])
+    assert 0 < result["logged"][-1]["loss"] and 0 <= result["logged"][-1]["accuracy"] <= 1
     assert {"torchvision", "cuda", "gpus"} <= result.keys()
     measured = {name: numpy.array(result[name]) for name in resnet_ddp.SECONDS}
-    assert {times.shape for times in measured.values()} == {(world_size, 3 * epochs)}
+    assert {times.shape for times in measured.values()} == {(world_size, 3)}
     phases = sum(measured[name] for name in compare_runs.PHASES)
     assert phases == pytest.approx(measured["batch_seconds"])
     took = measured["batch_seconds"].sum(1)
     assert all(0 < took) and all(took < 1.05 * result["train_seconds"] + 0.1)
 
 
-def test_ddp_then_single_then_a_picture_and_more_epochs(forked, refusal, tmp_path):
-    """From its own checkpoint alone a run goes on, also on one rank more, to the same bits."""
+def test_single_then_ddp_both_resumed_then_a_picture(forked, refusal, tmp_path):
+    """From a checkpoint alone a run goes on, to the same bits, and also on one rank more."""
 
     def run(ranks, *words) -> str:
         status, output = forked(ranks, SCRIPT, *TINY, "--results", tmp_path, *words)
         assert status == 0, output
         return output
 
-    resumed = "--checkpoint", tmp_path / "resumed"
-    output = run(2, "--epochs", 1, "--workers", 1)
+    run(None, "--epochs", 2, "--checkpoint", tmp_path / "whole")
+    run(None, "--epochs", 1, "--checkpoint", tmp_path / "resumed")
+    shutil.copy(tmp_path / "resumed", tmp_path / "by two")
+    words = "--epochs", 2, "--workers", 1, "--checkpoint"
+    output = run(None, *words, tmp_path / "resumed")
+    assert "epoch 1 step" not in output and "epoch 2 step" in output, output
     assert "speed-up" not in output, "nothing to compare yet"
-    check_result(tmp_path / "07_resnet_ddp_2.json", 2)
-    output = run(None, "--epochs", 1, "--workers", 1, *resumed)
     check_result(tmp_path / "07_resnet_ddp_1.json", 1)
+    check_equal_checkpoints(tmp_path / "whole", tmp_path / "resumed")
+
+    output = run(2, *words, tmp_path / "by two")
+    assert "epoch 1 step" not in output and "epoch 2 step" in output, output
+    check_result(tmp_path / "07_resnet_ddp_2.json", 2)
     assert re.search(r"^DDP × 2 .*%", output, re.MULTILINE), output
     assert imread(tmp_path / "speedup.png").std() > 0.05
-
-    run(None, "--epochs", 2, "--checkpoint", tmp_path / "whole")
-    run(None, "--epochs", 2, *resumed)
-    check_equal_checkpoints(tmp_path / "whole", tmp_path / "resumed")
-    output = run(2, "--epochs", 3, *resumed)
-    assert "epoch 2 step" not in output and "epoch 3 step" in output, output
-    assert "DDP × 2 is not compared: epochs" in output, output
-    for words in (["--epochs", 4, "--lr", 0.5], []):
-        said = refusal(resnet_ddp.main, SCRIPT, *TINY, *resumed, *words)
-        assert "it has 3 epochs of digits" in said and "learning rate 0.02" in said
+    for words in (["--epochs", 3, "--lr", 0.5], ["--epochs", 2]):
+        words += ["--checkpoint", tmp_path / "resumed"]
+        said = refusal(resnet_ddp.main, SCRIPT, *TINY, *words)
+        assert "it has 2 epochs of digits" in said and "learning rate 0.02" in said
 
 
 def check_equal_checkpoints(whole, resumed):
     whole = torch.load(whole, weights_only=True)
     resumed = torch.load(resumed, weights_only=True)
     assert whole["evaluations"] == resumed["evaluations"]
-    for name in ("network", "optimizer"):
+    for name in ("module", "optimizer"):
         torch.testing.assert_close(resumed[name], whole[name], rtol=0, atol=0)
 
 
@@ -224,7 +230,7 @@ def test_runs_are_compared_where_all_that_matters_agrees(tmp_path, capsys):
     runs += [result(3, 200, workers=2), result(4, 200, network="1gbit,1ms")]
     for run in runs:
         (tmp_path / f"07_resnet_ddp_{run['world_size']}.json").write_text(json.dumps(run))
-    compare_runs.compare(tmp_path)
+    compare_runs.compare([tmp_path], tmp_path / "speedup.png")
     lines = capsys.readouterr().out.splitlines()
     rows = {line.split("  ")[0]: line.split()[3:] for line in lines if line.startswith("DDP")}
     for name, row in (
@@ -236,6 +242,17 @@ def test_runs_are_compared_where_all_that_matters_agrees(tmp_path, capsys):
         [line] = [line for line in lines if line.startswith(name)]
         assert f"not compared: {differs} differ" in line
     assert imread(tmp_path / "speedup.png").std() > 0.05
+
+
+def test_of_several_pairs_the_median_is_shown(tmp_path, capsys):
+    for name, ms in {"a": 400, "b": 300, "c": 500}.items():
+        (tmp_path / name).mkdir()
+        for run in (result(1, 600), result(2, ms)):
+            file = tmp_path / name / f"07_resnet_ddp_{run['world_size']}.json"
+            file.write_text(json.dumps(run))
+    compare_runs.compare([*tmp_path.iterdir()], None)
+    [shown, summary] = [line for line in capsys.readouterr().out.splitlines() if "DDP" in line]
+    assert "400.0" in shown and summary.endswith(" 1.50 (1.20 to 2.00)")
 
 
 def test_waterfall(forked, tmp_path):
@@ -285,4 +302,4 @@ def test_on_a_gpu(launched, tmp_path, world_size):
     words = [*TINY, "--device", "cuda", "--epochs", 1]
     status, output = launched(world_size, SCRIPT, *words, "--results", tmp_path)
     assert status == 0, output
-    check_result(tmp_path / f"07_resnet_ddp_{world_size}.json", world_size)
+    check_result(tmp_path / f"07_resnet_ddp_{world_size}.json", world_size, 0)

@@ -1,9 +1,9 @@
 r"""07: from half of one device's time to DDP's: where the rest of the speed-up goes.
 
 N ranks could do a step in an N-th of one device's time. Four kinds of step take turns here: one
-device with the whole batch, one device with a rank's part of it, all ranks at once without their
-all-reduces, and DDP. What each takes longer than the one before is a bar of the picture. All are
-resnet_ddp.py's train_step, on one batch of noise.
+device with the whole batch, one device with a rank's batch, all ranks at once without their
+all-reduces, and DDP. A bar of the picture shows how much longer each takes than the one before. All
+are resnet_ddp.py's train_step, on one batch of noise.
 
     torchrun --standalone --nproc-per-node 2 07_resnet_ddp/waterfall.py
 """
@@ -21,10 +21,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from common import report, setup, timing  # noqa: E402
 
 
-def make_step(args, device, batch_size: int, ddp: bool = True, synchronize: bool = True):
-    """Returns a step of a model of its own, on so many images; without `ddp` of rank 0 alone."""
-    training = resnet_ddp.prepare(args, device, ddp)
-    images = torch.randn(batch_size, 3, args.image_size, args.image_size, device=device)
+def make_step(device, image_size: int, batch_size: int, ddp: bool = True, synchronize: bool = True):
+    """Return a step of a model of its own, on so many images; without `ddp` of rank 0 alone."""
+    training = resnet_ddp.build(device, ddp, learning_rate=1e-3)
+    images = torch.randn(batch_size, 3, image_size, image_size, device=device)
     labels = torch.randint(10, [batch_size], device=device)
 
     def step() -> dict[str, float] | None:
@@ -40,8 +40,8 @@ def make_step(args, device, batch_size: int, ddp: bool = True, synchronize: bool
     return step
 
 
-def explain(result: dict) -> dict[str, float]:
-    """Returns the ms of DDP's step, by what takes them, and their sum, last; of p50s."""
+def reasons_of(result: dict) -> dict[str, float]:
+    """Return the ms of DDP's step, by what takes them, and their sum, last; of p50s."""
     one, part, no_all_reduce, ddp = result["candidates"].values()
 
     def p50(times: dict, name: str = "batch_seconds") -> float:
@@ -60,48 +60,56 @@ def explain(result: dict) -> dict[str, float]:
 
 
 def draw(reasons: dict[str, float], title: str, path: Path) -> None:
-    """A bar for each, which begins where the one before ends, and one for their sum."""
+    """Draw a bar for each, which begins where the one before ends, and one for their sum.
+
+    The axis begins a little below the lowest end of a bar, because the differences are small.
+    """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 4.5), dpi=120, layout="constrained")
+    figure = Figure(figsize=(7, 4), dpi=120, layout="constrained")
     axes = figure.subplots()
-    bottoms = [0, *numpy.cumsum([*reasons.values()][:-2]), 0]
+    ends = numpy.cumsum([*reasons.values()][:-1])
+    bottoms = [0, *ends[:-1], 0]
     # As in all pictures: blue is computing, yellow exposed.
     colours = ["#666666", "#0072B2", "#0072B2", "#F0E442", "#999999", "#666666"]
-    bars = axes.bar(reasons.keys(), reasons.values(), bottom=bottoms, color=colours)
-    axes.bar_label(bars, [f"{ms:.0f}" for ms in reasons.values()])
-    axes.set(title=title, ylabel="time of a step, ms")
-    axes.margins(y=0.15)
+    names = [name.replace(" ", "\n", 1) for name in reasons]
+    bars = axes.bar(names, reasons.values(), bottom=bottoms, color=colours)
+    first, *middle, last = reasons.values()
+    texts = [f"{first:.0f}", *(f"{ms:+.0f}" for ms in middle), f"{last:.0f}"]
+    axes.bar_label(bars, texts, padding=2)
+    low, high = min(ends), max(ends)
+    axes.set_ylim(low - (high - low) / 2, high + (high - low) / 5)
+    axes.set(title=title, ylabel="time of a step, ms (not from 0)")
     figure.savefig(path)
 
 
 def main():
     parser = setup.Parser(__doc__)
     resnet_ddp.add_size_arguments(parser)
-    kinds = "steps of each kind, after two to warm up"
+    kinds = "of each kind, after two to warm up"
     parser.add_argument("--steps", type=setup.whole_number(1), default=10, help=kinds)
     parser.add_argument("--json", type=setup.output_file, metavar="FILE", help="all measured, raw")
     setup.add_plot_arguments(parser, "waterfall.png")
     setup.add_process_group_arguments(parser)
-    parser.set_defaults(seed=0, lr=1e-3)
+    parser.set_defaults(workers=0)
     args = parser.parse_args()
     with setup.process_group(args.device, args.backend, args.timeout, args.network) as device:
         torch.set_num_threads(1)
-        resnet_ddp.choose_sizes(args, device)
+        batch = resnet_ddp.choose_sizes(args, device)
         result = report.begin("07_resnet_ddp/waterfall", args, device)
-        batch = args.batch_per_rank
+        size = args.image_size
         steps = {
-            "one device": make_step(args, device, args.global_batch, ddp=False),
-            "one device, a rank's batch": make_step(args, device, batch, ddp=False),
-            "no all-reduce": make_step(args, device, batch, synchronize=False),
-            "DDP": make_step(args, device, batch),
+            "one device": make_step(device, size, args.global_batch, ddp=False),
+            "one device, a rank's batch": make_step(device, size, batch, ddp=False),
+            "no all-reduce": make_step(device, size, batch, synchronize=False),
+            "DDP": make_step(device, size, batch),
         }
         result["candidates"] = timing.measure(steps, args.steps, 2, setup.wire())
-        reasons = explain(result)
+        reasons = reasons_of(result)
         report.print_table(["p50, ms", ""], [[name, f"{ms:.1f}"] for name, ms in reasons.items()])
         report.write_json(args.json, result)
         if args.plot and dist.get_rank() == 0:
-            title = f"ResNet-18, {args.global_batch} images of {args.image_size} px a step"
+            title = f"ResNet-18: a step of {args.global_batch} images of {size} px"
             draw(reasons, title, args.plot)
             setup.say(f"written: {args.plot}")
 

@@ -1,9 +1,9 @@
 r"""07: the time of one training iteration with DDP, over models and over growing numbers of ranks.
 
-For each model: first without DDP on one rank, then DDP on 1, 2, 4, … ranks of the first machine and
-on all ranks of 1, 2, 3, … machines. `2M/8G` is two machines with eight GPUs (or CPU processes) on
-each. Every such subset is a process group of its own; the ranks outside wait. Scaling is perfect
-where a rank trains as many examples per second as alone.
+For each model it measures one rank without DDP, then DDP on 1, 2, 4, … ranks of the first machine
+and on all ranks of 1, 2, 3, … machines. `2M/8G` is two machines with eight GPUs (or CPU processes)
+on each. Every such subset is a process group of its own, and the ranks outside wait. Scaling is
+perfect if a rank trains as many examples per second as it does alone.
 
     make 07_resnet_ddp/sweep NPROC=2
     torchrun --standalone --nproc-per-node 8 07_resnet_ddp/sweep/sweep.py --full --json sweep.json
@@ -12,19 +12,17 @@ where a rank trains as many examples per second as alone.
     torchrun --nnodes 2 --node-rank R --nproc-per-node 8 --master-addr HOST0 --master-port 29400 \
         07_resnet_ddp/sweep/sweep.py --full         (two hosts; R is 0 on HOST0, else 1)
 
-The defaults are small, for a CPU; --full takes upstream's models, images and batches. Started as
-upstream's, with --rank, --world-size, --master-addr and --master-port, it needs no torchrun. For a
-model of your own see sweep_models.py; compare two results with sweep_diff.py.
+The defaults are small, for a CPU; --full takes upstream's models, images and batches. A model of
+your own is described in sweep_models.py. Compare two results with sweep_diff.py.
 
 Source: PyTorch's benchmarks/distributed/ddp, whose optimizer, flags and JSON layout these are.
 """
 
 import argparse
 import os
-import subprocess
 import sys
 import warnings
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 
@@ -43,10 +41,10 @@ from common import report, setup, timing  # noqa: E402
 
 
 def plan(ranks: int, local_size: int) -> list[tuple[str, list[int], bool]]:
-    """What to measure with `ranks` ranks, `local_size` of them on each machine.
+    """Return (label, ranks that train, with DDP?) for each subset of `ranks`, smallest first.
 
-    A list of (label, ranks that train, with DDP?). Within the first machine the sizes double until
-    it is full; from there on whole machines are added.
+    Each machine has `local_size` of them. The subsets double until the first machine is full; from
+    there on whole machines are added.
     """
     subsets = [("no ddp", [0], False)]
     size = 1
@@ -60,7 +58,7 @@ def plan(ranks: int, local_size: int) -> list[tuple[str, list[int], bool]]:
 
 
 def train(benchmark, model: nn.Module, steps: int) -> list[float]:
-    """Train on one batch of a sweep_models.Benchmark again and again; returns seconds per step."""
+    """Train on one batch of a sweep_models.Benchmark again and again; return seconds per step."""
     inputs = benchmark.generate_inputs()
     target = benchmark.generate_target()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9, weight_decay=1e-4)
@@ -82,7 +80,7 @@ def measure_subset(benchmark, ranks: list[int], use_ddp: bool, steps: int, **opt
 
     Returns what each of these ranks measured, a list of lists; `options` are new_group's.
     """
-    # Every rank has to create every group, also those that it is not in.
+    # Every rank has to create every group, even one that it is not in.
     with setup.without_gloo_greeting():
         group = dist.new_group(ranks, **options)
     seconds = None
@@ -101,12 +99,12 @@ def measure_subset(benchmark, ranks: list[int], use_ddp: bool, steps: int, **opt
         del model  # DDP's reducer uses the group until it is gone
         dist.destroy_process_group(group)
     all_ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(all_ranks, seconds)  # who does not train waits here
+    dist.all_gather_object(all_ranks, seconds)  # ranks that do not train wait here
     return [all_ranks[rank] for rank in ranks]
 
 
 # ==================================================================================================
-# Below this line: the sweep over one model, what the machines look like, the command line.
+# Below this line: the sweep over one model, the command line.
 
 
 HEADER = ["ranks", "p50 sec/iter", "ex/sec", "p75 sec/iter", "ex/sec"]
@@ -114,15 +112,14 @@ HEADER += ["p90 sec/iter", "ex/sec", "p95 sec/iter", "ex/sec"]
 
 
 def sweep(benchmark, args, options: dict) -> dict:
-    """Measure one model on all subsets; prints a table with a row for each.
+    """Measure one model on all subsets, and print a table with a row for each.
 
     Returns an entry of "benchmark_results" of the JSON. Its "result" has one per subset,
     {"ranks": [0, 1, …], "measurements": seconds}.
     """
     dilation = setup.wire().dilation if setup.wire() else 1.0
     steps = args.warmup + args.steps
-    # First each rank for itself, uncounted: libraries are loaded, memory is taken, kernels are
-    # chosen.
+    # Each rank first trains for itself, uncounted, which loads libraries and chooses kernels.
     train(benchmark, benchmark.create_model(), steps)
     dist.barrier()
     result = []
@@ -140,45 +137,14 @@ def sweep(benchmark, args, options: dict) -> dict:
     return {"model": benchmark.name, "batch_size": benchmark.batch_size, "result": result}
 
 
-def topology() -> str:
-    """How this host is built: `nvidia-smi topo -m`, and without it the cores and the processor."""
-    with suppress(OSError, subprocess.CalledProcessError):
-        return subprocess.check_output(["nvidia-smi", "topo", "-m"], text=True).strip("\n")
-    return f"{os.cpu_count()} cores, {report.processor_name()}"
-
-
-def check_hosts() -> None:
-    """Print how the hosts are built. Ends the run where they differ, because results would mix."""
-    hosts = [None] * dist.get_world_size()
-    dist.all_gather_object(hosts, (os.environ["LOCAL_WORLD_SIZE"], topology()))
-    for _, host in set(hosts):
-        setup.say(f"\n{host}")
-    if len(set(hosts)) > 1:
-        setup.fail("the machines differ in ranks or topology (see above), and results would mix")
-
-
-def join_as_upstream(args) -> None:
-    """Say by flags, as upstream's script does, what torchrun would: a process for each rank."""
-    if args.world_size is None or "LOCAL_RANK" in os.environ:  # started by torchrun, or by nothing
-        return
-    if None in (args.rank, args.master_addr, args.master_port) or args.rank >= args.world_size:
-        setup.fail("argument --world-size: needs a --rank below it, --master-addr, --master-port")
-    # Upstream has eight GPUs on every machine; here as many ranks as GPUs, or all on one machine.
-    gpus = torch.cuda.device_count() if args.device != "cpu" else 0
-    local_size = min(args.world_size, gpus or args.world_size)
-    os.environ |= {"RANK": str(args.rank), "WORLD_SIZE": str(args.world_size)}
-    os.environ |= {"LOCAL_RANK": str(args.rank % local_size), "LOCAL_WORLD_SIZE": str(local_size)}
-    os.environ |= {"MASTER_ADDR": args.master_addr, "MASTER_PORT": str(args.master_port)}
-
-
 FULL = ["resnet50", "resnet101", "resnext50_32x4d", "resnext101_32x8d"]
 
 
 def add_arguments(parser) -> None:
-    """The flags; upstream's names, which have dashes, are understood with underscores, too."""
+    """Add the flags; upstream's are understood in both of its spellings."""
     add = parser.add_argument
     whole = setup.whole_number
-    models = "a torchvision model that returns one tensor, or your own FILE.py:CLASS; repeatable"
+    models = "torchvision's model of this name, or your own FILE.py:CLASS; repeatable"
     add("--model", action="append", metavar="NAME", help=f"{models} (default: resnet18)")
     add("--batch-size", type=whole(1), help="images per rank (default: 8)")
     add("--image-size", type=whole(1, 10_000), help="pixels a side (default: 64)")
@@ -191,11 +157,6 @@ def add_arguments(parser) -> None:
     setup.add_process_group_arguments(parser)
     upstreams = {"choices": ["gloo", "nccl"], "default": argparse.SUPPRESS, "help": "as --backend"}
     add("--distributed-backend", "--distributed_backend", dest="backend", **upstreams)
-    rank = "this process's; this and the next three: instead of torchrun, which knows them"
-    add("--rank", type=whole(0), default=os.environ.get("RANK"), help=rank)
-    add("--world-size", "--world_size", type=whole(1), help="number of ranks")
-    add("--master-addr", "--master_addr", metavar="ADDRESS", help="the machine of rank 0")
-    add("--master-port", "--master_port", type=whole(1, 65535), help="a free one there")
 
 
 def main():
@@ -205,11 +166,10 @@ def main():
     names = args.model or (FULL if args.full else ["resnet18"])
     # The published setting; newer torch has another name for it.
     warnings.filterwarnings("ignore", ".*broadcast_buffers", FutureWarning)
-    join_as_upstream(args)
 
-    # The group of all ranks only carries samples and makes ranks wait: gloo, so that a waiting
-    # rank's GPU stays free, and for as long as the subsets need. torchrun ends the waiting ranks if
-    # a training one fails.
+    # The group of all ranks only carries samples and makes ranks wait, as long as the subsets need.
+    # It is gloo's, so that a waiting rank's GPU stays free. If a training rank fails, torchrun ends
+    # those that wait.
     week = 7 * 24 * 3600
     with setup.process_group(args.device, "gloo", week, args.network) as device:
         _, backend = setup.choose_device(args.device, args.backend, args.network)
@@ -224,7 +184,6 @@ def main():
             f"subsets over {backend}, buckets of {args.bucket_size_mb} MB, "
             f"CUDA {torch.version.cuda}, {torch.cuda.device_count()} GPUs on this host"
         )
-        check_hosts()
         for benchmark in benchmarks:
             result["benchmark_results"].append(sweep(benchmark, args, options))
             # After every model: an interrupted sweep keeps what it has.

@@ -2,9 +2,9 @@
 
     python 07_resnet_ddp/sweep/sweep_diff.py baseline.json test.json
 
-Takes results of PyTorch's benchmarks/distributed/ddp, too. Source: the diff.py beside PyTorch's
-benchmark; unlike it, results are matched by model, batch size and number of ranks, not by their
-place in the file, and what has no counterpart is named.
+It takes results of PyTorch's benchmarks/distributed/ddp, too. Unlike diff.py beside PyTorch's
+benchmark, its source, it matches results by model, batch size and number of ranks, not by their
+place in the file, and names what has no counterpart.
 """
 
 import json
@@ -18,8 +18,8 @@ from common.report import print_table  # noqa: E402
 from common.setup import Parser, fail, say  # noqa: E402
 
 
-def load(path: str) -> tuple[dict, dict]:
-    """A result, and of it {(model, batch size, "no ddp" or "N ranks"): [p75, p95] in s}."""
+def read_result(path: str) -> tuple[dict, dict]:
+    """Return a result, and {(model, batch size, "no ddp" or "N ranks"): [p75, p95] in s} of it."""
     try:
         result = json.loads(Path(path).read_text())
         times = {}
@@ -38,8 +38,8 @@ def main():
     parser.add_argument("baseline", metavar="BASELINE", help="what sweep.py --json wrote")
     parser.add_argument("test", metavar="TEST", help="the same, later or elsewhere")
     args = parser.parse_args()
-    result, baseline = load(args.baseline)
-    test_result, test = load(args.test)
+    result, baseline = read_result(args.baseline)
+    test_result, test = read_result(args.test)
     names = "pytorch_version", "cuda_version", "distributed_backend", "bucket_size"
     settings = [[name, str(result[name]), str(test_result[name])] for name in names]
     print_table(["", "baseline", "test"], settings)
@@ -57,7 +57,7 @@ def main():
     print_table(header, rows)
     for key in sorted(baseline.keys() ^ test.keys()):
         say(f"only in the {'baseline' if key in baseline else 'test'}: {' '.join(key)}")
-    say("\nthe figures are TEST's; change: of the time, + is faster, - is slower")
+    say("\nseconds and examples are TEST's; change of the time: + is faster, - is slower")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-r"""07: what sweep.py measures: the classification models of torchvision, or a model of your own.
+r"""07: what sweep.py measures: torchvision's classification models, or a model of your own.
 
-Write a class with these three methods into a file, and name both:
+For your own, write a class with these three methods into a file, and name both:
 
     torchrun --standalone --nproc-per-node 2 07_resnet_ddp/sweep/sweep.py \
         --model my_model.py:MyBenchmark
@@ -17,7 +17,7 @@ Write a class with these three methods into a file, and name both:
         def generate_target(self):
             return torch.randint(10, (self.batch_size,), device=self.device)
 
-Its batch_size and image_size are the flags' (by default 8 and 64, with --full 32 and 224).
+Its batch_size and image_size come from the flags (8 and 64 by default, 32 and 224 with --full).
 
 Source: `Benchmark` of PyTorch's benchmarks/distributed/ddp.
 """
@@ -30,7 +30,7 @@ from common.setup import fail, load
 
 
 class Benchmark:
-    """What makes a model and one batch of inputs and targets for cross_entropy, on self.device."""
+    """Makes a model and one batch of inputs and targets for cross_entropy, on self.device."""
 
     def __init__(self, device: torch.device, distributed_backend: str, bucket_size: int):
         self.device = device
@@ -39,7 +39,7 @@ class Benchmark:
 
 
 class TorchvisionBenchmark(Benchmark):
-    """A classification model of torchvision, float [batch_size, 3, image_size, image_size]."""
+    """Makes a torchvision model, and float inputs [batch_size, 3, image_size, image_size]."""
 
     def create_model(self) -> nn.Module:
         return torchvision.models.get_model(self.name).to(self.device)
@@ -53,7 +53,7 @@ class TorchvisionBenchmark(Benchmark):
 
 
 def make(name: str, args, device: torch.device, backend: str) -> Benchmark:
-    """Returns the benchmark of a torchvision model, or what FILE.py:CLASS gives."""
+    """Return the benchmark of a torchvision model, or of FILE.py:CLASS."""
     try:
         create = load(name) if ".py:" in name else TorchvisionBenchmark
         benchmark = create(device, backend, args.bucket_size_mb)

@@ -1,9 +1,8 @@
-"""sweep.py: the plan, real sweeps on one and on two "hosts", the JSON, bad input; sweep_diff.py."""
+"""sweep.py: the plan, a real sweep, the JSON, bad input; sweep_diff.py."""
 
 import argparse
 import json
 import re
-import socket
 import sys
 import textwrap
 from functools import partial
@@ -13,7 +12,7 @@ import pytest
 import torch
 
 from common import setup
-from tools.testing import ONLY_RANK, Forked, read_json
+from tools.testing import read_json
 
 FOLDER = Path(__file__).resolve().parent
 import sweep
@@ -56,25 +55,24 @@ def measured(output):
     return [words[1] for words in lines if words[0].isdigit()]
 
 
-def test_one_host_also_on_a_slow_network(forked, tmp_path, diff):
-    words = [*TINY, "--json", tmp_path / "a.json"]
-    status, output = forked(2, FOLDER / "sweep.py", *words)
-    assert status == 0 and measured(output) == ["no", "1M/1G", "1M/2G"], output
-    report = read_json(tmp_path / "a.json", "07_resnet_ddp/sweep")
-    [benchmark] = report["benchmark_results"]
-    assert (benchmark["model"], benchmark["batch_size"]) == ("squeezenet1_1", 2)
-    # First without DDP; samples of all ranks together, without warm-up.
-    found = [(entry["ranks"], len(entry["measurements"])) for entry in benchmark["result"]]
-    assert found == [([0], 3), ([0], 3), ([0, 1], 6)]
-    compared = diff(tmp_path / "a.json", tmp_path / "a.json")
-    assert len(re.findall(r"\+0\.0%", "\n".join(compared))) == 6
-
-    words = [*TINY, "--json", tmp_path / "b.json", "--network", "1gbit,20ms"]
-    status, output = forked(2, FOLDER / "sweep.py", *words)
-    assert status == 0, output
-    [benchmark] = json.loads((tmp_path / "b.json").read_text())["benchmark_results"]
-    _, alone, both = (min(entry["measurements"]) for entry in benchmark["result"])
-    assert both > 0.08, "two steps, each of two messages, of 20 ms"
+def test_two_models_on_a_slow_network(forked, tmp_path, diff):
+    """One is torchvision's, the other the example of sweep_models.py's docstring."""
+    example = re.search(r"    import torch\n.*?\n(?=\S)", sweep_models.__doc__, re.DOTALL)[0]
+    (tmp_path / "my_model.py").write_text(textwrap.dedent(example))
+    words = [*TINY, "--model", f"{tmp_path}/my_model.py:MyBenchmark", "--json", tmp_path / "json"]
+    status, output = forked(2, FOLDER / "sweep.py", *words, "--network", "1gbit,20ms")
+    assert status == 0 and measured(output) == 2 * ["no", "1M/1G", "1M/2G"], output
+    report = read_json(tmp_path / "json", "07_resnet_ddp/sweep")
+    names = [benchmark["model"] for benchmark in report["benchmark_results"]]
+    assert names == ["squeezenet1_1", f"{tmp_path}/my_model.py:MyBenchmark"]
+    for benchmark in report["benchmark_results"]:
+        # First without DDP; samples of all ranks together, without warm-up.
+        found = [(entry["ranks"], len(entry["measurements"])) for entry in benchmark["result"]]
+        assert found == [([0], 3), ([0], 3), ([0, 1], 6)]
+    alone, _, both = (min(entry["measurements"]) for entry in benchmark["result"])
+    assert both > 0.02 > alone
+    compared = diff(tmp_path / "json", tmp_path / "json")
+    assert len(re.findall(r"\+0\.0%", "\n".join(compared))) == 12
 
 
 def parsed(*words):
@@ -83,34 +81,11 @@ def parsed(*words):
     return parser.parse_args(words)
 
 
-def test_upstreams_flags_are_understood(monkeypatch, tmp_path):
-    monkeypatch.setenv("RANK", "3")  # upstream's default of --rank
-    line = "--world_size=4 --bucket_size=9 --distributed_backend gloo --master_port=5 "
-    line += "--master-addr here --model resnet50"
+def test_upstreams_flags_are_understood(tmp_path):
+    line = "--bucket_size=9 --distributed_backend gloo --model resnet50"
     args = parsed(*line.split(), "--json", f"{tmp_path}/a_b")
-    assert (args.world_size, args.bucket_size_mb, args.backend) == (4, 9, "gloo")
-    assert (args.rank, args.master_addr, args.master_port) == (3, "here", 5)
+    assert (args.bucket_size_mb, args.backend) == (9, "gloo")
     assert (args.model, args.json.name) == (["resnet50"], "a_b")
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return free.getsockname()[1]
-
-
-def test_the_example_of_the_docstring_started_as_upstream_is(forked, tmp_path):
-    """One rank says its number, the other has it from the environment, as upstream's default is."""
-    example = re.search(r"    import torch\n.*?\n(?=\S)", sweep_models.__doc__, re.DOTALL)[0]
-    (tmp_path / "my_model.py").write_text(textwrap.dedent(example))
-    words = [*TINY[2:], "--model", f"{tmp_path}/my_model.py:MyBenchmark", "--bucket-size", 2]
-    words += ["--world-size", 2, "--master-addr", "127.0.0.1", "--master-port", free_port()]
-    rank_1 = Forked(None, FOLDER / "sweep.py", *words, RANK=1)
-    try:
-        status, output = forked(None, FOLDER / "sweep.py", *words, "--rank", 0)
-        assert rank_1.wait() == (0, "")
-    finally:
-        rank_1.kill()
-    assert status == 0 and measured(output) == ["no", "1M/1G", "1M/2G"], output
 
 
 @pytest.mark.cuda
@@ -121,17 +96,15 @@ def test_on_a_gpu(launched, world_size):
 
 
 @pytest.mark.parametrize(
-    "words, named, environment",
+    "words, named",
     [
-        (["--model", "resnet1"], "argument --model: 'resnet1'", ONLY_RANK),
-        (["--backend", "nccl", "--device", "cpu"], "argument --backend", ONLY_RANK),
-        (["--model", "mine.py:Mine"], "argument --model: 'mine.py:Mine'", ONLY_RANK),
-        (["--rank", "1", "--world-size", "1"], "argument --world-size", {}),
-        (["--world-size", "1"], "--master-port", {"RANK": "0"}),
+        (["--model", "resnet1"], "argument --model: 'resnet1'"),
+        (["--backend", "nccl", "--device", "cpu"], "argument --backend"),
+        (["--model", "mine.py:Mine"], "argument --model: 'mine.py:Mine'"),
     ],
 )
-def test_bad_values(refusal, words, named, environment):
-    assert named in refusal(sweep.main, "sweep.py", *words, environment=environment)
+def test_bad_values(refusal, words, named):
+    assert named in refusal(sweep.main, "sweep.py", *words)
 
 
 @pytest.fixture
