@@ -43,8 +43,8 @@ def find_runs(folder: Path) -> list[dict]:
     for result in sorted(results, key=lambda result: result["world_size"]):
         run = result["options"] | result
         run["name"] = f"DDP × {run['world_size']}" if runs else "single"
-        run["phases"] = [1000 * numpy.mean(run[phase]) / run["dilation"] for phase in PHASES]
-        run["total"] = run["train_seconds"] / run["dilation"]
+        run["phases"] = [1000 * numpy.mean(run[phase]) for phase in PHASES]
+        run["total"] = run["train_seconds"]
         differing = [name for name in COMMON if runs and run[name] != runs[0][name]]
         if differing:
             say(f"{run['name']} is not compared: {', '.join(differing)} differ from one device's")

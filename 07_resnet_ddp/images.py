@@ -7,14 +7,13 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy
 import torch
 import torch.distributed as dist
 from torch.utils.data import Dataset
 from torchvision.datasets import CIFAR10
 from torchvision.transforms import v2
 
-from common.setup import ROOT, fail
+from common import setup
 
 
 @dataclass
@@ -57,7 +56,7 @@ def load_images(data: str | None, download: bool, image_size: int) -> tuple[Data
         transform = to_input(image_size, [0.491, 0.482, 0.447], [0.247, 0.244, 0.262])
         return CIFAR10(data, True, transform), CIFAR10(data, False, transform)
     except Exception as error:  # torchvision has many kinds: files missing, cut short, not CIFAR-10
-        fail(
+        setup.fail(
             f"argument --data: {data!r} holds no readable CIFAR-10 ({error!r}): fetch it with "
             "--download, and raise --timeout if that takes long"
         )
@@ -65,10 +64,7 @@ def load_images(data: str | None, download: bool, image_size: int) -> tuple[Data
 
 def load_digits(transform: Callable) -> tuple[Images, Images]:
     """Return the digits in an order that is always the same; grey becomes three equal channels."""
-    digits = numpy.load(ROOT / "common" / "digits.npz")
-    order = numpy.random.default_rng(0).permutation(len(digits["labels"]))
-    grey = 15 * torch.tensor(digits["images"][order])  # from 0 to 240
-    images = grey[:, None].expand(-1, 3, -1, -1)
-    labels = torch.tensor(digits["labels"][order]).long()
+    digits, labels = setup.load_digits()
+    images = (15 * digits)[:, None].expand(-1, 3, -1, -1)  # from 0 to 240
     train_set = Images(images[297:], labels[297:], transform)
     return train_set, Images(images[:297], labels[:297], transform)

@@ -191,7 +191,7 @@ def fit(args, training: Training, train_batches, test_batches) -> dict:
         dist.barrier()  # rank 0 may still be saving, and nobody's first batch should count that
         began = time.perf_counter()
         steps_of_epoch, logged_in_epoch = train_epoch(args, training, train_batches, epoch)
-        seconds += time.perf_counter() - began
+        seconds += (time.perf_counter() - began) / setup.stretch()
         steps += steps_of_epoch
         logged += logged_in_epoch
         setup.progress(f"epoch {epoch}: images held out")
@@ -266,15 +266,15 @@ def print_report(result: dict) -> None:
 
     from common import report, setup
 
-    batch = numpy.mean(result["batch_seconds"]) / result["dilation"]
+    batch = numpy.mean(result["batch_seconds"])
     rows = []
     for name, (row, _, _) in SECONDS.items():
-        seconds = numpy.array(result[name]) / result["dilation"]
+        seconds = numpy.array(result[name])
         mean = seconds.mean()
         row = [row, f"{mean * seconds.shape[1]:.1f}", f"{mean / batch:.1%}", f"{1000 * mean:.1f}"]
         rows.append(row + report.milliseconds(seconds))
     report.print_table(["", "total s", "share", "mean ms", "p50", "p75", "p90", "p95"], rows)
-    seconds = result["train_seconds"] / result["dilation"]
+    seconds = result["train_seconds"]
     setup.say(
         f"{result['images']} images in {seconds:.2f} s: {result['images'] / seconds:.1f} images/s "
         f"over all ranks; held-out accuracy {result['evaluations'][-1]['accuracy']:.2%}"

@@ -219,7 +219,7 @@ def result(world_size, ms, **changes):
     seconds = {}
     for phase, count in (tenths | {"optimizer": 1, "batch": 10}).items():
         seconds[f"{phase}_seconds"] = [[count * ms / 10_000] * 4 for _ in range(world_size)]
-    of_both = dict.fromkeys(compare_runs.COMMON) | {"dilation": 1.0, "images": 256, "options": {}}
+    of_both = dict.fromkeys(compare_runs.COMMON) | {"images": 256, "options": {}}
     of_one = {"world_size": world_size, "train_seconds": 4 * ms / 1000}
     shown = {"image_size": 64, "global_batch": 64, "evaluations": [{"accuracy": 0.95}]}
     return seconds | of_both | of_one | shown | changes

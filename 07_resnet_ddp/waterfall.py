@@ -45,7 +45,7 @@ def reasons_of(result: dict) -> dict[str, float]:
     one, part, no_all_reduce, ddp = result["candidates"].values()
 
     def p50(times: dict, name: str = "batch_seconds") -> float:
-        return 1000 * report.percentiles(times[name])[0] / result["dilation"]
+        return 1000 * report.percentiles(times[name])[0]
 
     ideal = p50(one) / result["world_size"]
     exposed = p50(ddp, "exposed_comm_seconds")
@@ -104,7 +104,7 @@ def main():
             "no all-reduce": make_step(device, size, batch, synchronize=False),
             "DDP": make_step(device, size, batch),
         }
-        result["candidates"] = timing.measure(steps, args.steps, 2, setup.wire())
+        result["candidates"] = timing.measure(steps, args.steps, 2)
         reasons = reasons_of(result)
         report.print_table(["p50, ms", ""], [[name, f"{ms:.1f}"] for name, ms in reasons.items()])
         report.write_json(args.json, result)

@@ -212,7 +212,7 @@ def get_backend(group: dist.ProcessGroup | None = None) -> str:
 
 
 def answer_gloo() -> None:
-    """Let the public function say gloo; new_group() asks torch's own, and stays with its backend."""
+    """Let dist.get_backend() say gloo; new_group() asks torch's own, and so keeps its backend."""
     dist.get_backend = get_backend
 
 

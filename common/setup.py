@@ -329,8 +329,13 @@ def process_group(device="auto", backend="auto", timeout=300.0, network: str | N
 
 
 def wire():
-    """The emulated network of --network (a Wire of common/network.py); None without one."""
+    """Return the emulated network of --network, a Wire of common/network.py; None without one."""
     return getattr(dist.group.WORLD, "wire", None)
+
+
+def stretch() -> float:
+    """Return how many seconds here are one of the emulated network's; 1 without one."""
+    return wire().stretch if wire() else 1.0
 
 
 def spawn(world_size: int, function, *arguments) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from common.setup import progress, say, wire
+from common.setup import progress, say, stretch, wire
 
 NO_COMMUNICATION = "no communication"  # the row of a step that sends nothing
 MOST_DRIFT = 1.5  # of the machine's speed while it measures
@@ -70,8 +70,7 @@ class Stopwatch:
         if self.on_cuda:
             self.marks[end].synchronize()
             return self.marks[start].elapsed_time(self.marks[end]) / 1000
-        stretch = wire().stretch if wire() else 1.0
-        return (self.marks[end] - self.marks[start]) / stretch
+        return (self.marks[end] - self.marks[start]) / stretch()
 
 
 def measure(candidates: dict[str, Callable[[], dict]], steps: int, warmup: int) -> dict[str, dict]:

@@ -234,12 +234,12 @@ first call: with compilation and an empty cache; graphs: how many were compiled;
 peak memory (of tensors) and parameters: what rank 0 holds"""
 
 
-def print_results(results: list[dict], dilation: float) -> None:
+def print_results(results: list[dict]) -> None:
     """Print the table: a row per configuration of the JSON."""
     samples = {result["name"]: result["forward_backward_seconds"] for result in results}
     rows = []
     for result in results:
-        seconds = numpy.array(samples[result["name"]]) / dilation
+        seconds = numpy.array(samples[result["name"]])
         row = [
             result["name"],
             f"{1000 * seconds.mean():.1f}",
@@ -329,10 +329,10 @@ def main():
             setup.progress(f"{configuration.name}: its first steps")
             steps[configuration.name], found = prepare(args, device, configuration, expected)
             result["configurations"].append(found)
-        samples = timing.measure(steps, args.steps, args.warmup, setup.wire())
+        samples = timing.measure(steps, args.steps, args.warmup)
         for found in result["configurations"]:
             found |= samples[found["name"]]
-        print_results(result["configurations"], result["dilation"])
+        print_results(result["configurations"])
         if args.gpu_memory_stats:
             say(torch.cuda.memory_summary(device, abbreviated=True))
         timing.profile(steps, args.trace)

@@ -117,7 +117,6 @@ def sweep(benchmark, args, options: dict) -> dict:
     Returns an entry of "benchmark_results" of the JSON. Its "result" has one per subset,
     {"ranks": [0, 1, …], "measurements": seconds}.
     """
-    dilation = setup.wire().dilation if setup.wire() else 1.0
     steps = args.warmup + args.steps
     # Each rank first trains for itself, uncounted, which loads libraries and chooses kernels.
     train(benchmark, benchmark.create_model(), steps)
@@ -129,7 +128,7 @@ def sweep(benchmark, args, options: dict) -> dict:
         measurements = numpy.array(of_ranks)[:, args.warmup :].flatten()
         result.append({"ranks": ranks, "measurements": measurements.tolist()})
         row = [f"{len(ranks):5}  {label}"]
-        for seconds in report.percentiles(measurements / dilation):
+        for seconds in report.percentiles(measurements):
             row += [f"{seconds:.4f}s", f"{benchmark.batch_size / seconds:.1f}/s"]
         rows.append(row)
     setup.say(f"\nBenchmark: {benchmark.name} with batch size {benchmark.batch_size}\n")
