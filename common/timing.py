@@ -76,8 +76,9 @@ class Stopwatch:
 def measure(candidates: dict[str, Callable[[], dict]], steps: int, warmup: int) -> dict[str, dict]:
     """Run the candidates step by step in turn (A B C A B C …): noise then meets them all alike.
 
-    A candidate runs one step, after a barrier, and returns its times, {quantity: seconds}. An
-    emulated network is slow meanwhile, and keeps pace with the steps of `no communication`.
+    A candidate runs one step, after a barrier, and returns its times, {quantity: seconds}; or None
+    on a rank that has no part in it. An emulated network is slow meanwhile, and keeps pace with
+    the steps of `no communication`.
     Returns {candidate: {quantity: [rank][step]}}, on every rank, without the first `warmup` rounds.
     """
     local = {name: [] for name in candidates}
@@ -86,22 +87,21 @@ def measure(candidates: dict[str, Callable[[], dict]], steps: int, warmup: int) 
         for name, step in candidates.items():
             progress(f"step {i + 1} of {warmup + steps}: {name}")
             dist.barrier()
-            if network is None:
-                local[name].append(step())
-                continue
-            launched = dist.group.WORLD.collectives
-            with network:
+            launched = network and dist.group.WORLD.collectives
+            with network or nullcontext():
                 times = step()
-            times["collectives"] = dist.group.WORLD.collectives - launched
-            times["stretch"] = network.stretch
             local[name].append(times)
-            if network.pace and name == NO_COMMUNICATION:
+            if network and times is not None:
+                times["collectives"] = dist.group.WORLD.collectives - launched
+                times["stretch"] = network.stretch
+            if network and network.pace and name == NO_COMMUNICATION:
                 network.keep_pace(times["step_seconds"] * network.stretch)
     all_ranks = [None] * dist.get_world_size()
     dist.all_gather_object(all_ranks, local)
     samples = {}
     for name in candidates:
-        counted = [of_rank[name][warmup:] for of_rank in all_ranks]
+        of_ranks = [of_rank[name] for of_rank in all_ranks if of_rank[name][0] is not None]
+        counted = [steps_of_rank[warmup:] for steps_of_rank in of_ranks]
         samples[name] = {
             quantity: [[times[quantity] for times in of_rank] for of_rank in counted]
             for quantity in counted[0][0]
