@@ -99,8 +99,9 @@ RECORDINGS = {  # besides those below that are one command
         'make 06_sharded_optimizer/fsdp ARGS="--accounting --size 10b"',
     ],
     "07_resnet_ddp/reference_output.txt": [
-        *3 * ["make 07_resnet_ddp"],
-        "cp results/speedup.png 07_resnet_ddp/speedup.png",
+        "mkdir -p results/pair_{1..3}",
+        *[f'make 07_resnet_ddp ARGS="--results results/pair_{n}"' for n in (1, 2, 3)],
+        "python 07_resnet_ddp/compare_runs.py results/pair_{1..3} --plot 07_resnet_ddp/speedup.png",
     ],
     "07_resnet_ddp/reference_output_waterfall.txt": [
         f"{WATERFALL} --plot 07_resnet_ddp/waterfall.png",
@@ -118,11 +119,13 @@ RECORDINGS = {  # besides those below that are one command
     * ['make 08_ddp_rpc ARGS="--trainers 1 --servers 8 --round-trip-ms 2 --steps 100"'],
     "docs/reference_output_hang.txt": ["bash docs/hang.sh python"],
 }
+SIZES = "0.01,0.1,1,10,100,1000"
+RING = "01_allreduce/allreduce.png"
 SWEEP = "05_bucketed/bucket_sweep/bucket_sweep_1gbit.png"
 # What follows reference_output in the file's name: words of make.
 BOTH = {"": "", "_1gbit": f'{SLOW} ARGS="--json results/stage.json"'}
 for folder, variants in {
-    "01_allreduce": {"": 'ARGS="--plot 01_allreduce/allreduce.png"'},
+    "01_allreduce": {"": f'ARGS="--sizes-mb {SIZES} --steps 10 --warmup 2 --plot {RING}"'},
     "01_allreduce/slow_network": {"": ""},
     **dict.fromkeys(STAGES, BOTH),
     "05_bucketed/bucket_sweep": {
@@ -133,7 +136,7 @@ for folder, variants in {
     "05_bucketed/predict": {"": ""},
     "06_sharded_optimizer": {"_1gbit": f'{SLOW} ARGS="--no-verify"'},
     "07_resnet_ddp/compile_ddp": {"": "", "_1gbit": f'{SLOW} ARGS="--steps 5"'},
-    "07_resnet_ddp/sweep": {"": "", "_full": 'ARGS="--full --batch-size 2 --steps 2 --warmup 1"'},
+    "07_resnet_ddp/sweep": {"": ""},
     "08_ddp_rpc": {"": "", "_8": 'NPROC=8 ARGS="--steps 100"'},
 }.items():
     for suffix, words in variants.items():
