@@ -249,7 +249,7 @@ class FSDP(nn.Module):
 
 # ==================================================================================================
 # Below this line: helpers, what is refused, clipping, which module needs which weights, saving.
-# verify, the benchmark and the memory are in measure.py.
+# verify, what ranks hold and how long steps take are in accounting.py.
 
 
 # torch has renamed it (2.13, 2.14), and warns of the old name.
@@ -487,10 +487,10 @@ def refuse_to_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
 def main():
     sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[:3]]
     try:
-        import measure
+        import accounting
     except ModuleNotFoundError as error:
         sys.exit(f"error: {error}: copy the repository's folder common/ and its 06_*, too")
-    measure.main(__doc__, FSDP, choose_units)
+    accounting.main(__doc__, FSDP, choose_units)
 
 
 if __name__ == "__main__":
