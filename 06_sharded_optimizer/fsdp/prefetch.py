@@ -94,12 +94,12 @@ def draw(steps: dict[str, list[Bar]], path: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    figure = Figure(figsize=(8, 1.2 + 0.8 * len(steps)), dpi=200, layout="constrained")
+    figure = Figure(figsize=(8, 0.9 + 0.75 * len(steps)), dpi=200, layout="constrained")
     axes = figure.subplots()
     axes.spines[["top", "right"]].set_visible(False)
     ticks = {}  # height: text
-    for number, (label, bars) in enumerate(steps.items()):
-        top = 2.3 * number
+    top = 0.0
+    for label, bars in steps.items():
         ticks[top] = label
         for name, start, end, row in bars:
             shift, height = HEIGHTS[row]
@@ -109,6 +109,7 @@ def draw(steps: dict[str, list[Bar]], path: Path) -> None:
         for name, row in ROWS.items():
             if any(bar.row == row for bar in bars):
                 ticks[top + HEIGHTS[row][0]] = f"{name}s"
+        top = 1.2 + max(ticks)
     axes.set_yticks(list(ticks), list(ticks.values()), fontsize=9)
     axes.invert_yaxis()
     axes.set_xlim(0, 1.12 * max(map(duration, steps.values())))
