@@ -11,7 +11,7 @@ from sharded_optimizer import ADAMW, Training
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from common import report, setup
+from common import report, setup, timing
 
 
 def fully_sharded(choose_units, model: nn.Module, **options) -> nn.Module:
@@ -69,7 +69,7 @@ def verify(name, wrap, args, device) -> dict:
 def benchmark(args, device, model, wraps, choose_units) -> list[dict]:
     """Time steps of a language model: no communication, torch's DDP and fully_shard, FSDP."""
     if not args.no_baseline:
-        baselines = {"no communication": None, "torch DDP": DistributedDataParallel}
+        baselines = {"no communication": None, **timing.torch_ddp(args)}
         no_prefetch = {"FSDP, no prefetch": partial(wraps["FSDP"], prefetch=False)}
         wraps = baselines | torch_fsdp(choose_units) | no_prefetch | wraps
     batch_shape = model["batch_size"], model["context_length"]

@@ -237,6 +237,29 @@ def prefetches_one_ahead():
     assert gathers_in_order(is_trained=False) == 3
 
 
+def through_all(layers, x, both):
+    return layers[2](layers[1](layers[0](x), both))
+
+
+def one_or_both(layers, x, both):
+    return layers[0](x) + layers[1](x) if both else layers[0](x)
+
+
+@on_ranks(2)
+def reduces_in_one_order():
+    """Also where a rank uses less of a unit than the other, and so completes it last."""
+    torch.manual_seed(0)
+    middle = Calls(one_or_both, linear(), linear())
+    twin = Calls(through_all, linear(), middle, linear()).double()
+    net = copy.deepcopy(twin)
+    model = FSDP(net, units=list(net.layers))
+    square_mean(model(ones(), dist.get_rank() == 0)).backward()
+    model.finish_gradient_synchronization()
+    for both in (True, False):
+        (square_mean(twin(ones(), both)) / 2).backward()
+    step_alike(model, twin)
+
+
 def any_way(layers, x, way):
     for number in way:
         x = torch.tanh(layers[number](x))
