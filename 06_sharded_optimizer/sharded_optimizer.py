@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_map_only
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    """`optimizer_cls(params, **options)`, with the state of each parameter on one rank only.
+    """Be `optimizer_cls(params, **options)`, with the state of each parameter on one rank only.
 
         model = DDP(model)  # or another way to give all ranks the same values and gradients
         optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
@@ -38,12 +38,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, params, optimizer_cls, *, process_group=None, **options):
+        check_can_be_sharded(optimizer_cls)
         self.optimizer_cls = optimizer_cls
         self.process_group, self.rank = process_group, dist.get_rank(process_group)
         self.local = None  # later: the optimizer of the parameters that this rank owns
         self.owners = {}  # parameter -> the rank that keeps its state and updates it
         self.loads = [0] * dist.get_world_size(process_group)  # bytes that each rank owns
-        self.flats = []  # (owner, one flat buffer with the values of parameters that it owns)
+        self.flats = []  # (owner, some parameters that it owns, one flat buffer of their values)
         self.views = {}  # parameter -> its part of a flat buffer
         super().__init__(params, {})  # calls add_param_group() for each group
         self.local = optimizer_cls([self._own(group) for group in self.param_groups], **options)
@@ -52,22 +53,25 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict) -> None:
         """Assign owners to a new group, also in mid-training; older ones keep owner and state."""
+        if self.local is not None:
+            self._sync_to_local()
         super().add_param_group(param_group)
         group = self.param_groups[-1]  # has all its parameters, as schedulers and zero_grad() need
-        check_can_be_sharded(group["params"], self.optimizer_cls)
+        if any(hasattr(parameter, "is_shard") for parameter in group["params"]):
+            self.param_groups.pop()  # what is refused leaves no trace
+            raise ValueError("these are FSDP's shards: their state is split already")
         self._choose_owners(group["params"])
         self._flatten(group["params"])
         if self.local is not None:
-            self._sync_to_local()
             self.local.add_param_group(self._own(group))
             self._sync_from_local()
 
     def _own(self, group: dict) -> dict:
-        """The same group with only the parameters that this rank owns, maybe none."""
+        """Return the same group with only the parameters that this rank owns, maybe none."""
         return {**group, "params": [p for p in group["params"] if self.owners[p] == self.rank]}
 
     def _choose_owners(self, parameters: list[nn.Parameter]) -> None:
-        """Largest first, frozen ones last, to the rank with the fewest bytes; all ranks agree."""
+        """Give the largest first, frozen ones last, to the rank with the fewest bytes."""
         largest_first = sorted(parameters, key=lambda p: (p.requires_grad, p.nbytes), reverse=True)
         for parameter in largest_first:
             owner = self.loads.index(min(self.loads))
@@ -76,14 +80,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _flatten(self, parameters: list[nn.Parameter]) -> None:
         """Make parameters of one owner views into one buffer, so that one broadcast sends them."""
-        alike = {}  # (owner, dtype, device) -> the parameters of a flat buffer
+        alike = {}  # kind -> the parameters of a flat buffer; frozen ones, in their own, stay here
         for parameter in parameters:
-            kind = self.owners[parameter], parameter.dtype, parameter.device
-            alike.setdefault(kind, []).append(parameter)
-        for (owner, _, _), members in alike.items():
+            look = parameter.requires_grad, parameter.dtype, parameter.device
+            alike.setdefault((self.owners[parameter], *look), []).append(parameter)
+        for (owner, *_), members in alike.items():
             sizes = [parameter.numel() for parameter in members]
             flat = members[0].detach().new_empty(sum(sizes))
-            self.flats.append((owner, flat))
+            self.flats.append((owner, members, flat))
             for parameter, piece in zip(members, flat.split(sizes), strict=True):
                 strides = torch.empty_like(parameter, device="meta").stride()  # channels_last, too
                 view = piece.as_strided(parameter.shape, strides).copy_(parameter.detach())
@@ -98,7 +102,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.local.step()
         self._sync_from_local()
         send = partial(dist.broadcast, group=self.process_group, async_op=True)
-        works = [send(flat, group_src=owner) for owner, flat in self.flats]  # in one order
+        works = []
+        for owner, members, flat in self.flats:  # on all ranks in this order
+            if any(p.requires_grad or p.grad is not None for p in members):
+                works.append(send(flat, group_src=owner))
         for work in works:
             work.wait()
         return loss
@@ -108,7 +115,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for parameter, view in self.views.items():
             if parameter.data_ptr() != view.data_ptr():
                 raise RuntimeError("a parameter has left its flat buffer: move or cast it before")
-        for group, local in zip(self.param_groups, self.local.param_groups, strict=False):
+        for group, local in zip(self.param_groups, self.local.param_groups, strict=True):
             local.update({**group, "params": local["params"]})
         self.local.state = self.state
 
@@ -118,22 +125,34 @@ class ShardedOptimizer(torch.optim.Optimizer):
             group.update({**local, "params": group["params"]})
 
     def state_dict(self) -> dict:
-        """On rank 0 the whole state, on CPU, as without sharding; on others the groups alone."""
-        return gather_state(self, super().state_dict())
+        """Return the whole state on rank 0, on CPU, as without sharding; elsewhere the groups."""
+        groups = super().state_dict()
+        of_ranks = [{} for _ in self.loads]
+        own, received = on_cpu(groups["state"]), of_ranks if self.rank == 0 else None
+        dist.gather_object(own, received, group=self.process_group, group_dst=0)
+        whole = {}
+        for state in of_ranks:
+            whole.update(state)
+        return {**groups, "state": dict(sorted(whole.items()))}
 
     def load_state_dict(self, state_dict: dict | None) -> None:
         """Load what rank 0 passes: a whole state, saved at any world size or without sharding."""
-        super().load_state_dict(own_state(self, state_dict))
+        received = [on_cpu(state_dict)]
+        dist.broadcast_object_list(received, group=self.process_group, group_src=0)
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        own = {}
+        for number, state in received[0]["state"].items():
+            if self.owners[parameters[number]] == self.rank:
+                own[number] = state
+        super().load_state_dict({**received[0], "state": own})
 
 
 # ==================================================================================================
-# Below this line: what is refused, saving, the models, verify, the benchmark, main.
+# Below this line: what is refused, the model, verify, the benchmark, main.
 
 
-def check_can_be_sharded(parameters: list[nn.Parameter], optimizer_cls) -> None:
-    """ValueError, as far as one can tell, where a rank's part would be another optimizer."""
-    if any(hasattr(parameter, "is_shard") for parameter in parameters):
-        raise ValueError("these are FSDP's shards: their state is split already")
+def check_can_be_sharded(optimizer_cls) -> None:
+    """Raise ValueError, as far as one can tell, where a rank's part would be another optimizer."""
     if optimizer_cls is torch.optim.LBFGS:
         raise ValueError("LBFGS looks at all parameters at once: use it without sharding")
     if hasattr(optimizer_cls, "train"):
@@ -141,43 +160,19 @@ def check_can_be_sharded(parameters: list[nn.Parameter], optimizer_cls) -> None:
 
 
 def on_cpu(state: dict) -> dict:
-    """A copy of a state, with all tensors on the CPU."""
+    """Return a copy of a state, with all tensors on the CPU."""
     return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), state)
 
 
-def gather_state(sharded: ShardedOptimizer, whole: dict) -> dict:
-    """Put the states of all ranks in place of this rank's own, on rank 0."""
-    own = on_cpu(whole["state"])
-    of_ranks = [{}] * len(sharded.loads)
-    received = of_ranks if sharded.rank == 0 else None
-    dist.gather_object(own, received, group=sharded.process_group, group_dst=0)
-    state = {}
-    for each in of_ranks:
-        state |= each
-    return {**whole, "state": dict(sorted(state.items()))}
-
-
-def own_state(sharded: ShardedOptimizer, whole: dict | None) -> dict:
-    """This rank's part of the whole state that rank 0 has."""
-    received = [on_cpu(whole)]
-    dist.broadcast_object_list(received, group=sharded.process_group, group_src=0)
-    parameters = [parameter for group in sharded.param_groups for parameter in group["params"]]
-    own = {}
-    for number, state in received[0]["state"].items():
-        if sharded.owners[parameters[number]] == sharded.rank:
-            own[number] = state
-    return {**received[0], "state": own}
-
-
 def gather_objects(mine) -> list:
-    """What all ranks have, by rank."""
+    """Return what all ranks have, by rank."""
     gathered = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, mine)
     return gathered
 
 
 def of_adamw(mine, params, **options):
-    """A class of the user's own is given the optimizer's by position, as `make check` does."""
+    """Shard AdamW by the user's own class, which takes it by position, as in `make check`."""
     return mine(params, ADAMW, **options)
 
 
@@ -195,7 +190,7 @@ ZeroRedundancyOptimizer; view: with its option parameters_as_bucket_view."""
 
 
 class LanguageModel(nn.Module):
-    """Causal transformer: tokens int64 [batch, context] -> logits [batch, context, vocabulary]."""
+    """Map tokens, int64 [batch, context], to logits [batch, context, vocabulary]: a transformer."""
 
     def __init__(self, d_model, d_ff, layers, heads, vocabulary):
         super().__init__()
@@ -213,17 +208,18 @@ class LanguageModel(nn.Module):
 
 
 def average_gradients(model: nn.Module) -> None:
-    """Stage 03's way: one all-reduce of one flat tensor."""
+    """Average all gradients as stage 03 does, with one all-reduce of one flat tensor."""
     gradients = [parameter.grad for parameter in model.parameters()]
     flat = nn.utils.parameters_to_vector(gradients).div_(dist.get_world_size())
     dist.all_reduce(flat)
     nn.utils.vector_to_parameters(flat, gradients)
 
 
-def verify(make_sharded, args, device) -> dict:
+def verify(name, make_sharded, args, device) -> dict:
     """Train a classifier with a sharded AdamW and a twin with AdamW; compare all their weights."""
     from common import setup
 
+    setup.say(f"verify: {name}")
     data = setup.load_equal_shares(args, device)
     twins = []
     for make_optimizer in (make_sharded, ADAMW):
@@ -245,11 +241,11 @@ def train_twins(twins: list[tuple], data: list, args, device) -> None:
     for epoch in (1, 2):
         order = torch.randperm(len(images), generator=shuffle)
         for step, union in enumerate(order.split(64 * world_size), 1):
-            shard = union[rank::world_size]
+            share = union[rank::world_size]
             with watch.phase("step"):
                 for model, optimizer, average in twins:
                     optimizer.zero_grad()
-                    loss = F.cross_entropy(model(images[shard]), labels[shard])
+                    loss = F.cross_entropy(model(images[share]), labels[share])
                     loss.backward()
                     average(model)
                     optimizer.step()
@@ -263,19 +259,20 @@ def compare(weights: dict, expected: dict, tolerance: float, theirs: str) -> dic
     from common import setup
 
     distances = [(weights[name] - weight).abs().max() for name, weight in expected.items()]
-    worst = torch.stack(distances).max()
-    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-    if not worst <= tolerance:
-        sys.exit(f"verify: FAILED, a weight is {worst:.1e} away from {theirs}")
+    of_ranks = gather_objects(torch.stack(distances).max().item())
+    for distance in of_ranks:  # one by one, because max() may lose a NaN
+        if not distance <= tolerance:
+            sys.exit(f"verify: FAILED, a weight is {distance:.1e} away from {theirs}")
+    worst = max(of_ranks)
     setup.say(
         f"verify: passed, all ranks are at most {worst:.1e} away from {theirs}"
         f" (allowed: {tolerance:.0e})\n"
     )
-    return {"max_abs_diff": worst.item(), "tolerance": tolerance, "passed": True}
+    return {"max_abs_diff": worst, "tolerance": tolerance, "passed": True}
 
 
 class Training:
-    """A language model and its optimizer, with averaged gradients; and what a step of it takes."""
+    """Train a language model with averaged gradients, and note what a step takes."""
 
     def __init__(
         self, args, device, batch_shape, make_optimizer, wrap=None, finish=average_gradients
@@ -313,7 +310,7 @@ class Training:
         return times
 
     def held_parts(self) -> list[int]:
-        """Bytes that this rank holds: of parameters, gradients, optimizer state."""
+        """Return the bytes that this rank holds: of parameters, gradients, optimizer state."""
         from common.report import held_bytes
 
         parameters = list(self.model.parameters())
@@ -324,19 +321,22 @@ class Training:
 
 
 def sent_bytes(step) -> float:
-    """What this rank writes in one more step, to sockets too; nan where the system is silent."""
-    counters = Path("/proc/self/io")
+    """Return what this rank writes in one more step, to sockets too; nan where no counter is."""
+    dist.barrier()
+    before = written_bytes()
+    step()
+    return written_bytes() - before
+
+
+def written_bytes() -> float:
+    counters = Path("/proc/self/io")  # on Linux
     if not counters.exists():
         return float("nan")
-    written = []
-    for call in (dist.barrier, step):
-        call()
-        written.append(int(counters.read_text().partition("wchar: ")[2].split()[0]))
-    return written[1] - written[0]
+    return int(counters.read_text().partition("wchar: ")[2].split()[0])
 
 
 def print_memory(memory: dict[str, list], parts: list[str]) -> None:
-    """The table of {candidate: [rank][bytes of each part]}: of the rank that has most."""
+    """Print {candidate: [rank][bytes of each part]}, of the rank that has most."""
     from common import report
 
     rows = []
@@ -347,7 +347,7 @@ def print_memory(memory: dict[str, list], parts: list[str]) -> None:
 
 
 def benchmark(optimizers: dict, args, device, batch_shape) -> dict:
-    """AdamW unsharded, this stage's, torch's ZeRO: what ranks hold, and times of their steps."""
+    """Measure unsharded AdamW, this stage, torch's ZeRO: what ranks hold, how long steps take."""
     from zero1 import ZeRO1
 
     from common import setup
@@ -363,6 +363,8 @@ def benchmark(optimizers: dict, args, device, batch_shape) -> dict:
     print_memory(memory, ["parameters", "gradients", "optimizer state"])
     setup.say(MEMORY_LEGEND)
     if not args.no_baseline:
+        alone = new(ADAMW, finish=lambda _: None)
+        candidates = {"no communication": alone, **candidates}
         zero = partial(ZeroRedundancyOptimizer, optimizer_class=ADAMW)
         candidates["torch ZeRO"] = new(zero)
         candidates["torch ZeRO view"] = new(partial(zero, parameters_as_bucket_view=True))
@@ -387,7 +389,7 @@ def time_steps(candidates: dict[str, Training], args, baseline: str) -> list[dic
 
 
 def print_steps(samples: dict[str, dict], baseline: str) -> None:
-    """The table: a row per candidate; its times are ÷ the emulated network's dilation."""
+    """Print a row per candidate; its times are ÷ the emulated network's dilation."""
     from common import report, setup
 
     dilation = setup.wire().dilation if setup.wire() else 1.0
@@ -416,10 +418,12 @@ def main():
         optimizers[name] = partial(of_adamw, mine)
     with setup.process_group(args.device, args.backend, args.timeout, args.network) as device:
         result = report.begin("06_sharded_optimizer", args, device)
-        replicas = len(optimizers) if args.no_baseline else len(optimizers) + 4
+        replicas = len(optimizers) if args.no_baseline else len(optimizers) + 5
         model = result["model"] = report.describe(LanguageModel, args, replicas)
-        *_, last = optimizers.values()  # a class of the user's own, if there is one
-        result["verify"] = None if args.no_verify else verify(last, args, device)
+        result["verify"] = {}
+        if not args.no_verify:
+            for name, make_optimizer in optimizers.items():
+                result["verify"][name] = verify(name, make_optimizer, args, device)
         batch_shape = model["batch_size"], model["context_length"]
         result |= benchmark(optimizers, args, device, batch_shape)
         report.write_json(args.json, result)

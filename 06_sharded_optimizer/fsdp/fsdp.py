@@ -13,6 +13,7 @@ Source: Rajbhandari et al., "ZeRO", SC 2020; Zhao et al., "PyTorch FSDP", VLDB 2
 """
 
 import sys
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 
 class FlatParameter:
-    """A unit's weights, one after another in `unsharded`, which has memory only while in use.
+    """Hold a unit's weights, one after another in `unsharded`, which has memory only while in use.
 
     This rank keeps `local_shard`, one of N equal slices. Autograd keeps the tensor `unsharded` for
     backward, and its version, which counts writes. Neither freeing its memory nor filling it again
@@ -38,14 +39,15 @@ class FlatParameter:
         flat = flatten(weights, world_size)
         self.local_shard = flat.view(world_size, -1)[dist.get_rank(process_group)].clone()
         self.unsharded = torch.empty_like(flat, dtype=dtype)  # weights travel in this dtype
-        self.sharded_params = parts_of(weights, self.local_shard, process_group)  # to be optimized
+        self.sharded_params = slices_of(weights, self.local_shard, process_group)  # to be optimized
         views = split_like(weights, self.unsharded)  # modules compute with them
         self.unsharded_params = [v.detach().requires_grad_(self.requires_grad) for v in views]
-        self.owners = []  # where modules read them: (module, name, weight)
+        self.readers = []  # modules that compute with them: (module, name, whole weight)
         self.number = torch.tensor([number], device=flat.device)  # of this unit, on all ranks
         self.numbers = self.number.repeat(world_size)  # of the units that the ranks have gathered
         self.gathering = []  # calls under way
         self.missing = set(self.unsharded_params)  # those still without a gradient
+        self.reduction = None  # the call under way, what it sends, and what it receives
         self.reshard()
 
     def unshard(self) -> None:
@@ -58,15 +60,49 @@ class FlatParameter:
         self.gathering = [gather(self.numbers, self.number), gather(self.unsharded.data, local)]
 
     def wait(self) -> None:
+        """Wait until the whole weights are here."""
         while self.gathering:
             self.gathering.pop().wait()
         set_version(self.unsharded, self.local_shard._version)  # a backward of an older step raises
+
+    def show_whole(self) -> None:
+        """Hide the shards behind the whole weights: Python finds attributes before parameters."""
+        for module, name, weight in self.readers:
+            module.__dict__[name] = weight.to(self.unsharded.dtype)  # a bias, too
+
+    def show_shards(self) -> None:
+        """Make module.weight this rank's shard again, as the optimizer sees it."""
+        for module, name, _ in self.readers:
+            module.__dict__.pop(name, None)
 
     def reshard(self) -> None:
         """Free the memory. Autograd keeps the empty weights: backward fills them again."""
         self.wait()
         self.unsharded.untyped_storage().resize_(0)
         set_version(self.unsharded, NO_MEMORY)  # autograd refuses to read it until it is filled
+
+    def begin_reduction(self) -> None:
+        """Begin to send each rank its slice of the gradients, zeros for weights without one.
+
+        This reduce-scatter is an all-to-all and a sum, because gloo's own sends twice as much.
+        """
+        sent = flatten(map(gradient_or_zeros, self.unsharded_params), len(self.numbers))
+        for weight in self.unsharded_params:
+            weight.grad = None
+        self.missing = set(self.unsharded_params)  # the next ones
+        received = torch.empty_like(sent)
+        work = dist.all_to_all_single(received, sent, group=self.group, async_op=True)
+        self.reduction = work, sent, received
+
+    def end_reduction(self) -> None:
+        """Add the mean of all ranks to the gradients of the shards."""
+        work, _, received = self.reduction
+        self.reduction = None
+        work.wait()
+        mean = received.view(len(self.numbers), -1).mean(0, dtype=self.local_shard.dtype)
+        gradients = split_like(self.sharded_params, mean)
+        for shard, gradient in zip(self.sharded_params, gradients, strict=True):
+            shard.grad = gradient if shard.grad is None else shard.grad + gradient
 
 
 class FSDP(nn.Module):
@@ -88,18 +124,23 @@ class FSDP(nn.Module):
         self.uses = [None, *[flat for _, flat in uses], None]  # usually forward's order
         self.order = [flat for flat in reversed(self.flats) if flat.requires_grad]
         self.waiting = self.order.copy()  # all ranks reduce their gradients in this order
-        self.reduction = None  # the one under way
+        self.reducing = None  # the one whose gradients travel
         self.in_backward = self.has_gradients = False  # both are False after the finish
         for flat in self.order:
             for weight in flat.unsharded_params:
                 weight.register_post_accumulate_grad_hook(partial(self._gradient_is_there, flat))
-        for number, (part, _) in enumerate(uses, start=1):
-            part.register_forward_pre_hook(partial(self._before_forward, number), prepend=True)
-            part.register_forward_hook(partial(self._after_forward, number), always_call=True)
-        self.layout = layout_of(module)  # which parameters there are; begin_forward compares
+        for number, (unit, _) in enumerate(uses, start=1):
+            unit.register_forward_pre_hook(partial(self._before_forward, number), prepend=True)
+            unit.register_forward_hook(partial(self._after_forward, number), always_call=True)
+        self.layout = layout_of(module)  # which parameters there are; forward compares
 
     def forward(self, *inputs, **kwargs):
-        begin_forward(self)  # frees what an earlier one gathered in vain
+        if self.has_gradients:
+            raise RuntimeError("call finish_gradient_synchronization() after every backward()")
+        check_layout(self)
+        for flat in self.flats:  # what an earlier forward has gathered in vain
+            flat.reshard()
+        self.in_backward = False
         return self.module(*inputs, **kwargs)
 
     def _unshard(self, number: int) -> None:
@@ -108,25 +149,42 @@ class FSDP(nn.Module):
         following = self.uses[number - 1 if self.in_backward else number + 1]
         current.unshard()  # nothing if it was prefetched
         current.wait()
-        check_numbers(self, current)  # have all ranks gathered the same unit?
+        if current.numbers.device.type == "cpu":  # elsewhere reading them would stop the host
+            self._check_numbers([current])
         if following and self.prefetch:
             following.unshard()
+
+    def _check_numbers(self, flats: list[FlatParameter]) -> None:
+        """Raise RuntimeError, on all ranks, if they have gathered different units of one size."""
+        for flat in flats:
+            numbers = flat.numbers.tolist()
+            if len(set(numbers)) > 1:
+                names = [self.flats[number].name for number in numbers]
+                todo = "use the same modules in one order, or units=[the module that has them]"
+                raise RuntimeError(f"rank by rank {names} were gathered: {todo}")
 
     def _before_forward(self, number: int, *_) -> None:
         """Hook 1, before a module's forward; torch.utils.checkpoint repeats it in backward."""
         self._unshard(number)
-        use_unsharded_params(self.uses[number])  # now module.weight is the whole weight
+        self.uses[number].show_whole()  # now module.weight is the whole weight
 
     def _after_forward(self, number: int, module: nn.Module, inputs, outputs) -> None:
         """Hook 2, after a module's forward."""
-        use_sharded_params(self.uses[number])  # module.weight is this rank's shard again
-        for tensor in tensors_in_backward(self.uses[number], inputs, outputs):
+        flat = self.uses[number]
+        flat.show_shards()  # module.weight is this rank's shard again
+        for tensor in trained_in(outputs):
             tensor.register_hook(partial(self._before_backward, number))
+            if tensor._base is not None:  # a view that is changed in place loses its hooks
+                tensor._base.register_hook(partial(self._before_backward, number))
+        given = trained_in(inputs)
+        if given and torch.is_grad_enabled() and not flat.requires_grad:
+            # No gradient says when backward is done with frozen weights: those of the inputs do.
+            register_multi_grad_hook(given, lambda _: flat.reshard())
         if not self.in_backward:  # in backward a checkpoint needs them next
-            self.uses[number].reshard()
+            flat.reshard()
 
     def _before_backward(self, number: int, _) -> None:
-        """Hook 3, when backward reaches what a module returned."""
+        """Hook 3, when the gradient of what a module returned arrives: its backward is next."""
         self.in_backward = True
         self._unshard(number)
 
@@ -138,34 +196,60 @@ class FSDP(nn.Module):
         if not flat.missing:
             flat.reshard()
         while self.waiting and not self.waiting[0].missing:
-            begin_reduction(self, self.waiting.pop(0))
+            self._reduce_next()
+
+    def _reduce_next(self) -> None:
+        """Begin to reduce the next unit's gradients; to save memory those before arrive first."""
+        self._end_reduction()
+        self.reducing = self.waiting.pop(0)
+        self.reducing.begin_reduction()
+
+    def _end_reduction(self) -> None:
+        if self.reducing:
+            self.reducing.end_reduction()
+        self.reducing = None
 
     def finish_gradient_synchronization(self) -> None:
         """Complete all gradients. Call it after backward(), before optimizer.step()."""
         while self.waiting:
-            begin_reduction(self, self.waiting.pop(0))  # with zeros for what is missing
-        end_reduction(self)
-        reshard_all(self)  # frozen ones, and what was gathered in vain
-        average_replicated(self)  # gradients of biases and norms
+            self._reduce_next()  # with zeros for what is missing
+        self._end_reduction()
+        for flat in self.flats:  # frozen ones, and what was gathered in vain
+            flat.reshard()
+        self._check_numbers(self.flats)
+        self._average_replicated()
         self.waiting = self.order.copy()
         self.in_backward = self.has_gradients = False
+
+    def _average_replicated(self) -> None:
+        """Average the gradients of biases and norms with one all-reduce; zeros for unused ones."""
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        replicated = [parameter for parameter in trained if not hasattr(parameter, "is_shard")]
+        if not replicated:
+            return
+        check_replicas(replicated, self.process_group)
+        gradients = [gradient_or_zeros(parameter) for parameter in replicated]
+        mean = flatten(gradients, 1) / dist.get_world_size(self.process_group)
+        dist.all_reduce(mean, group=self.process_group)
+        for parameter, gradient in zip(replicated, split_like(replicated, mean), strict=True):
+            parameter.grad = gradient.to(parameter.dtype)
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Clip by the whole gradient's norm, as torch does; on all ranks, after the finish."""
         return clip(self, max_norm)
 
     def gather_full_params(self) -> dict[str, torch.Tensor]:
-        """The state_dict of the whole module, on every rank; all ranks must call it."""
+        """Return the state_dict of the whole module, on every rank; all ranks must call it."""
         return full_state(self)
 
     def load_full_params(self, params: dict[str, torch.Tensor]) -> None:
-        """Take this rank's part of what gather_full_params() returned on any number of ranks."""
+        """Take this rank's slice of what gather_full_params() returned on any number of ranks."""
         load_full_state(self, params)
 
 
 # ==================================================================================================
-# Below this line: reduction, clipping, which module needs which weights, saving, what is refused.
-# verify, the benchmark and the memory are in measure.py.
+# Below this line: helpers, what is refused, clipping, which module needs which weights, saving.
+# verify, what ranks hold and how long steps take are in accounting.py.
 
 
 # torch has renamed it (2.13, 2.14), and warns of the old name.
@@ -174,50 +258,52 @@ NO_MEMORY = 2**30  # a version that no weight has
 
 
 def set_version(tensor: torch.Tensor, version: int) -> None:
-    """Of a tensor and its views; autograd refuses another than it has kept. (Private in torch.)"""
+    """Set the version of a tensor and its views; autograd raises if it has kept another.
+
+    It is private in torch, but reading freed memory would end the process.
+    """
     torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 
-def flatten(tensors, multiple: int) -> torch.Tensor:
-    """Their values, one after another, and zeros up to a multiple of a number."""
+def flatten(tensors: Iterable[torch.Tensor], multiple: int) -> torch.Tensor:
+    """Return their values one after another, and zeros up to a multiple of a number."""
     pieces = [tensor.detach().flatten() for tensor in tensors]
     padding = -sum(map(len, pieces)) % multiple
     return torch.cat([*pieces, pieces[0].new_zeros(padding)])
 
 
-def split_like(tensors, flat: torch.Tensor) -> list[torch.Tensor]:
-    """Views into flat memory, one after another, in the shapes of these tensors."""
+def split_like(tensors: list[torch.Tensor], flat: torch.Tensor) -> list[torch.Tensor]:
+    """Return views into flat memory, one after another, in the shapes of these tensors."""
     sizes = [tensor.numel() for tensor in tensors]
     pieces = flat[: sum(sizes)].split(sizes)
     return [piece.view_as(tensor) for piece, tensor in zip(pieces, tensors, strict=True)]
 
 
-def parts_of(weights: list[nn.Parameter], shard: torch.Tensor, process_group) -> list[nn.Parameter]:
-    """Of each weight the part in this rank's shard, maybe empty, with as many dimensions."""
-    start = -dist.get_rank(process_group) * len(shard)  # of a weight, counted from this shard's
-    parts = []
+def slices_of(weights: list[nn.Parameter], shard: torch.Tensor, group) -> list[nn.Parameter]:
+    """Return each weight's piece of this rank's shard, maybe empty, with as many dimensions."""
+    start = -dist.get_rank(group) * len(shard)  # of a weight, counted from this shard's
+    slices = []
     for weight in weights:
         end = start + weight.numel()
         piece = shard[max(start, 0) : max(end, 0)]
         shape = [1] * (weight.ndim - 1)  # recipes decay what has two dimensions
-        parts.append(nn.Parameter(piece.view(*shape, -1), weight.requires_grad))
-        parts[-1].is_shard = True
+        slices.append(nn.Parameter(piece.view(*shape, -1), weight.requires_grad))
+        slices[-1].is_shard = True
         start = end
-    return parts
+    return slices
 
 
-def check_numbers(model: FSDP, *flats: FlatParameter) -> None:
-    """RuntimeError, on all ranks, if they have gathered different units of one size.
+def gradient_or_zeros(parameter: torch.Tensor) -> torch.Tensor:
+    """Return .grad, which is set to zeros if there is none."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad
 
-    On a GPU only the finish looks at the numbers, because to read them is to wait for the GPU.
-    """
-    if model.waiting and flats[0].numbers.is_cuda:
-        return
-    for flat in flats:
-        if (flat.numbers != flat.number).any():
-            names = [model.flats[number].name for number in flat.numbers.tolist()]
-            todo = "use the same modules in one order, or units=[the module that has them]"
-            raise RuntimeError(f"rank by rank {names} were gathered: {todo}")
+
+def trained_in(values) -> list[torch.Tensor]:
+    """Return the tensors with a gradient in nested lists and dicts, as torch's pytree sees them."""
+    leaves = tree_leaves(values)
+    return [leaf for leaf in leaves if torch.is_tensor(leaf) and leaf.requires_grad]
 
 
 def layout_of(module: nn.Module) -> list[tuple]:
@@ -229,85 +315,26 @@ def check_layout(model: FSDP) -> None:
         raise RuntimeError("parameters were frozen, replaced, moved or cast: wrap the module again")
 
 
-def begin_forward(model: FSDP) -> None:
-    """Free what an earlier forward has gathered in vain; RuntimeError where it cannot go on."""
-    if model.has_gradients:
-        raise RuntimeError("call finish_gradient_synchronization() after every backward()")
-    check_layout(model)
-    reshard_all(model)
-    model.in_backward = False
-
-
-def reshard_all(model: FSDP) -> None:
-    for flat in model.flats:
-        flat.reshard()
-
-
 def refuse_second_gradient(model: FSDP, flat: FlatParameter, weight: torch.Tensor) -> None:
     if flat not in model.waiting or weight not in flat.missing:
         todo = "finish after every backward, and checkpoint with use_reentrant=False"
         raise RuntimeError(f"a weight's gradient came twice: {todo}")
 
 
-def gradient_or_zeros(parameter: torch.Tensor) -> torch.Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-
-
-def begin_reduction(model: FSDP, flat: FlatParameter) -> None:
-    """Send each rank its part of the gradients by an all-to-all; gloo's own sends twice as much.
-
-    Only after the one before it, because each needs as much memory as the weights, twice.
-    """
-    end_reduction(model)
-    sent = flatten(map(gradient_or_zeros, flat.unsharded_params), len(flat.numbers))
-    for weight in flat.unsharded_params:
-        weight.grad = None
-    flat.missing = set(flat.unsharded_params)  # the next ones
-    received = torch.empty_like(sent)
-    work = dist.all_to_all_single(received, sent, group=flat.group, async_op=True)
-    model.reduction = flat, sent, received, work
-
-
-def end_reduction(model: FSDP) -> None:
-    """Add the mean of all ranks to the gradients of the shards."""
-    if model.reduction is None:
-        return
-    flat, _, received, work = model.reduction
-    model.reduction = None
-    work.wait()
-    mean = received.view(len(flat.numbers), -1).mean(0, dtype=flat.local_shard.dtype)
-    gradients = split_like(flat.sharded_params, mean)
-    for shard, gradient in zip(flat.sharded_params, gradients, strict=True):
-        shard.grad = gradient if shard.grad is None else shard.grad + gradient
-
-
-def average_replicated(model: FSDP) -> None:
-    """With one all-reduce; what this rank did not use has a gradient of zeros.
-
-    One more number travels with them: a sum of the parameters' own bits, so small that its sum over
-    the ranks is exact. Where it is not the same on all ranks, they have parted.
-    """
-    check_numbers(model, *model.flats)
-    replicated = [p for p in model.parameters() if p.requires_grad and not hasattr(p, "is_shard")]
-    if not replicated:
-        return
-    world_size = dist.get_world_size(model.process_group)
-    values = flatten(replicated, 1)
-    largest = int(2 / torch.finfo(values.dtype).eps) // world_size  # above it sums are rounded
-    bits = values.view(torch.int16).sum() % max(largest, 1)
-    gradients = flatten(map(gradient_or_zeros, replicated), 1)
-    mean = torch.cat([gradients / world_size, bits.view(1)])
-    dist.all_reduce(mean, group=model.process_group)
-    if mean[-1] != bits * world_size:
+def check_replicas(replicated: list[nn.Parameter], process_group) -> None:
+    """Raise RuntimeError, on all ranks, if a bias or a norm is no longer the same on all."""
+    bits = flatten(replicated, 1).view(torch.int16)  # whole numbers: NaN equals NaN, sums are exact
+    local = bits.sum().view(1)
+    everyones = local.repeat(dist.get_world_size(process_group))
+    all_gather_single(everyones, local, group=process_group)
+    if (everyones != local).any():
         todo = "clip by model.clip_grad_norm_(), with the same learning rates and seeds everywhere"
         raise RuntimeError(f"biases and norms differ between ranks since the last step: {todo}")
-    for parameter, gradient in zip(replicated, split_like(replicated, mean), strict=True):
-        parameter.grad = gradient.to(parameter.dtype)
 
 
 @torch.no_grad()
 def clip(model: FSDP, max_norm: float) -> torch.Tensor:
-    """In float32 at least; inf and nan as in torch. Of what is sharded each rank adds its part."""
+    """Clip in float32 at least; inf and nan as in torch. Of shards each rank adds its own."""
     if model.has_gradients:
         raise RuntimeError("call finish_gradient_synchronization() before clip_grad_norm_()")
     world_size = dist.get_world_size(model.process_group)
@@ -323,36 +350,8 @@ def clip(model: FSDP, max_norm: float) -> torch.Tensor:
     return total.sqrt()
 
 
-def use_unsharded_params(flat: FlatParameter) -> None:
-    """Hide the shards behind the whole weights: Python finds attributes before parameters."""
-    for module, name, weight in flat.owners:
-        module.__dict__[name] = weight.to(flat.unsharded.dtype)  # a bias, too
-
-
-def use_sharded_params(flat: FlatParameter) -> None:
-    for module, name, _ in flat.owners:
-        module.__dict__.pop(name, None)
-
-
-def tensors_in_backward(flat: FlatParameter, inputs, outputs) -> list[torch.Tensor]:
-    """What a module returned, and backward comes to before it comes to the module's weights.
-
-    No gradient says when backward is done with frozen weights: those of the module's inputs do.
-    """
-    given, returned = trained_in(inputs), trained_in(outputs)
-    if given and torch.is_grad_enabled() and not flat.requires_grad:
-        register_multi_grad_hook(given, lambda _: flat.reshard())
-    # A view that is changed in place loses its hooks: so its base has them, too.
-    return returned + [tensor._base for tensor in returned if tensor._base is not None]
-
-
-def trained_in(values) -> list[torch.Tensor]:
-    leaves = tree_leaves(values)
-    return [leaf for leaf in leaves if torch.is_tensor(leaf) and leaf.requires_grad]
-
-
 def choose_units(module: nn.Module) -> list[nn.Module]:
-    """The elements of a ModuleList or Sequential; elsewhere the modules that own parameters."""
+    """Return the elements of a ModuleList or Sequential; elsewhere the modules with parameters."""
     chosen = []
     for child in module.children():
         listed = isinstance(module, nn.ModuleList | nn.Sequential)
@@ -365,18 +364,18 @@ def choose_units(module: nn.Module) -> list[nn.Module]:
 
 
 def shard_weights(module, units, compute_dtype, process_group) -> tuple[list, list]:
-    """Put shards in place of the weights of each unit, and of what is in none of them.
+    """Put shards in place of the weights of each unit, and of those that are in none.
 
     Weights of one FlatParameter are alike in dtype and in whether they are trained. Returns all,
-    and who needs which: (module, flat). A tied weight is needed by several modules.
+    and who needs which: (unit, flat). A tied weight is needed by several units.
     """
     in_units = {weight for unit in units for weight in unit.parameters()}
-    weights_of = {module: [weight for weight in module.parameters() if weight not in in_units]}
-    weights_of |= {unit: list(unit.parameters()) for unit in units}
-    names = {part: name or "the module" for name, part in module.named_modules()}
+    rest = [weight for weight in module.parameters() if weight not in in_units]
+    weights_of = [(module, rest), *[(unit, unit.parameters()) for unit in units]]
+    names = {submodule: name or "the module" for name, submodule in module.named_modules()}
     flats, uses = [], []
-    shards = {}  # weight -> (its FlatParameter, this rank's shard, the whole)
-    for unit, parameters in weights_of.items():
+    shards = {}  # weight -> (its FlatParameter, this rank's slice, the whole)
+    for unit, parameters in weights_of:
         weights = [parameter for parameter in parameters if parameter.ndim >= 2]
         alike = {}
         for weight in weights:
@@ -386,35 +385,39 @@ def shard_weights(module, units, compute_dtype, process_group) -> tuple[list, li
             dtype = compute_dtype or dtype
             flat = FlatParameter(names[unit], len(flats), members, dtype, process_group)
             flats.append(flat)
-            whole = zip(flat.sharded_params, flat.unsharded_params, strict=True)
-            shards |= {weight: (flat, *each) for weight, each in zip(members, whole, strict=True)}
-        uses += dict.fromkeys((unit, shards[weight][0]) for weight in weights)
-    for owner in module.modules():
-        for name, weight in owner.named_parameters(recurse=False, remove_duplicate=False):
+            for number, weight in enumerate(members):
+                shards[weight] = flat, flat.sharded_params[number], flat.unsharded_params[number]
+        for weight in weights:
+            if (unit, shards[weight][0]) not in uses:
+                uses.append((unit, shards[weight][0]))
+    for submodule in module.modules():
+        parameters = submodule.named_parameters(recurse=False, remove_duplicate=False)
+        for name, weight in list(parameters):
             if weight in shards:
-                flat, owner._parameters[name], whole = shards[weight]
-                flat.owners.append((owner, name, whole))
-                owner.register_state_dict_pre_hook(refuse_to_save)
+                flat, shard, whole = shards[weight]
+                setattr(submodule, name, shard)
+                flat.readers.append((submodule, name, whole))
+                submodule.register_state_dict_pre_hook(refuse_to_save)
     if compute_dtype:
         compute_in(compute_dtype, module, flats)
     return flats, uses
 
 
 def compute_in(dtype: torch.dtype, module: nn.Module, flats: list[FlatParameter]) -> None:
-    """Modules with weights compute in this dtype, those without, such as norms, in their own."""
-    flat_of = {owner: flat for flat in flats for owner, _, _ in flat.owners}
-    for owner in module.modules():
-        own = owner.named_parameters(recurse=False)
-        small = [(owner, name, parameter) for name, parameter in own if parameter.ndim < 2]
-        if owner in flat_of:
-            flat_of[owner].owners += small
-        if owner in flat_of or small:
-            to = dtype if owner in flat_of else small[0][2].dtype
-            owner.register_forward_pre_hook(partial(cast, to), with_kwargs=True, prepend=True)
+    """Let modules with weights compute in this dtype, others, such as norms, in their own."""
+    flat_of = {reader: flat for flat in flats for reader, _, _ in flat.readers}
+    for submodule in module.modules():
+        own = submodule.named_parameters(recurse=False)
+        small = [(submodule, name, parameter) for name, parameter in own if parameter.ndim < 2]
+        if submodule in flat_of:
+            flat_of[submodule].readers += small
+        if submodule in flat_of or small:
+            to = dtype if submodule in flat_of else small[0][2].dtype
+            submodule.register_forward_pre_hook(partial(cast, to), with_kwargs=True, prepend=True)
 
 
 def cast(dtype: torch.dtype, module: nn.Module, inputs: tuple, kwargs: dict) -> tuple:
-    """A hook: all tensors with decimals, in lists and dicts, too."""
+    """Cast all tensors with decimals, in lists and dicts, too: a hook before forward."""
 
     def in_dtype(value):
         return value.to(dtype) if value.is_floating_point() else value
@@ -424,20 +427,22 @@ def cast(dtype: torch.dtype, module: nn.Module, inputs: tuple, kwargs: dict) -> 
 
 @torch.no_grad()
 def full_state(model: FSDP) -> dict[str, torch.Tensor]:
-    """Copies: of all parameters, whole, and of the buffers that a state_dict has."""
+    """Return copies of all parameters, whole, and of the buffers that a state_dict has."""
     check_layout(model)
-    whole = {}
+    whole = {}  # shard -> the whole weight
     for flat in model.flats:
         values = flat.local_shard.new_empty(len(flat.unsharded))
         all_gather_single(values, flat.local_shard, flat.group)
-        whole |= zip(flat.sharded_params, split_like(flat.unsharded_params, values), strict=True)
+        weights = split_like(flat.unsharded_params, values)
+        for shard, weight in zip(flat.sharded_params, weights, strict=True):
+            whole[shard] = weight
     held = model.module.state_dict(keep_vars=True)
     return {name: whole.get(tensor, tensor).clone() for name, tensor in held.items()}
 
 
 @torch.no_grad()
 def load_full_state(model: FSDP, state: dict[str, torch.Tensor]) -> None:
-    """ValueError for other names, before anything is loaded, and for other shapes."""
+    """Load a whole state. Raises ValueError for other names, before it loads, and other shapes."""
     held = model.module.state_dict(keep_vars=True)
     if differing := sorted(state.keys() ^ held.keys()):
         raise ValueError(f"missing, or not in the model: {differing}")
@@ -453,7 +458,7 @@ def load_full_state(model: FSDP, state: dict[str, torch.Tensor]) -> None:
 
 
 def copy_same(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """copy_, but ValueError where it would repeat a smaller value."""
+    """Copy a value. Raises ValueError for another shape, even where copy_ would repeat it."""
     if value.shape != tensor.shape:
         raise ValueError(f"a shape of {list(value.shape)} instead of {list(tensor.shape)}")
     tensor.copy_(value)
@@ -461,8 +466,9 @@ def copy_same(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 def check_and_broadcast(module: nn.Module, process_group) -> None:
     """Give every rank the parameters and buffers of rank 0."""
-    for part in module.modules():
-        if hasattr(part, "no_sync") or hasattr(part, "finish_gradient_synchronization"):
+    for submodule in module.modules():
+        is_wrapper = hasattr(submodule, "finish_gradient_synchronization")
+        if is_wrapper or hasattr(submodule, "no_sync"):
             raise ValueError("a module can be wrapped only once: wrap the plain one, model.module")
     for name, parameter in module.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
@@ -481,10 +487,10 @@ def refuse_to_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
 def main():
     sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[:3]]
     try:
-        import measure
+        import accounting
     except ModuleNotFoundError as error:
         sys.exit(f"error: {error}: copy the repository's folder common/ and its 06_*, too")
-    measure.main(__doc__, FSDP, choose_units)
+    accounting.main(__doc__, FSDP, choose_units)
 
 
 if __name__ == "__main__":

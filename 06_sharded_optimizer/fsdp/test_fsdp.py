@@ -4,20 +4,21 @@ The checks themselves on two ranks: tools/check/test_check.py.
 """
 
 import copy
+import re
 import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
+import accounting
 import fsdp
-import measure
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from fsdp import FSDP
-from sharded_optimizer import Training, gather_objects
+from sharded_optimizer import Training
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
@@ -236,6 +237,29 @@ def prefetches_one_ahead():
     assert gathers_in_order(is_trained=False) == 3
 
 
+def through_all(layers, x, both):
+    return layers[2](layers[1](layers[0](x), both))
+
+
+def one_or_both(layers, x, both):
+    return layers[0](x) + layers[1](x) if both else layers[0](x)
+
+
+@on_ranks(2)
+def reduces_in_one_order():
+    """Also where a rank uses less of a unit than the other, and so completes it last."""
+    torch.manual_seed(0)
+    middle = Calls(one_or_both, linear(), linear())
+    twin = Calls(through_all, linear(), middle, linear()).double()
+    net = copy.deepcopy(twin)
+    model = FSDP(net, units=list(net.layers))
+    square_mean(model(ones(), dist.get_rank() == 0)).backward()
+    model.finish_gradient_synchronization()
+    for both in (True, False):
+        (square_mean(twin(ones(), both)) / 2).backward()
+    step_alike(model, twin)
+
+
 def any_way(layers, x, way):
     for number in way:
         x = torch.tanh(layers[number](x))
@@ -370,7 +394,7 @@ def clips_as_torch_in_one_process():
 
 @on_ranks(2, 3)
 def notices_replicas_that_part():
-    """At the next finish, on one rank at least; and gives no false alarm before."""
+    """At the next finish, on all ranks; and gives no false alarm before, not even for NaN."""
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(50, 70), nn.LayerNorm(70), nn.Linear(70, 50)).to(dtype)
@@ -386,7 +410,10 @@ def notices_replicas_that_part():
             compute_gradients(model, x)
         except RuntimeError as error:
             said = str(error)
-        assert any("differ between ranks" in each for each in gather_objects(said))
+        assert "differ between ranks" in said
+        model = FSDP(nn.Sequential(nn.Linear(50, 70)).to(dtype))
+        model.module[0].bias.detach().fill_(torch.nan)
+        compute_gradients(model, x)
 
 
 @on_ranks(2)
@@ -401,14 +428,48 @@ def finds_tensors_in_what_modules_return():
     train_alike(model, twin, ones(), loss=lambda found: square_mean(found[0]["a"]))
 
 
+def block_with(line):
+    """The page's code with this line."""
+    page = SCRIPT.with_name("README.md").read_text()
+    (block,) = [each for each in page.split("```python")[1:] if line in each]
+    return block.partition("```")[0]
+
+
 @on_ranks(2)
 def frees_and_fills_what_autograd_keeps():
-    """The page's four lines."""
-    page = SCRIPT.with_name("README.md").read_text()
-    (block,) = [each for each in page.split("```python")[1:] if "resize_(12)" in each]
     found = {"torch": torch}
-    exec(block.partition("```")[0], found)
+    exec(block_with("resize_(12)"), found)
     assert found["w"].grad.tolist() == [2, 2, 2]
+
+
+@on_ranks(2)
+def resumes_with_the_optimizers_state():
+    """By the page's four lines, as if it had never stopped; not so with rank 0's state alone."""
+
+    def start(seed):
+        torch.manual_seed(seed)
+        model = FSDP(chain())
+        return model, torch.optim.AdamW(model.parameters(), lr=0.05)
+
+    def train(model, optimizer, steps):
+        for step in steps:
+            compute_gradients(model, ones() * (1 + step) * (1 + dist.get_rank()))
+            optimizer.step()
+        return model.gather_full_params()
+
+    expected = train(*start(0), range(6))
+    save, load = block_with("gather_object").split("\n\n")
+    names = {"dist": dist}
+    names["model"], names["optimizer"] = start(0)
+    train(names["model"], names["optimizer"], range(3))
+    exec(save, names)
+    states = names["states"]
+    for loaded in (states, states[:1] * 2):
+        names["model"], names["optimizer"] = start(9)
+        exec(load, names | {"states": loaded})
+        found = train(names["model"], names["optimizer"], range(3, 6))
+        is_right = all(torch.allclose(found[name], expected[name]) for name in expected)
+        assert is_right == (loaded is states)
 
 
 def tied():
@@ -455,8 +516,8 @@ def held_by_a_rank():
     """Bytes of each part, of the language model in training; not of a loaded network alone."""
     args = SimpleNamespace(size="mini", seed=0, dtype="float32")
     cpu = torch.device("cpu")
-    training = Training(args, cpu, (1, 8), torch.optim.AdamW, FSDP, measure.finish)
-    return measure.held_bytes(training, cpu)
+    training = Training(args, cpu, (1, 8), torch.optim.AdamW, FSDP, accounting.finish)
+    return accounting.held_bytes(training, cpu)
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=FULL)])
@@ -465,7 +526,7 @@ def test_ranks_hold_what_the_formula_says(ranks, world_size):
 
     Not so what is in flight alone: gloo is sometimes done with its copy before the gradients come.
     """
-    expected = measure.by_formula("mini", world_size)["FSDP"]
+    expected = accounting.by_formula("mini", world_size)["FSDP"]
     for parts in ranks(world_size).run(held_by_a_rank):
         ratios = [held / formula for held, formula in zip(parts[:3], expected[:3], strict=True)]
         ratios.append(sum(parts) / sum(expected))
@@ -482,12 +543,23 @@ def test_script(forked, tmp_path, words):
     status, output = forked(2, SCRIPT, *QUICK, *words)
     assert status == 0 and "FSDP (mine)" in output, output
     result = testing.read_json(tmp_path / "json", FOLDER)
-    assert result["verify"]["passed"] and result["verify"]["max_abs_diff"] <= 1e-10
+    assert set(result["verify"]) == {"FSDP", "FSDP (mine)"} and output.count("verify: passed") == 2
+    assert all(one["max_abs_diff"] <= 1e-10 for one in result["verify"].values())
     if sys.platform == "linux":
         whole = 4 * result["model"]["parameters"]
         sent = {one["name"]: one["sent_bytes"] / whole for one in result["candidates"]}
         assert sent["FSDP"] < 1.01 * 1.5 and 0.99 < sent.get("torch DDP", 1) < 1.01, sent
     assert (tmp_path / "plot").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_timeline(forked, tmp_path):
+    """Each of its steps is printed and drawn; only with FSDP a rank waits."""
+    words = ["--size", "nano", "--network", "1gbit,1ms", "--plot", tmp_path / "plot"]
+    status, output = forked(2, SCRIPT.with_name("prefetch.py"), *QUICK, *words)
+    assert status == 0 and (tmp_path / "plot").read_bytes()[:4] == b"\x89PNG", output
+    waits = dict(re.findall(r"^(.*): \d+ ms; .* (\d+) after$", output, re.MULTILINE))
+    assert waits.keys() == {"no communication", "FSDP, no prefetch", "FSDP"}, output
+    assert int(waits["no communication"]) == 0 < int(waits["FSDP"]), output
 
 
 @pytest.mark.cuda

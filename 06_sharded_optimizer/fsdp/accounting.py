@@ -1,4 +1,4 @@
-"""06, FSDP: what fsdp.py verifies and measures; what ranks hold, measured and by a formula."""
+"""06, FSDP: verify it, and account for what ranks hold, measured and by a formula, and for time."""
 
 import sys
 import warnings
@@ -11,24 +11,24 @@ from sharded_optimizer import ADAMW, Training
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from common import report, setup
+from common import report, setup, timing
 
 
 def fully_sharded(choose_units, model: nn.Module, **options) -> nn.Module:
-    """torch's fully_shard with the same units, each with these options of it."""
+    """Apply torch's fully_shard to the same units, each with these options of it."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
     # Nothing here writes into what a unit returns.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
     mesh = DeviceMesh.from_group(dist.group.WORLD, next(model.parameters()).device.type)
-    for part in choose_units(model):
-        fully_shard(part, mesh=mesh, **options)
+    for unit in choose_units(model):
+        fully_shard(unit, mesh=mesh, **options)
     return fully_shard(model, mesh=mesh, **options)
 
 
 def torch_fsdp(choose_units) -> dict:
-    """fully_shard as it comes, and with whole weights from forward to backward (near ZeRO-2)."""
+    """Return fully_shard as it comes, and with whole weights until backward (near ZeRO-2)."""
     shard = partial(fully_sharded, choose_units)
     return {
         "torch fully_shard": shard,
@@ -50,8 +50,9 @@ in flight: the peak of everything else during forward and backward.
 """
 
 
-def verify(args, device, wrap) -> dict:
+def verify(name, wrap, args, device) -> dict:
     """Train a classifier on shards, and a twin that every rank has whole; compare their weights."""
+    setup.say(f"verify: {name}")
     data = setup.load_equal_shares(args, device)
     model = wrap(setup.classifier(args.seed + dist.get_rank(), data[0]))  # rank 0's has to win
     twin = setup.classifier(args.seed, data[0])
@@ -68,7 +69,7 @@ def verify(args, device, wrap) -> dict:
 def benchmark(args, device, model, wraps, choose_units) -> list[dict]:
     """Time steps of a language model: no communication, torch's DDP and fully_shard, FSDP."""
     if not args.no_baseline:
-        baselines = {"no communication": None, "torch DDP": DistributedDataParallel}
+        baselines = {"no communication": None, **timing.torch_ddp(args)}
         no_prefetch = {"FSDP, no prefetch": partial(wraps["FSDP"], prefetch=False)}
         wraps = baselines | torch_fsdp(choose_units) | no_prefetch | wraps
     batch_shape = model["batch_size"], model["context_length"]
@@ -78,8 +79,8 @@ def benchmark(args, device, model, wraps, choose_units) -> list[dict]:
     return stage.time_steps(candidates, args, "torch fully_shard")
 
 
-def account(args, device, wrap, choose_units) -> dict:
-    """{candidate: [rank][bytes of each of PARTS]}, for AdamW."""
+def measure_memory(args, device, wrap, choose_units) -> dict:
+    """Return {candidate: [rank][bytes of each of PARTS]}, for AdamW."""
     ddp = partial(DistributedDataParallel, gradient_as_bucket_view=True)
     candidates = {"unsharded": (ADAMW, ddp), "ShardedOptimizer": (stage.SHARDED_ADAMW, ddp)}
     candidates |= {name: (ADAMW, shard) for name, shard in torch_fsdp(choose_units).items()}
@@ -93,7 +94,7 @@ def account(args, device, wrap, choose_units) -> dict:
 
 
 def held_bytes(training: Training, device) -> list[int]:
-    """What a rank keeps, and what it holds at most beside that in forward and backward.
+    """Return what a rank keeps, and what it holds at most beside that in forward and backward.
 
     The batch is one short sequence, so that activations hardly count.
     """
@@ -109,7 +110,7 @@ def held_bytes(training: Training, device) -> list[int]:
 
 
 def draw(result: dict, path) -> None:
-    """A bar for each candidate, stacked of the parts."""
+    """Draw a bar for each candidate, stacked of the parts."""
     from matplotlib.figure import Figure
 
     most = {name: max(all_ranks, key=sum) for name, all_ranks in result["memory_bytes"].items()}
@@ -124,7 +125,7 @@ def draw(result: dict, path) -> None:
         bars = axes.barh(list(most), widths, left=left, color=color, label=part, height=0.75)
         left += widths
     totals = zip(left, widths, strict=True)
-    ends = [f"{total:.1f}, {in_flight:.1f} of them in flight" for total, in_flight in totals]
+    ends = [f"{total:.1f} MB ({in_flight:.1f} in flight)" for total, in_flight in totals]
     axes.bar_label(bars, ends, padding=5, fontsize=9)
     axes.set_xlim(0, 1.25 * max(left))
     axes.set_xlabel("MB")
@@ -135,7 +136,7 @@ def draw(result: dict, path) -> None:
 
 
 def by_formula(size: str, world_size: int) -> dict[str, list[float]]:
-    """{candidate: bytes of each of PARTS}: 4, 4, 8 per parameter, divided by ranks that share them.
+    """Return {candidate: bytes of each of PARTS}: 4, 4, 8 per parameter, ÷ ranks that share them.
 
     With FSDP three neighbours have memory in backward: one's gradients travel, and are sent and
     received; one computes, and has weights and gradients; one is gathered, by gloo into a copy.
@@ -145,7 +146,7 @@ def by_formula(size: str, world_size: int) -> dict[str, list[float]]:
     with torch.device("meta"):
         model = stage.LanguageModel(*setup.SIZES[size][:5])
     modules = [model.token_embedding, *model.layers.layers, model.head]
-    units = [sum(p.nbytes for p in part.parameters() if p.ndim >= 2) for part in modules]
+    units = [sum(p.nbytes for p in unit.parameters() if p.ndim >= 2) for unit in modules]
     whole = sum(p.nbytes for p in model.parameters())
     shards = [whole / world_size, whole / world_size, 2 * whole / world_size]
     resharded, whole_until_backward = [], []  # bytes in flight when a unit's gradients travel
@@ -163,7 +164,7 @@ def by_formula(size: str, world_size: int) -> dict[str, list[float]]:
 
 
 def print_accounting(args) -> None:
-    """A table of what the formula says, for each number of ranks."""
+    """Print what the formula says for each number of ranks."""
     held = {}
     for world_size in args.accounting:
         for name, parts in by_formula(args.size, world_size).items():
@@ -173,7 +174,7 @@ def print_accounting(args) -> None:
 
 
 def main(description: str, wrap, choose_units) -> None:
-    """The script: verify, what ranks hold, the benchmark; or the formula's table alone."""
+    """Verify, measure what ranks hold and how long steps take; or print the formula's table."""
     parser = setup.Parser(description)
     setup.add_training_arguments(parser, steps=5)
     setup.add_verify_arguments(parser)
@@ -192,9 +193,11 @@ def main(description: str, wrap, choose_units) -> None:
         wraps = {"FSDP": wrap} | setup.users_class(args)
         replicas = len(wraps) if args.no_baseline else len(wraps) + 5
         model = result["model"] = report.describe(stage.LanguageModel, args, replicas)
-        *_, last = wraps.values()  # a class of the user's own, if there is one
-        result["verify"] = None if args.no_verify else verify(args, device, last)
-        result["memory_bytes"] = account(args, device, wrap, choose_units)
+        result["verify"] = {}
+        if not args.no_verify:
+            for name, each in wraps.items():
+                result["verify"][name] = verify(name, each, args, device)
+        result["memory_bytes"] = measure_memory(args, device, wrap, choose_units)
         stage.print_memory(result["memory_bytes"], PARTS)
         setup.say(MEMORY_LEGEND)
         if args.plot and dist.get_rank() == 0:

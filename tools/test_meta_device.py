@@ -1,0 +1,104 @@
+"""The training steps of 02 to 06 and FSDP on a device whose tensors nobody may ask for a value.
+
+The device is `meta`, which has shapes and no values, in torch's fake process group, which sends
+nothing. `.item()`, `bool()` and an `if` on a tensor are errors there. On a GPU they would make the
+host wait between forward and finish, and nothing would overlap: so there torch is told to raise. A
+tensor made on the CPU by mistake ends in an error, too.
+"""
+
+import importlib
+from contextlib import contextmanager
+
+import fsdp
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from common.setup import SIZES
+
+on_old_torch = torch.__version__ < "2.12"
+DEVICES = [
+    pytest.param("meta", marks=pytest.mark.skipif(on_old_torch, reason="no collectives on meta")),
+    pytest.param("cuda", marks=pytest.mark.cuda),
+]
+WRAPPERS = {"naive_ddp": "NaiveDDP", "flat_ddp": "FlatDDP", "overlap_ddp": "OverlapDDP"}
+WRAPPERS |= {"bucketed": "BucketedDDP", "fsdp": "FSDP"}
+
+
+@pytest.fixture(params=DEVICES)
+def device(request, monkeypatch):
+    """This process is rank 1 of 4; what all ranks tell each other is what this one says."""
+
+    def as_all_say(everyones, mine, group=None):
+        everyones[:] = [mine] * len(everyones)
+
+    monkeypatch.setattr(dist, "all_gather_object", as_all_say)
+    monkeypatch.setattr(dist, "broadcast_object_list", lambda *_, **__: None)
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    yield torch.device(request.param)
+    dist.destroy_process_group()
+
+
+@contextmanager
+def nobody_asks(device):
+    """Whoever asks a tensor for its value gets an error, on meta always and on a GPU here."""
+    if device.type == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        if device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def language_model(device):
+    """A model with a layer that is never used, and its tokens."""
+    with device:
+        model = importlib.import_module("naive_ddp").LanguageModel(*SIZES["nano"][:5])
+        model.add_module("unused", nn.Linear(3, 3))
+        return model, torch.zeros(2, 8, dtype=torch.long)
+
+
+def train(model, tokens, monkeypatch):
+    """Complete all gradients; only FSDP's finish may ask, and there alone, whether ranks differ."""
+    model(tokens).sum().backward()
+    monkeypatch.setattr(fsdp.FSDP, "_check_numbers", lambda *_: None)
+    monkeypatch.setattr(fsdp, "check_replicas", lambda *_: None)
+    model.finish_gradient_synchronization()
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("module", WRAPPERS)
+def test_wrappers_ask_no_tensor_for_its_value(device, monkeypatch, module):
+    model, tokens = language_model(device)
+    model = getattr(importlib.import_module(module), WRAPPERS[module])(model)
+    with nobody_asks(device):
+        for _ in range(2):
+            train(model, tokens, monkeypatch)
+    gradients = [parameter.grad for parameter in model.parameters()]
+    assert {gradient.device.type for gradient in gradients} == {device.type}
+
+
+def test_a_frozen_fsdp_asks_no_tensor_for_its_value(device):
+    with device:
+        layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).requires_grad_(False)
+        x = torch.ones(2, 8, requires_grad=True)
+    model = fsdp.FSDP(layers)
+    with nobody_asks(device):
+        model(x).sum().backward()
+
+
+def test_the_sharded_optimizer_asks_no_tensor_for_its_value(device):
+    module = importlib.import_module("sharded_optimizer")
+    model, tokens = language_model(device)
+    del model.unused
+    optimizer = module.ShardedOptimizer(model.parameters(), torch.optim.AdamW)
+    with nobody_asks(device):
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(tokens).sum().backward()
+            module.average_gradients(model)
+            optimizer.step()
+    assert {parameter.device.type for parameter in model.parameters()} == {device.type}
