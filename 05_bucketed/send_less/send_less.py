@@ -19,7 +19,6 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -40,30 +39,20 @@ from bucketed import BucketedDDP, LanguageModel, broadcast_from_rank_0  # noqa: 
 class RoundedDDP(BucketedDDP):
     """BucketedDDP, but buckets travel in bfloat16: half the bytes, and about three digits."""
 
-    def __init__(self, module: nn.Module, **options):
-        super().__init__(module, **options)
-        self.rounded = []  # (flat, what is sent of it)
-
     def _launch_ready(self):
         while self.waiting and self.ready.issuperset(self.waiting[0].views):
-            flat = self.waiting.pop(0).flat
-            rounded = flat.bfloat16()
-            self.rounded.append((flat, rounded))
-            self.works.append(dist.all_reduce(rounded, group=self.process_group, async_op=True))
+            bucket = self.waiting.pop(0)
+            bucket.rounded = bucket.flat.bfloat16()
+            self.works.append(dist.all_reduce(bucket.rounded, async_op=True))
 
     def finish_gradient_synchronization(self) -> None:
         super().finish_gradient_synchronization()
-        for flat, rounded in self.rounded:
-            flat.copy_(rounded)
-        self.rounded.clear()
+        for bucket in self.buckets:
+            bucket.flat.copy_(bucket.rounded)
 
 
 class DiLoCo:
     """Let ranks train alone, and now and then average what they have learned.
-
-    diloco = DiLoCo(module)         # on every rank; takes rank 0's weights
-    ...                             # train the module, with an optimizer of this rank's own
-    diloco.average()                # now all ranks hold the same weights again
 
     The mean change of the ranks' weights, with its sign turned, is the gradient of an outer SGD
     with Nesterov momentum. With lr=1 and momentum=0 the new weights are their mean: local SGD.
@@ -92,17 +81,15 @@ class DiLoCo:
 def power_sgd_ddp(module: nn.Module, min_compression_rate: float = 2.0, rank: int = 4):
     """Return torch's DDP, which sends two thin factors of each matrix instead of the matrix.
 
-    What they miss is added to the next gradient. The first ten steps send everything. One bucket,
-    because calls that follow upon a bucket's first one may come in another order on another rank.
+    What they miss is added to the next gradient. The first ten steps send everything.
     """
-    model = DistributedDataParallel(module, bucket_cap_mb=1000)
-    options = {"start_powerSGD_iter": 10, "min_compression_rate": min_compression_rate}
-    state = power_sgd.PowerSGDState(None, matrix_approximation_rank=rank, **options)
+    model = DistributedDataParallel(module, bucket_cap_mb=1000)  # one: calls of two could mix
+    state = power_sgd.PowerSGDState(None, rank, 10, min_compression_rate)
     model.register_comm_hook(state, power_sgd.powerSGD_hook)
     return model
 
 
-def loss_of(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+def loss_of(model: nn.Module, batch: tuple) -> torch.Tensor:
     inputs, targets = batch
     return F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
 
@@ -162,6 +149,7 @@ from common import report, setup  # noqa: E402
 MODEL = {"d_model": 128, "d_ff": 512, "layers": 2, "heads": 4, "vocabulary": 256}
 CONTEXT = 64  # tokens of a sequence; a batch is one, so gradients are noisy
 NOMINAL = 0.06  # seconds that a batch of `alone` counts as
+SLICES = 12  # of the time; candidates take turns
 COLORS = ["#999999", "#332288", "#56B4E9", "#117733", "#A6761D", "#E69F00", "#D55E00"]
 
 
@@ -176,7 +164,7 @@ def read_text() -> list[torch.Tensor]:
     return [torch.frombuffer(text, dtype=torch.uint8) for text in joined]
 
 
-def draw_batch(text: torch.Tensor, sequences: int, generator) -> tuple[torch.Tensor, torch.Tensor]:
+def draw_batch(text: torch.Tensor, sequences: int, generator: torch.Generator) -> tuple:
     """Return tokens int64 [sequences, CONTEXT] from random places, and the token after each."""
     starts = torch.randint(len(text) - CONTEXT, (sequences, 1), generator=generator)
     tokens = text[starts + torch.arange(CONTEXT + 1)].long()
@@ -191,8 +179,8 @@ class Racer:
         self.candidate = candidate
         self.module = LanguageModel(**MODEL)
         self.model = candidate.wrap(self.module)
-        options = {"lr": candidate.lr, "betas": (0.9, 0.99), "fused": True}
-        self.optimizer = torch.optim.AdamW(self.module.parameters(), **options)
+        parameters = self.module.parameters()
+        self.optimizer = torch.optim.AdamW(parameters, candidate.lr, (0.9, 0.99), fused=True)
         self.text = text
         self.generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
         self.turn = NOMINAL * candidate.batches  # seconds of the last one, on the clock
@@ -203,17 +191,16 @@ class Racer:
     def train(self) -> float:
         """Take a turn on the network; returns seconds of this machine, the mean of the ranks."""
         wire, count = setup.wire(), self.candidate.batches
+        batches = [draw_batch(self.text, 1, self.generator) for _ in range(count)]
         start = time.perf_counter()
-        with wire or nullcontext():
-            batches = [draw_batch(self.text, 1, self.generator) for _ in range(count)]
+        with wire:
             self.candidate.train(self.model, self.optimizer, batches)
         self.batches += count
         seconds = torch.tensor(time.perf_counter() - start)
         dist.all_reduce(seconds)
-        for name, size_bytes, *_ in wire.spans if wire else ():
+        for name, size_bytes, *_ in wire.spans:
             self.sent += wire.cost(name, size_bytes, dist.get_world_size())[0] * wire.rate
-        if wire:
-            wire.spans.clear()
+        wire.spans.clear()
         return seconds.item() / dist.get_world_size()
 
 
@@ -226,7 +213,7 @@ def race(args) -> dict:
     text, held_out = read_text()
     held_out = draw_batch(held_out, 128, torch.Generator().manual_seed(0))
     racers = {name: Racer(each, text, args.seed) for name, each in CANDIDATES.items()}
-    for goal in numpy.linspace(0, args.seconds, args.slices + 1)[1:]:
+    for goal in numpy.linspace(0, args.seconds, SLICES + 1)[1:]:
         of_alone = []
         for name, racer in racers.items():
             setup.progress(f"{goal:.0f} of {args.seconds:.0f} s: {name}")
@@ -237,7 +224,7 @@ def race(args) -> dict:
                     stretch = numpy.median(of_alone) / NOMINAL
                 racer.turn = NOMINAL if name == "alone" else seconds / stretch
                 racer.clock += racer.turn
-            if name == "alone" and args.network:
+            if name == "alone":
                 setup.wire().connect(args.network, stretch)
             with torch.no_grad():
                 loss = loss_of(racer.module, held_out).item() if setup.is_rank_0() else 0.0
@@ -256,7 +243,7 @@ def print_race(race: dict) -> None:
         sent = f"{each['sent'] / 2**20:.1f}"
         rows.append([name, str(batches[-1]), sent, f"{losses[-1]:.3f}", f"{at_same:.3f}"])
     report.print_table(["", "batches", "MB sent", "loss", f"after {same} batches"], rows)
-    setup.say("Batches, and MB sent on an emulated network: by a rank. Loss: of held-out text.")
+    setup.say("batches, MB sent: of a rank; loss: of held-out text, at the end, and at that number")
 
 
 def draw(results: list[dict], path: Path) -> None:
@@ -268,7 +255,7 @@ def draw(results: list[dict], path: Path) -> None:
         for (name, each), color in zip(result["race"].items(), COLORS, strict=True):
             seconds, _, losses = zip(*each["curve"], strict=True)
             axes.plot(seconds, losses, "--" if name == "alone" else "-", color=color, label=name)
-        axes.set_title(result["network"] or "no emulated network")
+        axes.set_title(result["network"])
         axes.set_xlabel("seconds")
     panels[0].set_ylabel("loss of held-out text")
     panels[-1].legend(frameon=False)
@@ -278,15 +265,16 @@ def draw(results: list[dict], path: Path) -> None:
 def main():
     parser = setup.Parser(__doc__)
     add = parser.add_argument
-    add("--seconds", type=setup.positive_number, default=40.0, help="for each, by its own clock")
-    add("--slices", type=setup.whole_number(1), default=12, help="of this time, in turn")
+    limit = setup.checked(float, lambda seconds: 1 <= seconds <= 3600, "a number from 1 to 3600")
+    add("--seconds", type=limit, default=40.0, help="for each, by its own clock")
     add("--seed", type=setup.whole_number(0), default=0)
     add("--json", type=setup.output_file, metavar="FILE", help="everything measured, raw")
-    add("--beside", type=Path, metavar="FILE", help="another run's --json, for the picture")
-    setup.add_process_group_arguments(parser)
+    a_file = setup.checked(Path, Path.is_file, "a file")
+    add("--beside", type=a_file, metavar="FILE", help="another run's --json, for the picture")
+    add("--network", type=setup.network_text, metavar="RATE,DELAY", default="100mbit,1ms")
     setup.add_plot_arguments(parser, "send_less.png")
     args = parser.parse_args()
-    with setup.process_group("cpu", args.backend, args.timeout, args.network) as device:
+    with setup.process_group("cpu", "gloo", network=args.network) as device:
         result = report.begin("05_bucketed/send_less", args, device)
         result["race"] = race(args)
         print_race(result["race"])
