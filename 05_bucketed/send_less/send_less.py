@@ -130,8 +130,8 @@ class Candidate(NamedTuple):
 
 CANDIDATES = {
     "alone": Candidate(lambda module: module, train_alone),
-    "every step": Candidate(partial(BucketedDDP, bucket_size_mb=1.0), train_together),
-    "bfloat16": Candidate(partial(RoundedDDP, bucket_size_mb=1.0), train_together),
+    "every step": Candidate(BucketedDDP, train_together),
+    "bfloat16": Candidate(RoundedDDP, train_together),
     "PowerSGD": Candidate(power_sgd_ddp, train_alone),
     "every 8 batches": Candidate(BucketedDDP, train_together, 8, 4e-3),
     "local SGD": Candidate(partial(DiLoCo, lr=1.0, momentum=0.0), train_apart, 20),
