@@ -1,5 +1,6 @@
 """05/send_less: what each candidate promises, and the script from outside."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -128,13 +129,14 @@ def test_held_out_text_is_held_out():
 
 
 def test_run(forked, tmp_path):
-    """Two panels, one of which is read; every candidate has trained and sent what it says."""
-    words = ["--seconds", "2", "--network", "1gbit,1ms"]
-    files = ["--json", tmp_path / "json", "--plot", tmp_path / "png"]
-    for more in ([], ["--beside", tmp_path / "json"]):
-        status, output = forked(2, SCRIPT, *words, *files, *more, cwd=tmp_path)
-        assert status == 0, output
-        assert (tmp_path / "png").read_bytes().startswith(b"\x89PNG")
+    """Every candidate has trained and sent what it says; another result is drawn beside it."""
+    race = {name: {"curve": [[1.0, 1, 3.0], [2.0, 2, 2.0]]} for name in send_less.CANDIDATES}
+    (tmp_path / "other").write_text(json.dumps({"network": "1gbit,0", "race": race}))
+    words = ["--seconds", "10", "--network", "1gbit,1ms", "--beside", tmp_path / "other"]
+    words += ["--json", tmp_path / "json", "--plot", tmp_path / "png"]
+    status, output = forked(2, SCRIPT, *words, cwd=tmp_path)
+    assert status == 0, output
+    assert (tmp_path / "png").read_bytes().startswith(b"\x89PNG")
     race = testing.read_json(tmp_path / "json", "05_bucketed/send_less")["race"]
     assert list(race) == list(send_less.CANDIDATES)
     batches = {name: each["curve"][-1][1] for name, each in race.items()}
