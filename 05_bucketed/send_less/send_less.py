@@ -150,7 +150,7 @@ MODEL = {"d_model": 128, "d_ff": 512, "layers": 2, "heads": 4, "vocabulary": 256
 CONTEXT = 64  # tokens of a sequence; a batch is one, so gradients are noisy
 NOMINAL = 0.06  # seconds that a batch of `alone` counts as
 SLICES = 12  # of the time; candidates take turns
-COLORS = ["#999999", "#332288", "#56B4E9", "#117733", "#A6761D", "#E69F00", "#D55E00"]
+COLORS = ["black", "#332288", "#56B4E9", "#117733", "#A6761D", "#E69F00", "#D55E00"]
 
 
 def read_text() -> list[torch.Tensor]:
@@ -217,7 +217,7 @@ def race(args) -> dict:
         of_alone = []
         for name, racer in racers.items():
             setup.progress(f"{goal:.0f} of {args.seconds:.0f} s: {name}")
-            while racer.clock + racer.turn / 2 < goal:
+            while racer.batches == 0 or racer.clock + racer.turn / 2 < goal:
                 seconds = racer.train()
                 if name == "alone":  # its turn stays what it is by definition
                     of_alone.append(seconds)
@@ -255,7 +255,8 @@ def draw(results: list[dict], path: Path) -> None:
     for axes, result in zip(panels, results, strict=True):
         for (name, each), color in zip(result["race"].items(), COLORS, strict=True):
             seconds, _, losses = zip(*each["curve"], strict=True)
-            axes.plot(seconds, losses, "--" if name == "alone" else "-", color=color, label=name)
+            style = {"linestyle": "--", "zorder": 3} if name == "alone" else {}
+            axes.plot(seconds, losses, color=color, label=name, **style)
         axes.set_title(result["network"])
         axes.set_xlabel("seconds")
     panels[0].set_ylabel("loss of held-out text")
@@ -266,7 +267,7 @@ def draw(results: list[dict], path: Path) -> None:
 def main():
     parser = setup.Parser(__doc__)
     add = parser.add_argument
-    limit = setup.checked(float, lambda seconds: 10 <= seconds <= 3600, "a number from 10 to 3600")
+    limit = setup.checked(float, lambda seconds: 1 <= seconds <= 3600, "a number from 1 to 3600")
     add("--seconds", type=limit, default=40.0, help="for each, by its own clock")
     add("--seed", type=setup.whole_number(0), default=0)
     add("--json", type=setup.output_file, metavar="FILE", help="everything measured, raw")

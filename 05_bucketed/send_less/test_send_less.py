@@ -132,7 +132,7 @@ def test_run(forked, tmp_path):
     """Every candidate has trained and sent what it says; another result is drawn beside it."""
     race = {name: {"curve": [[1.0, 1, 3.0], [2.0, 2, 2.0]]} for name in send_less.CANDIDATES}
     (tmp_path / "other").write_text(json.dumps({"network": "1gbit,0", "race": race}))
-    words = ["--seconds", "10", "--network", "1gbit,1ms", "--beside", tmp_path / "other"]
+    words = ["--seconds", "1", "--network", "1gbit,1ms", "--beside", tmp_path / "other"]
     words += ["--json", tmp_path / "json", "--plot", tmp_path / "png"]
     status, output = forked(2, SCRIPT, *words, cwd=tmp_path)
     assert status == 0, output
