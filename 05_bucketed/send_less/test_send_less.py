@@ -1,0 +1,156 @@
+"""05/send_less: what each candidate promises, and the script from outside."""
+
+import json
+from pathlib import Path
+
+import pytest
+import send_less
+import torch
+import torch.distributed as dist
+from bucketed import BucketedDDP
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from tools import testing
+
+SCRIPT = Path(__file__).with_name("send_less.py")
+
+
+def small(seed: int = 0) -> nn.Module:
+    """A model whose inputs are 6 numbers, and whose 7 outputs are logits; float64."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 7)).double()
+
+
+def batch_of(step: int) -> tuple:
+    """This rank's batch, another one on each rank."""
+    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    inputs = torch.randn(5, 6, dtype=torch.float64, generator=generator)
+    return inputs, torch.randint(7, (5,), generator=generator)
+
+
+def flat_gradient(model: nn.Module, step: int) -> torch.Tensor:
+    """The gradient after a backward, as the wrapper leaves it."""
+    model.zero_grad()
+    send_less.loss_of(model, batch_of(step)).backward()
+    if hasattr(model, "finish_gradient_synchronization"):
+        model.finish_gradient_synchronization()
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def flat_weights(module: nn.Module) -> torch.Tensor:
+    return nn.utils.parameters_to_vector(module.parameters()).detach()
+
+
+def of_all_ranks(tensor: torch.Tensor) -> list[torch.Tensor]:
+    found = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, tensor)
+    return found
+
+
+def check_bfloat16():
+    torchs = DistributedDataParallel(small())
+    torchs.register_comm_hook(None, bf16_compress_hook)
+    ours, exact = send_less.RoundedDDP(small()), BucketedDDP(small())
+    for step in range(3):
+        found, mean = flat_gradient(ours, step), flat_gradient(exact, step)
+        assert not torch.equal(found, mean)
+        torch.testing.assert_close(found, mean, rtol=0, atol=2**-7 * mean.abs().max().item())
+        torch.testing.assert_close(found, flat_gradient(torchs, step))
+        assert all(torch.equal(other, found) for other in of_all_ranks(found))
+
+
+def check_power_sgd():
+    exact = BucketedDDP(small())
+    full = send_less.power_sgd_ddp(small(), min_compression_rate=0.0, rank=9)
+    low = send_less.power_sgd_ddp(small(), min_compression_rate=0.0, rank=1)
+    for step in range(14):
+        mean = flat_gradient(exact, step)
+        torch.testing.assert_close(flat_gradient(full, step), mean)
+        is_compressed = not torch.allclose(flat_gradient(low, step), mean, rtol=1e-2)
+        assert is_compressed == (step >= 10)
+
+
+def check_diloco_that_averages_each_step():
+    """With SGD the mean of the weights is a step with the mean of the gradients."""
+    ours = send_less.DiLoCo(small(dist.get_rank()), lr=1.0, momentum=0.0)
+    exact = BucketedDDP(small())
+    for step in range(5):
+        for train, model in ((send_less.train_apart, ours), (send_less.train_together, exact)):
+            optimizer = torch.optim.SGD(model.module.parameters(), lr=0.5)
+            train(model, optimizer, [batch_of(step)])
+    torch.testing.assert_close(flat_weights(ours.module), flat_weights(exact.module))
+
+
+def check_diloco():
+    """Against the paper's algorithm, written out with the weights of all ranks."""
+    model = send_less.DiLoCo(small(dist.get_rank()), lr=0.7, momentum=0.9)
+    optimizer = torch.optim.AdamW(model.module.parameters(), lr=1e-2)
+    shared = flat_weights(small())
+    velocity = torch.zeros_like(shared)
+    for turn in range(3):
+        send_less.train_alone(model.module, optimizer, [batch_of(4 * turn + i) for i in range(4)])
+        local = of_all_ranks(flat_weights(model.module))
+        assert not torch.equal(*local)
+        change = shared - sum(local) / len(local)
+        velocity = 0.9 * velocity + change
+        shared = shared - 0.7 * (change + 0.9 * velocity)
+        model.average()
+        averaged = of_all_ranks(flat_weights(model.module))
+        assert torch.equal(*averaged)
+        torch.testing.assert_close(averaged[0], shared)
+
+
+def check_accumulated():
+    """A step on several batches is one on their union."""
+    ours, whole = BucketedDDP(small()), BucketedDDP(small())
+    batches = [batch_of(step) for step in range(3)]
+    union = tuple(torch.cat(tensors) for tensors in zip(*batches, strict=True))
+    for model, parts in ((ours, batches), (whole, [union])):
+        send_less.train_together(model, torch.optim.SGD(model.parameters(), lr=0.5), parts)
+    torch.testing.assert_close(flat_weights(ours), flat_weights(whole))
+    assert torch.equal(*of_all_ranks(flat_weights(ours)))
+
+
+CHECKS = [check_bfloat16, check_power_sgd, check_diloco_that_averages_each_step, check_diloco]
+
+
+@pytest.mark.parametrize("check", [*CHECKS, check_accumulated])
+def test_on_two_ranks(ranks, check):
+    ranks(2).run(check)
+
+
+def test_held_out_text_is_held_out():
+    text, held_out = (bytes(part.tolist()) for part in send_less.read_text())
+    pieces = [held_out[at : at + 2000] for at in range(0, len(held_out) - 2000, 2000)]
+    assert len(pieces) > 50 and not any(piece in text for piece in pieces)
+    assert len(text) > 5 * len(held_out)
+
+
+def test_run(forked, tmp_path):
+    """Every candidate has trained and sent what it says; another result is drawn beside it."""
+    race = {name: {"curve": [[1.0, 1, 3.0], [2.0, 2, 2.0]]} for name in send_less.CANDIDATES}
+    (tmp_path / "other").write_text(json.dumps({"network": "1gbit,0", "race": race}))
+    words = ["--seconds", "1", "--network", "1gbit,1ms", "--beside", tmp_path / "other"]
+    words += ["--json", tmp_path / "json", "--plot", tmp_path / "png"]
+    status, output = forked(2, SCRIPT, *words, cwd=tmp_path)
+    assert status == 0, output
+    assert (tmp_path / "png").read_bytes().startswith(b"\x89PNG")
+    race = testing.read_json(tmp_path / "json", "05_bucketed/send_less")["race"]
+    assert list(race) == list(send_less.CANDIDATES)
+    batches = {name: each["curve"][-1][1] for name, each in race.items()}
+    assert all(each["curve"][-1][2] < 5.5 for each in race.values())  # ln 256 is 5.55
+    per_batch = {name: race[name]["sent"] / batches[name] for name in race}
+    size = 4 * sum(p.numel() for p in send_less.LanguageModel(**send_less.MODEL).parameters())
+    assert per_batch["alone"] == 0 and per_batch["every step"] == pytest.approx(size)
+    assert per_batch["bfloat16"] == pytest.approx(size / 2)
+    assert per_batch["every 8 batches"] == pytest.approx(size / 8)
+    assert per_batch["local SGD"] == pytest.approx(size / 20)
+    assert per_batch["DiLoCo"] == pytest.approx(size / 50)
+
+
+def test_wrong_input(refusal):
+    for option, value in (("--beside", "nowhere.json"), ("--seconds", "0"), ("--network", "fast")):
+        said = refusal(send_less.main, SCRIPT, option, value)
+        assert said.startswith(f"argument {option}: ") and value in said
