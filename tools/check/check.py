@@ -46,10 +46,10 @@ def main() -> int:
     # In a process of its own: a user's file may hang or end.
     found = runner.run(1, 60, adapters.find, args.mine, args.kind, args.layers)
     if found.verdict == FAILED:
-        cannot_be_used(args.mine, found)
+        setup.fail(f"argument MINE: {args.mine}: {found.seen}")
     passed = []
     for text, kind, missing in found.seen:
-        ranks = RANKS[kind] if args.nproc is None or kind == "loss" else args.nproc
+        ranks = args.nproc or RANKS[kind]
         setup.say(f"\n{text}, as {kind}, ranks: {ranks}")
         for name in missing:
             setup.say(f"not written yet: {name}")
@@ -71,10 +71,6 @@ def read_arguments():
     return parser.parse_args()
 
 
-def cannot_be_used(text: str, found: Answer) -> None:
-    setup.fail(f"argument MINE: {text}: {found.seen}")
-
-
 def run_checks(args, text: str, kind: str, ranks: int) -> bool:
     """Run and print all checks in turn; return whether all pass that have to."""
     setup.load(text)  # so that the ranks, which are forked, have it and what optimizers import
@@ -92,7 +88,7 @@ def run_checks(args, text: str, kind: str, ranks: int) -> bool:
             answer = runner.run(ranks, SECONDS, adapters.call, check, text, kind, args.layers)
             is_first = check is module.can_be_used
             if is_first and answer.means == UNUSABLE and text == args.mine:
-                cannot_be_used(text, answer)
+                setup.fail(f"argument MINE: {text}: {answer.seen}")
             show(promise, answer)
             if is_first and answer.verdict == FAILED:
                 setup.say("nothing else was tried")

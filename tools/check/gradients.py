@@ -10,7 +10,9 @@ SUMMED = "summed, not averaged: nothing divides by the number of ranks"
 DIVIDED_TWICE = "divided twice by the number of ranks"
 SWAPPED = "order: gradients are put back in another order than they were taken"
 MIXED = "order: ranks call in different orders, and calls are matched by their order alone"
-AVERAGE = "gloo sums: in torch 2.9, say, its reduce_scatter takes ReduceOp.AVG for SUM: sum and divide"
+AVERAGE = (
+    "gloo sums: in torch 2.9, say, its reduce_scatter takes ReduceOp.AVG for SUM: sum and divide"
+)
 ROUNDED = "rounded to {} on its way: a buffer has that dtype"
 PRECISIONS = [("float32", 1e-6), ("float16", 1e-3), ("bfloat16", 1e-2)]  # relative to the mean
 OVERWRITTEN = "overwritten: a gradient has to be added to what is there"

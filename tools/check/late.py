@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map
 
-from common.network import AS_GLOO, COSTS, tensors_in
+from common.network import AS_GLOO, COSTS, SlowWork, tensors_in
 
 LATE = "late"  # the name of this backend, for init_process_group; get_backend() answers gloo
 LONGEST_DELAY = 0.002  # seconds; each rank and call has its own, from 0 on
@@ -34,6 +34,8 @@ class LateWork(dist.Work):
         is_root = getattr(arguments[-1], "rootRank", None) == group.rank()
         if name == "send" or (name == "broadcast" and is_root):
             outputs, inputs = [], outputs  # it is only read
+        operation = getattr(arguments[-1], "reduceOp", None)
+        group.asks_for_average |= operation == dist.ReduceOp.AVG
         copies = {id(tensor): tensor.detach().clone() for tensor in outputs + inputs}
         of_copies = tree_map(lambda leaf: copies.get(id(leaf), leaf), arguments)
         self.gloos_work = getattr(group.gloo, name)(*of_copies, **options)
@@ -65,20 +67,7 @@ class LateWork(dist.Work):
         """Wait, and return True: who asks until it is True asks once."""
         return self.wait()
 
-    def get_future(self) -> torch.futures.Future:
-        """Return a future for DDP and its hooks, which a thread completes: a hook may wait."""
-        future = torch.futures.Future()
-
-        def complete():
-            try:
-                self.wait()
-            except Exception as error:
-                future.set_exception(error)
-            else:
-                future.set_result(self.tensors)
-
-        threading.Thread(target=complete, daemon=True).start()
-        return future
+    get_future = SlowWork.get_future  # for DDP and its hooks
 
 
 class LateProcessGroup(dist.ProcessGroup):
@@ -96,8 +85,6 @@ class LateProcessGroup(dist.ProcessGroup):
 
     def launch(self, name: str, *arguments, **options) -> dist.Work:
         self.collectives += not name.startswith(("send", "recv"))
-        operation = getattr(arguments[-1], "reduceOp", None) if arguments else None
-        self.asks_for_average |= operation == dist.ReduceOp.AVG
         if name in IN_TIME:
             return getattr(self.gloo, name)(*arguments, **options)
         return LateWork(self, name, arguments, options)

@@ -289,14 +289,16 @@ class SplitsNothing(Right):
 
 
 class RoundsMaster(SplitsNothing):
-    """Casts its weights for the forward in place, so that float32 holds what bfloat16 can."""
+    """Casts its weights for the forward, and back: float32 then holds what bfloat16 can."""
 
-    def __init__(self, module, compute_dtype=None):
+    def __init__(self, module, compute_dtype=torch.float32):
         super().__init__(module)
-        self.dtype = compute_dtype or torch.float32
+        self.dtype = compute_dtype
 
     def forward(self, *inputs):
-        for parameter in self.trained():
-            parameter.data = parameter.to(self.dtype).float()
-        cast = {name: weight.to(self.dtype) for name, weight in self.module.named_parameters()}
-        return torch.func.functional_call(self.module, cast, inputs)
+        self.module.to(self.dtype)
+        return super().forward(*inputs)
+
+    def finish_gradient_synchronization(self):
+        self.module.float()
+        super().finish_gradient_synchronization()
