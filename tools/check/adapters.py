@@ -37,13 +37,14 @@ def prepare(text: str, kind: str, layers: str = "") -> tuple:
         loss = mine() if isinstance(mine, type) and issubclass(mine, nn.Module) else mine
         return ((loss, getattr(module, "batch", losses.batch)),)
 
+    if kind == "optimizer":
+        return (mine,)
+
     @wraps(mine)
     def adapted(*arguments, **options):
         return Around(mine(*arguments, **options), *around)
 
-    if any(around):
-        mine = adapted
-    return (mine,) if kind == "optimizer" else (mine, layout_for(layers, kind == "fsdp"))
+    return (adapted if any(around) else mine, layout_for(layers, kind == "fsdp"))
 
 
 def call(check, *form):

@@ -76,14 +76,13 @@ def zeroes_all_gradients(mine):
 
 def shares_the_state_out(mine):
     """the optimizer state is shared out: no rank keeps that of a parameter that another keeps"""
-    others = alive(torch.optim.AdamW)
     owned = [nn.Parameter(torch.ones(16, 16)) for _ in range(8)]
     optimizer = mine(owned, torch.optim.AdamW, lr=0.01)
     give_gradients(owned, 0)
     optimizer.step()
     # A class may keep its own anywhere, and the state of slices that it has cut.
-    own = [each for each in alive(torch.optim.AdamW) if each not in others]
-    held = sum(held_bytes(state["exp_avg"] for state in each.state.values()) for each in own)
+    states = [state for local in alive(torch.optim.AdamW) for state in local.state.values()]
+    held = held_bytes(state["exp_avg"] for state in states)
     whole = sum(parameter.nbytes for parameter in owned)
     of_ranks = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, held)

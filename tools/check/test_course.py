@@ -86,6 +86,14 @@ class Whole(torch.autograd.Function):
         return gradient.chunk(ranks)[dist.get_rank()]
 
 
+def fill(layer, inputs):
+    layer.W = Whole.apply(layer.part)
+
+
+def free(layer, *_):
+    del layer.W
+
+
 class FSDP(Right):
     def __init__(self, module):
         super().__init__(module)
@@ -94,8 +102,8 @@ class FSDP(Right):
             weight = layer._parameters.pop("W")
             own = weight.detach().chunk(dist.get_world_size())[dist.get_rank()].clone()
             layer.part = parts.setdefault(weight, torch.nn.Parameter(own, weight.requires_grad))
-            layer.register_forward_pre_hook(lambda layer, _: setattr(layer, "W", Whole.apply(layer.part)))
-            layer.register_forward_hook(lambda layer, *_: delattr(layer, "W"))
+            layer.register_forward_pre_hook(fill)
+            layer.register_forward_hook(free)
 
     def trained(self):
         named = self.module.named_parameters()
