@@ -37,7 +37,7 @@ def gradients_of_ranks(twin: Plain, step: int, parts: int) -> dict[str, torch.Te
                 if parameter.grad is not None:
                     gradients[name][part, twin.rank] = parameter.grad
     for name, parameter in parameters.items():
-        parameter.grad = gradients[name].sum(0).mean(0)
+        parameter.grad = gradients[name].mean(1).sum(0)
     return gradients
 
 
@@ -47,7 +47,7 @@ def check_gradients(found: dict, gradients: dict, why_not_reduced: str) -> None:
     found: {name: gradient}; gradients: what gradients_of_ranks returns.
     """
     check_arrived(found)
-    wrong = [name for name in found if not is_close(found[name], gradients[name].sum(0).mean(0))]
+    wrong = [name for name in found if not is_close(found[name], gradients[name].mean(1).sum(0))]
     if wrong:
         seen, means = explain(wrong[0], found[wrong[0]], gradients, why_not_reduced)
         seen = f"are wrong; the first is {seen}"
