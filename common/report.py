@@ -15,7 +15,7 @@ import numpy
 import torch
 import torch.distributed as dist
 
-from common.setup import SIZES, fail, is_rank_0, say, wire
+from common.setup import FINISHES, SIZES, fail, is_rank_0, say, wire
 
 
 def percentiles(samples: list) -> list[float]:
@@ -151,6 +151,9 @@ def print_steps(result: dict) -> None:
         rows.append(row)
     header = ["step, ms", "p50", "p75", "p90", "p95", "tokens/s"]
     print_table([*header, "exposed", "share", "alone", "all-reduces", "/torch DDP"], rows)
+    for times in result["candidates"]:
+        if not times["collectives_per_step"] and times["name"].endswith("(mine)"):
+            say(f"{times['name']} made no collective: its finish may be {', '.join(FINISHES)}")
     say(STEPS_LEGEND.format(1000 * costs["call_seconds"], costs["bytes_per_second"] / 1e9))
 
 

@@ -93,13 +93,8 @@ def check_adapter(text: str, kind: str, checks: list[str]) -> None:
     """On a rank; a check raises what it has found."""
     from importlib import import_module
 
-    from tools.check import models
     from tools.check.adapters import prepare
 
     module = import_module(f"tools.check.checks_of_{kind}")
-    mine = prepare(text, kind.removesuffix("s"))
-    try:
-        for check in checks:
-            getattr(module, check)(mine)
-    finally:
-        models.choose("", False)  # float64 again: these ranks go on to other tests
+    for check in checks:
+        getattr(module, check)(*prepare(text, kind.removesuffix("s")))

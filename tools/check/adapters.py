@@ -7,87 +7,67 @@ ddp_on_after_backward(model, optimizer) is called after backward().
 import importlib
 import inspect
 import re
-import sys
 import textwrap
-from functools import cache, wraps
-from pathlib import Path
+from functools import wraps
 
+from torch import nn
+
+from common import setup
 from tools.check import checks_of_losses as losses
-from tools.check import models
+from tools.check.models import Around, layout_for
 
 OF_COURSES = re.compile(r"get_.*(ddp|fsdp|sharded)")
 AROUND = ("on_after_backward", "on_train_batch_start", "gather_full_params")
 
 
-@cache
-def load_module(file: str):
-    """A file of the user's, imported as part of its package if it is in one.
-
-    The folders of the file, of its package and of its repository are first in sys.path.
-    """
-    path = Path(file).expanduser().resolve()
-    if not path.is_file():
-        raise ValueError(f"{file} is not a file")
-    name, package = path.stem, path.parent
-    while (package / "__init__.py").exists():
-        name, package = f"{package.name}.{name}", package.parent
-    marks = ("pyproject.toml", ".git")
-    roots = [folder for folder in path.parents if any((folder / each).exists() for each in marks)]
-    root = roots[0] if roots else package
-    sys.path[:0] = [str(package), str(root), str(path.parent)]
-    sys.modules.pop(name, None)  # another file of this name
-    return importlib.import_module(name)
-
-
-def load(text: str) -> list:
-    """What FILE.py:NAME names, and the functions AROUND it; None for those that are not there."""
+def with_functions_around(text: str) -> list:
+    """Return what FILE.py:NAME names, and the functions AROUND it; None for those not there."""
+    mine = setup.load(text)
     file, _, name = text.rpartition(":")
-    if not file.endswith(".py") or not name.isidentifier():
-        raise ValueError(f"{text!r} is not FILE.py:NAME")
-    module = load_module(file)
-    mine = getattr(module, name, None)
-    if not callable(mine):
-        raise ValueError(f"{file} has no class or function {name}")
     name = name.removeprefix("get_")
+    module = setup.import_file(file)
     return [mine, *[getattr(module, f"{name}_{each}", None) for each in AROUND]]
 
 
-def prepare(text: str, kind: str, layers: str = ""):
-    """On a rank: what FILE.py:NAME names, as the checks call it, and models of this kind."""
-    mine, *around = load(text)
+def prepare(text: str, kind: str, layers: str = "") -> tuple:
+    """Return, on a rank, the arguments of a check of this kind for what FILE.py:NAME names."""
+    mine, *around = with_functions_around(text)
     if kind == "loss":
-        return mine, getattr(load_module(text.rpartition(":")[0]), "batch", losses.batch)
-    models.choose(layers, kind == "fsdp")
-    if not any(around):
-        return mine
+        module = setup.import_file(text.rpartition(":")[0])
+        loss = mine() if isinstance(mine, type) and issubclass(mine, nn.Module) else mine
+        return ((loss, getattr(module, "batch", losses.batch)),)
+
+    if kind == "optimizer":
+        return (mine,)
 
     @wraps(mine)
     def adapted(*arguments, **options):
-        return models.Around(mine(*arguments, **options), *around)
+        return Around(mine(*arguments, **options), *around)
 
-    return adapted
+    return (adapted if any(around) else mine, layout_for(layers, kind == "fsdp"))
 
 
 def call(check, *form):
-    """On a rank: a check of what `prepare` makes of this."""
-    return check(prepare(*form))
+    """Call a check, on a rank, with what `prepare` makes of this."""
+    return check(*prepare(*form))
 
 
-def describe(text: str, kind: str | None, layers: str) -> list[tuple[str, str, list[str]]]:
-    """Of what MINE names: FILE.py:NAME, its kind, and what of it is not written yet."""
+def find(text: str, kind: str | None, layers: str) -> list[tuple[str, str, list[str]]]:
+    """Return of all that MINE names: FILE.py:NAME, its kind, and what is not written yet."""
     texts = [text]
     if text.endswith(".py"):
-        texts = [f"{text}:{name}" for name in vars(load_module(text)) if OF_COURSES.match(name)]
+        module = setup.import_file(text)
+        texts = [f"{text}:{name}" for name in vars(module) if OF_COURSES.match(name)]
         if not texts:
             raise ValueError("has no get_ddp or another adapter; a class is FILE.py:NAME")
-    described = []
+    found = []
     for each in texts:
-        mine, *around = load(each)
+        mine, *around = with_functions_around(each)
         missing = [name for function in (mine, *around) for name in not_written(function)]
-        described.append((each, kind or kind_of(mine), missing))
+        found.append((each, kind or kind_of(mine), missing))
     if layers:
         importlib.import_module(layers).Linear(2, 2)
-    return described
+    return found
 
 
 def kind_of(mine) -> str:
@@ -99,7 +79,7 @@ def kind_of(mine) -> str:
 
 
 def not_written(mine) -> list[str]:
-    """The function, or the methods of a class, where the end is raise NotImplementedError."""
+    """Return the function, or a class's methods, that end in raise NotImplementedError."""
     found = []
     functions = vars(mine).values() if isinstance(mine, type) else [mine]
     for function in filter(inspect.isfunction, functions):

@@ -11,39 +11,68 @@ from torch import nn
 
 from common.report import held_bytes
 from tools.check import checks_of_wrappers as wrappers
-from tools.check import models
 from tools.check.checks_of_wrappers import can_be_used, trains_with_sgd
-from tools.check.findings import NOT_REDUCED, Failed, NotTried, is_close
-from tools.check.models import finish, new, wrap
+from tools.check.findings import NOT_REDUCED, Failed, NotTried, alive, is_close
+from tools.check.models import PLAIN, embedding, finish, new, wrap
+
+NOT_SPLIT = "none of torch's layers was split"
+OWN_LAYERS = "if yours splits layers of its own, say LAYERS=my.model"
+NOT_FREED = "weights or gradients are not split, or whole ones are not freed after backward"
+ROUNDED = (
+    "shards are cut from weights already cast, or cast back: the optimizer's small steps are lost"
+)
 
 
-def large():
-    return nn.Sequential(*[models.layers.Linear(64, 64) for _ in range(4)])
+def large(layout):
+    return nn.Sequential(*[layout.layers.Linear(64, 64) for _ in range(8)])
 
 
-def keeps_a_part_of_the_weights(mine):
+def of_tokens(layout):
+    return nn.Sequential(embedding(layout, 64, 64), *large(layout))
+
+
+def storages() -> dict[int, int]:
+    """Return {address: bytes} of the memory of all tensors that Python knows of."""
+    tensors = [tensor for tensor in alive(torch.Tensor) if not hasattr(tensor, "to_local")]
+    found = [tensor.untyped_storage() for tensor in tensors]
+    return {storage.data_ptr(): storage.nbytes() for storage in found}
+
+
+def keeps_a_part_of_the_weights(mine, layout=PLAIN):
     """between steps a rank keeps its part of the weights and gradients, and not the whole"""
-    model = wrap(mine, new(large))
-    whole = held_bytes(large().parameters())
+    before = storages()
+    model = wrap(mine, new(large, layout))
     model(torch.ones(2, 64)).sum().backward()
     finish(model)
-    parameters = list(model.parameters())
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    for kind, tensors in (("parameters", parameters), ("gradients", gradients)):
-        share = held_bytes(tensors) / whole
-        if share > 1 / dist.get_world_size() + 0.1:  # biases may stay whole
-            means = f"the {kind} are not split, or only those of layers of your own (LAYERS=)"
-            raise Failed(f"of the {kind} a rank keeps {share:.0%}", means)
+    new_bytes = sum(size for address, size in storages().items() if address not in before)
+    whole = held_bytes(large(layout).parameters())
+    if held_bytes(model.parameters()) == whole and layout.layers is nn:
+        raise NotTried(NOT_SPLIT, OWN_LAYERS)
+    shards = 2 / dist.get_world_size()
+    if new_bytes > (shards + 0.4) * whole:  # biases may stay whole, and buffers for some layers
+        seen = f"shards and their gradients are {shards:.0%} of the weights' bytes"
+        raise Failed(f"{seen}, and a rank keeps {new_bytes / whole:.0%}", NOT_FREED)
 
 
-def computes_in_another_dtype(mine):
-    """compute_dtype=torch.bfloat16 computes in it, and keeps float32 weights and gradients"""
+def computes_in_another_dtype(mine, layout=PLAIN):
+    """compute_dtype=torch.bfloat16 computes in it; weights and gradients stay float32, unrounded"""
+    compute_in_bfloat16(mine, layout, of_tokens, torch.arange(64))
+
+
+def casts_inputs_to_another_dtype(mine, layout=PLAIN):
+    """compute_dtype=torch.bfloat16 casts inputs, too, where the first layer is no embedding"""
+    compute_in_bfloat16(mine, layout, large, torch.linspace(-1, 1, 512).view(8, 64))
+
+
+def compute_in_bfloat16(mine, layout, build, inputs) -> None:
     if "compute_dtype" not in signature(mine).parameters:
         raise NotTried("there is no argument compute_dtype")
-    x = torch.linspace(-1, 1, 512).view(8, 64)
-    expected = new(large).bfloat16()(x.bfloat16()).float()
-    model = mine(new(large), compute_dtype=torch.bfloat16)
-    output = model(x).float()
+    twin = new(build, layout)
+    given = torch.cat([weight.detach().flatten() for weight in twin.parameters()])
+    cast = inputs.bfloat16() if inputs.is_floating_point() else inputs
+    expected = twin.bfloat16()(cast).float()
+    model = mine(new(build, layout), compute_dtype=torch.bfloat16)
+    output = model(inputs).float()
     output.square().mean().backward()
     finish(model)
     if not is_close(output, expected):
@@ -54,6 +83,10 @@ def computes_in_another_dtype(mine):
     dtypes = {tensor.dtype for each in model.parameters() for tensor in (each, each.grad)}
     if dtypes != {torch.float32}:
         raise Failed(f"weights and gradients have {dtypes}", "the optimizer loses small updates")
+    for weight in model.parameters():
+        local = getattr(weight, "to_local", lambda weight=weight: weight)().detach()
+        if not torch.isin(local[local != 0], given).all():  # shards may be padded with zeros
+            raise Failed("before the first step weights are no longer those that it got", ROUNDED)
 
 
 COURSE = [
@@ -68,5 +101,6 @@ MEANING = [
     wrappers.trains_after_two_forwards,
     wrappers.evaluates_in_between,
 ]
-BEYOND = [wrappers.starts_with_the_parameters_of_rank_0]  # torch's FSDP does not
+# torch's FSDP does not take rank 0's values; a course's model begins with an embedding.
+BEYOND = [wrappers.starts_with_the_parameters_of_rank_0, casts_inputs_to_another_dtype]
 HAS_TO_HOLD = [*COURSE, *MEANING]

@@ -4,12 +4,14 @@ The batch: what batch(n) beside it returns, tensors of n rows; or cross_entropy'
 """
 
 import torch
+from torch import nn
 
 from tools.check.findings import UNUSABLE, Failed
 
 SUMMED = "a sum over samples, not a mean: divide it by the number of samples"
 UNEVEN = "a weighted mean: divide by the mean of all ranks' weights (docs/everyday.md, which loss?)"
 MEETS = "a loss across samples: gather all ranks' outputs, with gradient (docs/everyday.md)"
+PARAMETERS = "; its parameters ({}) then get N times their gradient on N ranks: divide it by N"
 
 
 def batch(n: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -35,11 +37,12 @@ def can_be_used(mine):
 
 def is_the_mean_of_its_shares(mine):
     """the mean over the shares of 2 ranks, and of 4, is the loss of the batch; so are gradients"""
-    compare(*mine, 2)
-    compare(*mine, 4)
+    compare_with_shares(*mine, 2)
+    compare_with_shares(*mine, 4)
 
 
-def compare(loss, make_batch, ranks: int) -> None:
+def compare_with_shares(loss, make_batch, ranks: int) -> None:
+    """Raise Failed unless the loss of a batch is the mean of that of so many ranks' shares."""
     torch.manual_seed(0)
     tensors = make_batch(64)
     value, gradient = loss_and_gradient(loss, tensors)
@@ -58,7 +61,10 @@ def compare(loss, make_batch, ranks: int) -> None:
     seen = f"the mean is {mean:.4g}, and not {value:.4g}; the gradient is off by {apart**0.5:.0%}"
     if is_sum and abs(inverses - ranks) < 1e-4:
         raise Failed(seen, SUMMED)
-    raise Failed(seen, UNEVEN if is_sum and abs(inverses - 1) < 1e-5 else MEETS)
+    if is_sum and abs(inverses - 1) < 1e-5:
+        raise Failed(seen, UNEVEN)
+    names = [name for name, _ in loss.named_parameters()] if isinstance(loss, nn.Module) else []
+    raise Failed(seen, MEETS + PARAMETERS.format(", ".join(names)) if names else MEETS)
 
 
 COURSE, MEANING, BEYOND = [], [can_be_used, is_the_mean_of_its_shares], []

@@ -11,13 +11,16 @@ import torch.distributed as dist
 from torch import nn
 
 from tools.check import models
-from tools.check.findings import UNUSABLE, Failed, NotTried, check_arrived, fail
+from tools.check.findings import UNUSABLE, Failed, NotTried, check_arrived, failure_of
 from tools.check.gradients import check_gradients, gradients_of_ranks
-from tools.check.models import Plain, finish, loss_of, new, why_not_reduced, wrap
+from tools.check.models import PLAIN, Plain, finish, loss_of, new, why_not_reduced, wrap
 
 LR = 0.1
 sgd = partial(torch.optim.SGD, lr=LR)
 NAMES = "gather_full_params() has to return all parameters, whole, under the module's own names"
+COPIED = (
+    "a copy is reduced: contiguous() and flatten() copy such a gradient, so copy the result back"
+)
 WEIGHTS = "it reduces weights, not gradients: a hook has to take the .grad of its parameter"
 
 
@@ -26,7 +29,7 @@ def loss_here(model, step: int, part: int = 0) -> torch.Tensor:
 
 
 def backward_each(model, step, parts=1):
-    """So many micro-batches, a finish after each."""
+    """Compute the gradients of so many micro-batches, with a finish after each."""
     for part in range(parts):
         loss_here(model, step, part).backward()
         finish(model)
@@ -60,7 +63,7 @@ def output_of(model) -> torch.Tensor:
 
 
 def weights_of(model, twin: nn.Module) -> dict[str, torch.Tensor]:
-    """All weights, whole, by their names in the twin; a call of all ranks."""
+    """Return all weights, whole, by their names in the twin; a call of all ranks."""
     like = dict(twin.named_parameters())
     if hasattr(model, "gather_full_params"):
         found = model.gather_full_params()
@@ -74,13 +77,18 @@ def weights_of(model, twin: nn.Module) -> dict[str, torch.Tensor]:
     return {name: found[name].detach().clone() for name in like}
 
 
-def follow_one_process(mine, build=Plain, **options):
+def follow_one_process(mine, layout, build=Plain, **options):
     """Train the user's model on shares of batches, and a twin in this process on all of them."""
-    follow(wrap(mine, new(build)), new(build), **options)
+    follow(wrap(mine, new(build, layout)), new(build, layout), **options)
 
 
-def follow(model, twin: nn.Module, backward=backward_each, parts=1, set_to_none=True, steps=4):
-    """Failed, unless some steps with shares of batches do what the twin does with all of them."""
+def follow(
+    model, twin: nn.Module, backward=backward_each, parts=1, set_to_none=True, steps=4, unreduced=""
+):
+    """Raise Failed unless steps with shares of batches do what the twin does with all of them.
+
+    unreduced: what it means that a gradient is a rank's own, if it is not the usual.
+    """
     optimizer, twin_optimizer = sgd(model.parameters()), sgd(twin.parameters())
     after = weights_of(model, twin)
     for step in range(steps):
@@ -92,12 +100,12 @@ def follow(model, twin: nn.Module, backward=backward_each, parts=1, set_to_none=
         optimizer.zero_grad(set_to_none)
         after = weights_of(model, twin)
         found = {name: (before[name] - after[name]) / LR for name in gradients}
-        check_gradients(found, gradients, why_not_reduced(model))
+        check_gradients(found, gradients, unreduced or why_not_reduced(model))
 
 
-def can_be_used(mine):
+def can_be_used(mine, layout=PLAIN):
     """it returns a module that computes, and a step goes through"""
-    model = wrap(mine, new(Plain))
+    model = wrap(mine, new(Plain, layout))
     if not isinstance(model, nn.Module):
         raise Failed(f"returns {type(model).__name__}, and no torch.nn.Module", UNUSABLE)
     group = dist.group.WORLD  # the late network counts, and gloo does not
@@ -107,20 +115,20 @@ def can_be_used(mine):
     return f"{getattr(group, 'collectives', 0) - before} calls in a step of our small model"
 
 
-def starts_with_the_parameters_of_rank_0(mine):
+def starts_with_the_parameters_of_rank_0(mine, layout=PLAIN):
     """all ranks start with the parameters of rank 0"""
-    twin = new(Plain)
-    found = weights_of(wrap(mine, new(Plain, seed=dist.get_rank())), twin)
+    twin = new(Plain, layout)
+    found = weights_of(wrap(mine, new(Plain, layout, seed=dist.get_rank())), twin)
     check_arrived(found)
     wrong = [name for name in found if not torch.equal(found[name], twin.get_parameter(name))]
     if wrong:
         means = "the constructor does not broadcast the parameters from rank 0"
-        fail("weights", "are not those of rank 0", means, wrong, found)
+        raise failure_of(wrong, found, "weights", "are not those of rank 0", means)
 
 
-def starts_with_the_buffers_of_rank_0(mine):
+def starts_with_the_buffers_of_rank_0(mine, layout=PLAIN):
     """all ranks start with the buffers of rank 0"""
-    inner = new(Plain)
+    inner = new(Plain, layout)
     inner.offset.fill_(7 + dist.get_rank())
     wrap(mine, inner)
     if inner.offset != 7:
@@ -128,10 +136,10 @@ def starts_with_the_buffers_of_rank_0(mine):
         raise Failed("a buffer is not that of rank 0", means)
 
 
-def leaves_weights_to_the_optimizer(mine):
+def leaves_weights_to_the_optimizer(mine, layout=PLAIN):
     """weights change in optimizer.step() alone, and not in backward or the finish"""
-    twin = new(Plain)
-    model = wrap(mine, new(Plain))
+    twin = new(Plain, layout)
+    model = wrap(mine, new(Plain, layout))
     optimizer = sgd(model.parameters())
     for step in range(2):  # ranks that average weights have the same ones in the first
         before = weights_of(model, twin)
@@ -140,55 +148,63 @@ def leaves_weights_to_the_optimizer(mine):
         check_arrived(after)
         moved = [name for name in before if not torch.equal(before[name], after[name])]
         if moved:
-            fail("weights", "have changed before step()", WEIGHTS, moved, after)
+            raise failure_of(moved, after, "weights", "have changed before step()", WEIGHTS)
         optimizer.step()
         optimizer.zero_grad()
 
 
-def trains_with_sgd(mine):
+def trains_with_sgd(mine, layout=PLAIN):
     """in each of four steps the gradients are the mean over the samples of all ranks"""
-    follow_one_process(mine)
+    follow_one_process(mine, layout)
 
 
-def trains_tied_and_frozen_weights(mine):
+def trains_tied_and_frozen_weights(mine, layout=PLAIN):
     """a tied weight is averaged once; frozen ones (requires_grad=False) stay as they are"""
-    follow_one_process(mine, models.TiedAndFrozen)
+    follow_one_process(mine, layout, models.TiedAndFrozen)
 
 
-def averages_what_one_rank_uses(mine):
+def averages_what_one_rank_uses(mine, layout=PLAIN):
     """a parameter that only one rank uses counts as zero on the others; one that no rank uses"""
-    follow_one_process(mine, models.Unused)
+    follow_one_process(mine, layout, models.Unused)
 
 
-def trains_several_dtypes(mine):
+def trains_several_dtypes(mine, layout=PLAIN):
     """parameters of several dtypes"""
     # After a step the float32 weights differ in their last bit, and so do all gradients after it.
-    follow_one_process(mine, models.SeveralDtypes, steps=1)
+    follow_one_process(mine, layout, models.SeveralDtypes, steps=1)
 
 
-def keeps_one_order_on_any_branch(mine):
+def averages_what_is_not_contiguous(mine, layout=PLAIN):
+    """a weight that is not contiguous in memory: transposed, or channels_last"""
+    try:
+        follow_one_process(mine, layout, models.Transposed, steps=1, unreduced=COPIED)
+    except RuntimeError as error:  # as gloo's send() does; only silence would be wrong
+        raise NotTried(f"it refuses one: {error}") from error
+
+
+def keeps_one_order_on_any_branch(mine, layout=PLAIN):
     """ranks on different branches: gradients get ready in another order; more than 25 MB of them"""
-    follow_one_process(mine, models.Branches, steps=1)
+    follow_one_process(mine, layout, models.Branches, steps=1)
 
 
-def accumulates_with_no_sync(mine):
+def accumulates_with_no_sync(mine, layout=PLAIN):
     """accumulation with no_sync(): the mean of the sums"""
-    follow_one_process(mine, backward=backward_without_sync, parts=2)
+    follow_one_process(mine, layout, backward=backward_without_sync, parts=2)
 
 
-def accumulates_without_no_sync(mine):
+def accumulates_without_no_sync(mine, layout=PLAIN):
     """accumulation without no_sync(), a finish after each backward: the mean of the sums"""
-    follow_one_process(mine, parts=2)
+    follow_one_process(mine, layout, parts=2)
 
 
-def trains_after_two_forwards(mine):
+def trains_after_two_forwards(mine, layout=PLAIN):
     """two forwards before a backward, so that each layer is used twice"""
-    follow_one_process(mine, backward=backward_of_two_forwards, parts=2)
+    follow_one_process(mine, layout, backward=backward_of_two_forwards, parts=2)
 
 
-def evaluates_in_between(mine):
+def evaluates_in_between(mine, layout=PLAIN):
     """evaluation between the steps, and zero_grad(set_to_none=False), which leaves zeros"""
-    follow_one_process(mine, backward=evaluate_and_backward, set_to_none=False)
+    follow_one_process(mine, layout, backward=evaluate_and_backward, set_to_none=False)
 
 
 COURSE = [
@@ -201,6 +217,7 @@ COURSE = [
 MEANING = [
     starts_with_the_buffers_of_rank_0,
     trains_several_dtypes,
+    averages_what_is_not_contiguous,
     keeps_one_order_on_any_branch,
     accumulates_with_no_sync,
     accumulates_without_no_sync,

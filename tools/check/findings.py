@@ -4,6 +4,7 @@ A check is a function that takes the user's class. It raises Failed or NotTried,
 text that it returns is shown. The first line of its docstring is the promise.
 """
 
+import gc
 import os
 import traceback
 from pathlib import Path
@@ -20,7 +21,7 @@ NOT_THE_USERS = Path(__file__).parent, Path(os.__file__).parent, Path(torch.__fi
 
 
 class Answer(NamedTuple):
-    """What comes of a check."""
+    """Holds what comes of a check."""
 
     verdict: str
     seen: str = ""
@@ -28,39 +29,45 @@ class Answer(NamedTuple):
 
 
 class Failed(Exception):
-    """Failed(seen, means): what was seen, what that usually means."""
+    """Raised as Failed(seen, means): what was seen, what that usually means."""
 
 
 class NotTried(Exception):
-    """Why a check says nothing about this class."""
+    """Raised as NotTried(why), or as NotTried(why, what to do) where it has to be tried."""
 
 
 def is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Equal but for rounding: the difference is measured by the size of the whole tensor."""
+    """Say whether they differ by rounding alone, measured by the size of the whole tensor."""
     # A gradient in float32 is read from the step that it made, which is rounded, too.
     tolerance = 1e-10 if found.dtype == torch.float64 else 1e-3
     return bool((found - expected).norm() <= tolerance * expected.norm())
 
 
-def fail(what: str, seen: str, means: str, names: list[str], found: dict) -> None:
-    """Failed: the named ones of the found tensors are not what is expected."""
+def failure_of(names: list[str], found: dict, what: str, seen: str, means: str) -> Failed:
+    """Return a Failed: the named ones of the found tensors are not what is expected."""
     some = ", ".join(names[:2]) + (", …" if len(names) > 2 else "")
-    raise Failed(f"{len(names)} of {len(found)} {what} ({some}) {seen}", means)
+    return Failed(f"{len(names)} of {len(found)} {what} ({some}) {seen}", means)
 
 
 def check_arrived(found: dict[str, torch.Tensor]) -> None:
-    """Failed, if one of them holds NaN, which is what the network that is late leaves."""
+    """Raise Failed if one of them holds NaN, which is what the late network leaves."""
     unread = [name for name, tensor in found.items() if tensor.isnan().any()]
     if unread:
-        fail("tensors", "hold NaN", NOT_WAITED, unread, found)
+        raise failure_of(unread, found, "tensors", "hold NaN", NOT_WAITED)
+
+
+def alive(kind: type) -> list:
+    """Return all objects of a class that this process holds, wherever they are kept."""
+    gc.collect()
+    return [each for each in gc.get_objects() if issubclass(type(each), kind)]
 
 
 def judge(check, *arguments) -> Answer:
-    """Call a check on this rank; its answer."""
+    """Call a check on this rank and return its answer."""
     try:
         return Answer(PASSED, check(*arguments) or "")
     except NotTried as reason:
-        return Answer(NOT_TRIED, str(reason))
+        return Answer(NOT_TRIED, *reason.args)
     except Failed as failure:
         return Answer(FAILED, *failure.args)
     except BaseException as error:  # sys.exit(), too
@@ -73,7 +80,7 @@ def judge(check, *arguments) -> Answer:
 
 
 def line_of_user(stack: traceback.StackSummary) -> str:
-    """The innermost line of the user's own; empty if all are ours, torch's or Python's."""
+    """Return the user's own innermost line; empty if all are ours, torch's or Python's."""
     for frame in reversed(stack):
         path = Path(frame.filename)
         is_ours = set(NOT_THE_USERS).intersection(path.parents) and path.name != "mistakes.py"
@@ -83,7 +90,7 @@ def line_of_user(stack: traceback.StackSummary) -> str:
 
 
 def verdict_of(answers: dict[int, Answer]) -> Answer:
-    """One verdict of all ranks: a failure, else where some are stuck."""
+    """Return one verdict of all ranks: a failure, else where some are stuck."""
     failed = [rank for rank in answers if answers[rank].verdict == FAILED]
     told = failed[:1] or [rank for rank in answers if answers[rank].verdict == STUCK]
     if not told:

@@ -3,20 +3,24 @@
 import torch
 import torch.distributed as dist
 
-from tools.check.findings import check_arrived, fail, is_close
+from tools.check.findings import check_arrived, failure_of, is_close
 from tools.check.models import Plain, loss_of
 
 SUMMED = "summed, not averaged: nothing divides by the number of ranks"
 DIVIDED_TWICE = "divided twice by the number of ranks"
 SWAPPED = "order: gradients are put back in another order than they were taken"
 MIXED = "order: ranks call in different orders, and calls are matched by their order alone"
-ROUNDED = "rounded to float32 on its way: a buffer has that dtype"
+AVERAGE = (
+    "gloo sums: in torch 2.9, say, its reduce_scatter takes ReduceOp.AVG for SUM: sum and divide"
+)
+ROUNDED = "rounded to {} on its way: a buffer has that dtype"
+PRECISIONS = [("float32", 1e-6), ("float16", 1e-3), ("bfloat16", 1e-2)]  # relative to the mean
 OVERWRITTEN = "overwritten: a gradient has to be added to what is there"
 UNKNOWN = "what a check above says; else print it beside the mean of all ranks"
 
 
 def gradients_of_ranks(twin: Plain, step: int, parts: int) -> dict[str, torch.Tensor]:
-    """{name: [part, rank, *shape]}, computed by this process alone; zeros where there is none.
+    """Return {name: [part, rank, *shape]}, computed by this process; zeros where there is none.
 
     The twin is left with the mean over the ranks, added up over the parts.
     """
@@ -33,31 +37,34 @@ def gradients_of_ranks(twin: Plain, step: int, parts: int) -> dict[str, torch.Te
                 if parameter.grad is not None:
                     gradients[name][part, twin.rank] = parameter.grad
     for name, parameter in parameters.items():
-        parameter.grad = gradients[name].sum(0).mean(0)
+        parameter.grad = gradients[name].mean(1).sum(0)
     return gradients
 
 
 def check_gradients(found: dict, gradients: dict, why_not_reduced: str) -> None:
-    """Failed, unless these are the means over the ranks; says how the first other one differs.
+    """Raise Failed unless these are the means over the ranks; say how the first other one differs.
 
     found: {name: gradient}; gradients: what gradients_of_ranks returns.
     """
     check_arrived(found)
-    wrong = [name for name in found if not is_close(found[name], gradients[name].sum(0).mean(0))]
+    wrong = [name for name in found if not is_close(found[name], gradients[name].mean(1).sum(0))]
     if wrong:
         seen, means = explain(wrong[0], found[wrong[0]], gradients, why_not_reduced)
-        fail("gradients", f"are wrong; the first is {seen}", means, wrong, found)
+        seen = f"are wrong; the first is {seen}"
+        raise failure_of(wrong, found, "gradients", seen, means)
 
 
 def explain(name: str, found: torch.Tensor, gradients: dict, why_not_reduced: str) -> tuple:
-    """What a gradient is that is not the mean, and what that means."""
+    """Return what a gradient is that is not the mean, and what that means."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     of_ranks = gradients[name].sum(0)  # of all parts
     mean = of_ranks.mean(0)
+    asks_for_average = getattr(dist.group.WORLD, "asks_for_average", False)  # the late network
     possible = [
         (of_ranks[rank], "this rank's own", why_not_reduced),
+        (of_ranks[rank] / ranks, f"1/{ranks} of this rank's own", why_not_reduced),
         (gradients[name][-1].mean(0), "the mean of the last backward alone", OVERWRITTEN),
-        (ranks * mean, f"{ranks} times the mean", SUMMED),
+        (ranks * mean, f"{ranks} times the mean", AVERAGE if asks_for_average else SUMMED),
         (mean / ranks, f"1/{ranks} of the mean", DIVIDED_TWICE),
     ]
     for other, theirs in gradients.items():
@@ -72,6 +79,7 @@ def explain(name: str, found: torch.Tensor, gradients: dict, why_not_reduced: st
     for candidate, seen, means in possible:
         if is_close(found, candidate):
             return seen, means
-    if (found - mean).norm() < 1e-6 * mean.norm():
-        return "the mean, but for a float32's rounding", ROUNDED
+    for dtype, rounding in PRECISIONS:
+        if (found - mean).norm() < rounding * mean.norm():
+            return f"the mean, but for a {dtype}'s rounding", ROUNDED.format(dtype)
     return "not the mean", UNKNOWN

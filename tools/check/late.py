@@ -12,7 +12,9 @@ from functools import partialmethod
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
+
+from common.network import AS_GLOO, COSTS, SlowWork, tensors_in
 
 LATE = "late"  # the name of this backend, for init_process_group; get_backend() answers gloo
 LONGEST_DELAY = 0.002  # seconds; each rank and call has its own, from 0 on
@@ -20,7 +22,7 @@ IN_TIME = ("barrier", "monitored_barrier", "recv_anysource")  # these stay gloo'
 
 
 class LateWork(dist.Work):
-    """A call on private copies of its tensors, which wait() or a future delivers.
+    """Is a call on private copies of its tensors, which wait() or a future delivers.
 
     Until then the outputs hold NaN. wait() raises RuntimeError if a tensor of the call was written
     to meanwhile.
@@ -32,6 +34,8 @@ class LateWork(dist.Work):
         is_root = getattr(arguments[-1], "rootRank", None) == group.rank()
         if name == "send" or (name == "broadcast" and is_root):
             outputs, inputs = [], outputs  # it is only read
+        operation = getattr(arguments[-1], "reduceOp", None)
+        group.asks_for_average |= operation == dist.ReduceOp.AVG
         copies = {id(tensor): tensor.detach().clone() for tensor in outputs + inputs}
         of_copies = tree_map(lambda leaf: copies.get(id(leaf), leaf), arguments)
         self.gloos_work = getattr(group.gloo, name)(*of_copies, **options)
@@ -60,27 +64,14 @@ class LateWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Who asks until it is True need not wait: the first answer is."""
+        """Wait, and return True: who asks until it is True asks once."""
         return self.wait()
 
-    def get_future(self) -> torch.futures.Future:
-        """For DDP and its hooks. A thread of its own completes it: a hook may wait for more."""
-        future = torch.futures.Future()
-
-        def complete():
-            try:
-                self.wait()
-            except Exception as error:
-                future.set_exception(error)
-            else:
-                future.set_result(self.tensors)
-
-        threading.Thread(target=complete, daemon=True).start()
-        return future
+    get_future = SlowWork.get_future  # for DDP and its hooks
 
 
 class LateProcessGroup(dist.ProcessGroup):
-    """gloo's calls, each a LateWork."""
+    """Makes gloo's calls, each a LateWork."""
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: timedelta):
         super().__init__(rank, world_size)
@@ -90,6 +81,7 @@ class LateProcessGroup(dist.ProcessGroup):
         self._register_backend(torch.device("cpu"), kind, self.gloo)
         self.delays = random.Random(rank)
         self.collectives = 0  # so many were launched; torch's tools see none of them
+        self.asks_for_average = False  # whether one of them had ReduceOp.AVG
 
     def launch(self, name: str, *arguments, **options) -> dist.Work:
         self.collectives += not name.startswith(("send", "recv"))
@@ -98,7 +90,7 @@ class LateProcessGroup(dist.ProcessGroup):
         return LateWork(self, name, arguments, options)
 
     def launch_each(self, name: str, outputs: list, inputs: list, *options) -> dist.Work:
-        """What torch's C++ asks for a DTensor, nearly always of one tensor; returns the last."""
+        """Make a call for each tensor, as torch's C++ asks for a DTensor; return the last."""
         pairs = zip(outputs, inputs, strict=True)
         *others, last = [self.launch(name, *pair, *options) for pair in pairs]
         for work in others:
@@ -106,11 +98,8 @@ class LateProcessGroup(dist.ProcessGroup):
         return last
 
 
-# Every call of gloo, whatever this version of torch names it.
-CALLS = ("all", "barrier", "broadcast", "gather", "monitored", "recv", "reduce", "scatter", "send")
-for method in set(dir(dist.ProcessGroup)) & set(dir(dist.ProcessGroupGloo)):
-    if method.removeprefix("_").startswith(CALLS):
-        setattr(LateProcessGroup, method, partialmethod(LateProcessGroup.launch, method))
+for method in (*COSTS, *AS_GLOO):  # every call of gloo
+    setattr(LateProcessGroup, method, partialmethod(LateProcessGroup.launch, method))
 # Gloo has these in C++ alone.
 for method, one in [
     ("allgather_into_tensor_coalesced", "_allgather_base"),
@@ -119,12 +108,8 @@ for method, one in [
     setattr(LateProcessGroup, method, partialmethod(LateProcessGroup.launch_each, one))
 
 
-def tensors_in(argument) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(argument) if isinstance(leaf, torch.Tensor)]
-
-
 def get_backend(group=None) -> str:
-    """torch's own, but that users' classes which ask for gloo find it."""
+    """Return the backend's name, and gloo for this one: a user's class may ask for it."""
     name = torchs_get_backend(group)
     return "gloo" if name == LATE else name
 

@@ -73,7 +73,7 @@ class HookBeforeGradient(Right):
     def __init__(self, module):
         super().__init__(module)
         for parameter in self.trained():
-            parameter.register_hook(lambda gradient, owner=parameter: self.average(owner))
+            parameter.register_hook(lambda gradient, weight=parameter: self.average(weight))
 
     def finish_gradient_synchronization(self):
         pass
@@ -201,6 +201,15 @@ class RoundsToFloat32(Right):
         parameter.grad.copy_(buffer / dist.get_world_size())
 
 
+class AveragesACopy(Right):
+    """Averages .contiguous(), which is a copy if the weight is transposed or channels_last."""
+
+    def average(self, parameter):
+        gradient = self.gradient_of(parameter)
+        gradient /= dist.get_world_size()
+        dist.all_reduce(gradient.contiguous())
+
+
 class OverwritesAccumulated(Right):
     """Empties .grad before every forward; what an earlier backward has left there is lost."""
 
@@ -277,3 +286,19 @@ class SplitsNothing(Right):
 
     def gather_full_params(self):
         return self.module.state_dict()
+
+
+class RoundsMaster(SplitsNothing):
+    """Casts its weights for the forward, and back: float32 then holds what bfloat16 can."""
+
+    def __init__(self, module, compute_dtype=torch.float32):
+        super().__init__(module)
+        self.dtype = compute_dtype
+
+    def forward(self, *inputs):
+        self.module.to(self.dtype)
+        return super().forward(*inputs)
+
+    def finish_gradient_synchronization(self):
+        self.module.float()
+        super().finish_gradient_synchronization()

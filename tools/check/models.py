@@ -1,50 +1,63 @@
 """The small models of the checks, the loss of a share of a batch, and how a class is called."""
 
 import importlib
-import re
-from inspect import signature
+from types import ModuleType
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from common.setup import FINISHES, bucket_options, finish_of
 from tools.check.findings import NOT_REDUCED
 
-layers = nn  # a module with Linear and Embedding
-dtype = torch.float64
-FINISHES = """finish_gradient_synchronization finish_gradient_sync finish synchronize sync_gradients
-average_gradients reduce_gradients all_reduce_gradients allreduce_gradients""".split()
+SMALL_BUCKET_MB = 0.0005  # so that our models fill several
 
 
-def choose(of_user: str, is_sharded: bool) -> None:
-    """Build models of a module's own layers; for FSDP in float32, of sizes that ranks can divide.
+class Layout(NamedTuple):
+    """What our models are made of: a module's Linear and Embedding, a dtype and two sizes."""
 
-    Many an FSDP keeps its weights in float32, whatever those of the module are.
+    layers: ModuleType = nn
+    dtype: torch.dtype = torch.float64
+    rows: int = 6  # of the embedding
+    width: int = 7
+
+
+PLAIN = Layout()
+
+
+def layout_for(layers: str, is_sharded: bool) -> Layout:
+    """Return the layout with this module's layers; for FSDP of sizes that all ranks can divide.
+
+    It is float32 there, because many an FSDP keeps its weights so, whatever the module's are.
     """
-    global layers, dtype
-    layers = importlib.import_module(of_user) if of_user else nn
-    dtype = torch.float32 if is_sharded else torch.float64
+    layout = Layout(importlib.import_module(layers)) if layers else PLAIN
+    if not is_sharded:
+        return layout
     ranks = dist.get_world_size()
     divisible = -(-6 // ranks) * ranks  # not larger: float32 rounds small gradients
-    Plain.rows, Plain.width = (divisible, divisible) if is_sharded else (6, 7)
+    return layout._replace(dtype=torch.float32, rows=divisible, width=divisible)
+
+
+def embedding(layout: Layout, rows: int, width: int) -> nn.Module:
+    return getattr(layout.layers, "Embedding", nn.Embedding)(rows, width)
 
 
 class Plain(nn.Module):
     """Some of its parameters have a shape in common; a buffer."""
 
     rank = 0  # on which some of the others take another way
-    rows, width = 6, 7  # of the embedding
 
-    def __init__(self):
+    def __init__(self, layout: Layout):
         super().__init__()
-        rows, width = self.rows, self.width
-        self.embedding = getattr(layers, "Embedding", nn.Embedding)(rows, width)
-        self.first = layers.Linear(width, width)
+        linear, width = layout.layers.Linear, layout.width
+        self.embedding = embedding(layout, layout.rows, width)
+        self.first = linear(width, width)
         self.norm = nn.LayerNorm(width)
-        self.second = layers.Linear(width, width)
-        self.last = layers.Linear(width, rows)
+        self.second = linear(width, width)
+        self.last = linear(width, layout.rows)
         self.register_buffer("offset", torch.ones(()))
-        self.to(dtype)
+        self.to(layout.dtype)
 
     def forward(self, x):
         tokens = (3 * x).abs().long().clamp(max=5)
@@ -55,8 +68,8 @@ class Plain(nn.Module):
 
 
 class TiedAndFrozen(Plain):
-    def __init__(self):
-        super().__init__()
+    def __init__(self, layout):
+        super().__init__(layout)
         name, weight = next(self.first.named_parameters())  # a course may call it W
         setattr(self.second, name, weight)
         self.last.requires_grad_(False)
@@ -65,10 +78,10 @@ class TiedAndFrozen(Plain):
 class Unused(Plain):
     """Rank 0 uses one layer more than the others, and nobody uses another one."""
 
-    def __init__(self):
-        super().__init__()
-        self.sometimes = layers.Linear(self.width, self.width).to(dtype)
-        self.never = layers.Linear(self.width, self.width).to(dtype)
+    def __init__(self, layout):
+        super().__init__(layout)
+        self.sometimes = layout.layers.Linear(layout.width, layout.width).to(layout.dtype)
+        self.never = layout.layers.Linear(layout.width, layout.width).to(layout.dtype)
 
     def between(self, x):
         return super().between(self.sometimes(x) if self.rank == 0 else x)
@@ -80,11 +93,9 @@ class Branches(Plain):
     Its two large weights do not fit into one bucket of 25 MB.
     """
 
-    width = 1300
-
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones((), dtype=dtype))
+    def __init__(self, layout):
+        super().__init__(layout._replace(width=1300))
+        self.scale = nn.Parameter(torch.ones((), dtype=layout.dtype))
 
     def between(self, x):
         if self.rank % 2 == 0:
@@ -93,29 +104,36 @@ class Branches(Plain):
 
 
 class SeveralDtypes(Plain):
-    def __init__(self):
-        super().__init__()
+    def __init__(self, layout):
+        super().__init__(layout)
         self.second.float()
 
     def between(self, x):
-        return self.second(self.norm(self.first(x)).float()).tanh().to(dtype)
+        return self.second(self.norm(self.first(x)).float()).tanh().to(x.dtype)
 
 
-def new(build, seed: int = 0) -> nn.Module:
-    """The same model on all ranks."""
+class Transposed(Plain):
+    """One weight is not contiguous, and so is its gradient; of channels_last that is true, too."""
+
+    def __init__(self, layout):
+        super().__init__(layout)
+        weight = torch.randn(layout.width, layout.width, dtype=layout.dtype)
+        self.transposed = nn.Parameter(weight.T)
+
+    def between(self, x):
+        return super().between(x @ self.transposed)
+
+
+def new(build, layout: Layout = PLAIN, seed: int = 0) -> nn.Module:
+    """Build a model, the same on all ranks."""
     torch.manual_seed(seed)
-    return build()
+    return build(layout)
 
 
 def wrap(mine, module: nn.Module) -> nn.Module:
-    """The user's wrapper of it; with buckets so small that our models fill several."""
+    """Return the user's wrapper of a module, with small buckets."""
     module.rank = dist.get_rank()
-    options = {}
-    for name, argument in signature(mine).parameters.items():
-        if re.fullmatch("bucket(_size|_cap)?(_mb|_bytes)?", name):
-            is_large = isinstance(argument.default, int | float) and argument.default > 10_000
-            options[name] = 512 if is_large or "bytes" in name else 0.0005  # bytes, or megabytes
-    model = mine(module, **options)
+    model = mine(module, **bucket_options(mine, SMALL_BUCKET_MB))
     is_around = hasattr(model, "module") and not isinstance(model, nn.Module)
     return Around(model) if is_around else model
 
@@ -148,25 +166,10 @@ class Around(nn.Module):
 
 
 def loss_of(model: nn.Module, step: int, part: int, rank: int) -> torch.Tensor:
-    """The loss of a rank's share of a batch; a step has several parts where it accumulates."""
+    """Return the loss of a rank's share of a batch; who accumulates has several parts of a step."""
     generator = torch.Generator().manual_seed(10_000 * step + 100 * part + rank)
     inputs = torch.randn(4, 6, generator=generator, dtype=torch.float64)
     return model(inputs).square().mean()
-
-
-def needs_nothing(method) -> bool:
-    """Whether it is a method that one can call without arguments."""
-    try:
-        signature(method).bind()
-    except TypeError:
-        return False
-    return True
-
-
-def finish_of(model: nn.Module):
-    """Its method that ends the averaging, by one of the usual names; None if it has none."""
-    methods = [getattr(model, name, None) for name in FINISHES]
-    return next(filter(needs_nothing, methods), None)
 
 
 def finish(model: nn.Module) -> None:
@@ -175,7 +178,7 @@ def finish(model: nn.Module) -> None:
 
 
 def why_not_reduced(model: nn.Module) -> str:
-    """What it means that gradients are a rank's own."""
+    """Return what it means that gradients are a rank's own."""
     wrapper = model.wrapper[0] if isinstance(model, Around) else model
     public = [name for name in dir(type(wrapper)) if name[0] != "_"]
     others = [name for name in public if not hasattr(nn.Module, name)]

@@ -3,6 +3,8 @@
 Our four wrappers and torch's DDP: tools/test_wrappers.py.
 """
 
+import argparse
+import importlib
 import os
 import re
 import signal
@@ -18,14 +20,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
+from common import setup
 from common.setup import ROOT
 from tools import testing
+from tools.check import check as check_command
 from tools.check import (
     checks_of_fsdp,
     checks_of_losses,
     checks_of_optimizers,
     checks_of_wrappers,
     mistakes,
+    models,
 )
 from tools.check.findings import judge
 from tools.testing import failed, judged
@@ -54,6 +59,7 @@ FAILS = {  # class: the first check that it fails, and what that says
     "TiedTwice": (TIED, "divided twice"),
     "FailsWhenFrozen": (TIED, "see mistakes.py"),
     "RoundsToFloat32": (MEAN, "rounded to float32"),
+    "AveragesACopy": ("averages_what_is_not_contiguous", "a copy is reduced"),
     "OverwritesAccumulated": ("accumulates_without_no_sync", "overwritten"),
     "SwapsGradients": (MEAN, "another order than they were taken"),
 }
@@ -75,20 +81,49 @@ def test_a_wrong_wrapper_fails_what_sees_its_mistake(late_ranks, name):
 
 def test_the_page_has_a_row_of_every_wrong_wrapper():
     names = re.findall(r"^\| `(\w+)` \|", "\n".join(ROWS), re.MULTILINE)
-    assert sorted(names) == sorted([*FAILS, "SkipsUnused"])  # which hangs
+    # The one hangs, the other is an FSDP.
+    assert sorted(names) == sorted([*FAILS, "SkipsUnused", "RoundsMaster"])
 
 
 def fully_sharded(module):
     return fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
 
 
+class KeepsCopies(FSDP):
+    """Splits all weights, and keeps whole ones, too, where parameters() does not show them."""
+
+    def __init__(self, module):
+        copies = [parameter.detach().clone() for parameter in module.parameters()]
+        super().__init__(module)
+        self.copies = copies
+
+
+class StepsSlices(mistakes.RightShards):
+    """Its inner optimizer knows slices of flat memory, and no parameter."""
+
+    def add_param_group(self, group):
+        super().add_param_group(group)
+        local = self.local.param_groups[-1]
+        self.whole = getattr(self, "whole", [])
+        self.whole.append(local["params"])
+        local["params"] = [nn.Parameter(each.detach().view(-1)) for each in local["params"]]
+
+    def step(self, closure=None):
+        for group, whole in zip(self.local.param_groups, self.whole, strict=True):
+            for part, parameter in zip(group["params"], whole, strict=True):
+                part.grad = None if parameter.grad is None else parameter.grad.view(-1)
+        super().step()
+
+
 @pytest.mark.parametrize(
     "module, mine, expected, means",
     [
+        (checks_of_optimizers, StepsSlices, None, ""),
+        (checks_of_fsdp, KeepsCopies, "keeps_a_part_of_the_weights", "not freed"),
+        (checks_of_fsdp, mistakes.RoundsMaster, "computes_in_another_dtype", "already cast"),
         (checks_of_optimizers, mistakes.ForgetsOptions, "steps_like_adamw", "learning rate"),
         (checks_of_optimizers, mistakes.KeepsAllState, "shares_the_state_out", "steps all"),
         (checks_of_optimizers, mistakes.SendsNothing, "steps_like_adamw", "do not reach"),
-        (checks_of_fsdp, mistakes.SplitsNothing, "keeps_a_part_of_the_weights", "not split"),
         (checks_of_optimizers, ShardedOptimizer, None, ""),
         (checks_of_optimizers, ZeroRedundancyOptimizer, None, ""),
         (checks_of_fsdp, FSDP, None, ""),
@@ -100,6 +135,83 @@ def test_optimizers_and_fsdp(late_ranks, module, mine, expected, means):
     verdicts = judged(late_ranks, mine, module.HAS_TO_HOLD)
     assert expected in failed(verdicts) if expected else not failed(verdicts), verdicts
     assert not expected or means in verdicts[expected].means, verdicts
+
+
+def test_what_splits_nothing_has_to_say_which_layers_it_would(late_ranks):
+    """An FSDP may split layers of its own only; if the models have these, it is wrong."""
+    check = checks_of_fsdp.keeps_a_part_of_the_weights
+    [verdict] = judged(late_ranks, mistakes.SplitsNothing, [check]).values()
+    assert verdict.verdict == "not tried" and "LAYERS=" in verdict.means
+    verdicts = late_ranks(2).run(judge_with_layers, check, "torch.nn.modules.linear")
+    assert {verdict.means for verdict in verdicts} == {checks_of_fsdp.NOT_FREED}
+
+
+def judge_with_layers(check, layers: str):
+    """On a rank: a module cannot be sent there."""
+    return judge(check, mistakes.SplitsNothing, models.layout_for(layers, True))
+
+
+class Butterfly(mistakes.Right):
+    """An all-reduce of its own, which is right for 2, 4, 8 … ranks."""
+
+    def average(self, parameter):
+        total, distance = self.gradient_of(parameter).contiguous(), 1
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        while distance < ranks:
+            received = torch.empty_like(total)
+            sent = dist.isend(total.clone(), (rank + distance) % ranks)
+            dist.recv(received, (rank - distance) % ranks)
+            sent.wait()
+            total = total + received
+            distance *= 2
+        parameter.grad.copy_(total / ranks)
+
+
+class CannotSendTransposed(Butterfly):
+    """gloo refuses to send it, which is loud enough."""
+
+    def average(self, parameter):
+        assert dist.get_world_size() == 2
+        if not parameter.is_contiguous():
+            raise RuntimeError("input tensor has to be contiguous")
+        super().average(parameter)
+
+
+@pytest.mark.parametrize("ranks, verdict", [(2, "passed"), (3, "failed")])
+def test_what_is_right_on_two_ranks_only_fails_on_three(late_ranks, ranks, verdict):
+    check = checks_of_wrappers.trains_with_sgd
+    assert judged(late_ranks, Butterfly, [check], ranks)[MEAN].verdict == verdict
+    assert check_command.RANKS["wrapper"] == 3
+
+
+class RoundsToBfloat16(mistakes.Right):
+    small = torch.bfloat16
+
+    def average(self, parameter):
+        gradient = self.gradient_of(parameter) / dist.get_world_size()
+        small = gradient.to(self.small)
+        dist.all_reduce(small)
+        parameter.grad.copy_(small)
+
+
+class RoundsToFloat16(RoundsToBfloat16):
+    small = torch.float16
+
+
+class SumsWhenAskedForTheMean(mistakes.SumForMean):
+    """As gloo's reduce_scatter in some versions of torch."""
+
+    def average(self, parameter):
+        parts = [torch.ones(1)] * dist.get_world_size()
+        dist.reduce_scatter(torch.ones(1), parts, op=dist.ReduceOp.AVG)
+        super().average(parameter)
+
+
+class SpoilsRank1(mistakes.Right):
+    def average(self, parameter):
+        super().average(parameter)
+        if dist.get_rank() == 1:
+            parameter.grad[...] = torch.nan
 
 
 class FirstBucketAlone(mistakes.Right):
@@ -165,15 +277,30 @@ class FinishesAsFlush(NoModule):
         (HasABufferOfItsOwn, "starts_with_the_buffers_of_rank_0", ""),
         (NoModule, "trains_with_sgd", ""),
         (FinishesAsFlush, "trains_with_sgd", "nobody calls its finish"),
+        (RoundsToBfloat16, "trains_with_sgd", "rounded to bfloat16"),
+        (RoundsToFloat16, "trains_with_sgd", "rounded to float16"),
+        (SpoilsRank1, WEIGHTS, "not waited for"),
         (FirstBucketAlone, "trains_with_sgd", "never reduced"),
         (OfAnotherName, BRANCHES, "never reduced"),
     ],
 )
-def test_what_courses_name_otherwise(late_ranks, mine, name, means):
+def test_what_courses_do_otherwise(late_ranks, mine, name, means):
     """Sizes of buckets, buffers, the finish, the backend; and wrappers that are no modules."""
     [verdict] = judged(late_ranks, mine, [getattr(checks_of_wrappers, name)]).values()
     assert verdict.verdict == ("failed" if means else "passed"), verdict
     assert means in verdict.means, verdict
+
+
+def test_a_refusal_is_no_silent_mistake(late_ranks):
+    check = checks_of_wrappers.averages_what_is_not_contiguous
+    [verdict] = judged(late_ranks, CannotSendTransposed, [check]).values()
+    assert verdict.verdict == "not tried", verdict
+
+
+def test_a_sum_is_gloos_where_the_mean_was_asked_for(late_ranks):
+    check = checks_of_wrappers.trains_with_sgd
+    [verdict] = judged(late_ranks, SumsWhenAskedForTheMean, [check], 3).values()
+    assert "AVG" in verdict.means, verdict
 
 
 def floats(n):
@@ -200,6 +327,84 @@ weights = torch.arange(1.0, 11.0)
 def test_losses(loss, batch, means):
     verdict = judge(checks_of_losses.is_the_mean_of_its_shares, (loss, batch))
     assert verdict.means == (getattr(checks_of_losses, means) if means else ""), verdict
+
+
+class Contrast(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.temperature = nn.Parameter(torch.ones(()))
+
+    def forward(self, one, other, _):
+        return cross_entropy(one @ other.T * self.temperature, torch.arange(len(one)))
+
+
+def test_parameters_of_a_loss_across_samples_are_named():
+    check = checks_of_losses.is_the_mean_of_its_shares
+    verdict = judge(check, (Contrast(), floats))
+    assert verdict.means.startswith(checks_of_losses.MEETS) and "temperature" in verdict.means
+
+
+@pytest.fixture
+def own_path(monkeypatch):
+    monkeypatch.setattr(sys, "path", sys.path[:])
+
+
+PLAIN_FILE = """
+import copy, random
+import torch
+
+class Mine(torch.nn.Module):
+    def __init__(self, module, bucket_bytes=25 * 2**20):
+        super().__init__()
+        self.size = bucket_bytes
+
+    def sync_gradients(self):
+        return "synchronized"
+"""
+
+
+def test_one_loader_for_check_and_stages(own_path, tmp_path):
+    """Packages with relative imports; a stem that Python has; the finish's and the size's names."""
+    package = tmp_path / "a_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "base.py").write_text("three = 3")
+    (package / "ddp.py").write_text("from .base import three\ndef get():\n    return three")
+    (tmp_path / "random.py").write_text(PLAIN_FILE.replace("import copy, random", ""))
+    assert setup.load(f"{package}/ddp.py:get")() == 3
+    args = argparse.Namespace(mine=f"{tmp_path}/random.py:Mine", bucket_size_mb=0.5)
+    [(name, make)] = setup.users_class(args).items()
+    made = make(None)
+    assert name == "Mine (mine)" and made.size == 2**19
+    assert made.finish_gradient_synchronization() == "synchronized"
+    assert sys.modules["random"].__file__ != f"{tmp_path}/random.py"
+    del sys.modules["random"]
+    assert hasattr(importlib.import_module("random"), "randbytes")  # Python's, also from now on
+
+
+FLUSHES = """
+import torch
+
+class Flushes(torch.nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, tokens):
+        return self.module(tokens)
+
+    def flush(self):
+        raise AssertionError("nobody knows this name")
+"""
+
+
+def test_a_row_of_a_stage_without_a_collective_says_so(forked, tmp_path):
+    (tmp_path / "flushes.py").write_text(FLUSHES)
+    words = [*testing.QUICK, "--no-verify", "--mine", f"{tmp_path}/flushes.py:Flushes"]
+    status, output = forked(2, ROOT / "02_naive_ddp" / "naive_ddp.py", *words)
+    assert status == 0, output
+    said = [line for line in output.splitlines() if "no collective" in line]
+    assert len(said) == 1 and said[0].startswith("Flushes") and "sync_gradients" in said[0]
 
 
 ODD = f"""
@@ -231,7 +436,7 @@ def batch(n):
         ("Odd", "assert dist.get_rank() == 0, 'no'", 1, ["rank 1: AssertionError: no"]),
         ("Odd", "os._exit(3)", 1, ["it ended with status 3"]),
         ("Odd", "while dist.get_rank() == 1: pass", 1, ["rank 1: hangs at odd.py:10"]),
-        ("Odd", "warnings.warn('renamed', FutureWarning); print('mine')", 0, ["mine", "11 of 11"]),
+        ("Odd", "warnings.warn('renamed', FutureWarning); print('mine')", 0, ["mine", "12 of 12"]),
     ],
 )
 def test_the_command(forked, tmp_path, name, code, status, said):

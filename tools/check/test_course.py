@@ -57,8 +57,64 @@ def get_sharded_optimizer(params, optimizer_cls, **kwargs):
     from course_systems.mistakes import RightShards
     return RightShards(params, optimizer_cls, **kwargs)
 
+def get_fsdp(module):
+    from course_systems.fsdp import FSDP
+    return FSDP(module)
+
 def get_ddp_bucketed(module):
     raise NotImplementedError
+"""
+FSDP = """
+import torch
+import torch.distributed as dist
+from a_course.model import Linear
+from .mistakes import Right
+
+
+class Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(context, part):
+        parts = [torch.empty_like(part) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, part.contiguous())
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(context, gradient):
+        ranks = dist.get_world_size()
+        gradient = gradient.contiguous() / ranks
+        dist.all_reduce(gradient)
+        return gradient.chunk(ranks)[dist.get_rank()]
+
+
+def fill(layer, inputs):
+    layer.W = Whole.apply(layer.part)
+
+
+def free(layer, *_):
+    del layer.W
+
+
+class FSDP(Right):
+    def __init__(self, module):
+        super().__init__(module)
+        parts = {}
+        for layer in [each for each in module.modules() if isinstance(each, Linear)]:
+            weight = layer._parameters.pop("W")
+            own = weight.detach().chunk(dist.get_world_size())[dist.get_rank()].clone()
+            layer.part = parts.setdefault(weight, torch.nn.Parameter(own, weight.requires_grad))
+            layer.register_forward_pre_hook(fill)
+            layer.register_forward_hook(free)
+
+    def trained(self):
+        named = self.module.named_parameters()
+        return [each for name, each in named if each.requires_grad and not name.endswith("part")]
+
+    def gather_full_params(self):
+        full = dict(self.module.named_parameters())
+        for name, layer in self.module.named_modules():
+            if isinstance(layer, Linear):
+                full[f"{name}.W"] = Whole.apply(layer.part)
+        return full
 """
 FILES = {
     "pyproject.toml": "",
@@ -68,6 +124,7 @@ FILES = {
     "course_systems/__init__.py": "",
     "course_systems/averages.py": AVERAGES,
     "course_systems/ddp.py": DDP,
+    "course_systems/fsdp.py": FSDP,
     "course_systems/mistakes.py": CHECK.with_name("mistakes.py").read_text(),
 }
 
@@ -82,14 +139,25 @@ def test_all_that_is_written_is_checked_and_what_is_not_is_listed(forked, tmp_pa
     lay_out(tmp_path, FILES)
     words = tmp_path / "tests/adapters.py", "--layers", "a_course.model"
     status, output = forked(None, CHECK, *words)
-    _, *parts = re.split(r"\n\S+adapters\.py:(\w+), as \w+\n", output)
+    _, *parts = re.split(r"\n\S+adapters\.py:(\w+), as .*\n", output)
     failed = {}
     for name, text in zip(parts[::2], parts[1::2], strict=True):
         failed[name] = re.findall("^FAILED +(.*)", text, re.MULTILINE)
         assert ("not written yet" in text) == (name == "get_ddp_bucketed")
     in_ddp = ["all ranks start with the buffers of rank 0"]
     assert status == 1, output
-    assert failed == {"get_ddp": in_ddp, "get_sharded_optimizer": [], "get_ddp_bucketed": []}
+    assert failed.pop("get_ddp") == in_ddp
+    assert failed == {"get_sharded_optimizer": [], "get_fsdp": [], "get_ddp_bucketed": []}
+
+
+def test_own_layers_that_nobody_names(forked, tmp_path):
+    """An FSDP that splits only them is not tried, and is told what to say; it does not pass."""
+    lay_out(tmp_path, FILES)
+    status, output = forked(None, CHECK, f"{tmp_path}/tests/adapters.py:get_fsdp")
+    assert status == 1 and "has to hold: 6 of 7 passed" in output, output
+    assert re.search(r"^not tried  between steps.*\n.*\n? .*LAYERS=", output, re.MULTILINE), output
+    before_beyond = output.partition("Beyond")[0]
+    assert "FAILED" not in before_beyond, output
 
 
 def test_the_level_of_a_course(forked, tmp_path):

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from common.setup import ROOT
-from tools.check.adapters import load_module, not_written
+from common.setup import ROOT, import_file
+from tools.check.adapters import not_written
 from tools.check.check import KINDS
 from tools.check.findings import judge
 from tools.testing import failed, judged
@@ -36,7 +36,7 @@ def judge_filled(folder: str, name: str, missing: list[str], checks: list) -> li
     stage = ROOT / folder
     sys.path[:0] = [str(stage), str(stage.parent)]
     lesson = getattr(importlib.import_module(stage.name.lstrip("0123456789_")), name)
-    exercise = getattr(load_module(str(stage / "exercise.py")), name)
+    exercise = getattr(import_file(str(stage / "exercise.py")), name)
     methods = {key: each for key, each in vars(exercise).items() if inspect.isfunction(each)}
     for key in ("__init__", *missing):
         methods.pop(key, None)
@@ -49,7 +49,7 @@ def test_what_is_not_written_is_known_and_filled_with_the_lesson_it_holds(
     late_ranks, folder, name, missing
 ):
     exercise = ROOT / folder / "exercise.py"
-    unwritten = not_written(getattr(load_module(str(exercise)), name))
+    unwritten = not_written(getattr(import_file(str(exercise)), name))
     assert unwritten == [f"{name}.{each}" for each in missing]
     kind = {"ShardedOptimizer": "optimizer", "FSDP": "fsdp"}.get(name, "wrapper")
     checks = [*KINDS[kind].HAS_TO_HOLD, *KINDS[kind].BEYOND]
