@@ -380,7 +380,8 @@ def time_steps(candidates: dict[str, Training], args, baseline: str) -> list[dic
     from common import setup, timing
 
     steps = {name: training.step for name, training in candidates.items()}
-    samples = timing.measure(steps, args.steps, args.warmup, setup.wire())
+    timing.keep_pace(steps, args)
+    samples = timing.measure(steps, args.steps, args.warmup)
     for name, step in steps.items():
         samples[name]["sent_bytes"] = sent_bytes(step)
     timing.profile(steps, args.trace)
@@ -389,16 +390,15 @@ def time_steps(candidates: dict[str, Training], args, baseline: str) -> list[dic
 
 
 def print_steps(samples: dict[str, dict], baseline: str) -> None:
-    """Print a row per candidate; its times are ÷ the emulated network's dilation."""
+    """Print a row per candidate."""
     from common import report, setup
 
-    dilation = setup.wire().dilation if setup.wire() else 1.0
     theirs = samples.get(baseline, {}).get("step_seconds")
     rows = []
     for name, times in samples.items():
-        row = [name, *report.milliseconds(torch.tensor(times["step_seconds"]) / dilation)]
+        row = [name, *report.milliseconds(times["step_seconds"])]
         for part in ("forward", "backward", "optimizer"):
-            row += report.milliseconds(torch.tensor(times[f"{part}_seconds"]) / dilation)[:1]
+            row += report.milliseconds(times[f"{part}_seconds"])[:1]
         sent = f"{times['sent_bytes'] / 2**20:.1f}"
         rows.append([*row, sent, report.ratio(times["step_seconds"], theirs)])
     header = ["step, ms", "p50", "p75", "p90", "p95", "forward", "backward", "optimizer"]
@@ -418,8 +418,9 @@ def main():
         optimizers[name] = partial(of_adamw, mine)
     with setup.process_group(args.device, args.backend, args.timeout, args.network) as device:
         result = report.begin("06_sharded_optimizer", args, device)
-        replicas = len(optimizers) if args.no_baseline else len(optimizers) + 5
-        model = result["model"] = report.describe(LanguageModel, args, replicas)
+        model = result["model"] = report.describe(LanguageModel, args)
+        rows = len(optimizers) + (0 if args.no_baseline else 5)
+        report.require_memory(model, copies=5 * rows)
         result["verify"] = {}
         if not args.no_verify:
             for name, make_optimizer in optimizers.items():

@@ -142,7 +142,7 @@ def main() -> None:
             return times | {"bars": bars_of(watch.marks, list(wire.spans), wire.stretch)}
 
         candidates = {name: partial(step, wrap(model)) for name, wrap in STAGES.items()}
-        timing.keep_pace(candidates, args, device)
+        timing.keep_pace(candidates, args)
         samples = timing.measure(candidates, args.steps, args.warmup)
         steps = {}
         for name, of_stage in samples.items():

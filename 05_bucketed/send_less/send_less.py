@@ -198,8 +198,9 @@ class Racer:
         self.batches += count
         seconds = torch.tensor(time.perf_counter() - start)
         dist.all_reduce(seconds)
-        for name, size_bytes, *_ in wire.spans:
-            self.sent += wire.cost(name, size_bytes, dist.get_world_size())[0] * wire.rate
+        for call in wire.spans:
+            transfer, _ = wire.cost(call.name, call.size_bytes, dist.get_world_size())
+            self.sent += transfer / wire.stretch * wire.network.rate
         wire.spans.clear()
         return seconds.item() / dist.get_world_size()
 
@@ -226,7 +227,7 @@ def race(args) -> dict:
                     racer.turn = seconds / stretch
                 racer.clock += racer.turn
             if name == "alone":
-                setup.wire().connect(args.network, stretch)
+                setup.wire().stretch = stretch
             with torch.no_grad():
                 loss = loss_of(racer.module, held_out).item() if setup.is_rank_0() else 0.0
             racer.curve.append([racer.clock, racer.batches, loss])

@@ -191,8 +191,9 @@ def main(description: str, wrap, choose_units) -> None:
     with setup.process_group(args.device, args.backend, args.timeout, args.network) as device:
         result = report.begin("06_sharded_optimizer/fsdp", args, device)
         wraps = {"FSDP": wrap} | setup.users_class(args)
-        replicas = len(wraps) if args.no_baseline else len(wraps) + 5
-        model = result["model"] = report.describe(stage.LanguageModel, args, replicas)
+        model = result["model"] = report.describe(stage.LanguageModel, args)
+        rows = len(wraps) + (0 if args.no_baseline else 5)
+        report.require_memory(model, copies=5 * rows)
         result["verify"] = {}
         if not args.no_verify:
             for name, each in wraps.items():

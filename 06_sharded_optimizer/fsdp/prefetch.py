@@ -139,18 +139,20 @@ def main() -> None:
         waits.clear()
         wire.spans.clear()
         times = training.step()
-        bars = bars_of(training.watch.marks, waits, list(wire.spans), wire.dilation)
+        bars = bars_of(training.watch.marks, waits, list(wire.spans), wire.stretch)
         return times | {"bars": bars}
 
     with setup.process_group(args.device, args.backend, args.timeout, args.network) as device:
-        model = report.describe(LanguageModel, args, replicas=len(WRAPS))
+        model = report.describe(LanguageModel, args)
+        report.require_memory(model, copies=5 * len(WRAPS))
         network.SlowWork.wait = noting_wait
         batch_shape = model["batch_size"], model["context_length"]
         candidates = {}
         for name, wrap in WRAPS.items():
             training = Training(args, device, batch_shape, ADAMW, wrap, accounting.finish)
             candidates[name] = partial(step, training)
-        samples = timing.measure(candidates, args.steps, args.warmup, setup.wire())
+        timing.keep_pace(candidates, args)
+        samples = timing.measure(candidates, args.steps, args.warmup)
     if not setup.is_rank_0():
         return
     steps = {}

@@ -14,14 +14,20 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map
 
-from common.network import AS_GLOO, COSTS, SlowWork, tensors_in
+from common.network import (
+    DelayedWork,
+    ProcessGroupOverGloo,
+    answer_gloo,
+    register_over_gloo,
+    tensors_in,
+)
 
 LATE = "late"  # the name of this backend, for init_process_group; get_backend() answers gloo
 LONGEST_DELAY = 0.002  # seconds; each rank and call has its own, from 0 on
 IN_TIME = ("barrier", "monitored_barrier", "recv_anysource")  # these stay gloo's own
 
 
-class LateWork(dist.Work):
+class LateWork(DelayedWork):
     """Is a call on private copies of its tensors, which wait() or a future delivers.
 
     Until then the outputs hold NaN. wait() raises RuntimeError if a tensor of the call was written
@@ -67,24 +73,16 @@ class LateWork(dist.Work):
         """Wait, and return True: who asks until it is True asks once."""
         return self.wait()
 
-    get_future = SlowWork.get_future  # for DDP and its hooks
 
-
-class LateProcessGroup(dist.ProcessGroup):
+class LateProcessGroup(ProcessGroupOverGloo):
     """Makes gloo's calls, each a LateWork."""
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: timedelta):
-        super().__init__(rank, world_size)
-        self.gloo = dist.ProcessGroupGloo(store, rank, world_size, timeout)
-        kind = dist.ProcessGroup.BackendType.GLOO
-        self._set_default_backend(kind)  # for what torch's C++ does without asking this class
-        self._register_backend(torch.device("cpu"), kind, self.gloo)
+        super().__init__(store, rank, world_size, timeout)
         self.delays = random.Random(rank)
-        self.collectives = 0  # so many were launched; torch's tools see none of them
         self.asks_for_average = False  # whether one of them had ReduceOp.AVG
 
     def launch(self, name: str, *arguments, **options) -> dist.Work:
-        self.collectives += not name.startswith(("send", "recv"))
         if name in IN_TIME:
             return getattr(self.gloo, name)(*arguments, **options)
         return LateWork(self, name, arguments, options)
@@ -92,14 +90,12 @@ class LateProcessGroup(dist.ProcessGroup):
     def launch_each(self, name: str, outputs: list, inputs: list, *options) -> dist.Work:
         """Make a call for each tensor, as torch's C++ asks for a DTensor; return the last."""
         pairs = zip(outputs, inputs, strict=True)
-        *others, last = [self.launch(name, *pair, *options) for pair in pairs]
+        *others, last = [self.call(name, *pair, *options) for pair in pairs]
         for work in others:
             work.wait()
         return last
 
 
-for method in (*COSTS, *AS_GLOO):  # every call of gloo
-    setattr(LateProcessGroup, method, partialmethod(LateProcessGroup.launch, method))
 # Gloo has these in C++ alone.
 for method, one in [
     ("allgather_into_tensor_coalesced", "_allgather_base"),
@@ -107,12 +103,5 @@ for method, one in [
 ]:
     setattr(LateProcessGroup, method, partialmethod(LateProcessGroup.launch_each, one))
 
-
-def get_backend(group=None) -> str:
-    """Return the backend's name, and gloo for this one: a user's class may ask for it."""
-    name = torchs_get_backend(group)
-    return "gloo" if name == LATE else name
-
-
-dist.Backend.register_backend(LATE, LateProcessGroup, devices=["cpu"])
-torchs_get_backend, dist.get_backend = dist.get_backend, get_backend
+register_over_gloo(LATE, LateProcessGroup)
+answer_gloo()
