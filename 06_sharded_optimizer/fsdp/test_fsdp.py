@@ -228,6 +228,8 @@ def gathers_in_order(prefetch=True, is_trained=True):
     with patch.object(fsdp.FlatParameter, "unshard", noting_unshard):
         compute_gradients(model, ones())
     assert gathered == [0, 1, 2, 3, 4, 4, 3, 2, 1, 0] and unsharded(model) == 0
+    shown = [layer.weight for layer in model.module]  # shards again
+    assert all(one is other for one, other in zip(shown, model.parameters(), strict=True))
     return max(whole)
 
 
@@ -328,9 +330,9 @@ def refuses_wrong_use():
 def saves_and_loads_nothing_by_halves():
     """What would save or load one rank's shards says what to do; other names are not loaded."""
     model = FSDP(chain())
-    for part in (model, model.module[1]):
+    for module in (model, model.module[1]):
         with pytest.raises(RuntimeError, match=r"gather_full_params\(\)"):
-            part.state_dict()
+            module.state_dict()
     full = model.gather_full_params()
     del full["1.weight"]
     with pytest.raises(ValueError, match=r"not in the model: \['1.weight'\]"):
