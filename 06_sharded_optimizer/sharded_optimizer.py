@@ -377,7 +377,7 @@ def benchmark(optimizers: dict, args, device, batch_shape) -> dict:
 
 def time_steps(candidates: dict[str, Training], args, baseline: str) -> list[dict]:
     """Measure their steps in turn, and print them; returns rows of the JSON."""
-    from common import setup, timing
+    from common import timing
 
     steps = {name: training.step for name, training in candidates.items()}
     timing.keep_pace(steps, args)
