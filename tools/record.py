@@ -30,10 +30,15 @@ import medians  # noqa: E402
 
 SLOW = "NETWORK=1gbit,1ms"
 MEDIANS = "python 05_bucketed/compare/medians.py"
-WATERFALL = "python -m tools.torchrun --standalone --nproc-per-node 2 07_resnet_ddp/waterfall.py"
+TORCHRUN = "python -m tools.torchrun --standalone --nproc-per-node 2"
+WATERFALL = f"{TORCHRUN} 07_resnet_ddp/waterfall.py"
+PREFETCH = "06_sharded_optimizer/fsdp/prefetch.png"
+LESS = "make 05_bucketed/send_less NPROC=4"
+LESS_SLOW = "results/less_slow.json"
+LESS_PLOT = "05_bucketed/send_less/send_less.png"
 COURSE = "--size medium --bucket-sizes-mb 1,10,100,1000 --batch-size 1 --steps 3 --warmup 1"
 RUNS = {  # of compare: how many, the command, more flags
-    "loopback": (5, "make compare", ""),
+    "loopback": (3, "make compare", ""),
     "slow": (3, f"make compare {SLOW}", ""),
     "two_calls": (3, f"make compare {SLOW},2", ""),
     "rate": (3, "make compare NETWORK=1gbit,0,2", " --pace 0"),
@@ -83,6 +88,15 @@ RECORDINGS = {  # besides those below that are one command
         "cp results/step.html 05_bucketed/predict/step.html",
         "cp results/gradients.png 04_overlap_ddp/gradients.png",
     ],
+    "05_bucketed/send_less/reference_output.txt": [
+        f'{LESS} NETWORK=100mbit,1ms ARGS="--json {LESS_SLOW} --no-plot"',
+        f'{LESS} NETWORK=1gbit,1ms ARGS="--beside {LESS_SLOW} --plot {LESS_PLOT}"',
+        *[
+            f'{LESS} NETWORK={rate},1ms ARGS="--seed {seed} --no-plot"'
+            for seed in (1, 2)
+            for rate in ("100mbit", "1gbit")
+        ],
+    ],
     "06_sharded_optimizer/reference_output.txt": [
         *in_turn(sharded=(2, "make 06_sharded_optimizer", "")),
         'make 06_sharded_optimizer ARGS="--json results/sharded_3.json"',
@@ -93,6 +107,10 @@ RECORDINGS = {  # besides those below that are one command
         'make 06_sharded_optimizer/fsdp ARGS="--json results/fsdp_3.json"',
         f"{MEDIANS} 'three runs'=results/fsdp_{{1..3}}.json",
         "cp results/fsdp.png 06_sharded_optimizer/fsdp/fsdp.png",
+    ],
+    "06_sharded_optimizer/fsdp/reference_output_1gbit.txt": [
+        f'make 06_sharded_optimizer/fsdp {SLOW} ARGS="--no-verify --json results/fsdp_slow.json"',
+        f"{TORCHRUN} 06_sharded_optimizer/fsdp/prefetch.py --plot {PREFETCH}",
     ],
     "06_sharded_optimizer/fsdp/reference_output_accounting.txt": [
         'make 06_sharded_optimizer/fsdp ARGS="--accounting --size xl"',
@@ -190,7 +208,7 @@ def run(command: str) -> str:
 
 def has_drifted(file: Path) -> bool:
     """Tell whether the stretch of the network has changed by too much within a run."""
-    candidates = json.loads(file.read_text())["candidates"]
+    candidates = json.loads(file.read_text()).get("candidates", [])
     of_ranks = [rank for one in candidates for rank in one.get("stretch", [])]
     stretches = [stretch for rank in of_ranks for stretch in rank]
     return bool(stretches) and max(stretches) > MOST_DRIFT * min(stretches)
