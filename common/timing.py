@@ -19,9 +19,10 @@ MOST_DRIFT = 1.5  # of the machine's speed while it measures
 
 
 def torch_ddp(args) -> dict[str, Callable]:
-    """torch's own, by name, with buckets of the same size as ours."""
+    """Return torch's own, by name, with buckets of the same size as ours."""
     size = min(args.bucket_size_mb, 1e6)  # torch cannot have infinite ones
-    return {"torch DDP": partial(DistributedDataParallel, bucket_cap_mb=size)}
+    options = {"bucket_cap_mb": size, "gradient_as_bucket_view": True}
+    return {"torch DDP": partial(DistributedDataParallel, **options)}
 
 
 class Stopwatch:
