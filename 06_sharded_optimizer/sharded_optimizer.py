@@ -382,6 +382,7 @@ def time_steps(candidates: dict[str, Training], args, baseline: str) -> list[dic
     steps = {name: training.step for name, training in candidates.items()}
     timing.keep_pace(steps, args)
     samples = timing.measure(steps, args.steps, args.warmup)
+    timing.warn_of_drift(samples)
     for name, step in steps.items():
         samples[name]["sent_bytes"] = sent_bytes(step)
     timing.profile(steps, args.trace)

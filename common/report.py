@@ -165,8 +165,9 @@ def begin(stage: str, args, device: torch.device) -> dict:
         where += f" behind an emulated network of {args.network}"
     ranks = f"{world_size} ranks, threads per rank: {threads}"
     say(f"{stage}: torch {torch.__version__}, {where}, {ranks}")
-    if wire() and wire().stretch > 1:
-        say(f"The ranks share cores: a second of the network takes {wire().stretch:g} s here")
+    if wire():
+        shared = ", because ranks share cores" if wire().stretch > 1 else ""
+        say(f"A second of the network takes {wire().stretch:g} s here{shared}")
     return head(stage, args, dist.get_backend(), device.type, world_size, threads)
 
 

@@ -218,11 +218,17 @@ def benchmark(candidates: dict[str, Callable[[], dict]], args, device: torch.dev
         else:
             calls = count_collectives(candidates[name])
         measured.append({"name": name, **of_candidate, "collectives_per_step": calls})
-    if wire():
-        stretches = numpy.concatenate([samples[name]["stretch"] for name in samples])
-        if stretches.max() > MOST_DRIFT * stretches.min():
-            say(
-                f"warning: a second of the network took {stretches.min():.2f} to "
-                f"{stretches.max():.2f} s here: leave the machine alone, and run again"
-            )
+    warn_of_drift(samples)
     return {"all_reduce": costs, "candidates": measured}
+
+
+def warn_of_drift(samples: dict[str, dict]) -> None:
+    """Say so if the machine's speed has changed by too much while these were measured."""
+    if not wire():
+        return
+    stretches = numpy.concatenate([samples[name]["stretch"] for name in samples])
+    if stretches.max() > MOST_DRIFT * stretches.min():
+        say(
+            f"warning: a second of the network took {stretches.min():.2f} to "
+            f"{stretches.max():.2f} s here: leave the machine alone, and run again"
+        )

@@ -144,6 +144,7 @@ def main() -> None:
         candidates = {name: partial(step, wrap(model)) for name, wrap in STAGES.items()}
         timing.keep_pace(candidates, args)
         samples = timing.measure(candidates, args.steps, args.warmup)
+        timing.warn_of_drift(samples)
         steps = {}
         for name, of_stage in samples.items():
             steps[name] = sorted(of_stage.pop("bars")[0], key=duration)[args.steps // 2]

@@ -214,6 +214,7 @@ def race(args) -> dict:
     text, held_out = read_text()
     held_out = draw_batch(held_out, 128, torch.Generator().manual_seed(0))
     racers = {name: Racer(each, text, args.seed) for name, each in CANDIDATES.items()}
+    stretches = []
     for goal in numpy.linspace(0, args.seconds, SLICES + 1)[1:]:
         of_alone = []
         for name, racer in racers.items():
@@ -228,10 +229,16 @@ def race(args) -> dict:
                 racer.clock += racer.turn
             if name == "alone":
                 setup.wire().stretch = stretch
+                stretches.append(stretch)
             with torch.no_grad():
                 loss = loss_of(racer.module, held_out).item() if setup.is_rank_0() else 0.0
             racer.curve.append([racer.clock, racer.batches, loss])
             dist.barrier()
+    low, high = min(stretches), max(stretches)
+    setup.say(
+        f"One pace: a batch of alone counts as {NOMINAL:g} s, so a second took {low:.2f} to "
+        f"{high:.2f} s here"
+    )
     return {name: {"curve": each.curve, "sent": each.sent} for name, each in racers.items()}
 
 
