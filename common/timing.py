@@ -52,7 +52,7 @@ class Stopwatch:
         parameter.register_post_accumulate_grad_hook(lambda _: self.mark("last gradient"))
 
     def times(self) -> dict[str, float]:
-        """Of a step with the phases forward, backward, sync and optimizer, as the JSON has them.
+        """Return the seconds of a step with the phases forward, backward, sync and optimizer.
 
         Exposed communication: from the last gradient until all are averaged.
         """
@@ -138,7 +138,7 @@ def keep_pace(candidates: dict[str, Callable[[], dict]], args) -> None:
 
 
 def calls_cost_more(network) -> bool:
-    """Whether a small call costs more than 1.15 times what was requested."""
+    """Tell whether a small call costs more than 1.15 times what was requested."""
     world_size = dist.get_world_size()
     requested = sum(network.cost("allreduce", 4096, world_size)) / network.stretch
     return all_reduce_costs(torch.device("cpu"))["call_seconds"] > 1.15 * requested

@@ -243,7 +243,7 @@ def race(args) -> dict:
 
 
 def print_race(race: dict) -> None:
-    """A row for each: batches of a rank, what it sent, loss at the end, and at equal batches."""
+    """Print a row for each: batches of a rank, what it sent, loss at the end, and at equal batches."""
     same = min(each["curve"][-1][1] for each in race.values())
     rows = []
     for name, each in race.items():
@@ -256,7 +256,7 @@ def print_race(race: dict) -> None:
 
 
 def draw(results: list[dict], path: Path) -> None:
-    """Loss of the held-out text over time, each result in a panel of its own."""
+    """Draw the loss of the held-out text over time, each result in a panel of its own."""
     figure, axes = medians.new_picture(5 * len(results), 4)
     axes.remove()
     panels = figure.subplots(1, len(results), sharey=True, squeeze=False)[0]
