@@ -128,7 +128,7 @@ class Wire:
         self.is_slow = False
 
     def cost(self, name: str, size_bytes: int, world_size: int) -> tuple[float, float]:
-        """Return the seconds here for which a collective takes the wire, and those of its delays."""
+        """Return the seconds here for which a call takes the wire, and those of its delays."""
         steps, share = COSTS[name]
         others = world_size - 1
         transfer = share * others / world_size * size_bytes / self.network.rate

@@ -19,7 +19,7 @@ from common.setup import FINISHES, SIZES, fail, is_rank_0, say, wire
 
 
 def percentiles(samples: list) -> list[float]:
-    """Return the 50th, 75th, 90th and 95th percentile over all ranks, in the unit of the samples."""
+    """Return the 50th, 75th, 90th and 95th percentile over all ranks, in the samples' unit."""
     return numpy.percentile(samples, (50, 75, 90, 95)).tolist()
 
 

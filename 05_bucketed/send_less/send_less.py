@@ -243,7 +243,7 @@ def race(args) -> dict:
 
 
 def print_race(race: dict) -> None:
-    """Print a row for each: batches of a rank, what it sent, loss at the end, and at equal batches."""
+    """Print a row for each: batches, what a rank sent, loss at the end, and at equal batches."""
     same = min(each["curve"][-1][1] for each in race.values())
     rows = []
     for name, each in race.items():
