@@ -15,7 +15,7 @@ import numpy
 import torch
 import torch.distributed as dist
 
-from common.setup import FINISHES, SIZES, fail, is_rank_0, say, wire
+from common.setup import FINISHES, SIZES, fail, is_rank_0, say, stretch
 
 
 def percentiles(samples: list) -> list[float]:
@@ -165,9 +165,6 @@ def begin(stage: str, args, device: torch.device) -> dict:
         where += f" behind an emulated network of {args.network}"
     ranks = f"{world_size} ranks, threads per rank: {threads}"
     say(f"{stage}: torch {torch.__version__}, {where}, {ranks}")
-    if wire():
-        shared = ", because ranks share cores" if wire().stretch > 1 else ""
-        say(f"A second of the network takes {wire().stretch:g} s here{shared}")
     return head(stage, args, dist.get_backend(), device.type, world_size, threads)
 
 
@@ -179,6 +176,7 @@ def head(stage: str, args, backend, device, world_size, threads: int | None) -> 
         "torch": torch.__version__,
         "backend": backend,
         "network": getattr(args, "network", None),
+        "stretch": stretch(),  # at first; candidates have that of each sample
         "device": device,
         "device_name": torch.cuda.get_device_name() if on_gpu else processor_name(),
         "world_size": world_size,

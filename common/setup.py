@@ -185,7 +185,7 @@ def add_verify_arguments(parser: Parser) -> None:
     add("--download", action="store_true", help="fetch MNIST into --data first")
     every = "verify: loss and times of rank 0 every N steps; 0: none"
     add("--log-every", type=whole_number(0), default=0, metavar="N", help=every)
-    trace = "Chrome trace of three more steps of each row, on rank 0"
+    trace = "Chrome trace of three more steps of each row, on rank 0; in this machine's time"
     add("--trace", type=output_file, metavar="FILE", help=trace)
 
 
