@@ -218,14 +218,15 @@ def draw_stages(drawn: set[str], is_last_run: bool) -> None:
     A step agrees if its ratio lies in the range of compare's, and if its forward is within 15 % of
     that of `no communication`. Those of the last run are copied in any case.
     """
-    found = medians.read_run(ROOT / "results/timeline.json")
+    found = json.loads((ROOT / "results/timeline.json").read_text())["drawn"]
+    floor = found[NO_COMMUNICATION]
     numbers = range(1, 1 + RUNS["slow"][0])  # compare's runs have to be there
     of_compare = [medians.read_run(ROOT / f"results/slow_{n}.json") for n in numbers]
     for folder in STAGES.keys() - drawn:
         expected = medians.ratios(of_compare, STAGES[folder], NO_COMMUNICATION)
-        [ratio] = medians.ratios([found], folder, NO_COMMUNICATION)
-        forward, floor = [found[row]["forward_seconds"] for row in (folder, NO_COMMUNICATION)]
-        agrees = min(expected) <= ratio <= max(expected) and abs(forward / floor - 1) < 0.15
+        ratio = found[folder]["step_ms"] / floor["step_ms"]
+        forward = found[folder]["forward_ms"] / floor["forward_ms"]
+        agrees = min(expected) <= ratio <= max(expected) and abs(forward - 1) < 0.15
         if agrees or is_last_run:
             shutil.copy(ROOT / f"results/timeline_{folder}.png", ROOT / folder / "timeline.png")
         if agrees:
