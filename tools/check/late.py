@@ -34,8 +34,6 @@ class LateWork(dist.Work):
         is_root = getattr(arguments[-1], "rootRank", None) == group.rank()
         if name == "send" or (name == "broadcast" and is_root):
             outputs, inputs = [], outputs  # it is only read
-        operation = getattr(arguments[-1], "reduceOp", None)
-        group.asks_for_average |= operation == dist.ReduceOp.AVG
         copies = {id(tensor): tensor.detach().clone() for tensor in outputs + inputs}
         of_copies = tree_map(lambda leaf: copies.get(id(leaf), leaf), arguments)
         self.gloos_work = getattr(group.gloo, name)(*of_copies, **options)
@@ -81,7 +79,6 @@ class LateProcessGroup(dist.ProcessGroup):
         self._register_backend(torch.device("cpu"), kind, self.gloo)
         self.delays = random.Random(rank)
         self.collectives = 0  # so many were launched; torch's tools see none of them
-        self.asks_for_average = False  # whether one of them had ReduceOp.AVG
 
     def launch(self, name: str, *arguments, **options) -> dist.Work:
         self.collectives += not name.startswith(("send", "recv"))
