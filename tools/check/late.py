@@ -22,7 +22,7 @@ IN_TIME = ("barrier", "monitored_barrier", "recv_anysource")  # these stay gloo'
 
 
 class LateWork(dist.Work):
-    """Is a call on private copies of its tensors, which wait() or a future delivers.
+    """Makes a call on private copies of its tensors, which wait() or a future delivers.
 
     Until then the outputs hold NaN. wait() raises RuntimeError if a tensor of the call was written
     to meanwhile.
