@@ -10,9 +10,6 @@ SUMMED = "summed, not averaged: nothing divides by the number of ranks"
 DIVIDED_TWICE = "divided twice by the number of ranks"
 SWAPPED = "order: gradients are put back in another order than they were taken"
 MIXED = "order: ranks call in different orders, and calls are matched by their order alone"
-AVERAGE = (
-    "gloo sums: in torch 2.9, say, its reduce_scatter takes ReduceOp.AVG for SUM: sum and divide"
-)
 ROUNDED = "rounded to {} on its way: a buffer has that dtype"
 PRECISIONS = [("float32", 1e-6), ("float16", 1e-3), ("bfloat16", 1e-2)]  # relative to the mean
 OVERWRITTEN = "overwritten: a gradient has to be added to what is there"
@@ -59,12 +56,11 @@ def explain(name: str, found: torch.Tensor, gradients: dict, why_not_reduced: st
     rank, ranks = dist.get_rank(), dist.get_world_size()
     of_ranks = gradients[name].sum(0)  # of all parts
     mean = of_ranks.mean(0)
-    asks_for_average = getattr(dist.group.WORLD, "asks_for_average", False)  # the late network
     possible = [
         (of_ranks[rank], "this rank's own", why_not_reduced),
         (of_ranks[rank] / ranks, f"1/{ranks} of this rank's own", why_not_reduced),
         (gradients[name][-1].mean(0), "the mean of the last backward alone", OVERWRITTEN),
-        (ranks * mean, f"{ranks} times the mean", AVERAGE if asks_for_average else SUMMED),
+        (ranks * mean, f"{ranks} times the mean", SUMMED),
         (mean / ranks, f"1/{ranks} of the mean", DIVIDED_TWICE),
     ]
     for other, theirs in gradients.items():

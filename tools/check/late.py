@@ -22,7 +22,7 @@ IN_TIME = ("barrier", "monitored_barrier", "recv_anysource")  # these stay gloo'
 
 
 class LateWork(DelayedWork):
-    """Is a call on private copies of its tensors, which wait() or a future delivers.
+    """Makes a call on private copies of its tensors, which wait() or a future delivers.
 
     Until then the outputs hold NaN. wait() raises RuntimeError if a tensor of the call was written
     to meanwhile.
@@ -34,8 +34,6 @@ class LateWork(DelayedWork):
         is_root = getattr(arguments[-1], "rootRank", None) == group.rank()
         if name == "send" or (name == "broadcast" and is_root):
             outputs, inputs = [], outputs  # it is only read
-        operation = getattr(arguments[-1], "reduceOp", None)
-        group.asks_for_average |= operation == dist.ReduceOp.AVG
         copies = {id(tensor): tensor.detach().clone() for tensor in outputs + inputs}
         of_copies = tree_map(lambda leaf: copies.get(id(leaf), leaf), arguments)
         self.gloos_work = getattr(group.gloo, name)(*of_copies, **options)
@@ -74,7 +72,6 @@ class LateProcessGroup(ProcessGroupOverGloo):
     def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: timedelta):
         super().__init__(store, rank, world_size, timeout)
         self.delays = random.Random(rank)
-        self.asks_for_average = False  # whether one of them had ReduceOp.AVG
 
     def launch(self, name: str, *arguments, **options) -> dist.Work:
         if name in IN_TIME:

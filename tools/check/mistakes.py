@@ -13,7 +13,7 @@ from torch import nn
 
 
 class Right(nn.Module):
-    """The plainest wrapper: one all-reduce per parameter, after backward."""
+    """Averages each parameter's gradient after backward: the plainest wrapper."""
 
     def __init__(self, module):
         super().__init__()
@@ -31,7 +31,7 @@ class Right(nn.Module):
         return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
 
     def gradient_of(self, parameter):
-        """Zeros for what this rank has not used."""
+        """Return .grad, set to zeros if this rank has not used the parameter."""
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         return parameter.grad
@@ -53,7 +53,7 @@ class SumForMean(Right):
 
 
 class NoBroadcast(Right):
-    """Every rank starts with its own weights and buffers."""
+    """Lets every rank start with its own weights and buffers."""
 
     def broadcast(self):
         pass
@@ -68,7 +68,7 @@ class ForgetsBuffers(Right):
 
 
 class HookBeforeGradient(Right):
-    """Its hook runs before .grad is there: what is averaged is that of the last step, or zeros."""
+    """Averages before .grad is there, and so that of the last step, or zeros."""
 
     def __init__(self, module):
         super().__init__(module)
@@ -119,7 +119,7 @@ class DividesInFlight(Right):
 
 
 class AveragesWeights(Right):
-    """Its hook takes the parameter that it is given for the gradient."""
+    """Takes the parameter that its hook is given for the gradient."""
 
     def __init__(self, module):
         super().__init__(module)
@@ -158,7 +158,7 @@ class OrderOfArrival(Right):
 
 
 class LeavesLastOut(Right):
-    """Off by one: the last parameter is never averaged."""
+    """Never averages the last parameter: off by one."""
 
     def trained(self):
         return super().trained()[:-1]
@@ -230,7 +230,7 @@ class SwapsGradients(Right):
 
 
 class RightShards(torch.optim.Optimizer):
-    """A sharded optimizer: every rank steps each world_size-th parameter, and sends it."""
+    """Steps each world_size-th parameter, and sends it: a sharded optimizer."""
 
     def __init__(self, params, optimizer_cls, **options):
         self.every = []
@@ -261,28 +261,28 @@ class RightShards(torch.optim.Optimizer):
 
 
 class ForgetsOptions(RightShards):
-    """The optimizer inside has its own defaults, whatever the learning rate is."""
+    """Leaves the optimizer inside its own defaults, whatever the learning rate is."""
 
     def __init__(self, params, optimizer_cls, **options):
         super().__init__(params, optimizer_cls)
 
 
 class KeepsAllState(RightShards):
-    """Every rank steps every parameter: right, and nothing is saved."""
+    """Steps every parameter on every rank: right, and nothing is saved."""
 
     def is_own(self, number):
         return True
 
 
 class SendsNothing(RightShards):
-    """Every rank steps its own parameters, and the others never hear of it."""
+    """Steps a rank's own parameters, and the others never hear of it."""
 
     def send(self):
         pass
 
 
 class SplitsNothing(Right):
-    """A data-parallel wrapper that calls itself FSDP: every rank keeps everything."""
+    """Calls itself FSDP, and keeps everything on every rank."""
 
     def gather_full_params(self):
         return self.module.state_dict()

@@ -15,7 +15,7 @@ SMALL_BUCKET_MB = 0.0005  # so that our models fill several
 
 
 class Layout(NamedTuple):
-    """What our models are made of: a module's Linear and Embedding, a dtype and two sizes."""
+    """Says what our models are made of: a module's layers, a dtype and two sizes."""
 
     layers: ModuleType = nn
     dtype: torch.dtype = torch.float64
@@ -44,7 +44,7 @@ def embedding(layout: Layout, rows: int, width: int) -> nn.Module:
 
 
 class Plain(nn.Module):
-    """Some of its parameters have a shape in common; a buffer."""
+    """Has parameters some of which have a shape in common, and a buffer."""
 
     rank = 0  # on which some of the others take another way
 
@@ -76,7 +76,7 @@ class TiedAndFrozen(Plain):
 
 
 class Unused(Plain):
-    """Rank 0 uses one layer more than the others, and nobody uses another one."""
+    """Has a layer that only rank 0 uses, and one that nobody uses."""
 
     def __init__(self, layout):
         super().__init__(layout)
@@ -88,7 +88,7 @@ class Unused(Plain):
 
 
 class Branches(Plain):
-    """Even ranks go through its layers in one order, odd ones in the other; a scalar between.
+    """Takes its layers in one order on even ranks, and in the other on odd ones; a scalar between.
 
     Its two large weights do not fit into one bucket of 25 MB.
     """
@@ -113,7 +113,7 @@ class SeveralDtypes(Plain):
 
 
 class Transposed(Plain):
-    """One weight is not contiguous, and so is its gradient; of channels_last that is true, too."""
+    """Has a weight that is not contiguous, and nor is its gradient; as with channels_last."""
 
     def __init__(self, layout):
         super().__init__(layout)
@@ -139,7 +139,7 @@ def wrap(mine, module: nn.Module) -> nn.Module:
 
 
 class Around(nn.Module):
-    """What wraps a module, perhaps without being one, as a module; with a course's functions.
+    """Makes a module of what wraps one, perhaps without being one; with a course's functions.
 
     after_backward and before_forward are given the wrapper and an optimizer.
     """

@@ -198,15 +198,6 @@ class RoundsToFloat16(RoundsToBfloat16):
     small = torch.float16
 
 
-class SumsWhenAskedForTheMean(mistakes.SumForMean):
-    """As gloo's reduce_scatter in some versions of torch."""
-
-    def average(self, parameter):
-        parts = [torch.ones(1)] * dist.get_world_size()
-        dist.reduce_scatter(torch.ones(1), parts, op=dist.ReduceOp.AVG)
-        super().average(parameter)
-
-
 class SpoilsRank1(mistakes.Right):
     def average(self, parameter):
         super().average(parameter)
@@ -295,12 +286,6 @@ def test_a_refusal_is_no_silent_mistake(late_ranks):
     check = checks_of_wrappers.averages_what_is_not_contiguous
     [verdict] = judged(late_ranks, CannotSendTransposed, [check]).values()
     assert verdict.verdict == "not tried", verdict
-
-
-def test_a_sum_is_gloos_where_the_mean_was_asked_for(late_ranks):
-    check = checks_of_wrappers.trains_with_sgd
-    [verdict] = judged(late_ranks, SumsWhenAskedForTheMean, [check], 3).values()
-    assert "AVG" in verdict.means, verdict
 
 
 def floats(n):
