@@ -38,13 +38,11 @@ def bytes_of_a_step(indices, offsets, servers, embedding_dim):
 @pytest.mark.parametrize("trainers, servers", [(2, 2), pytest.param(1, 3, marks=pytest.mark.full)])
 def test_what_is_verified_trained_and_counted(forked, tmp_path, trainers, servers):
     """Examples, bytes, and what lookups take: a round trip, or one for each server."""
-    words = ["--trainers", trainers, "--servers", servers, "--embeddings", 31]
-    words += ["--round-trip-ms", 10, "--json", tmp_path / "out.json"]
-    status, output = forked(None, *QUICK, *words)
+    words = f"--trainers {trainers} --servers {servers} --embeddings 31 --round-trip-ms 10"
+    status, output = forked(None, *QUICK, *words.split(), "--json", tmp_path / "out.json")
     assert status == 0 and output.count("verify: passed") == 2 and "Warning" not in output, output
     result = testing.read_json(tmp_path / "out.json", "08_ddp_rpc")
-    assert [one["passed"] for one in result["verify"].values()] == [True, True]
-    assert result["verify"]["trainer0"]["max_abs_diff"] <= 1e-5
+    assert all(one["max_abs_diff"] <= 1e-5 for one in result["verify"].values())
     args = SimpleNamespace(**result["options"])
     for rank in range(trainers):
         all_batches = islice(ddp_rpc.random_batches(args, rank), 20, None)  # 20 were to warm up
@@ -150,12 +148,10 @@ def test_layouts_and_upstreams_names_of_flags(monkeypatch):
 
 
 def test_wrong_input_is_one_line(refusal):
-    for words, said in {
-        "--trainers 100000": "--trainers/--number-trainers: '100000' is not a whole number",
-        "--nproc 8 --embedding-dim 100": "--embedding-dim: '100' is not a multiple of 64: ",
-        "--round-trip-ms 2s": "--round-trip-ms: ",
-    }.items():
-        assert refusal(ddp_rpc.main, SCRIPT, *words.split()).startswith(f"argument {said}")
+    for words in ("--trainers 100000", "--nproc 8 --embedding-dim 100", "--round-trip-ms 2s"):
+        *_, option, value = words.split()
+        said = refusal(ddp_rpc.main, SCRIPT, *words.split())
+        assert said.startswith(f"argument {option}") and value in said
 
 
 @pytest.mark.cuda

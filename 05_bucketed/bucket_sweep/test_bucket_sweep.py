@@ -23,11 +23,11 @@ def test_best_number_of_buckets_is_the_minimum_of_the_overhead():
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def test_run(forked, tmp_path, device):
     """What it says of every size is what it has measured."""
-    files = ["--json", tmp_path / "json", "--plot", tmp_path / "png", "--trace", tmp_path / "trace"]
-    words = [*testing.QUICK, "--device", device, "--bucket-sizes-mb", "5,0.25", *files]
+    words = "--bucket-sizes-mb 5,0.25 --json json --plot png --trace trace".split()
+    words += [*testing.QUICK, "--device", device]
     status, output = forked(2, SCRIPT, *words, cwd=tmp_path)
     assert status == 0, output
-    assert (tmp_path / "png").read_bytes().startswith(b"\x89PNG")
+    testing.assert_png(tmp_path / "png")
     assert "BucketedDDP, 0.25 MB" in (tmp_path / "trace_BucketedDDP_0.25_MB").read_text()
     result = testing.read_json(tmp_path / "json", "05_bucketed/bucket_sweep")
     p50s = [float(numpy.median(one["step_seconds"])) for one in result["candidates"]]
@@ -39,6 +39,5 @@ def test_run(forked, tmp_path, device):
 
 
 def test_wrong_input(refusal):
-    for value in ("0", "", "nan", "1e30"):
-        said = refusal(bucket_sweep.main, SCRIPT, "--bucket-sizes-mb", value)
-        assert said.startswith("argument --bucket-sizes-mb: ") and value in said
+    said = refusal(bucket_sweep.main, SCRIPT, "--bucket-sizes-mb", "5,nan")
+    assert said.startswith("argument --bucket-sizes-mb: ") and "nan" in said

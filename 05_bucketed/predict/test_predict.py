@@ -115,6 +115,6 @@ def test_run(forked, tmp_path, device):
     for ready, ends in zip(alone["ready"], alone["backward_ends"], strict=True):
         assert max(map(max, ready)) <= max(ends) and {len(moments) for moments in ready} == {15}
     assert result["predicted"].keys() == {"2", "4", "8"}
-    assert (tmp_path / "gradients.png").read_bytes().startswith(b"\x89PNG")
+    testing.assert_png(tmp_path / "gradients.png")
     data = re.search(r"const DATA = (.*);", (tmp_path / "step.html").read_text())[1]
     assert len(json.loads(data)["gradients"]) == 15

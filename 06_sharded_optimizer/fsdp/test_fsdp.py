@@ -31,18 +31,6 @@ from tools.testing import Ranks, judged, torchrun
 SCRIPT = Path(__file__).with_name("fsdp.py")
 FOLDER = "06_sharded_optimizer/fsdp"
 FULL = pytest.mark.full
-PROMISES = []  # (function, number of ranks on which it runs)
-
-
-def on_ranks(*world_sizes):
-    """The function is a promise: test_promise runs it, once on each of these numbers of ranks."""
-
-    def register(promise):
-        for world_size in world_sizes:
-            PROMISES.append((promise, world_size))
-        return promise
-
-    return register
 
 
 def test_keeps_the_promises_of_fsdp(ranks):
@@ -210,10 +198,6 @@ def trains_like_one_process(build):
     assert_same_weights(model, twin, 1e-10)
 
 
-for build in (frozen, partial(Net, False), partial(Net, True), in_place):
-    PROMISES += [(partial(trains_like_one_process, build), world_size) for world_size in (2, 3)]
-
-
 def gathers_in_order(prefetch=True, is_trained=True):
     """How many units are whole at most, when each is gathered for forward and for backward."""
     model = FSDP(chain().requires_grad_(is_trained), prefetch=prefetch)
@@ -233,7 +217,6 @@ def gathers_in_order(prefetch=True, is_trained=True):
     return max(whole)
 
 
-@on_ranks(2)
 def prefetches_one_ahead():
     assert gathers_in_order() == 2 and gathers_in_order(prefetch=False) == 1
     assert gathers_in_order(is_trained=False) == 3
@@ -247,7 +230,6 @@ def one_or_both(layers, x, both):
     return layers[0](x) + layers[1](x) if both else layers[0](x)
 
 
-@on_ranks(2)
 def reduces_in_one_order():
     """Also where a rank uses less of a unit than the other, and so completes it last."""
     torch.manual_seed(0)
@@ -268,7 +250,6 @@ def any_way(layers, x, way):
     return x
 
 
-@on_ranks(2)
 def takes_any_way_together():
     """Other units in another order than registered, in every step; and none at all.
 
@@ -283,7 +264,6 @@ def takes_any_way_together():
         train_alike(model, twin, ones(), way)
 
 
-@on_ranks(2)
 def notices_a_gradient_that_comes_twice():
     """With a finish in between gradients add up; when it is forgotten, all ranks raise."""
     model, twin = twins(chain)
@@ -297,7 +277,6 @@ def notices_a_gradient_that_comes_twice():
         loss.backward()
 
 
-@on_ranks(2)
 def computes_with_new_weights():
     """Not with those that a forward has gathered in vain; and an older graph raises."""
     model, twin = twins(lambda: Calls(any_way, linear(), linear()))
@@ -310,7 +289,6 @@ def computes_with_new_weights():
         loss.backward()
 
 
-@on_ranks(2)
 def refuses_wrong_use():
     x = ones()
     model = FSDP(chain())
@@ -326,7 +304,6 @@ def refuses_wrong_use():
             model(x)
 
 
-@on_ranks(2)
 def saves_and_loads_nothing_by_halves():
     """What would save or load one rank's shards says what to do; other names are not loaded."""
     model = FSDP(chain())
@@ -339,7 +316,6 @@ def saves_and_loads_nothing_by_halves():
         model.load_full_params(full)
 
 
-@on_ranks(2)
 def gives_gradients_of_inputs():
     """By autograd.grad, batch after batch (saliency), and within a loss (forces)."""
     model, twin = twins(lambda: nn.Sequential(linear(), nn.Tanh(), linear()))
@@ -377,7 +353,6 @@ def test_ranks_that_use_other_experts_get_an_error(choices):
         group.end()
 
 
-@on_ranks(2)
 def clips_as_torch_in_one_process():
     """In one all-reduce; by gradients that were replaced, with inf and nan as torch."""
     for most, added in ((0.01, 0.0), (100.0, 0.0), (0.01, torch.inf), (0.01, torch.nan)):
@@ -394,7 +369,6 @@ def clips_as_torch_in_one_process():
             step_alike(model, twin)
 
 
-@on_ranks(2, 3)
 def notices_replicas_that_part():
     """At the next finish, on all ranks; and gives no false alarm before, not even for NaN."""
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
@@ -418,7 +392,6 @@ def notices_replicas_that_part():
         compute_gradients(model, x)
 
 
-@on_ranks(2)
 def finds_tensors_in_what_modules_return():
     """As torch's pytree does."""
 
@@ -437,14 +410,12 @@ def block_with(line):
     return block.partition("```")[0]
 
 
-@on_ranks(2)
 def frees_and_fills_what_autograd_keeps():
     found = {"torch": torch}
     exec(block_with("resize_(12)"), found)
     assert found["w"].grad.tolist() == [2, 2, 2]
 
 
-@on_ranks(2)
 def resumes_with_the_optimizers_state():
     """By the page's four lines, as if it had never stopped; not so with rank 0's state alone."""
 
@@ -504,11 +475,32 @@ def test_full_weights_at_another_world_size(ranks, tmp_path):
         ranks(world_size).run(loads, tmp_path / "full.pt")
 
 
-@pytest.mark.parametrize(
-    "promise, world_size", PROMISES, ids=lambda value: getattr(value, "__name__", None)
-)
-def test_promise(ranks, promise, world_size):
-    ranks(world_size).run(promise)
+PROMISES = [
+    prefetches_one_ahead,
+    reduces_in_one_order,
+    takes_any_way_together,
+    notices_a_gradient_that_comes_twice,
+    computes_with_new_weights,
+    refuses_wrong_use,
+    saves_and_loads_nothing_by_halves,
+    gives_gradients_of_inputs,
+    clips_as_torch_in_one_process,
+    notices_replicas_that_part,
+    finds_tensors_in_what_modules_return,
+    frees_and_fills_what_autograd_keeps,
+    resumes_with_the_optimizers_state,
+]
+
+
+@pytest.mark.parametrize("promise", PROMISES)
+def test_promise(ranks, promise):
+    ranks(2).run(promise)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("build", [frozen, partial(Net, False), partial(Net, True), in_place])
+def test_trains_like_one_process(ranks, build, world_size):
+    ranks(world_size).run(trains_like_one_process, build)
 
 
 QUICK = "--device cpu --batch-size 1 --context-length 8 --steps 1 --warmup 0".split()

@@ -9,7 +9,7 @@ import torch
 
 from common import setup
 from common.report import held_bytes
-from tools.testing import read_json, torchrun
+from tools.testing import read_json
 
 SCRIPT = Path(__file__).resolve().with_name("compile_ddp.py")
 import compile_ddp
@@ -95,24 +95,29 @@ NAMES = ["bare eager", "bare dynamo only", "ddp eager", "ddp dynamo only"]
 NAMES += ["ddp dynamo only whole graph", "fsdp eager", "fsdp eager wrap", "fsdp dynamo only wrap"]
 
 
-def test_all_configurations_on_a_slow_network(forked, tmp_path):
-    words = [*TOY, "--warmup", 0, "--dynamo", "eager", "--json", tmp_path / "json"]
-    status, output = forked(2, SCRIPT, *words, "--network", "1gbit,5ms")
+FULL = pytest.mark.full
+
+
+@pytest.mark.parametrize(
+    "only, names", [("--ddp", NAMES[3:4]), pytest.param("", NAMES, marks=FULL)]
+)
+def test_run_on_a_slow_network(forked, tmp_path, only, names):
+    words = f"{only} --warmup 0 --dynamo eager --network 1gbit,5ms --json json".split()
+    status, output = forked(2, SCRIPT, *TOY, *words, cwd=tmp_path)
     assert status == 0, output
     result = read_json(tmp_path / "json", "07_resnet_ddp/compile_ddp")
-    found = {one["name"]: one for one in result["configurations"]}
-    assert list(found) == NAMES
-    for one in found.values():
+    assert [one["name"] for one in result["configurations"]] == names
+    for one in result["configurations"]:
         assert [len(times) for times in one["forward_backward_seconds"]] == [2, 2]
         assert one["first_call_seconds"] > 0 and one["peak_bytes"] > 4 * one["parameters"] > 0
-    assert min(found["ddp eager"]["forward_backward_seconds"][0]) > 0.08  # 8.7 MB and four messages
-    assert found["bare eager"]["parameters"] > found["fsdp eager"]["parameters"]
+        if one["name"].startswith("ddp"):  # 8.7 MB and four messages
+            assert min(one["forward_backward_seconds"][0]) > 0.08
 
 
 def test_trace_and_printed_graph_of_one_process_without_torchrun(forked, tmp_path):
-    words = ["--ddp", "--compile", "print", "--trace", tmp_path / "trace.json"]
-    status, output = forked(None, SCRIPT, *TOY, *words)
-    assert status == 0 and "graph 1:" in output and "torch._C._nn.linear" in output, output
+    words = "--ddp --compile print --trace trace.json".split()
+    status, output = forked(None, SCRIPT, *TOY, *words, cwd=tmp_path)
+    assert status == 0 and "graph 1:" in output and "linear" in output, output
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     names = [event.get("name") for event in events]
     assert names.count("Forward") >= 2 and names.count("Backward") >= 2
@@ -139,9 +144,9 @@ def test_upstreams_flags_are_understood(tmp_path, monkeypatch):
 
 
 @pytest.mark.cuda
-def test_on_a_gpu(script):
+def test_on_a_gpu(launched):
     words = [*TOY[:-1], "cuda", "--gpu-memory-stats"]
-    status, output = script(torchrun(1, SCRIPT, *words)).wait(300)
+    status, output = launched(1, SCRIPT, *words, timeout=300)
     assert status == 0 and "memory summary" in output, output
 
 

@@ -127,7 +127,7 @@ class StepsSlices(mistakes.RightShards):
     ],
 )
 def test_optimizers_and_fsdp(late_ranks, module, mine, expected, means):
-    """torch's pass, as ours do: test_exercises.py; small wrong ones fail what sees their mistake."""
+    """What is right of torch's passes (ours: test_exercises.py); a wrong one fails its check."""
     verdicts = judged(late_ranks, mine, module.HAS_TO_HOLD)
     assert expected in failed(verdicts) if expected else not failed(verdicts), verdicts
     assert not expected or means in verdicts[expected].means, verdicts
