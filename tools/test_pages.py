@@ -21,7 +21,6 @@ def test_every_figure_is_recorded(capsys):
         ("[34.6 ms](reference_output.txt) and [7](reference_output.txt), 9.9", []),
         ("[34.5 ms](reference_output.txt)", ["34.5"]),
         ("`[34.5](reference_output.txt)`\n\n```\n[34.5](reference_output.txt)\n```", []),
-        ('[34.6](reference_output.txt "p50") and [7.2](reference_output.txt "p75")', []),
         ('[7.2](reference_output.txt "p50") [34.6](reference_output.txt "p7")', ["7.2", "34.6"]),
         (f"{DIFF}| x | 482 of 9 | 1,468 |\n", []),
         (f"{DIFF}| p75 | 34.6 | 7.2 |\n", ["34.6"]),

@@ -30,12 +30,11 @@ def test_run(forked, tmp_path, device):
     testing.assert_png(tmp_path / "png")
     assert "BucketedDDP, 0.25 MB" in (tmp_path / "trace_BucketedDDP_0.25_MB").read_text()
     result = testing.read_json(tmp_path / "json", "05_bucketed/bucket_sweep")
-    p50s = [float(numpy.median(one["step_seconds"])) for one in result["candidates"]]
-    assert result["gradient_bytes"] == 4 * result["model"]["parameters"]
-    for p50, row in zip(p50s[1:], result["overheads"][1:], strict=True):
-        assert row["measured"] == pytest.approx(p50 - p50s[0]) and row["formula"] > 0
-        assert (row["simulated"] is None) == row["name"].startswith("torch")
-    assert [row["buckets"] for row in result["overheads"]][:4] == [0, 1, 1, 4]
+    none, *p50s = [float(numpy.median(one["step_seconds"])) for one in result["candidates"]]
+    _, *rows = result["overheads"]
+    assert [row["measured"] for row in rows] == pytest.approx([p50 - none for p50 in p50s])
+    assert all(row["formula"] > 0 for row in rows)
+    assert [row["buckets"] for row in rows][:3] == [1, 1, 4]
 
 
 def test_wrong_input(refusal):
