@@ -17,8 +17,6 @@ from zero1 import ZeRO1
 
 from common.timing import CollectiveCounter
 from tools import testing
-from tools.check import checks_of_optimizers
-from tools.testing import failed, judged
 
 SCRIPT = Path(__file__).with_name("sharded_optimizer.py")
 ADAM = torch.optim.Adam
@@ -90,10 +88,6 @@ EVERY_CLASS = {
 # LBFGS is refused; Muon's row is in docs/test_optimizers.py; gradients are not sparse here.
 NO_CLASS = {"Optimizer", "LBFGS", "Muon", "SparseAdam"}
 CLASSES = [name for name in torch.optim.__all__ if name[0].isupper() and name not in NO_CLASS]
-
-
-def test_keeps_the_promises_of_sharded_optimizers(ranks):
-    assert not failed(judged(ranks, ShardedOptimizer, checks_of_optimizers.HAS_TO_HOLD, 3))
 
 
 def equals_unsharded(name, options):
@@ -297,14 +291,6 @@ def test_promise(ranks, promise):
 @pytest.mark.parametrize("promise", ON_THREE_RANKS)
 def test_promise_on_three_ranks(ranks, promise):
     ranks(3).run(promise)
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_on_a_gpu(launched, world_size):
-    words = ["--device", "cuda", "--steps", 1]
-    status, output = launched(world_size, SCRIPT, *words, timeout=300)
-    assert status == 0 and "verify: passed" in output, output
 
 
 @pytest.fixture

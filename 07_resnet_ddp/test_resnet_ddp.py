@@ -226,17 +226,6 @@ def test_runs_are_compared_where_all_that_matters_agrees(tmp_path, capsys):
     testing.assert_png(tmp_path / "speedup.png")
 
 
-def test_of_several_pairs_the_median_is_shown(tmp_path, capsys):
-    for name, ms in {"a": 400, "b": 300, "c": 500}.items():
-        (tmp_path / name).mkdir()
-        for run in (result(1, 600), result(2, ms)):
-            file = tmp_path / name / f"07_resnet_ddp_{run['world_size']}.json"
-            file.write_text(json.dumps(run))
-    compare_runs.compare([*tmp_path.iterdir()], None)
-    [shown, summary] = [line for line in capsys.readouterr().out.splitlines() if "DDP" in line]
-    assert "400.0" in shown and summary.endswith(" 1.50 (1.20 to 2.00)")
-
-
 def test_waterfall(forked, tmp_path):
     """Its bars add up to DDP's step; one device is measured on rank 0 alone."""
     words = "--image-size 16 --global-batch 4 --steps 2 --device cpu --json json --plot png"
@@ -268,12 +257,3 @@ def test_a_batch_that_ranks_cannot_share(forked):
     status, output = forked(2, SCRIPT, "--device", "cpu", "--global-batch", 5)
     assert status == 2 and output.count("\n") == 1, output
     assert "argument --global-batch: '5' " in output
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_on_a_gpu(launched, tmp_path, world_size):
-    words = [*TINY, "--device", "cuda", "--epochs", 1]
-    status, output = launched(world_size, SCRIPT, *words, "--results", tmp_path)
-    assert status == 0, output
-    check_result(tmp_path / f"07_resnet_ddp_{world_size}.json", world_size, 0)

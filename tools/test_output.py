@@ -1,10 +1,13 @@
 """What scripts say: help, short errors, nothing twice."""
 
+import importlib
 import os
+import re
 import shutil
 import signal
 
 import pytest
+import torch
 
 from common.setup import ROOT
 from tools.testing import torchrun, wait_for_line
@@ -26,6 +29,24 @@ def test_a_copy_of_a_script_alone_says_what_else_a_run_needs(forked, tmp_path, n
     [path] = [path for path in SCRIPTS if path.stem == name]
     status, output = forked(None, shutil.copy(path, tmp_path), cwd=tmp_path)
     assert status == 1 and output.count("\n") == 1 and "common/" in output, output
+
+
+WRONG = """allreduce --sizes-mb nan, allreduce --nproc 0, allreduce --backends mpi,
+naive_ddp --mine nowhere.py:X, bucketed --bucket-size-mb nan, bucket_sweep --bucket-sizes-mb nan,
+send_less --beside nowhere.json, sweep --model resnet1, sweep --model nowhere.py:X,
+compile_ddp --compile gcc, compile_ddp --device cpu --gpu-memory-stats, ddp_rpc --trainers 100000,
+ddp_rpc --nproc 8 --embedding-dim 100, ddp_rpc --round-trip-ms 2s"""
+if not torch.cuda.is_available():
+    WRONG += ", naive_ddp --device cuda, naive_ddp --backend nccl"
+
+
+@pytest.mark.parametrize("line", re.split(r",\s+", WRONG))
+def test_wrong_input_names_flag_and_value(refusal, line):
+    """What all scripts have: test_common.py."""
+    name, *words = line.split()
+    said = refusal(importlib.import_module(name).main, f"{name}.py", *words)
+    flag = [word for word in words if word.startswith("--")][-1]
+    assert said.startswith(f"argument {flag}") and words[-1] in said
 
 
 @pytest.mark.parametrize(

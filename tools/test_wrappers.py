@@ -71,19 +71,6 @@ def averages_before_it_sums(wrapper):
     assert net.weight.grad.tolist() == [[40_000.0] * 4]
 
 
-def communicates_nothing_within_no_sync(wrapper):
-    """Nested contexts end one by one, and a finish within them does nothing."""
-    net, x = nn.Linear(1, 1, bias=False), torch.full((1, 1), 1.0 + dist.get_rank())
-    model = wrapper(net)
-    with model.no_sync():
-        with model.no_sync():
-            model(x).sum().backward()
-        backward_and_finish(model, x)
-        assert net.weight.grad.item() == 2 * x
-    backward_and_finish(model, x)
-    assert net.weight.grad.item() == 3 * 1.5
-
-
 def may_be_wrapped_again(wrapper):
     """By two that are used in turn, and by one more after an evaluation, as in a notebook."""
     net = small_net()
@@ -177,7 +164,6 @@ UNUSUAL_USE = [  # of all four wrappers
     broadcasts_whatever_the_strides,
     wraps_only_once,
     averages_before_it_sums,
-    communicates_nothing_within_no_sync,
     may_be_wrapped_again,
     is_an_ordinary_module_without_its_wrapper,
     drops_a_step_with_zero_grad,

@@ -20,11 +20,10 @@ def test_best_number_of_buckets_is_the_minimum_of_the_overhead():
     assert least < min(others) and least == pytest.approx(2 * (1e8 * 5e-4 / 1e9) ** 0.5)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
-def test_run(forked, tmp_path, device):
+def test_run(forked, tmp_path):
     """What it says of every size is what it has measured."""
     words = "--bucket-sizes-mb 5,0.25 --json json --plot png --trace trace".split()
-    words += [*testing.QUICK, "--device", device]
+    words += [*testing.QUICK, "--device", "cpu"]
     status, output = forked(2, SCRIPT, *words, cwd=tmp_path)
     assert status == 0, output
     testing.assert_png(tmp_path / "png")
@@ -35,8 +34,3 @@ def test_run(forked, tmp_path, device):
     assert [row["measured"] for row in rows] == pytest.approx([p50 - none for p50 in p50s])
     assert all(row["formula"] > 0 for row in rows)
     assert [row["buckets"] for row in rows][:3] == [1, 1, 4]
-
-
-def test_wrong_input(refusal):
-    said = refusal(bucket_sweep.main, SCRIPT, "--bucket-sizes-mb", "5,nan")
-    assert said.startswith("argument --bucket-sizes-mb: ") and "nan" in said

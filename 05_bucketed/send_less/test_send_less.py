@@ -147,8 +147,3 @@ def test_run(forked, tmp_path):
         assert loss < 5.5  # ln 256 is 5.55
     found = {name: sent[name] / sent["every step"] for name in PARTS}
     assert sent["every step"] > 0 and found == pytest.approx(PARTS)
-
-
-def test_wrong_input(refusal):
-    said = refusal(send_less.main, SCRIPT, "--beside", "nowhere.json")
-    assert said.startswith("argument --beside: ") and "nowhere.json" in said

@@ -544,11 +544,3 @@ def test_the_timeline(forked, tmp_path):
     waits = re.findall(r"^(.*): \d+ ms; .* (\d+) after$", output, re.MULTILINE)
     [none, _, (name, milliseconds)] = waits
     assert none == ("no communication", "0") and name == "FSDP" and int(milliseconds) > 0
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_on_a_gpu(launched, world_size):
-    words = ["--device", "cuda", "--steps", 1]
-    status, output = launched(world_size, SCRIPT, *words, timeout=300)
-    assert status == 0 and "verify: passed" in output, output

@@ -135,21 +135,3 @@ def test_upstreams_flags_are_understood(tmp_path, monkeypatch):
     args = parsed(line)
     assert (args.model, args.batch_size, args.steps) == ("toy", 8, 2)
     assert args.gpu_memory_stats and args.trace.name == "t"
-    for flags, name in {
-        "--fsdp --fsdp_wrap --fsdp_checkpoint --dynamo eager": "fsdp dynamo only wrap checkpoint",
-        "--ddp --dynamo inductor --dynamo_no_optimize_ddp": "ddp inductor whole graph",
-    }.items():
-        [configuration] = compile_ddp.configurations_of(parsed(flags))
-        assert configuration.name == name
-
-
-@pytest.mark.cuda
-def test_on_a_gpu(launched):
-    words = [*TOY[:-1], "cuda", "--gpu-memory-stats"]
-    status, output = launched(1, SCRIPT, *words, timeout=300)
-    assert status == 0 and "memory summary" in output, output
-
-
-@pytest.mark.parametrize("words", [["--compile", "gcc"], ["--gpu-memory-stats"]])
-def test_bad_values(refusal, words):
-    assert words[0] in refusal(compile_ddp.main, SCRIPT, "--device", "cpu", *words)

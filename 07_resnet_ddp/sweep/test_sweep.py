@@ -8,7 +8,6 @@ import textwrap
 from functools import partial
 from pathlib import Path
 
-import pytest
 import torch
 
 from common import setup
@@ -76,19 +75,6 @@ def test_upstreams_flags_are_understood():
     line = "--bucket_size=9 --distributed_backend gloo --model resnet50"
     args = parser.parse_args(line.split())
     assert (args.bucket_size_mb, args.backend, args.model) == (9, "gloo", ["resnet50"])
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_on_a_gpu(launched, world_size):
-    status, output = launched(world_size, FOLDER / "sweep.py", *TINY, "--device", "cuda")
-    assert status == 0 and measured(output) == ["no", "1M/1G", "1M/2G"][: world_size + 1], output
-
-
-@pytest.mark.parametrize("model", ["resnet1", "mine.py:Mine"])
-def test_bad_models(refusal, model):
-    said = refusal(sweep.main, "sweep.py", "--model", model)
-    assert said.startswith("argument --model: ") and model in said
 
 
 def write(path, bucket_size, times):
