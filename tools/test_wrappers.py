@@ -126,9 +126,9 @@ def refuses_a_gradient_that_comes_twice(wrapper):
         model, x = wrapper(nn.Linear(3, 1)), torch.ones(2, 3)
         loss = model(x).sum()
         loss.backward(retain_graph=True)
-        with second, pytest.raises(RuntimeError, match="a gradient came twice: .* no_sync"):
+        with second, pytest.raises(RuntimeError, match="no_sync"):
             loss.backward()
-        with pytest.raises(RuntimeError, match="a gradient came twice"):
+        with pytest.raises(RuntimeError, match="twice"):
             model(x).sum().backward()
         model.finish_gradient_synchronization()
         model.zero_grad()
@@ -145,7 +145,7 @@ def refuses_parameters_frozen_or_replaced_later(wrapper):
         net[0].requires_grad_(change != "freeze")
         net[4].requires_grad_(True)
         model(ones()).sum().backward()
-        with pytest.raises(RuntimeError, match="frozen or replaced: wrap the module again"):
+        with pytest.raises(RuntimeError, match="frozen or replaced"):
             model.finish_gradient_synchronization()
         net.requires_grad_(True).zero_grad()
         follow(wrapper(net), copy.deepcopy(net))  # the hooks of the old one do nothing any more

@@ -11,8 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
@@ -146,16 +144,11 @@ def with_a_hook_and_zero(module, group):
     return model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, **options)
 
 
-def fully_sharded(module, group):
-    model = fully_shard(module, mesh=DeviceMesh.from_group(group, "cpu"))
-    return model, torch.optim.Adam(model.parameters(), lr=1e-2)
-
-
-def trained(wrap, group) -> torch.Tensor:
+def trained(group) -> torch.Tensor:
     """The outputs of a model after a few steps, each rank with a batch of its own."""
     torch.manual_seed(0)
     layers = [nn.Linear(20, 30), nn.BatchNorm1d(30), nn.ReLU(), nn.Linear(30, 10)]
-    model, optimizer = wrap(nn.Sequential(*layers).double(), group)
+    model, optimizer = with_a_hook_and_zero(nn.Sequential(*layers).double(), group)
     torch.manual_seed(dist.get_rank())
     for _ in range(4):
         model(torch.randn(8, 20).double()).square().mean().backward()
@@ -166,17 +159,16 @@ def trained(wrap, group) -> torch.Tensor:
     return model(torch.randn(8, 20).double()).detach()
 
 
-def distance(wrap) -> float:
+def distance() -> float:
     """How far apart training ends over the network and over gloo."""
     slow = slow_group("1gbit,200us")
     with wire:
-        found = trained(wrap, slow)
-    return (found - trained(wrap, dist.new_group(backend="gloo"))).abs().max().item()
+        found = trained(slow)
+    return (found - trained(dist.new_group(backend="gloo"))).abs().max().item()
 
 
-@pytest.mark.parametrize("wrap", [with_a_hook_and_zero, fully_sharded])
-def test_training_ends_where_it_does_over_gloo(ranks, wrap):
-    assert ranks(2).run(distance, wrap) == [0.0, 0.0]
+def test_training_ends_where_it_does_over_gloo(ranks):
+    assert ranks(2).run(distance) == [0.0, 0.0]
 
 
 def test_script(forked):
