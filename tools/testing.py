@@ -27,9 +27,8 @@ import torch.distributed as dist
 from tools.check.findings import Answer, judge, verdict_of
 
 ROOT = Path(__file__).resolve().parent.parent
-SHORT = ["--steps", "2", "--warmup", "1", "--batch-size", "1", "--context-length", "8"]
-QUICK = ["--size", "nano", *SHORT]
-LONG = ["--batch-size", "1", "--context-length", "8", "--steps", "1000000"]
+QUICK = "--size nano --steps 2 --warmup 1 --batch-size 1 --context-length 8".split()
+LONG = "--batch-size 1 --context-length 8 --steps 1000000".split()
 ONLY_RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 ONLY_RANK |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOCTTY

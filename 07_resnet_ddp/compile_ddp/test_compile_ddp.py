@@ -20,9 +20,9 @@ CPU = torch.device("cpu")
 TOY = ["--model", "toy", "--steps", 2, "--device", "cpu"]
 
 
-def small(model, configuration, batch_size=None):
+def small(model, configuration):
     """A small model in float64 on the rank that calls this, and what eager mode finds for it."""
-    args = argparse.Namespace(model=model, batch_size=batch_size)
+    args = argparse.Namespace(model=model, batch_size=None)
     compile_models.TOY_WIDTHS["cpu"] = 400
     compile_models.D_MODEL = 64
     torch._dynamo.reset()

@@ -286,6 +286,15 @@ cross_entropy = nn.functional.cross_entropy
 weights = torch.arange(1.0, 11.0)
 
 
+class Contrast(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.temperature = nn.Parameter(torch.ones(()))
+
+    def forward(self, one, other, _):
+        return cross_entropy(one @ other.T * self.temperature, torch.arange(len(one)))
+
+
 @pytest.mark.parametrize(
     "means, loss, batch",
     [
@@ -297,26 +306,15 @@ weights = torch.arange(1.0, 11.0)
         ("UNEVEN", lambda o, t, m: ((o - t).square() * (m > 0)).sum() / (m > 0).sum(), floats),
         ("MEETS", lambda a, b, _: cross_entropy(a @ b.T, torch.arange(len(a))), floats),
         ("MEETS", lambda a, b, _: nn.functional.mse_loss(a, b).sqrt(), floats),
+        ("MEETS", Contrast(), floats),
     ],
 )
 def test_losses(loss, batch, means):
+    """Of a loss across samples the parameters are named, too."""
     verdict = judge(checks_of_losses.is_the_mean_of_its_shares, (loss, batch))
-    assert verdict.means == (getattr(checks_of_losses, means) if means else ""), verdict
-
-
-class Contrast(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.temperature = nn.Parameter(torch.ones(()))
-
-    def forward(self, one, other, _):
-        return cross_entropy(one @ other.T * self.temperature, torch.arange(len(one)))
-
-
-def test_parameters_of_a_loss_across_samples_are_named():
-    check = checks_of_losses.is_the_mean_of_its_shares
-    verdict = judge(check, (Contrast(), floats))
-    assert verdict.means.startswith(checks_of_losses.MEETS) and "temperature" in verdict.means
+    assert verdict.verdict == ("failed" if means else "passed"), verdict
+    assert verdict.means.startswith(getattr(checks_of_losses, means, "")), verdict
+    assert ("temperature" in verdict.means) == isinstance(loss, Contrast)
 
 
 PLAIN_FILE = """
