@@ -135,20 +135,15 @@ def test_collectives_are_slow_once_all_ranks_are_there_and_fail_as_over_gloo(ran
 # Results
 
 
-def with_a_hook_and_zero(module, group):
-    """DDP, with a hook whose callbacks make calls, and wait for them."""
-    model = DistributedDataParallel(module, process_group=group)
-    state = powerSGD_hook.PowerSGDState(group, start_powerSGD_iter=2)
-    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    options = {"process_group": group, "lr": 1e-2}
-    return model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, **options)
-
-
 def trained(group) -> torch.Tensor:
-    """The outputs of a model after a few steps, each rank with a batch of its own."""
+    """The outputs after a few steps of DDP, with a hook whose callbacks make calls, and wait."""
     torch.manual_seed(0)
     layers = [nn.Linear(20, 30), nn.BatchNorm1d(30), nn.ReLU(), nn.Linear(30, 10)]
-    model, optimizer = with_a_hook_and_zero(nn.Sequential(*layers).double(), group)
+    model = DistributedDataParallel(nn.Sequential(*layers).double(), process_group=group)
+    state = powerSGD_hook.PowerSGDState(group, start_powerSGD_iter=2)
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    adam = torch.optim.Adam
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), adam, process_group=group, lr=1e-2)
     torch.manual_seed(dist.get_rank())
     for _ in range(4):
         model(torch.randn(8, 20).double()).square().mean().backward()

@@ -33,13 +33,10 @@ CASES = [
 ]
 
 
-def test_calls_during_backward():
+def test_calls_during_and_after_backward():
+    """Two at a time, or each when the one before has arrived, or where the network takes one."""
     for calls, spans in CASES:
         assert simulate(calls, 4.0, OVERLAP, LINK) == spans
-
-
-def test_calls_after_backward():
-    """Two at a time, or each when the one before has arrived, or where the network takes one."""
     early = [(8.0, 1.0)] * 3
     two = [(4.0, 5.0), (4.5, 5.5), (5.0, 6.0)]
     one = [(4.0, 5.0), (5.0, 6.0), (6.0, 7.0)]

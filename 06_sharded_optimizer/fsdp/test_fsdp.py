@@ -29,7 +29,6 @@ from tools.check import checks_of_wrappers
 from tools.testing import Ranks, judged
 
 SCRIPT = Path(__file__).with_name("fsdp.py")
-FOLDER = "06_sharded_optimizer/fsdp"
 FULL = pytest.mark.full
 
 
@@ -524,7 +523,7 @@ def test_script(forked, tmp_path, words):
     words += "--data data --json json --trace trace --plot plot".split()
     status, output = forked(2, SCRIPT, *words, cwd=tmp_path)
     assert status == 0, output
-    result = testing.read_json(tmp_path / "json", FOLDER)
+    result = testing.read_json(tmp_path / "json", "06_sharded_optimizer/fsdp")
     assert set(result["verify"]) == {"FSDP", "FSDP (mine)"}
     assert all(one["max_abs_diff"] <= 1e-10 for one in result["verify"].values())
     if sys.platform == "linux":

@@ -96,27 +96,9 @@ class KeepsCopies(FSDP):
         self.copies = copies
 
 
-class StepsSlices(mistakes.RightShards):
-    """Its inner optimizer knows slices of flat memory, and no parameter."""
-
-    def add_param_group(self, group):
-        super().add_param_group(group)
-        local = self.local.param_groups[-1]
-        self.whole = getattr(self, "whole", [])
-        self.whole.append(local["params"])
-        local["params"] = [nn.Parameter(each.detach().view(-1)) for each in local["params"]]
-
-    def step(self, closure=None):
-        for group, whole in zip(self.local.param_groups, self.whole, strict=True):
-            for part, parameter in zip(group["params"], whole, strict=True):
-                part.grad = None if parameter.grad is None else parameter.grad.view(-1)
-        super().step()
-
-
 @pytest.mark.parametrize(
     "module, mine, expected, means",
     [
-        (checks_of_optimizers, StepsSlices, None, ""),
         (checks_of_fsdp, KeepsCopies, "keeps_a_part_of_the_weights", "not freed"),
         (checks_of_fsdp, mistakes.RoundsMaster, "computes_in_another_dtype", "already cast"),
         (checks_of_optimizers, mistakes.ForgetsOptions, "steps_like_adamw", "learning rate"),
