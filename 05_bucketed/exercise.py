@@ -32,7 +32,7 @@ class BucketedDDP(nn.Module):
 
     @contextmanager
     def no_sync(self):
-        """Within it gradients are only added up: hooks and the finish do nothing."""
+        """Return a context within which gradients are only added up, and nothing is sent."""
         self.synchronizing = False
         yield
         self.synchronizing = True

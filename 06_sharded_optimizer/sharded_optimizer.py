@@ -271,7 +271,7 @@ def compare(weights: dict, expected: dict, tolerance: float, theirs: str) -> dic
     return {"max_abs_diff": worst, "tolerance": tolerance, "passed": True}
 
 
-class Training:
+class Trainee:
     """Train a language model with averaged gradients, and note what a step takes."""
 
     def __init__(
@@ -354,12 +354,12 @@ def benchmark(optimizers: dict, args, device, batch_shape) -> dict:
 
     if not args.no_baseline:
         optimizers = {"AdamW": ADAMW, **optimizers}
-    new = partial(Training, args, device, batch_shape)
+    new = partial(Trainee, args, device, batch_shape)
     candidates = {name: new(make_optimizer) for name, make_optimizer in optimizers.items()}
     memory = {}
-    for name, training in candidates.items():
-        training.step()  # the first one makes the state
-        memory[name] = gather_objects(training.held_parts())
+    for name, trainee in candidates.items():
+        trainee.step()  # the first one makes the state
+        memory[name] = gather_objects(trainee.held_parts())
     print_memory(memory, ["parameters", "gradients", "optimizer state"])
     setup.say(MEMORY_LEGEND)
     if not args.no_baseline:
@@ -375,13 +375,14 @@ def benchmark(optimizers: dict, args, device, batch_shape) -> dict:
     return {"memory_bytes": memory, "candidates": rows}
 
 
-def time_steps(candidates: dict[str, Training], args, baseline: str) -> list[dict]:
+def time_steps(candidates: dict[str, Trainee], args, baseline: str) -> list[dict]:
     """Measure their steps in turn, and print them; returns rows of the JSON."""
     from common import timing
 
-    steps = {name: training.step for name, training in candidates.items()}
+    steps = {name: trainee.step for name, trainee in candidates.items()}
     timing.keep_pace(steps, args)
     samples = timing.measure(steps, args.steps, args.warmup)
+    timing.warn_of_drift(samples)
     for name, step in steps.items():
         samples[name]["sent_bytes"] = sent_bytes(step)
     timing.profile(steps, args.trace)

@@ -1,6 +1,6 @@
 """07: the images of resnet_ddp.py, at any size: the digits of common/, or CIFAR-10.
 
-Every rank has both sets whole, and sharded_loaders chooses its images from them.
+Every rank has both sets whole, and loaders_of_shares chooses its images from them.
 """
 
 import os

@@ -40,7 +40,7 @@ class Training(NamedTuple):
     device: torch.device
 
 
-def sharded_loaders(
+def loaders_of_shares(
     train_set: Dataset, test_set: Dataset, batch_size: int, seed: int, **options
 ) -> tuple[DataLoader, DataLoader]:
     """Return loaders of this rank's share of both sets, `batch_size` images at a time.
@@ -361,7 +361,7 @@ def main():
         batch_size = choose_sizes(args, device)
         data = load_images(args.data, args.download, args.image_size)
         options = {"num_workers": args.workers, "pin_memory": device.type == "cuda"}
-        batches = sharded_loaders(*data, batch_size, args.seed, **options)
+        batches = loaders_of_shares(*data, batch_size, args.seed, **options)
         if len(batches[0]) == 0:
             setup.fail(f"argument --global-batch: there are only {len(data[0])} images")
 

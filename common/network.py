@@ -108,7 +108,6 @@ class Wire:
         self.network, self.stretch = read_network(text), stretch
         self.pace = self.least_stretch = 0.0
         self.last_steps.clear()
-        answer_gloo()
 
     def keep_pace(self, seconds: float) -> None:
         """Follow this machine's speed, after a step without communication that took so long here.
@@ -128,7 +127,7 @@ class Wire:
         self.is_slow = False
 
     def cost(self, name: str, size_bytes: int, world_size: int) -> tuple[float, float]:
-        """Seconds here for which a collective takes the wire, and those of its delays."""
+        """Return the seconds here for which a call takes the wire, and those of its delays."""
         steps, share = COSTS[name]
         others = world_size - 1
         transfer = share * others / world_size * size_bytes / self.network.rate
@@ -182,6 +181,7 @@ class ProcessGroupOverGloo(dist.ProcessGroup):
         self._set_default_backend(kind)  # for what torch's C++ does without asking this class
         self._register_backend(torch.device("cpu"), kind, self.gloo)
         self.collectives = 0  # so many were launched; torch's tools see none of them
+        dist.get_backend = get_backend  # new_group() asks torch's own, and so keeps its backend
 
     @torch._disable_dynamo  # torch.compile must not look into a group that torch calls meanwhile
     def call(self, name: str, *arguments, **options) -> dist.Work:
@@ -209,11 +209,6 @@ def get_backend(group: dist.ProcessGroup | None = None) -> str:
     """Return torch's answer, but "gloo" for a backend over gloo: classes ask for it by its name."""
     name = torchs_get_backend(group)
     return "gloo" if name in OVER_GLOO else name
-
-
-def answer_gloo() -> None:
-    """Let dist.get_backend() say gloo; new_group() asks torch's own, and so keeps its backend."""
-    dist.get_backend = get_backend
 
 
 def register_over_gloo(name: str, group_class: type) -> None:

@@ -15,21 +15,21 @@ import numpy
 import torch
 import torch.distributed as dist
 
-from common.setup import FINISHES, SIZES, fail, is_rank_0, say, wire
+from common.setup import FINISHES, SIZES, fail, is_rank_0, say, stretch
 
 
 def percentiles(samples: list) -> list[float]:
-    """The 50th, 75th, 90th and 95th percentile over all ranks, in the unit of the samples."""
+    """Return the 50th, 75th, 90th and 95th percentile over all ranks, in the samples' unit."""
     return numpy.percentile(samples, (50, 75, 90, 95)).tolist()
 
 
 def milliseconds(samples: list) -> list[str]:
-    """The percentiles of samples in seconds, as four cells of a table in ms."""
+    """Return the percentiles of samples in seconds, as four cells of a table in ms."""
     return [f"{1000 * value:.1f}" for value in percentiles(samples)]
 
 
 def ratio(samples: list, others: list | None) -> str:
-    """The ratio of two p50s as a cell of a table; "-" where there is nothing to compare with."""
+    """Return the ratio of two p50s as a cell of a table; "-" with nothing to compare with."""
     return f"{percentiles(samples)[0] / percentiles(others)[0]:.3f}" if others else "-"
 
 
@@ -41,7 +41,7 @@ def print_table(header: list[str], rows: list[list[str]]) -> None:
 
 
 def print_row(cells: list[str], widths: list[int]) -> None:
-    """One line of such a table, where the rows are known one by one and the widths before them."""
+    """Print a line of such a table, where the rows are known one by one."""
     line = cells[0].ljust(widths[0])
     for cell, width in zip(cells[1:], widths[1:], strict=True):
         line += "  " + cell.rjust(width)
@@ -88,7 +88,7 @@ def require_memory(model: dict, copies: int) -> None:
 
 
 def log_step(args, epoch: int, step: int, loss: torch.Tensor, times: dict[str, float]) -> None:
-    """A line of verify, where --log-every wants one; `times`: seconds by names as in the JSON."""
+    """Print a line of verify, where --log-every wants one; `times`: seconds by names."""
     if args.log_every and step % args.log_every == 0:
         parts = [
             f"{name.removesuffix('_seconds')} {1000 * seconds:.2f} ms"
@@ -165,8 +165,6 @@ def begin(stage: str, args, device: torch.device) -> dict:
         where += f" behind an emulated network of {args.network}"
     ranks = f"{world_size} ranks, threads per rank: {threads}"
     say(f"{stage}: torch {torch.__version__}, {where}, {ranks}")
-    if wire() and wire().stretch > 1:
-        say(f"The ranks share cores: a second of the network takes {wire().stretch:g} s here")
     return head(stage, args, dist.get_backend(), device.type, world_size, threads)
 
 
@@ -178,6 +176,7 @@ def head(stage: str, args, backend, device, world_size, threads: int | None) -> 
         "torch": torch.__version__,
         "backend": backend,
         "network": getattr(args, "network", None),
+        "stretch": stretch(),  # at first; candidates have that of each sample
         "device": device,
         "device_name": torch.cuda.get_device_name() if on_gpu else processor_name(),
         "world_size": world_size,
@@ -188,7 +187,7 @@ def head(stage: str, args, backend, device, world_size, threads: int | None) -> 
 
 
 def processor_name() -> str:
-    """The processor's model, where Linux tells; elsewhere its architecture."""
+    """Return the processor's model, where Linux tells; elsewhere its architecture."""
     system = Path("/proc/cpuinfo")
     found = re.search(r"model name\s*: (.*)", system.read_text()) if system.exists() else None
     return found[1] if found else platform.machine()
@@ -211,13 +210,13 @@ def write_json(path: Path | None, result: dict, say_so: bool = True) -> None:
 
 
 def held_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """The bytes of tensors on this rank: of a DTensor, those of its shard."""
+    """Return the bytes of tensors on this rank: of a DTensor, those of its local part."""
     local = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
     return sum(tensor.nbytes for tensor in local)
 
 
 def peak_bytes(function: Callable[[], object], device: torch.device) -> int:
-    """Call a function: the most bytes of tensors that there were meanwhile, beyond those before.
+    """Call a function, and return the most bytes of tensors that there were beyond those before.
 
     On a CPU all ranks must call it, and the least of several calls is right: the profiler may miss
     what a thread of gloo gives back.

@@ -105,7 +105,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def checked(convert, is_allowed, allowed: str):
-    """A type for argparse: what `convert` makes of the text, if `is_allowed` says so."""
+    """Return a type for argparse: what `convert` makes of the text, if `is_allowed` says so."""
 
     def check(text: str):
         with suppress(ValueError):
@@ -121,12 +121,12 @@ def whole_number(low: int, high: int = 2**31 - 1):
 
 
 def list_of(convert):
-    """A type for argparse: comma-separated values."""
+    """Return a type for argparse: comma-separated values."""
     return lambda text: [convert(word) for word in text.split(",")]
 
 
 def can_be_written(file: Path) -> bool:
-    """Whether its folder is there and can be written to; of all folders only results/ is made."""
+    """Tell whether its folder is there and can be written to; only results/ is made."""
     folder = file.absolute().parent
     if folder == ROOT / "results":
         with suppress(OSError):
@@ -141,7 +141,7 @@ network_text = checked(str, emulated.read_network, "a rate and a delay: 1gbit,1m
 
 
 def add_process_group_arguments(parser: Parser) -> None:
-    """The flags that `process_group` reads."""
+    """Add the flags that `process_group` reads."""
     add = parser.add_argument
     devices = ["auto", "cpu", "cuda"]
     backends = ["auto", "gloo", "nccl"]
@@ -153,7 +153,7 @@ def add_process_group_arguments(parser: Parser) -> None:
 
 
 def add_training_arguments(parser: Parser, steps: int) -> None:
-    """The flags of scripts that train a language model; `steps` is the default of --steps."""
+    """Add the flags of scripts that train a language model; `steps` is --steps' default."""
     add = parser.add_argument
     one = whole_number(1)
     add("--size", choices=SIZES, default="mini", help="CS336 2025: xl, 2.7b; 2026: xl-2026, 10b")
@@ -177,7 +177,7 @@ def add_mine(parser: Parser) -> None:
 
 
 def add_verify_arguments(parser: Parser) -> None:
-    """The flags of what verifies before it measures."""
+    """Add the flags of what verifies before it measures."""
     add = parser.add_argument
     add("--no-verify", action="store_true", help="only measure")
     add("--no-baseline", action="store_true", help="measure this stage alone, to save memory")
@@ -185,19 +185,19 @@ def add_verify_arguments(parser: Parser) -> None:
     add("--download", action="store_true", help="fetch MNIST into --data first")
     every = "verify: loss and times of rank 0 every N steps; 0: none"
     add("--log-every", type=whole_number(0), default=0, metavar="N", help=every)
-    trace = "Chrome trace of three more steps of each row, on rank 0"
+    trace = "Chrome trace of three more steps of each row, on rank 0; in this machine's time"
     add("--trace", type=output_file, metavar="FILE", help=trace)
 
 
 def add_plot_arguments(parser: Parser, name: str) -> None:
-    """--plot FILE, by default results/NAME of this repository, and --no-plot."""
+    """Add --plot FILE, by default results/NAME of this repository, and --no-plot."""
     picture = str(ROOT / "results" / name)  # text: argparse converts it after --help
     parser.add_argument("--plot", type=output_file, metavar="FILE", default=picture, help="PNG")
     parser.add_argument("--no-plot", dest="plot", action="store_false", help="draw nothing")
 
 
 def stage_arguments(description: str, steps: int, **options) -> argparse.Namespace:
-    """The command line of stages 02 to 06; `options`, numbers above 0, are flags of one of them."""
+    """Read the command line of stages 02 to 06; `options` are more flags, numbers above 0."""
     parser = Parser(description)
     add_training_arguments(parser, steps)
     for name, default in options.items():
@@ -296,7 +296,7 @@ def users_class(args: argparse.Namespace) -> dict:
 
 
 def cores() -> float:
-    """Cores that this process may use: by its affinity, and by a container's quota and period."""
+    """Return the cores that this process may use, by its affinity and a container's quota."""
     found = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):  # macOS has none
         found = len(os.sched_getaffinity(0))
@@ -307,7 +307,7 @@ def cores() -> float:
 
 
 def threads_per_rank(ranks: int) -> int:
-    """Cores divided by the ranks of this host; at least 1."""
+    """Return the cores divided by the ranks of this host; at least 1."""
     return max(1, int(cores() // ranks))
 
 
@@ -442,7 +442,7 @@ def start_rank(rank: int, environment: dict[str, str], function, arguments: tupl
 
 
 def end_with_parent() -> None:
-    """A rank never outlives the process that started it, even if that was killed."""
+    """End this rank with the process that started it, even if that was killed."""
     mp.parent_process().join()
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -455,7 +455,7 @@ def load_digits() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def load_images(data: str | None, download: bool) -> list[torch.Tensor]:
-    """Training images, their labels, test images, their labels: float64 [n, pixels], int64 [n].
+    """Return images float64 [n, pixels] and labels int64 [n] to train on, and those to test on.
 
     MNIST from the folder `data`, or else our 1,797 digits: 297 held out, the others ten times.
     """
@@ -494,7 +494,7 @@ def load_equal_shares(args: argparse.Namespace, device: torch.device) -> list[to
 
 
 def classifier(seed: int, images: torch.Tensor) -> nn.Module:
-    """The model that verify trains, for images of this size, dtype and device."""
+    """Return the model that verify trains, for images of this size, dtype and device."""
     torch.manual_seed(seed)
     first = nn.Linear(images.shape[1], 50)
     layers = first, nn.ReLU(), nn.Linear(50, 50), nn.ReLU(), nn.Linear(50, 10)

@@ -1,7 +1,7 @@
 """A stopwatch for CPU and CUDA, and the loop that measures candidates side by side."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -52,7 +52,7 @@ class Stopwatch:
         parameter.register_post_accumulate_grad_hook(lambda _: self.mark("last gradient"))
 
     def times(self) -> dict[str, float]:
-        """Of a step with the phases forward, backward, sync and optimizer, as the JSON has them.
+        """Return the seconds of a step with the phases forward, backward, sync and optimizer.
 
         Exposed communication: from the last gradient until all are averaged.
         """
@@ -95,6 +95,7 @@ def measure(candidates: dict[str, Callable[[], dict]], steps: int, warmup: int) 
             if network and times is not None:
                 times["collectives"] = dist.group.WORLD.collectives - launched
                 times["stretch"] = network.stretch
+            # Only a step that sends nothing tells how fast this machine is.
             if network and network.pace and name == NO_COMMUNICATION:
                 network.keep_pace(times["step_seconds"] * network.stretch)
     all_ranks = [None] * dist.get_world_size()
@@ -124,13 +125,20 @@ def keep_pace(candidates: dict[str, Callable[[], dict]], args) -> None:
     A step of `no communication` counts as `pace_of(args)` seconds; with 0 the stretch stays.
     """
     network, pace = wire(), pace_of(args)
-    if not (network and pace and NO_COMMUNICATION in candidates):
+    if network is None:
+        return
+    if pace == 0 or NO_COMMUNICATION not in candidates:
+        say(f"No pace: a second of the network takes {network.stretch:g} s here")
         return
     network.pace = pace
     measure({NO_COMMUNICATION: candidates[NO_COMMUNICATION]}, steps=4, warmup=0)
     if network.stretch < 1 and calls_cost_more(network):
         network.least_stretch = network.stretch = 1.0
-        say("This machine is fast: at this pace calls would cost over 15 % more than requested")
+        say(
+            f"No pace: this machine is so fast that at {pace:g} s for a step calls would cost over "
+            "15 % more than requested"
+        )
+        return
     say(
         f"One pace: a step of {args.size} without communication counts as {pace:g} s; here it takes"
         f" {network.stretch * pace:.2f} s, so a second of the network takes {network.stretch:.2f} s"
@@ -138,7 +146,7 @@ def keep_pace(candidates: dict[str, Callable[[], dict]], args) -> None:
 
 
 def calls_cost_more(network) -> bool:
-    """Whether a small call costs more than 1.15 times what was requested."""
+    """Tell whether a small call costs over 1.15 times what was requested, in the network's time."""
     world_size = dist.get_world_size()
     requested = sum(network.cost("allreduce", 4096, world_size)) / network.stretch
     return all_reduce_costs(torch.device("cpu"))["call_seconds"] > 1.15 * requested
@@ -218,11 +226,24 @@ def benchmark(candidates: dict[str, Callable[[], dict]], args, device: torch.dev
         else:
             calls = count_collectives(candidates[name])
         measured.append({"name": name, **of_candidate, "collectives_per_step": calls})
-    if wire():
-        stretches = numpy.concatenate([samples[name]["stretch"] for name in samples])
-        if stretches.max() > MOST_DRIFT * stretches.min():
-            say(
-                f"warning: a second of the network took {stretches.min():.2f} to "
-                f"{stretches.max():.2f} s here: leave the machine alone, and run again"
-            )
+    warn_of_drift(samples)
     return {"all_reduce": costs, "candidates": measured}
+
+
+def warn_of_drift(samples: dict[str, dict]) -> None:
+    """Say so if the machine's speed has changed by too much while these were measured."""
+    if not wire():
+        return
+    low, high = drift(samples.values())
+    if high > MOST_DRIFT * low:
+        say(
+            f"warning: a second of the network took {low:.2f} to {high:.2f} s here: leave the "
+            "machine alone, and run again"
+        )
+
+
+def drift(candidates: Iterable[dict]) -> tuple[float, float]:
+    """Return the lowest and the highest stretch under which these were measured; 1 without one."""
+    of_ranks = [rank for one in candidates for rank in one.get("stretch", [])]
+    stretches = [stretch for rank in of_ranks for stretch in rank] or [1.0]
+    return min(stretches), max(stretches)

@@ -33,7 +33,7 @@ def claims_of(text: str):
 
 
 def is_recorded(number: str, recorded: list[str]) -> bool:
-    """Whether one of these is this number, when it is rounded to as many decimals."""
+    """Tell whether one of these is this number, when it is rounded to as many decimals."""
     decimals = len(number.partition("e")[0].partition(".")[2])
     power = int(number.partition("e")[2] or 0)
     rounding = 0.5001 * 10 ** (power - decimals)
@@ -42,7 +42,7 @@ def is_recorded(number: str, recorded: list[str]) -> bool:
 
 
 def wrong_figures(page: Path) -> list[str]:
-    """A line for each number of the page that is not in the recording that it names."""
+    """Return a line for each number of the page that is not in the recording that it names."""
     wrong = []
     for files, row, numbers, is_optional in claims_of(CODE.sub("", page.read_text())):
         paths = [page.parent / file.strip() for file in files.split(",")]

@@ -21,7 +21,7 @@ import torch
 
 from common.report import processor_name
 from common.setup import ROOT, Parser, fail, say
-from common.timing import MOST_DRIFT, NO_COMMUNICATION
+from common.timing import MOST_DRIFT, NO_COMMUNICATION, drift
 from tools import figures
 
 sys.path.append(str(ROOT / "05_bucketed" / "compare"))
@@ -84,7 +84,7 @@ RECORDINGS = {  # besides those below that are one command
     ],
     TIMELINE: 3 * [f'make timeline {SLOW} ARGS="--json results/timeline.json"'],
     "05_bucketed/predict/reference_output_1gbit.txt": [
-        f"make 05_bucketed/predict {SLOW}",
+        f'make 05_bucketed/predict {SLOW} ARGS="--json results/predict.json"',
         "cp results/step.html 05_bucketed/predict/step.html",
         "cp results/gradients.png 04_overlap_ddp/gradients.png",
     ],
@@ -152,7 +152,7 @@ for folder, variants in {
         "_course": f'NETWORK=5gbit,1ms ARGS="{COURSE}"',
     },
     "05_bucketed/predict": {"": ""},
-    "06_sharded_optimizer": {"_1gbit": f'{SLOW} ARGS="--no-verify"'},
+    "06_sharded_optimizer": {"_1gbit": f'{SLOW} ARGS="--no-verify --json results/stage.json"'},
     "07_resnet_ddp/compile_ddp": {"": "", "_1gbit": f'{SLOW} ARGS="--steps 5"'},
     "07_resnet_ddp/sweep": {"": ""},
     "08_ddp_rpc": {"": "", "_8": 'NPROC=8 ARGS="--steps 100"'},
@@ -208,10 +208,8 @@ def run(command: str) -> str:
 
 def has_drifted(file: Path) -> bool:
     """Tell whether the stretch of the network has changed by too much within a run."""
-    candidates = json.loads(file.read_text()).get("candidates", [])
-    of_ranks = [rank for one in candidates for rank in one.get("stretch", [])]
-    stretches = [stretch for rank in of_ranks for stretch in rank]
-    return bool(stretches) and max(stretches) > MOST_DRIFT * min(stretches)
+    low, high = drift(json.loads(file.read_text()).get("candidates", []))
+    return high > MOST_DRIFT * low
 
 
 def draw_stages(drawn: set[str], is_last_run: bool) -> None:
@@ -220,22 +218,24 @@ def draw_stages(drawn: set[str], is_last_run: bool) -> None:
     A step agrees if its ratio lies in the range of compare's, and if its forward is within 15 % of
     that of `no communication`. Those of the last run are copied in any case.
     """
-    found = medians.read_run(ROOT / "results/timeline.json")
-    of_compare = [medians.read_run(path) for path in sorted(ROOT.glob("results/slow_[1-3].json"))]
+    found = json.loads((ROOT / "results/timeline.json").read_text())["drawn"]
+    floor = found[NO_COMMUNICATION]
+    numbers = range(1, 1 + RUNS["slow"][0])  # compare's runs have to be there
+    of_compare = [medians.read_run(ROOT / f"results/slow_{n}.json") for n in numbers]
     for folder in STAGES.keys() - drawn:
         expected = medians.ratios(of_compare, STAGES[folder], NO_COMMUNICATION)
-        [ratio] = medians.ratios([found], folder, NO_COMMUNICATION)
-        forward, floor = [found[row]["forward_seconds"] for row in (folder, NO_COMMUNICATION)]
-        agrees = min(expected) <= ratio <= max(expected) and abs(forward / floor - 1) < 0.15
+        ratio = found[folder]["step_ms"] / floor["step_ms"]
+        forward = found[folder]["forward_ms"] / floor["forward_ms"]
+        agrees = min(expected) <= ratio <= max(expected) and abs(forward - 1) < 0.15
         if agrees or is_last_run:
             shutil.copy(ROOT / f"results/timeline_{folder}.png", ROOT / folder / "timeline.png")
-            shutil.copy(ROOT / "results/timeline.png", ROOT / "05_bucketed/compare/timeline.png")
         if agrees:
             drawn.add(folder)
         else:
             say(
                 f"{folder}: {ratio:.2f} in the timeline, {min(expected):.2f} to {max(expected):.2f}"
             )
+    shutil.copy(ROOT / "results/timeline.png", ROOT / "05_bucketed/compare/timeline.png")
 
 
 def record(name: str) -> str:

@@ -65,7 +65,8 @@ def sweep(args, device: torch.device, result: dict) -> Link:
     for mb in sorted(set(args.bucket_sizes_mb), reverse=True):
         ours[f"BucketedDDP, {mb:g} MB"] = compare.strategies(mb)["BucketedDDP"]
         if in_turn:
-            torchs[f"torch DDP, {mb:g} MB"] = partial(DistributedDataParallel, bucket_cap_mb=mb)
+            options = {"bucket_cap_mb": mb, "gradient_as_bucket_view": True}
+            torchs[f"torch DDP, {mb:g} MB"] = partial(DistributedDataParallel, **options)
     wrappers = {name: strategy.wrap for name, strategy in ours.items()} | torchs
     alone = measure_beside(args, device, wrappers, result, in_turn, args.trace)
     link = alone.link

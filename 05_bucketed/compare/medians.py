@@ -192,7 +192,8 @@ def main() -> None:
     if not args.scaling:
         return
     for label, runs in columns.items():
-        if not label.isdigit() or not set(LINES) < set(runs[0]):
+        is_whole = all({NO_COMMUNICATION, *LINES} <= set(run) for run in runs)
+        if not label.isdigit() or not is_whole:
             setup.fail(f"argument --scaling: {label!r} is not a number of ranks, with all stages")
     of_ranks = {int(label): runs for label, runs in columns.items()}
     rows = []

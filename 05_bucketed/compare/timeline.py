@@ -138,18 +138,20 @@ def main() -> None:
         def step(wrapped) -> dict:
             wire.spans.clear()
             times = train(wrapped)
-            times["forward_seconds"] = watch.seconds("forward starts", "forward ends")
             return times | {"bars": bars_of(watch.marks, list(wire.spans), wire.stretch)}
 
         candidates = {name: partial(step, wrap(model)) for name, wrap in STAGES.items()}
         timing.keep_pace(candidates, args)
         samples = timing.measure(candidates, args.steps, args.warmup)
-        steps = {}
+        timing.warn_of_drift(samples)
+        steps, drawn = {}, {}
         for name, of_stage in samples.items():
             steps[name] = sorted(of_stage.pop("bars")[0], key=duration)[args.steps // 2]
             calls = sum(bar.row > 0 for bar in steps[name])
+            drawn[name] = {"step_ms": duration(steps[name]), "forward_ms": steps[name][0].end}
             setup.say(f"{name}: {calls} all-reduces in {duration(steps[name]):.0f} ms")
         result["candidates"] = [{"name": name, **samples[name]} for name in samples]
+        result["drawn"] = drawn
         report.write_json(args.json, result)
     if not args.plot or not setup.is_rank_0():
         return

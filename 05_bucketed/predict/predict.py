@@ -123,9 +123,10 @@ def measure_beside(args, device, wrappers: dict, result: dict, in_turn=True, tra
         wrapped = {name: wrap(model) for name, wrap in group.items()}
         steps = {name: partial(step, each) for name, each in wrapped.items()}
         measured = timing.benchmark(steps, args, device)
-        for name in steps if trace else ():
-            file_name = f"{trace.stem}_{name.replace(', ', '_').replace(' ', '_')}"
-            timing.profile({name: steps[name]}, trace.with_stem(file_name))
+        if trace:
+            for name in steps:
+                file_name = f"{trace.stem}_{name.replace(', ', '_').replace(' ', '_')}"
+                timing.profile({name: steps[name]}, trace.with_stem(file_name))
         for each in wrapped.values():
             for hook in getattr(each, "hooks", []):  # they would keep the wrapper in memory
                 hook.remove()

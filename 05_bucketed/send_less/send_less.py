@@ -47,8 +47,9 @@ class RoundedDDP(BucketedDDP):
 
     def finish_gradient_synchronization(self) -> None:
         super().finish_gradient_synchronization()
-        for bucket in self.buckets:
-            bucket.flat.copy_(bucket.rounded)
+        if self.synchronizing:
+            for bucket in self.buckets:
+                bucket.flat.copy_(bucket.rounded)
 
 
 class DiLoCo:
@@ -205,7 +206,7 @@ class Racer:
         return seconds.item() / dist.get_world_size()
 
 
-def race(args) -> dict:
+def race(args) -> tuple[dict, list[float]]:
     """Train all in slices of time, in turn; returns {name: its curve, and bytes sent}.
 
     A batch of `alone` counts as NOMINAL seconds, on any machine at any load. What it has really
@@ -214,32 +215,37 @@ def race(args) -> dict:
     text, held_out = read_text()
     held_out = draw_batch(held_out, 128, torch.Generator().manual_seed(0))
     racers = {name: Racer(each, text, args.seed) for name, each in CANDIDATES.items()}
+    wire, stretches = setup.wire(), []
+    wire.pace = racers["alone"].turn
     for goal in numpy.linspace(0, args.seconds, SLICES + 1)[1:]:
-        of_alone = []
         for name, racer in racers.items():
             setup.progress(f"{goal:.0f} of {args.seconds:.0f} s: {name}")
             while racer.batches == 0 or racer.clock + racer.turn / 2 < goal:
                 seconds = racer.train()
-                if name == "alone":  # its turn stays what it is by definition
-                    of_alone.append(seconds)
-                    stretch = numpy.median(of_alone) / racer.turn
+                if name == "alone":  # its turn takes as long as NOMINAL says, by definition
+                    wire.keep_pace(seconds)
+                    stretches.append(wire.stretch)
                 else:
-                    racer.turn = seconds / stretch
+                    racer.turn = seconds / wire.stretch
                 racer.clock += racer.turn
-            if name == "alone":
-                setup.wire().stretch = stretch
             with torch.no_grad():
                 loss = loss_of(racer.module, held_out).item() if setup.is_rank_0() else 0.0
             racer.curve.append([racer.clock, racer.batches, loss])
             dist.barrier()
-    return {name: {"curve": each.curve, "sent": each.sent} for name, each in racers.items()}
+    low, high = min(stretches), max(stretches)
+    setup.say(
+        f"One pace: a batch of alone counts as {NOMINAL:g} s, so a second took {low:.2f} to "
+        f"{high:.2f} s here"
+    )
+    found = {name: {"curve": each.curve, "sent": each.sent} for name, each in racers.items()}
+    return found, stretches
 
 
-def print_race(race: dict) -> None:
-    """A row for each: batches of a rank, what it sent, loss at the end, and at equal batches."""
-    same = min(each["curve"][-1][1] for each in race.values())
+def print_race(found: dict) -> None:
+    """Print a row for each: batches, what a rank sent, loss at the end, and at equal batches."""
+    same = min(each["curve"][-1][1] for each in found.values())
     rows = []
-    for name, each in race.items():
+    for name, each in found.items():
         _, batches, losses = zip(*each["curve"], strict=True)
         at_same = numpy.interp(same, batches, losses)
         sent = f"{each['sent'] / 2**20:.1f}"
@@ -249,7 +255,7 @@ def print_race(race: dict) -> None:
 
 
 def draw(results: list[dict], path: Path) -> None:
-    """Loss of the held-out text over time, each result in a panel of its own."""
+    """Draw the loss of the held-out text over time, each result in a panel of its own."""
     figure, axes = medians.new_picture(5 * len(results), 4)
     axes.remove()
     panels = figure.subplots(1, len(results), sharey=True, squeeze=False)[0]
@@ -279,7 +285,7 @@ def main():
     args = parser.parse_args()
     with setup.process_group("cpu", "gloo", network=args.network) as device:
         result = report.begin("05_bucketed/send_less", args, device)
-        result["race"] = race(args)
+        result["race"], result["stretches"] = race(args)
         print_race(result["race"])
         if args.plot and setup.is_rank_0():
             others = [json.loads(args.beside.read_text())] if args.beside else []

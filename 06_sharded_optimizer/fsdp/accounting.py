@@ -7,7 +7,7 @@ from functools import partial
 import sharded_optimizer as stage
 import torch
 import torch.distributed as dist
-from sharded_optimizer import ADAMW, Training
+from sharded_optimizer import ADAMW, Trainee
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -75,7 +75,7 @@ def benchmark(args, device, model, wraps, choose_units) -> list[dict]:
     batch_shape = model["batch_size"], model["context_length"]
     candidates = {}
     for name, wrap in wraps.items():
-        candidates[name] = Training(args, device, batch_shape, ADAMW, wrap, finish)
+        candidates[name] = Trainee(args, device, batch_shape, ADAMW, wrap, finish)
     return stage.time_steps(candidates, args, "torch fully_shard")
 
 
@@ -88,24 +88,24 @@ def measure_memory(args, device, wrap, choose_units) -> dict:
     memory = {}
     for name, (make_optimizer, wrapper) in candidates.items():
         if name == "FSDP" or not args.no_baseline:
-            training = Training(args, device, (1, 8), make_optimizer, wrapper, finish)
-            memory[name] = stage.gather_objects(held_bytes(training, device))
+            trainee = Trainee(args, device, (1, 8), make_optimizer, wrapper, finish)
+            memory[name] = stage.gather_objects(kept_and_in_flight(trainee, device))
     return memory
 
 
-def held_bytes(training: Training, device) -> list[int]:
+def kept_and_in_flight(trainee: Trainee, device) -> list[int]:
     """Return what a rank keeps, and what it holds at most beside that in forward and backward.
 
     The batch is one short sequence, so that activations hardly count.
     """
     for _ in range(2):
-        training.step()
+        trainee.step()
     peaks = []  # the profiler may miss what gloo gives back, or gloo be quicker: the median
     for _ in range(3):
-        training.optimizer.zero_grad()
-        peaks.append(report.peak_bytes(training.compute_gradients, device))
-    kept = training.held_parts()
-    is_ddp = isinstance(training.model, DistributedDataParallel)  # its gradients stay in buckets
+        trainee.optimizer.zero_grad()
+        peaks.append(report.peak_bytes(trainee.compute_gradients, device))
+    kept = trainee.held_parts()
+    is_ddp = isinstance(trainee.model, DistributedDataParallel)  # its gradients stay in buckets
     return [*kept, sorted(peaks)[1] - (0 if is_ddp else kept[1])]
 
 

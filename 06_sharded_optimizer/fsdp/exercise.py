@@ -26,5 +26,5 @@ class FSDP(nn.Module):
         raise NotImplementedError
 
     def gather_full_params(self) -> dict[str, torch.Tensor]:
-        """All parameters, whole, on every rank, under the module's own names."""
+        """Return all parameters, whole, on every rank, under the module's own names."""
         raise NotImplementedError

@@ -20,7 +20,7 @@ sys.path[:0] = [str(folder) for folder in (FOLDER.parent.parent, FOLDER.parent, 
 
 import accounting  # noqa: E402
 from fsdp import FSDP  # noqa: E402
-from sharded_optimizer import ADAMW, LanguageModel, Training  # noqa: E402
+from sharded_optimizer import ADAMW, LanguageModel, Trainee  # noqa: E402
 
 from common import network, report, setup, timing  # noqa: E402
 
@@ -134,30 +134,35 @@ def main() -> None:
         waits.append((start, time.monotonic()))
         return is_done
 
-    def step(training: Training) -> dict:
+    def step(trainee: Trainee) -> dict:
         wire = setup.wire()
         waits.clear()
         wire.spans.clear()
-        times = training.step()
-        bars = bars_of(training.watch.marks, waits, list(wire.spans), wire.stretch)
+        times = trainee.step()
+        bars = bars_of(trainee.watch.marks, waits, list(wire.spans), wire.stretch)
         return times | {"bars": bars}
 
     with setup.process_group(args.device, args.backend, args.timeout, args.network) as device:
-        model = report.describe(LanguageModel, args)
+        result = report.begin("06_sharded_optimizer/fsdp", args, device)
+        model = result["model"] = report.describe(LanguageModel, args)
         report.require_memory(model, copies=5 * len(WRAPS))
         network.SlowWork.wait = noting_wait
         batch_shape = model["batch_size"], model["context_length"]
         candidates = {}
         for name, wrap in WRAPS.items():
-            training = Training(args, device, batch_shape, ADAMW, wrap, accounting.finish)
-            candidates[name] = partial(step, training)
+            trainee = Trainee(args, device, batch_shape, ADAMW, wrap, accounting.finish)
+            candidates[name] = partial(step, trainee)
         timing.keep_pace(candidates, args)
         samples = timing.measure(candidates, args.steps, args.warmup)
+        timing.warn_of_drift(samples)
+        of_rank_0 = {name: samples[name].pop("bars")[0] for name in samples}
+        result["candidates"] = [{"name": name, **samples[name]} for name in samples]
+        report.write_json(args.json, result)
     if not setup.is_rank_0():
         return
     steps = {}
     for name in WRAPS:
-        steps[name] = bars = sorted(samples[name]["bars"][0], key=duration)[args.steps // 2]
+        steps[name] = bars = sorted(of_rank_0[name], key=duration)[args.steps // 2]
         in_forward, in_backward = [waiting(bars, phase) for phase in ("forward", "backward")]
         took = f"{duration(bars):.0f} ms"
         setup.say(f"{name}: {took}; it waits {in_forward:.0f} in forward, {in_backward:.0f} after")

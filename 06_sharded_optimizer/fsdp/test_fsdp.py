@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from fsdp import FSDP
-from sharded_optimizer import Training
+from sharded_optimizer import Trainee
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
@@ -499,8 +499,8 @@ def held_by_a_rank():
     """Bytes of each part, of the language model in training; not of a loaded network alone."""
     args = SimpleNamespace(size="mini", seed=0, dtype="float32")
     cpu = torch.device("cpu")
-    training = Training(args, cpu, (1, 8), torch.optim.AdamW, FSDP, accounting.finish)
-    return accounting.held_bytes(training, cpu)
+    trainee = Trainee(args, cpu, (1, 8), torch.optim.AdamW, FSDP, accounting.finish)
+    return accounting.kept_and_in_flight(trainee, cpu)
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=FULL)])

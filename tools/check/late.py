@@ -14,13 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map
 
-from common.network import (
-    DelayedWork,
-    ProcessGroupOverGloo,
-    answer_gloo,
-    register_over_gloo,
-    tensors_in,
-)
+from common.network import DelayedWork, ProcessGroupOverGloo, register_over_gloo, tensors_in
 
 LATE = "late"  # the name of this backend, for init_process_group; get_backend() answers gloo
 LONGEST_DELAY = 0.002  # seconds; each rank and call has its own, from 0 on
@@ -104,4 +98,3 @@ for method, one in [
     setattr(LateProcessGroup, method, partialmethod(LateProcessGroup.launch_each, one))
 
 register_over_gloo(LATE, LateProcessGroup)
-answer_gloo()

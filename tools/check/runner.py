@@ -31,7 +31,7 @@ ENDED = "the class ended it, or gloo did: do all ranks make the same calls in th
 
 
 def serve(rank: int, world_size: int, limit: float, folder: str, pipe, call) -> None:
-    """A rank: joins the others, calls the check, tells what came of it, and waits for its end.
+    """Be a rank: join the others, call the check, tell what came of it, and wait for its end.
 
     It does not leave by itself: the others would miss it.
     """
@@ -85,7 +85,7 @@ def run(world_size: int, limit: float, check, *arguments) -> Answer:
 
 
 def collect(processes: list, pipes: dict, limit: float) -> dict[int, Answer]:
-    """What ranks answer until one has failed. Who is silent until the limit is stuck."""
+    """Return what ranks answer until one has failed. Who is silent until the limit is stuck."""
     answers = {}
     deadline = time.monotonic() + limit
     while pipes and (left := deadline - time.monotonic()) > 0:
