@@ -80,8 +80,12 @@ class Whole(torch.autograd.Function):
         return gradient.chunk(ranks)[dist.get_rank()]
 
 
-def whole(layer):
-    return Whole.apply(layer.part)
+def fill(layer, inputs):
+    layer.W = Whole.apply(layer.part)
+
+
+def free(layer, *_):
+    del layer.W
 
 
 class FSDP(Right):
@@ -92,8 +96,8 @@ class FSDP(Right):
             weight = layer._parameters.pop("W")
             own = weight.detach().chunk(dist.get_world_size())[dist.get_rank()].clone()
             layer.part = parts.setdefault(weight, torch.nn.Parameter(own, weight.requires_grad))
-            layer.register_forward_pre_hook(lambda layer, _: setattr(layer, "W", whole(layer)))
-            layer.register_forward_hook(lambda layer, *_: delattr(layer, "W"))
+            layer.register_forward_pre_hook(fill)
+            layer.register_forward_hook(free)
 
     def trained(self):
         named = self.module.named_parameters()
@@ -103,7 +107,7 @@ class FSDP(Right):
         full = dict(self.module.named_parameters())
         for name, layer in self.module.named_modules():
             if isinstance(layer, Linear):
-                full[f"{name}.W"] = whole(layer)
+                full[f"{name}.W"] = Whole.apply(layer.part)
         return full
 """
 FILES = {
