@@ -77,7 +77,13 @@ def script():
     from tools.testing import Script
 
     started = []
-    yield lambda *words, **options: started.append(Script(*words, **options)) or started[-1]
+
+    def start(*words, **options) -> Script:
+        run = Script(*words, **options)
+        started.append(run)
+        return run
+
+    yield start
     for one in started:
         one.kill()
 

@@ -35,14 +35,11 @@ def buckets_of_layers(bucket_size_mb):
     return [[numbers[parameter] for parameter in bucket.views] for bucket in model.buckets]
 
 
-@pytest.mark.parametrize(
-    "bucket_size_mb, expected",
-    [
-        # Layers of 128 bytes; layer 2 is larger than a bucket, layer 4 is of another dtype.
+def test_buckets_are_filled_in_reverse_order(ranks):
+    """Layers of 128 bytes; layer 2 is larger than a bucket, layer 4 is of another dtype."""
+    for bucket_size_mb, expected in (
         (256 / 2**20, [[6, 5], [4], [3], [2], [1, 0]]),
         (0, [[6], [5], [4], [3], [2], [1], [0]]),
         (None, [[6, 5, 3, 2, 1, 0], [4]]),
-    ],
-)
-def test_buckets_are_filled_in_reverse_order(ranks, bucket_size_mb, expected):
-    assert ranks(1).run(buckets_of_layers, bucket_size_mb) == [expected]
+    ):
+        assert ranks(2).run(buckets_of_layers, bucket_size_mb) == [expected] * 2

@@ -6,13 +6,17 @@ host wait between forward and finish, and nothing would overlap: so there torch 
 tensor made on the CPU by mistake ends in an error, too.
 """
 
-import importlib
 from contextlib import contextmanager
 
 import fsdp
 import pytest
 import torch
 import torch.distributed as dist
+from bucketed import BucketedDDP
+from flat_ddp import FlatDDP
+from naive_ddp import LanguageModel, NaiveDDP
+from overlap_ddp import OverlapDDP
+from sharded_optimizer import ShardedOptimizer, average_gradients
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -23,8 +27,7 @@ DEVICES = [
     pytest.param("meta", marks=pytest.mark.skipif(on_old_torch, reason="no collectives on meta")),
     pytest.param("cuda", marks=pytest.mark.cuda),
 ]
-WRAPPERS = {"naive_ddp": "NaiveDDP", "flat_ddp": "FlatDDP", "overlap_ddp": "OverlapDDP"}
-WRAPPERS |= {"bucketed": "BucketedDDP", "fsdp": "FSDP"}
+WRAPPERS = [NaiveDDP, FlatDDP, OverlapDDP, BucketedDDP, fsdp.FSDP]
 
 
 @pytest.fixture(params=DEVICES)
@@ -56,27 +59,23 @@ def nobody_asks(device):
 def language_model(device):
     """A model with a layer that is never used, and its tokens."""
     with device:
-        model = importlib.import_module("naive_ddp").LanguageModel(*SIZES["nano"][:5])
+        model = LanguageModel(*SIZES["nano"][:5])
         model.add_module("unused", nn.Linear(3, 3))
         return model, torch.zeros(2, 8, dtype=torch.long)
 
 
-def train(model, tokens, monkeypatch):
-    """Complete all gradients; only FSDP's finish may ask, and there alone, whether ranks differ."""
-    model(tokens).sum().backward()
-    monkeypatch.setattr(fsdp.FSDP, "_check_numbers", lambda *_: None)
-    monkeypatch.setattr(fsdp, "check_replicas", lambda *_: None)
-    model.finish_gradient_synchronization()
-    monkeypatch.undo()
-
-
-@pytest.mark.parametrize("module", WRAPPERS)
-def test_wrappers_ask_no_tensor_for_its_value(device, monkeypatch, module):
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_wrappers_ask_no_tensor_for_its_value(device, monkeypatch, wrapper):
+    """Only FSDP's finish may ask, and there alone, whether ranks differ."""
     model, tokens = language_model(device)
-    model = getattr(importlib.import_module(module), WRAPPERS[module])(model)
+    model = wrapper(model)
     with nobody_asks(device):
         for _ in range(2):
-            train(model, tokens, monkeypatch)
+            model(tokens).sum().backward()
+            with monkeypatch.context() as patch:
+                patch.setattr(fsdp.FSDP, "_check_numbers", lambda *_: None)
+                patch.setattr(fsdp, "check_replicas", lambda *_: None)
+                model.finish_gradient_synchronization()
     gradients = [parameter.grad for parameter in model.parameters()]
     assert {gradient.device.type for gradient in gradients} == {device.type}
 
@@ -91,14 +90,13 @@ def test_a_frozen_fsdp_asks_no_tensor_for_its_value(device):
 
 
 def test_the_sharded_optimizer_asks_no_tensor_for_its_value(device):
-    module = importlib.import_module("sharded_optimizer")
     model, tokens = language_model(device)
     del model.unused
-    optimizer = module.ShardedOptimizer(model.parameters(), torch.optim.AdamW)
+    optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW)
     with nobody_asks(device):
         for _ in range(2):
             optimizer.zero_grad()
             model(tokens).sum().backward()
-            module.average_gradients(model)
+            average_gradients(model)
             optimizer.step()
     assert {parameter.device.type for parameter in model.parameters()} == {device.type}

@@ -1,19 +1,20 @@
 """What scripts say: help, short errors, nothing twice."""
 
+import importlib
 import os
+import re
 import shutil
 import signal
 
 import pytest
+import torch
 
 from common.setup import ROOT
-from tools import testing
-from tools.testing import torchrun
+from tools.testing import torchrun, wait_for_line
 
-LADDER = ROOT / "02_naive_ddp" / "naive_ddp.py"
 LESSONS = sorted(page.parent for page in ROOT.glob("0?_*/**/README.md"))
 SCRIPTS = [lesson / f"{lesson.name.lstrip('0123456789_')}.py" for lesson in LESSONS]
-STAGES = [path for path in SCRIPTS if path.parent.parent == ROOT or path.stem == "fsdp"]
+COPIED = ["allreduce", "naive_ddp", "sharded_optimizer", "fsdp", "resnet_ddp", "ddp_rpc"]
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
@@ -23,40 +24,48 @@ def test_help(forked, path):
     assert all(len(line) <= 100 for line in output.splitlines()), output
 
 
-@pytest.mark.parametrize("path", STAGES, ids=lambda path: path.stem)
-def test_a_copy_of_a_script_alone_says_what_else_a_run_needs(forked, tmp_path, path):
-    shutil.copy(path, tmp_path)
-    status, output = forked(None, tmp_path / path.name, cwd=tmp_path)
-    assert status == 1 and output.count("\n") == 1, output
-    assert "copy the repository's folder common/" in output, output
+@pytest.mark.parametrize("name", COPIED)  # 03 to 05 end as 02 does
+def test_a_copy_of_a_script_alone_says_what_else_a_run_needs(forked, tmp_path, name):
+    [path] = [path for path in SCRIPTS if path.stem == name]
+    status, output = forked(None, shutil.copy(path, tmp_path), cwd=tmp_path)
+    assert status == 1 and output.count("\n") == 1 and "common/" in output, output
 
 
-def ours(script, *words, **environment):
-    """What `make` starts, in processes of their own."""
-    command = torchrun(2, *words)
-    command[2] = "tools.torchrun"
-    return script(command, cwd=ROOT, env=environment)
+WRONG = """allreduce --sizes-mb nan, allreduce --nproc 0, allreduce --backends mpi,
+naive_ddp --mine nowhere.py:X, bucketed --bucket-size-mb nan, bucket_sweep --bucket-sizes-mb nan,
+send_less --beside nowhere.json, sweep --model resnet1, sweep --model nowhere.py:X,
+compile_ddp --compile gcc, compile_ddp --device cpu --gpu-memory-stats, ddp_rpc --trainers 100000,
+ddp_rpc --nproc 8 --embedding-dim 100, ddp_rpc --round-trip-ms 2s"""
+if not torch.cuda.is_available():
+    WRONG += ", naive_ddp --device cuda, naive_ddp --backend nccl"
+
+
+@pytest.mark.parametrize("line", re.split(r",\s+", WRONG))
+def test_wrong_input_names_flag_and_value(refusal, line):
+    """What all scripts have: test_common.py."""
+    name, *words = line.split()
+    said = refusal(importlib.import_module(name).main, f"{name}.py", *words)
+    flag = [word for word in words if word.startswith("--")][-1]
+    assert said.startswith(f"argument {flag}") and words[-1] in said
 
 
 @pytest.mark.parametrize(
     "code, status, said",
     [
-        ("print(f'error: rank {rank}'); sys.exit(2)", 2, "error: rank 0\n"),
+        ("print('error: rank 0'); sys.exit(2)", 2, "error: rank 0\n"),
         ("os.kill(os.getpid(), 9)", 9, "error: rank 0 was ended by SIGKILL, then all others\n"),
+        ("print('waits'); time.sleep(100)", 128 + signal.SIGINT, "interrupted\n"),  # by Ctrl-C
     ],
 )
 def test_our_torchrun_is_short(script, tmp_path, code, status, said):
-    """Rank 0 fails, and rank 1 waits."""
-    path = tmp_path / "fails.py"
-    path.write_text(
-        f"import os, sys, time\nrank = int(os.environ['RANK'])\ntime.sleep(10 * rank)\n{code}"
-    )
-    assert ours(script, path).wait(60) == (status, said)
-
-
-def test_ctrl_c_is_said_once_and_no_log_stays(script, tmp_path):
-    run = ours(script, LADDER, "--no-verify", *testing.LONG, TMPDIR=str(tmp_path))
-    testing.wait_for_line(run, "mini model: ")
-    os.killpg(run.process.pid, signal.SIGINT)  # what a terminal does
-    assert run.wait(45) == (128 + signal.SIGINT, "interrupted\n")
+    """Rank 0 fails, or all are interrupted, and rank 1 waits; no log stays."""
+    path = tmp_path / "ends.py"
+    path.write_text(f"import os, sys, time\nos.environ['RANK'] == '0' or time.sleep(100)\n{code}")
+    command = torchrun(2, path)
+    command[2] = "tools.torchrun"  # what `make` starts
+    run = script(command, cwd=ROOT, env={"TMPDIR": str(tmp_path)})
+    if said == "interrupted\n":
+        wait_for_line(run, "waits")
+        os.killpg(run.process.pid, signal.SIGINT)  # what a terminal does
+    assert run.wait(60) == (status, said)
     assert not list(tmp_path.glob("torchelastic_*"))

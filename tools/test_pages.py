@@ -1,11 +1,15 @@
-"""The pages: their figures, the complete program of the first one, the lines for courses."""
+"""The pages: figures, the complete program of the first one, lines for courses; make read."""
 
+import html
 import re
 import shutil
+import subprocess
+import sys
 
 import pytest
 
 from tools import figures
+from tools.read import LADDER
 from tools.testing import ROOT
 
 DIFF = "<!-- figures: reference_output.txt -->\n| | p50 |\n|---|---|\n"
@@ -21,7 +25,6 @@ def test_every_figure_is_recorded(capsys):
         ("[34.6 ms](reference_output.txt) and [7](reference_output.txt), 9.9", []),
         ("[34.5 ms](reference_output.txt)", ["34.5"]),
         ("`[34.5](reference_output.txt)`\n\n```\n[34.5](reference_output.txt)\n```", []),
-        ('[34.6](reference_output.txt "p50") and [7.2](reference_output.txt "p75")', []),
         ('[7.2](reference_output.txt "p50") [34.6](reference_output.txt "p7")', ["7.2", "34.6"]),
         (f"{DIFF}| x | 482 of 9 | 1,468 |\n", []),
         (f"{DIFF}| p75 | 34.6 | 7.2 |\n", ["34.6"]),
@@ -98,3 +101,16 @@ def check_adapter(text: str, kind: str, checks: list[str]) -> None:
     module = import_module(f"tools.check.checks_of_{kind}")
     for check in checks:
         getattr(module, check)(*prepare(text, kind.removesuffix("s")))
+
+
+def test_make_read_holds_the_lessons_and_needs_python_alone():
+    """-S: what was installed is out of reach."""
+    command = [sys.executable, "-S", "-m", "tools.read"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0 and run.stdout == "written: results/read.html\n", run.stderr
+    page = (ROOT / "results" / "read.html").read_text()
+    shown = re.sub("<.*?>", "", html.unescape(page.replace("&nbsp;", " ")))
+    for number, name in enumerate(LADDER, 2):
+        text = (ROOT / f"{number:02}_{name}" / f"{name}.py").read_text()
+        for line in text.partition("\n# ====")[0].splitlines():
+            assert line in shown

@@ -27,9 +27,8 @@ import torch.distributed as dist
 from tools.check.findings import Answer, judge, verdict_of
 
 ROOT = Path(__file__).resolve().parent.parent
-SHORT = ["--steps", "2", "--warmup", "1", "--batch-size", "1", "--context-length", "8"]
-QUICK = ["--size", "nano", *SHORT]
-LONG = ["--batch-size", "1", "--context-length", "8", "--steps", "1000000"]
+QUICK = "--size nano --steps 2 --warmup 1 --batch-size 1 --context-length 8".split()
+LONG = "--batch-size 1 --context-length 8 --steps 1000000".split()
 ONLY_RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 ONLY_RANK |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOCTTY
@@ -54,15 +53,15 @@ class Ranks:
     """
 
     def __init__(self, world_size: int, is_late: bool = False):
-        self.shared = world_size, is_late
+        self.world_size, self.is_late = world_size, is_late
         self.processes = {}  # by our end of the pipe
 
     def start(self) -> None:
         self.folder = tempfile.TemporaryDirectory()
-        for rank in range(self.shared[0]):
+        for rank in range(self.world_size):
             ours, theirs = multiprocessing.Pipe()
-            arguments = rank, *self.shared, Path(self.folder.name), theirs
-            self.processes[ours] = new_process(_serve, *arguments, daemon=True)
+            member = rank, self.world_size, self.is_late, Path(self.folder.name), theirs
+            self.processes[ours] = new_process(_serve, *member, daemon=True)
             theirs.close()  # so that recv() ends with EOFError when the rank dies
 
     def run(self, function, *arguments, timeout: float = 60) -> list:
@@ -78,10 +77,11 @@ class Ranks:
                 pipe.send(sys.path)  # first, because it may be needed to find the function
                 pipe.send((function, arguments))
             while waiting := self.processes.keys() - answers.keys():
-                for pipe in connection.wait(waiting, timeout) or pytest.fail("no answer"):
+                ready = connection.wait(waiting, timeout)
+                assert ready, "no answer"
+                for pipe in ready:
                     answers[pipe], failure = pipe.recv()
-                    if failure:
-                        pytest.fail(failure, pytrace=False)
+                    assert failure is None, failure
         except BaseException:  # the end of the test's time, too
             print(Path(self.folder.name, "output").read_text())
             self.end()
@@ -177,17 +177,16 @@ class Forked:
     def __init__(self, world_size, path, *words, cwd=ROOT, **variables):
         self.folder = tempfile.TemporaryDirectory()
         self.output = Path(self.folder.name, "output")
-        of_ranks = [{"OMP_NUM_THREADS": 1, **variables}]
+        shared, of_ranks = {"OMP_NUM_THREADS": 1, **variables}, [{}]
         if world_size is not None:
             # As torchrun does it: the ranks meet at a store that is there before them.
             self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self.store.port}
+            shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self.store.port}
             shared |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
-            shared |= {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size} | of_ranks[0]
-            of_ranks = [{"RANK": rank, "LOCAL_RANK": rank} | shared for rank in range(world_size)]
-        words = [str(word) for word in (path, *words)]
-        options = words, cwd, self.output
-        self.ranks = [new_process(_run_script, of_rank, *options) for of_rank in of_ranks]
+            shared |= {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+            of_ranks = [{"RANK": rank, "LOCAL_RANK": rank} for rank in range(world_size)]
+        options = [str(word) for word in (path, *words)], cwd, self.output
+        self.ranks = [new_process(_run_script, shared | each, *options) for each in of_ranks]
 
     def wait(self, timeout: float = 100) -> tuple[int, str]:
         """Exit status and output, once all have ended, or one with a failure; then all end."""
@@ -260,13 +259,20 @@ def write_mnist(folder: Path, train: int, test: int) -> list[Path]:
     return sorted(raw.iterdir())
 
 
+HEAD = """torch backend network device device_name world_size
+threads_per_rank options started seconds""".split()
+
+
 def read_json(path: Path, stage: str) -> dict:
     """What --json wrote: strict JSON with the head that all have."""
     result = json.loads(path.read_text(), parse_constant=pytest.fail)  # NaN
-    head = {"torch", "backend", "network", "device", "device_name", "world_size"}
-    head |= {"threads_per_rank", "options", "started", "seconds"}
-    assert head <= result.keys() and result["stage"] == stage
+    assert result.keys() >= {*HEAD} and result["stage"] == stage
     return result
+
+
+def assert_png(*files: Path) -> None:
+    for file in files:
+        assert file.read_bytes().startswith(b"\x89PNG"), file
 
 
 def wait_for_line(run: Script, start: str) -> None:

@@ -8,7 +8,6 @@ import textwrap
 from functools import partial
 from pathlib import Path
 
-import pytest
 import torch
 
 from common import setup
@@ -42,10 +41,9 @@ def first_weights(members, use_ddp):
 
 
 def test_only_a_subset_trains_and_with_ddp_its_models_are_one(ranks):
-    for one, other in ranks(2).run(first_weights, [0, 1], True):
-        assert one == other
-    for one, other in ranks(2).run(first_weights, [0, 1], False):
-        assert one != other
+    for use_ddp in (True, False):
+        for one, other in ranks(2).run(first_weights, [0, 1], use_ddp):
+            assert (one == other) == use_ddp
     assert [len(found) for found in ranks(2).run(first_weights, [0], True)] == [1, 1]
 
 
@@ -55,68 +53,28 @@ def measured(output):
     return [words[1] for words in lines if words[0].isdigit()]
 
 
-def test_two_models_on_a_slow_network(forked, tmp_path, diff):
+def test_two_models_on_a_slow_network(forked, tmp_path):
     """One is torchvision's, the other the example of sweep_models.py's docstring."""
     example = re.search(r"    import torch\n.*?\n(?=\S)", sweep_models.__doc__, re.DOTALL)[0]
-    (tmp_path / "my_model.py").write_text(textwrap.dedent(example))
-    words = [*TINY, "--model", f"{tmp_path}/my_model.py:MyBenchmark", "--json", tmp_path / "json"]
-    status, output = forked(2, FOLDER / "sweep.py", *words, "--network", "1gbit,20ms")
+    (tmp_path / "mine.py").write_text(textwrap.dedent(example))
+    words = "--model mine.py:MyBenchmark --network 1gbit,20ms --json json".split()
+    status, output = forked(2, FOLDER / "sweep.py", *TINY, *words, cwd=tmp_path)
     assert status == 0 and measured(output) == 2 * ["no", "1M/1G", "1M/2G"], output
     report = read_json(tmp_path / "json", "07_resnet_ddp/sweep")
-    names = [benchmark["model"] for benchmark in report["benchmark_results"]]
-    assert names == ["squeezenet1_1", f"{tmp_path}/my_model.py:MyBenchmark"]
-    for benchmark in report["benchmark_results"]:
+    for benchmark, name in zip(report["benchmark_results"], TINY[1:2] + words[1:2], strict=True):
         # First without DDP; samples of all ranks together, without warm-up.
         found = [(entry["ranks"], len(entry["measurements"])) for entry in benchmark["result"]]
-        assert found == [([0], 3), ([0], 3), ([0, 1], 6)]
+        assert benchmark["model"] == name and found == [([0], 3), ([0], 3), ([0, 1], 6)]
     alone, _, both = (min(entry["measurements"]) for entry in benchmark["result"])
     assert both > 0.02 > alone
-    compared = diff(tmp_path / "json", tmp_path / "json")
-    assert len(re.findall(r"\+0\.0%", "\n".join(compared))) == 12
 
 
-def parsed(*words):
+def test_upstreams_flags_are_understood():
     parser = setup.Parser("")
     sweep.add_arguments(parser)
-    return parser.parse_args(words)
-
-
-def test_upstreams_flags_are_understood(tmp_path):
     line = "--bucket_size=9 --distributed_backend gloo --model resnet50"
-    args = parsed(*line.split(), "--json", f"{tmp_path}/a_b")
-    assert (args.bucket_size_mb, args.backend) == (9, "gloo")
-    assert (args.model, args.json.name) == (["resnet50"], "a_b")
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_on_a_gpu(launched, world_size):
-    status, output = launched(world_size, FOLDER / "sweep.py", *TINY, "--device", "cuda")
-    assert status == 0 and measured(output) == ["no", "1M/1G", "1M/2G"][: world_size + 1], output
-
-
-@pytest.mark.parametrize(
-    "words, named",
-    [
-        (["--model", "resnet1"], "argument --model: 'resnet1'"),
-        (["--backend", "nccl", "--device", "cpu"], "argument --backend"),
-        (["--model", "mine.py:Mine"], "argument --model: 'mine.py:Mine'"),
-    ],
-)
-def test_bad_values(refusal, words, named):
-    assert named in refusal(sweep.main, "sweep.py", *words)
-
-
-@pytest.fixture
-def diff(monkeypatch, capsys):
-    """diff(baseline, test): the lines that sweep_diff.py prints, with blanks folded."""
-
-    def run(*files):
-        monkeypatch.setattr(sys, "argv", ["sweep_diff.py", *map(str, files)])
-        sweep_diff.main()
-        return [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-
-    return run
+    args = parser.parse_args(line.split())
+    assert (args.bucket_size_mb, args.backend, args.model) == (9, "gloo", ["resnet50"])
 
 
 def write(path, bucket_size, times):
@@ -126,15 +84,18 @@ def write(path, bucket_size, times):
         entries.append({"ranks": list(range(ranks)), "measurements": [seconds] * 10})
     result = dict.fromkeys(["pytorch_version", "cuda_version", "distributed_backend"])
     benchmark = {"model": "resnet18", "batch_size": 8, "result": entries}
-    result |= {"bucket_size": bucket_size, "benchmark_results": [benchmark]}
-    path.write_text(json.dumps(result))
+    written = result | {"bucket_size": bucket_size, "benchmark_results": [benchmark]}
+    path.write_text(json.dumps(written))
     return path
 
 
-def test_diff(tmp_path, diff):
+def test_diff(tmp_path, monkeypatch, capsys):
     """Equal, faster and slower; and what only one of them has."""
     baseline = write(tmp_path / "a", 25, {1: 0.1, 2: 0.2, 4: 1.0})
-    rows = diff(baseline, write(tmp_path / "b", 9, {1: 0.05, 2: 0.25}))
+    other = write(tmp_path / "b", 9, {1: 0.05, 2: 0.25})
+    monkeypatch.setattr(sys, "argv", ["sweep_diff.py", str(baseline), str(other)])
+    sweep_diff.main()
+    rows = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     for row in (
         "bucket_size 25 9",
         "resnet18 8 no ddp 0.1000s 80.0/s +0.0% 0.1000s 80.0/s +0.0%",

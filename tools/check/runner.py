@@ -31,11 +31,7 @@ ENDED = "the class ended it, or gloo did: do all ranks make the same calls in th
 
 
 def serve(rank: int, world_size: int, limit: float, folder: str, pipe, call) -> None:
-<<<<<<< HEAD
-    """Be a rank: join the others, call the check, tell what came of it, and wait for its end.
-=======
     """Join the other ranks, call the check, tell what came of it, and wait to be ended.
->>>>>>> check
 
     It does not leave by itself: the others would miss it.
     """
