@@ -95,7 +95,7 @@ def draw(runs: list[dict], path: Path) -> None:
     title = "ResNet-18: mean time of a batch of {global_batch} images of {image_size} px"
     axes.set(title=title.format(**runs[0]), ylabel="ms")
     axes.margins(y=0.1)
-    figure.savefig(path)
+    figure.savefig(path, format="png")
 
 
 def compare(folders: list[Path], path: Path | None) -> None:

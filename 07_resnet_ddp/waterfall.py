@@ -80,7 +80,7 @@ def draw(reasons: dict[str, float], title: str, path: Path) -> None:
     low, high = min(ends), max(ends)
     axes.set_ylim(low - (high - low) / 2, high + (high - low) / 5)
     axes.set(title=title, ylabel="time of a step, ms (not from 0)")
-    figure.savefig(path)
+    figure.savefig(path, format="png")
 
 
 def main():

@@ -427,7 +427,7 @@ def resumes_with_the_optimizers_state():
     exec(save, saved)
     states = saved["states"]
     for loaded in (states, states[:1] * 2):
-        resumed = start(9) | {"states": loaded}
+        resumed = start(9) | {"states": loaded, "weights": saved["weights"]}
         exec(load, resumed)
         found = train(resumed, range(3, 6))
         is_right = all(map(torch.allclose, found, expected))

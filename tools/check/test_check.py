@@ -156,8 +156,10 @@ class CannotSendTransposed(Butterfly):
 
 
 class RoundsToBfloat16(mistakes.Right):
+    small = torch.bfloat16
+
     def average(self, parameter):
-        small = (self.gradient_of(parameter) / dist.get_world_size()).bfloat16()
+        small = (self.gradient_of(parameter) / dist.get_world_size()).to(self.small)
         dist.all_reduce(small)
         parameter.grad.copy_(small)
 
