@@ -123,7 +123,8 @@ def draw(result: dict, link: Link, path: Path) -> None:
     axes.plot(best["buckets"], 1000 * best["measured"], "o", ms=16, mfc="none", color="#D55E00")
     axes.set_xscale("log")
     sizes = [row["name"].partition(", ")[2] for row in rows]
-    axes.set_xticks(buckets, [f"{size}\n{n} calls" for size, n in zip(sizes, buckets, strict=True)])
+    calls = [f"{n} calls" if n > 1 else "1 call" for n in buckets]
+    axes.set_xticks(buckets, [f"{size}\n{n}" for size, n in zip(sizes, calls, strict=True)])
     axes.minorticks_off()
     axes.set_xlabel("largest bucket, and all-reduces in a step")
     axes.set_ylabel("overhead: step − no communication, ms")
