@@ -83,7 +83,7 @@ hosts: $(RUNTIME)
 	exec bash tools/hosts.sh "$(PYTHON)" $(CABLE) $(COMPARE)/compare.py$(FLAGS)
 check: MINE_FLAGS = $(call OPTION,kind,KIND)$(call OPTION,level,LEVEL)$(call OPTION,layers,LAYERS)
 check: $(RUNTIME)
-	$(ALONE) tools/check/check.py $(if $(MINE),$(call QUOTED,$(MINE)))$(MINE_FLAGS) --nproc $(NPROC) $(ARGS)
+	$(ALONE) tools/check/check.py $(if $(MINE),$(call QUOTED,$(MINE)))$(MINE_FLAGS)$(NPROC_GIVEN) $(ARGS)
 read:
 	"$(READER)" -m tools.read
 all: $(STAGES)
