@@ -54,7 +54,8 @@ def test_wrong_input_names_flag_and_value(refusal, line):
     [
         ("print('error: rank 0'); sys.exit(2)", 2, "error: rank 0\n"),
         ("os.kill(os.getpid(), 9)", 9, "error: rank 0 was ended by SIGKILL, then all others\n"),
-        ("print('waits'); time.sleep(100)", 128 + signal.SIGINT, "interrupted\n"),  # by Ctrl-C
+        # Ctrl-C once torch's agent, which can hang while it starts ranks, watches them.
+        ("time.sleep(3); print('waits'); time.sleep(100)", 128 + signal.SIGINT, "interrupted\n"),
     ],
 )
 def test_our_torchrun_is_short(script, tmp_path, code, status, said):
