@@ -45,10 +45,10 @@ def weighted_means():
     weight = class_weights[TARGETS]
     parts = [slice(7), slice(7, 9)] if dist.get_rank() == 0 else [slice(9, 24)]
     micro_batches = [(INPUTS[part], TARGETS[part], weight[part]) for part in parts]
-    model, network = ddp(), ddp().module
+    model, module = ddp(), ddp().module
     execute("A weighted mean", model=model, micro_batches=micro_batches)
-    F.cross_entropy(network(INPUTS), TARGETS, weight=class_weights).backward()
-    found, expected = model.module.weight.grad, network.weight.grad
+    F.cross_entropy(module(INPUTS), TARGETS, weight=class_weights).backward()
+    found, expected = model.module.weight.grad, module.weight.grad
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
@@ -68,19 +68,19 @@ def losses_across_samples():
         gradients = []
         for whole in (False, True):
             torch.manual_seed(0)
-            network = nn.Linear(4, 3).double()
-            network.scale, shift = (nn.Parameter(torch.tensor(0.3).double()) for _ in range(2))
+            module = nn.Linear(4, 3).double()
+            module.scale, shift = (nn.Parameter(torch.tensor(0.3).double()) for _ in range(2))
 
-            def of_parameters(out, y, loss=loss, scale=network.scale, shift=shift):
+            def of_parameters(out, y, loss=loss, scale=module.scale, shift=shift):
                 return loss(scale.exp() * out + shift * torch.arange(3), y)
 
             if whole:
-                of_parameters(network(INPUTS), TARGETS).backward()
+                of_parameters(module(INPUTS), TARGETS).backward()
             else:
-                names = {"model": DistributedDataParallel(network), "inputs": INPUTS[share]}
+                names = {"model": DistributedDataParallel(module), "inputs": INPUTS[share]}
                 names |= {"targets": TARGETS[share], "loss_function": of_parameters}
                 execute("A loss across samples", **names)
-            gradients.append([network.weight.grad, network.scale.grad, shift.grad])
+            gradients.append([module.weight.grad, module.scale.grad, shift.grad])
         torch.testing.assert_close(*gradients, rtol=0, atol=1e-12)
 
 
@@ -88,20 +88,20 @@ def bad_batch():
     """Rank 1's third loss is NaN: two ranks train as a process that skips the third batch."""
     [line] = re.findall(r"`(if\s+clip_grad_norm_\(…\).*?)`", PAGE, re.DOTALL)
     code = " ".join(line.split()).replace("…", "model.parameters(), 1e9")
-    model, network = ddp(), ddp().module
+    model, module = ddp(), ddp().module
     names = {"model": model, "clip_grad_norm_": nn.utils.clip_grad_norm_}
     names["optimizer"] = torch.optim.Adam(model.parameters())
-    single = torch.optim.Adam(network.parameters())
+    single = torch.optim.Adam(module.parameters())
     for step in range(5):
         loss = F.cross_entropy(model(INPUTS[dist.get_rank() :: 2]), TARGETS[dist.get_rank() :: 2])
         (loss * (torch.nan if (dist.get_rank(), step) == (1, 2) else 1)).backward()
         exec(code, names)
         names["optimizer"].zero_grad()
         if step != 2:
-            F.cross_entropy(network(INPUTS), TARGETS).backward()
+            F.cross_entropy(module(INPUTS), TARGETS).backward()
             single.step()
             single.zero_grad()
-    torch.testing.assert_close(model.module.weight, network.weight, rtol=0, atol=1e-12)
+    torch.testing.assert_close(model.module.weight, module.weight, rtol=0, atol=1e-12)
 
 
 def test_stream():
@@ -124,13 +124,13 @@ def mean_losses():
 
 def evaluation():
     """With BatchNorm's statistics of rank 0."""
-    network = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
-    model = DistributedDataParallel(network)
-    for statistic in (network[0].running_mean, network[0].running_var):
+    module = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
+    model = DistributedDataParallel(module)
+    for statistic in (module[0].running_mean, module[0].running_var):
         statistic.fill_(5 + dist.get_rank())
     right = execute("Evaluate", model=model, test_set=DATA)["right"]
-    assert right == (network(INPUTS).argmax(1) == TARGETS).sum()
-    for statistic in (network[0].running_mean, network[0].running_var):
+    assert right == (module(INPUTS).argmax(1) == TARGETS).sum()
+    for statistic in (module[0].running_mean, module[0].running_var):
         assert statistic.tolist() == 4 * [5.0]
 
 
@@ -165,11 +165,11 @@ ADD_NOISE = """
 def add_noise(batch):
     inputs, targets = map(torch.stack, zip(*batch))
     return inputs + torch.rand(1), targets
-network ="""
+module ="""
 RANDOM = {  # dropout, and an augmentation in a worker of the loader
     "torch.nn.Linear(4, 1)": "torch.nn.Sequential(torch.nn.Dropout(), torch.nn.Linear(4, 1))",
     "sampler=sampler": "sampler=sampler, num_workers=1, collate_fn=add_noise",
-    "network =": ADD_NOISE,
+    "module =": ADD_NOISE,
 }
 
 
@@ -183,7 +183,7 @@ def test_training_goes_on(forked, tmp_path, changes, ranks_in_the_end):
     program = BLOCKS[""] + BLOCKS["Save and resume"]
     always = {
         "torch.manual_seed(0)": "torch.set_default_dtype(torch.float64)\ntorch.manual_seed(0)",
-        "network.weight.tolist()": "''",
+        "module.weight.tolist()": "''",
         "epoch, saved = 0,": "path += f'_of_{rank}'\nepoch, saved = 0,",
     }
     for old, new in {**always, **changes}.items():
@@ -198,6 +198,6 @@ def test_training_goes_on(forked, tmp_path, changes, ranks_in_the_end):
         status, output = forked(world_size, tmp_path / "train.py", last_epoch, tmp_path / name)
         assert status == 0 and f"epoch {last_epoch}: " in output, output
     names = "undisturbed_of_0", "resumed_of_0"
-    undisturbed, resumed = (torch.load(tmp_path / name)["network"] for name in names)
+    undisturbed, resumed = (torch.load(tmp_path / name)["module"] for name in names)
     apart = 0 if ranks_in_the_end == 2 else 1e-12
     torch.testing.assert_close(resumed, undisturbed, rtol=0, atol=apart)
