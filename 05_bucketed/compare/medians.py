@@ -184,9 +184,8 @@ def main() -> None:
         print_table(f"step ÷ {baseline}", columns, ratios, baseline)
         setup.say()
     print_table("step, ms", columns, milliseconds, "step_seconds")
-    if any("exposed_comm_seconds" in run[names[0]] for runs in columns.values() for run in runs):
-        setup.say()
-        print_table("exposed, ms", columns, milliseconds, "exposed_comm_seconds")
+    setup.say()
+    print_table("exposed, ms", columns, milliseconds, "exposed_comm_seconds")
     if args.plot:
         draw(columns, args.plot)
     if not args.scaling:
