@@ -30,6 +30,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 FOLDER = Path(__file__).resolve().parent
 sys.path[:0] = [str(FOLDER.parent), str(FOLDER.parent / "compare"), str(FOLDER.parent.parent)]
@@ -47,21 +48,16 @@ class DiLoCo:
     def __init__(self, module: nn.Module, lr: float = 0.7, momentum: float = 0.9):
         broadcast_from_rank_0(module, None)
         self.module = module
-        self.local = [p.detach() for p in module.parameters()]
-        self.shared = [p.clone() for p in self.local]  # as of the last average
-        self.outer = torch.optim.SGD(self.shared, lr, momentum, nesterov=momentum > 0)
+        self.shared = parameters_to_vector(module.parameters()).detach()  # as of the last average
+        self.outer = torch.optim.SGD([self.shared], lr, momentum, nesterov=momentum > 0)
 
     def average(self) -> None:
         """Take the outer step from the weights of the last average, the same on all ranks."""
-        pairs = zip(self.shared, self.local, strict=True)
-        flat = torch.cat([(old - new).flatten() for old, new in pairs]) / dist.get_world_size()
-        dist.all_reduce(flat)
-        pieces = flat.split([old.numel() for old in self.shared])
-        for old, piece in zip(self.shared, pieces, strict=True):
-            old.grad = piece.view_as(old)
+        local = parameters_to_vector(self.module.parameters()).detach()
+        self.shared.grad = (self.shared - local) / dist.get_world_size()
+        dist.all_reduce(self.shared.grad)
         self.outer.step()
-        for old, new in zip(self.shared, self.local, strict=True):
-            new.copy_(old)
+        vector_to_parameters(self.shared.clone(), self.module.parameters())
 
 
 def hooked_ddp(module: nn.Module, hook: Callable, state=None) -> nn.Module:
