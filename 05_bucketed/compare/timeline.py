@@ -144,12 +144,17 @@ def draw(steps: dict[str, list[Bar]], path: Path, end: float) -> None:
     medians.save(figure, path)
 
 
-def main() -> None:
-    parser = setup.Parser(__doc__)
+def read_arguments(description: str, picture: str):
+    """Return the command line's, with an emulated network by default."""
+    parser = setup.Parser(description)
     setup.add_training_arguments(parser, steps=9)
-    setup.add_plot_arguments(parser, "timeline.png")
+    setup.add_plot_arguments(parser, picture)
     parser.set_defaults(device="cpu", network="1gbit,1ms", warmup=2)
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = read_arguments(__doc__, "timeline.png")
     with setup.process_group(args.device, args.backend, args.timeout, args.network) as device:
         result = report.begin("05_bucketed/compare/timeline", args, device)
         described = result["model"] = report.describe(compare.LanguageModel, args)

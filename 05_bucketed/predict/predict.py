@@ -66,10 +66,8 @@ def simulate(calls: list, backward_ends: float, strategy: Strategy, link: Link) 
 
 def calls_of(gradients: list[nn.Parameter], ready: list[float], bucket_size_mb: float | None):
     """Return the calls for `simulate` of gradients, the last layer's first, cut by size."""
-    buckets = [[parameter] for parameter in gradients]
-    if bucket_size_mb != 0:
-        buckets = fill_buckets(gradients, bucket_size_mb)
     moments = dict(zip(gradients, ready, strict=True))
+    buckets = fill_buckets(gradients, bucket_size_mb)  # with 0 MB each has one
     return [(sum(p.nbytes for p in each), max(moments[p] for p in each)) for each in buckets]
 
 

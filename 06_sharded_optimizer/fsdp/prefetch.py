@@ -65,11 +65,7 @@ def step(trainee: Trainee) -> dict:
 
 
 def main() -> None:
-    parser = setup.Parser(__doc__)
-    setup.add_training_arguments(parser, steps=9)
-    setup.add_plot_arguments(parser, "prefetch.png")
-    parser.set_defaults(device="cpu", network="1gbit,1ms", warmup=2)
-    args = parser.parse_args()
+    args = timeline.read_arguments(__doc__, "prefetch.png")
     network.SlowWork.wait = noting_wait
     with setup.process_group(args.device, args.backend, args.timeout, args.network) as device:
         result = report.begin("06_sharded_optimizer/fsdp", args, device)
