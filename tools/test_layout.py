@@ -12,6 +12,7 @@ from tools.testing import ROOT
 
 LESSONS = sorted({path.parent for path in ROOT.glob("0?_*/**/*.py")})
 COMPARING = [ROOT / "05_bucketed" / name for name in ("compare", "bucket_sweep", "predict")]
+COMPARING.append(ROOT / "06_sharded_optimizer" / "fsdp")  # it draws as compare does
 MARKER = "\n# " + 98 * "=" + "\n"  # below it is what is not the lesson
 LADDER = {  # script: lines at most above the marker, in all, and changed by the next one
     "02_naive_ddp/naive_ddp.py": (65, 215, 40),

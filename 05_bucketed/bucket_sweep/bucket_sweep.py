@@ -68,7 +68,7 @@ def sweep(args, device: torch.device, result: dict) -> Link:
             options = {"bucket_cap_mb": mb, "gradient_as_bucket_view": True}
             torchs[f"torch DDP, {mb:g} MB"] = partial(DistributedDataParallel, **options)
     wrappers = {name: strategy.wrap for name, strategy in ours.items()} | torchs
-    alone = measure_beside(args, device, wrappers, result, in_turn, args.trace)
+    alone = measure_beside(args, device, wrappers, result, in_turn)
     link = alone.link
     if not in_turn:
         say("Each row was built, measured and freed before the next, not in turn with the others.")
@@ -139,8 +139,6 @@ def main():
     parser = setup.Parser(__doc__)
     add = parser.add_argument
     add("--bucket-sizes-mb", type=setup.list_of(size), default="0.5,1,5,10,25", metavar="MB,…")
-    trace = "Chrome traces of three more steps: FILE_ROW for each row"
-    add("--trace", type=setup.output_file, metavar="FILE", help=trace)
     setup.add_training_arguments(parser, steps=6)
     parser.set_defaults(warmup=2)
     setup.add_plot_arguments(parser, "bucket_sweep.png")

@@ -39,14 +39,14 @@ COLORS = {
     "optimizer": "#999999",
     "pack, unpack": "#009E73",
     "all-reduce": "#D55E00",
+    "all-gather": "#009E73",
+    "reduce-scatter": "#D55E00",
 }
-
-
 PLACES = [(0.0, 0.9), (0.85, 0.45), (1.3, 0.45)]  # of rows: their middle, and height
 
 
 class Bar(NamedTuple):
-    """What takes time in a step, in ms from its start."""
+    """What takes time in a step."""
 
     name: str  # key of COLORS
     start: float
@@ -55,41 +55,60 @@ class Bar(NamedTuple):
     text: str = ""
 
 
-def bars_of(marks: dict[str, float], calls: list[Span], stretch: float) -> list[Bar]:
-    """Return a step's bars, from the marks of its stopwatch and from its calls on the network.
+def bars_of(marks: dict[str, float], backward_ends: float, others: list[Bar]) -> list[Bar]:
+    """Return a step's bars in ms of the network from its start: of its stopwatch, and others.
 
-    Both are seconds of one clock (time.perf_counter and time.monotonic are the same), `stretch` of
-    which are one of the network's. What surrounds a single call after backward packs and unpacks.
+    Marks and others are seconds of one clock (time.perf_counter and time.monotonic are the same).
     """
-
-    def bar(name: str, start: float, end: float, *row_and_text) -> Bar:
-        zero, milliseconds = marks["forward starts"], 1000 / stretch
-        return Bar(name, (start - zero) * milliseconds, (end - zero) * milliseconds, *row_and_text)
-
-    last, ends = marks["last gradient"], marks["sync ends"]
     bars = [
-        bar("forward", marks["forward starts"], marks["forward ends"]),
-        bar("backward", marks["backward starts"], last),
-        bar("optimizer", marks["optimizer starts"], marks["optimizer ends"]),
+        Bar("forward", marks["forward starts"], marks["forward ends"]),
+        Bar("backward", marks["backward starts"], backward_ends),
+        Bar("optimizer", marks["optimizer starts"], marks["optimizer ends"]),
+        *others,
     ]
+
+    def in_ms(moment: float) -> float:
+        return 1000 * (moment - marks["forward starts"]) / setup.stretch()
+
+    return [bar._replace(start=in_ms(bar.start), end=in_ms(bar.end)) for bar in bars]
+
+
+def all_reduces(marks: dict[str, float], calls: list[Span]) -> list[Bar]:
+    """Return the bars of a step's calls, and of what is exposed of them.
+
+    What surrounds a single call after backward packs and unpacks.
+    """
+    last, ends = marks["last gradient"], marks["sync ends"]
+    bars = []
     if len(calls) == 1 and calls[0].launched >= last:
-        bars.append(bar("pack, unpack", last, calls[0].launched))
-        bars.append(bar("pack, unpack", calls[0].delivered, ends))
+        bars.append(Bar("pack, unpack", last, calls[0].launched))
+        bars.append(Bar("pack, unpack", calls[0].delivered, ends))
         last, ends = calls[0].launched, calls[0].delivered
-    waits = bar("exposed communication", last, ends)
-    bars.append(waits._replace(text=f"{waits.end - waits.start:.0f} ms"))
+    bars.append(Bar("exposed communication", last, ends))
     first_row_is_free = 0.0
     for number, call in enumerate(calls, 1):
         row = 2 if call.begins < first_row_is_free else 1
         if row == 1:
             first_row_is_free = call.delivered
-        bars.append(bar("all-reduce", call.begins, call.delivered, row, str(number)))
+        bars.append(Bar("all-reduce", call.begins, call.delivered, row, str(number)))
     return bars
 
 
 def duration(bars: list[Bar]) -> float:
     """Return the ms that a step takes."""
     return max(bar.end for bar in bars)
+
+
+def median_steps(candidates: dict, args, result: dict) -> dict[str, list[Bar]]:
+    """Measure candidates in turn; of each return rank 0's "bars" of the step of median length."""
+    timing.keep_pace(candidates, args)
+    samples = timing.measure(candidates, args.steps, args.warmup)
+    timing.warn_of_drift(samples)
+    steps = {}
+    for name, of_candidate in samples.items():
+        steps[name] = sorted(of_candidate.pop("bars")[0], key=duration)[args.steps // 2]
+    result["candidates"] = [{"name": name, **samples[name]} for name in samples]
+    return steps
 
 
 def draw(steps: dict[str, list[Bar]], path: Path, end: float) -> None:
@@ -107,11 +126,14 @@ def draw(steps: dict[str, list[Bar]], path: Path, end: float) -> None:
             width, middle = bar.end - bar.start, top + shift
             look = {"color": COLORS[bar.name], "edgecolor": "white", "linewidth": 0.3}
             axes.barh(middle, width, height, bar.start, **look)
-            if width > 0.014 * len(bar.text) * end:
-                axes.text((bar.start + bar.end) / 2, middle, bar.text, **center)
+            text = f"{width:.0f} ms" if bar.name == "exposed communication" else bar.text
+            if width > 0.014 * len(text) * end:
+                axes.text((bar.start + bar.end) / 2, middle, text, **center)
         axes.text(duration(bars), top, f"  {duration(bars):.0f} ms", va="center", fontsize=9)
-        if calls := [bar for bar in bars if bar.row]:
-            ticks[top + 1.07] = f"all-reduces: {len(calls)}"
+        for name in {bar.name for bar in bars if bar.row}:
+            rows = [bar.row for bar in bars if bar.name == name]
+            middle = top + (PLACES[min(rows)][0] + PLACES[max(rows)][0]) / 2
+            ticks[middle] = f"{name}s: {len(rows)}"
     axes.set_yticks(list(ticks), list(ticks.values()), fontsize=9)
     axes.invert_yaxis()
     axes.set_xlim(0, end)
@@ -122,12 +144,17 @@ def draw(steps: dict[str, list[Bar]], path: Path, end: float) -> None:
     medians.save(figure, path)
 
 
-def main() -> None:
-    parser = setup.Parser(__doc__)
+def read_arguments(description: str, picture: str):
+    """Return the command line's, with an emulated network by default."""
+    parser = setup.Parser(description)
     setup.add_training_arguments(parser, steps=9)
-    setup.add_plot_arguments(parser, "timeline.png")
+    setup.add_plot_arguments(parser, picture)
     parser.set_defaults(device="cpu", network="1gbit,1ms", warmup=2)
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = read_arguments(__doc__, "timeline.png")
     with setup.process_group(args.device, args.backend, args.timeout, args.network) as device:
         result = report.begin("05_bucketed/compare/timeline", args, device)
         described = result["model"] = report.describe(compare.LanguageModel, args)
@@ -138,19 +165,16 @@ def main() -> None:
         def step(wrapped) -> dict:
             wire.spans.clear()
             times = train(wrapped)
-            return times | {"bars": bars_of(watch.marks, list(wire.spans), wire.stretch)}
+            others = all_reduces(watch.marks, list(wire.spans))
+            return times | {"bars": bars_of(watch.marks, watch.marks["last gradient"], others)}
 
         candidates = {name: partial(step, wrap(model)) for name, wrap in STAGES.items()}
-        timing.keep_pace(candidates, args)
-        samples = timing.measure(candidates, args.steps, args.warmup)
-        timing.warn_of_drift(samples)
-        steps, drawn = {}, {}
-        for name, of_stage in samples.items():
-            steps[name] = sorted(of_stage.pop("bars")[0], key=duration)[args.steps // 2]
-            calls = sum(bar.row > 0 for bar in steps[name])
-            drawn[name] = {"step_ms": duration(steps[name]), "forward_ms": steps[name][0].end}
-            setup.say(f"{name}: {calls} all-reduces in {duration(steps[name]):.0f} ms")
-        result["candidates"] = [{"name": name, **samples[name]} for name in samples]
+        steps = median_steps(candidates, args, result)
+        drawn = {}
+        for name, bars in steps.items():
+            calls = sum(bar.row > 0 for bar in bars)
+            drawn[name] = {"step_ms": duration(bars), "forward_ms": bars[0].end}
+            setup.say(f"{name}: {calls} all-reduces in {duration(bars):.0f} ms")
         result["drawn"] = drawn
         report.write_json(args.json, result)
     if not args.plot or not setup.is_rank_0():

@@ -2,14 +2,14 @@ r"""05: how long does a step of 02 to 05 take? Predicted from three measurements
 
 What an all-reduce costs alone (o for the call, 1/w for each byte), when each gradient is there in a
 step that sends nothing, and what the optimizer takes. From these `simulate` plays a step, call
-after call, also with more ranks. No step that communicates goes in; those are measured beside.
+after call. No step that communicates goes in; those are measured beside.
 
     make 05_bucketed/predict NPROC=2                                    (see also ARGS="--help")
     make 05_bucketed/predict NETWORK=1gbit,1ms
     torchrun --standalone --nproc-per-node 2 05_bucketed/predict/predict.py
 
 It leaves in results/: predict.json; gradients.png, when each gradient comes; and step.html, the
-page where you change the network, with your own gradients.
+page where you change the network and the number of ranks, with your own gradients.
 
 Source: Li et al., "PyTorch Distributed", VLDB 2020.
 """
@@ -64,19 +64,10 @@ def simulate(calls: list, backward_ends: float, strategy: Strategy, link: Link) 
     return spans
 
 
-def ring(link: Link, before: int, ranks: int) -> Link:
-    """Return the same with other ranks: of n each sends 2(n-1)/n of the bytes in 2(n-1) steps."""
-    steps = (ranks - 1) / (before - 1)
-    bandwidth = link.bytes_per_second / (steps * before / ranks)
-    return Link(link.call_seconds * steps, bandwidth, link.calls_at_once)
-
-
 def calls_of(gradients: list[nn.Parameter], ready: list[float], bucket_size_mb: float | None):
     """Return the calls for `simulate` of gradients, the last layer's first, cut by size."""
-    buckets = [[parameter] for parameter in gradients]
-    if bucket_size_mb != 0:
-        buckets = fill_buckets(gradients, bucket_size_mb)
     moments = dict(zip(gradients, ready, strict=True))
+    buckets = fill_buckets(gradients, bucket_size_mb)  # with 0 MB each has one
     return [(sum(p.nbytes for p in each), max(moments[p] for p in each)) for each in buckets]
 
 
@@ -90,14 +81,14 @@ class Alone(NamedTuple):
     optimizer: float  # seconds that it takes
     link: Link
 
-    def step(self, strategy: Strategy, link: Link | None = None) -> float:
-        """Return the seconds of a step that sends, as simulated, perhaps over another link."""
+    def step(self, strategy: Strategy) -> float:
+        """Return the seconds of a step that sends, as simulated."""
         calls = calls_of(self.gradients, self.ready, strategy.bucket_size_mb)
-        _, arrived = simulate(calls, self.backward_ends, strategy, link or self.link)[-1]
+        _, arrived = simulate(calls, self.backward_ends, strategy, self.link)[-1]
         return max(arrived, self.backward_ends) + self.optimizer
 
 
-def measure_beside(args, device, wrappers: dict, result: dict, in_turn=True, trace=None) -> Alone:
+def measure_beside(args, device, wrappers: dict, result: dict, in_turn=True) -> Alone:
     """Measure `no communication` and wrappers of one model: all in turn, or one after another.
 
     Puts what is measured into `result`, and returns what `simulate` needs.
@@ -123,10 +114,6 @@ def measure_beside(args, device, wrappers: dict, result: dict, in_turn=True, tra
         wrapped = {name: wrap(model) for name, wrap in group.items()}
         steps = {name: partial(step, each) for name, each in wrapped.items()}
         measured = timing.benchmark(steps, args, device)
-        if trace:
-            for name in steps:
-                file_name = f"{trace.stem}_{name.replace(', ', '_').replace(' ', '_')}"
-                timing.profile({name: steps[name]}, trace.with_stem(file_name))
         for each in wrapped.values():
             for hook in getattr(each, "hooks", []):  # they would keep the wrapper in memory
                 hook.remove()
@@ -147,40 +134,17 @@ def measure_beside(args, device, wrappers: dict, result: dict, in_turn=True, tra
     return Alone(gradients, *moments, Link(*measured[0]["all_reduce"].values(), calls_at_once))
 
 
-def predict(alone: Alone, world_size: int, bucket_size_mb: float) -> dict:
-    """Predict the seconds of a step: {ranks: {name: {"step_seconds": …}}}.
-
-    They are of the ranks that have measured, and of 2, 4 and 8 with the same batch for each.
-    """
-    predicted = {}
-    for ranks in sorted({world_size, 2, 4, 8} if world_size > 1 else {1}):
-        link = alone.link if ranks == world_size else ring(alone.link, world_size, ranks)
-        steps = {timing.NO_COMMUNICATION: alone.backward_ends + alone.optimizer}
-        for name, strategy in compare.strategies(bucket_size_mb).items():
-            steps[name] = alone.step(strategy, link)
-        predicted[ranks] = {name: {"step_seconds": steps[name]} for name in steps}
-    return predicted
-
-
 def print_predicted(result: dict) -> None:
-    """Print each step beside what was measured, and speed-ups over one process with other ranks."""
+    """Print each predicted step beside what was measured."""
     rows = []
     for candidate in result["candidates"][1:]:
         name, calls = candidate["name"], candidate["collectives_per_step"]
         measured = report.percentiles(candidate["step_seconds"])[0]
-        predicted = result["predicted"][result["world_size"]][name]["step_seconds"]
+        predicted = result["predicted"][name]
         row = [name, str(calls), f"{1000 * predicted:.1f}", f"{1000 * measured:.1f}"]
-        row.append(f"{100 * (predicted / measured - 1):+.1f} %")
-        for ranks, steps in result["predicted"].items():
-            floor = steps[timing.NO_COMMUNICATION]["step_seconds"]
-            row.append(f"{ranks * floor / steps[name]['step_seconds']:.2f}")
-        rows.append(row)
-    header = ["step, ms", "all-reduces", "predicted", "measured", "error"]
-    report.print_table([*header, *(f"speed-up, {n} ranks" for n in result["predicted"])], rows)
-    setup.say(
-        "measured: p50 of all steps of all ranks; speed-up over one process, which takes a step "
-        "for each rank's samples: predicted"
-    )
+        rows.append([*row, f"{100 * (predicted / measured - 1):+.1f} %"])
+    report.print_table(["step, ms", "all-reduces", "predicted", "measured", "error"], rows)
+    setup.say("measured: p50 of all steps of all ranks")
 
 
 # ==================================================================================================
@@ -221,9 +185,8 @@ def main():
     with setup.process_group(args.device, args.backend, args.timeout, args.network) as device:
         result = report.begin("05_bucketed/predict", args, device)
         stages = compare.strategies(args.bucket_size_mb).items()
-        wrappers = {name: strategy.wrap for name, strategy in stages}
-        alone = measure_beside(args, device, wrappers, result)
-        result["predicted"] = predict(alone, result["world_size"], args.bucket_size_mb)
+        alone = measure_beside(args, device, {name: each.wrap for name, each in stages}, result)
+        result["predicted"] = {name: alone.step(strategy) for name, strategy in stages}
         print_predicted(result)
         report.write_json(args.json, result)
     if args.json and setup.is_rank_0():

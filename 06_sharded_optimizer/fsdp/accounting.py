@@ -4,6 +4,7 @@ import sys
 import warnings
 from functools import partial
 
+import numpy
 import sharded_optimizer as stage
 import torch
 import torch.distributed as dist
@@ -118,20 +119,18 @@ def draw(result: dict, path) -> None:
     axes = figure.subplots()
     axes.invert_yaxis()
     axes.spines[["top", "right"]].set_visible(False)
-    left = torch.zeros(len(most))
+    sizes = numpy.array(list(most.values())).T / 2**20  # [part][candidate]
+    left = numpy.zeros(len(most))
     colors = "#56B4E9", "#E69F00", "#999999", "#D55E00"
-    for number, (part, color) in enumerate(zip(PARTS, colors, strict=True)):
-        widths = torch.tensor([parts[number] / 2**20 for parts in most.values()])
+    for part, color, widths in zip(PARTS, colors, sizes, strict=True):
         bars = axes.barh(list(most), widths, left=left, color=color, label=part, height=0.75)
         left += widths
     totals = zip(left, widths, strict=True)
     ends = [f"{total:.1f} MB ({in_flight:.1f} in flight)" for total, in_flight in totals]
     axes.bar_label(bars, ends, padding=5, fontsize=9)
     axes.set_xlim(0, 1.25 * max(left))
-    axes.set_xlabel("MB")
+    axes.set_xlabel("what a rank holds at most, MB")
     figure.legend(loc="outside lower center", ncols=len(PARTS), frameon=False)
-    what = f"{result['model']['size']} model, AdamW, {result['world_size']} ranks"
-    figure.suptitle(f"What a rank holds at most: {what}", fontsize=11)
     figure.savefig(path, format="png", dpi=120)
 
 

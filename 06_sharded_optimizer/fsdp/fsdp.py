@@ -470,9 +470,6 @@ def check_and_broadcast(module: nn.Module, process_group) -> None:
         is_wrapper = hasattr(submodule, "finish_gradient_synchronization")
         if is_wrapper or hasattr(submodule, "no_sync"):
             raise ValueError("a module can be wrapped only once: wrap the plain one, model.module")
-    for name, parameter in module.named_parameters():
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-            raise ValueError(f"{name} has hooks, which nobody would call: take them out")
     for tensor in (*module.parameters(), *module.buffers()):
         contiguous = tensor.detach().contiguous()
         dist.broadcast(contiguous, group=process_group, group_src=0)

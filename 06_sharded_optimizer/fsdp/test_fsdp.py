@@ -540,6 +540,6 @@ def test_the_timeline(forked, tmp_path):
     status, output = forked(2, SCRIPT.with_name("prefetch.py"), *words, cwd=tmp_path)
     assert status == 0, output
     testing.assert_png(tmp_path / "plot")
-    waits = re.findall(r"^(.*): \d+ ms; .* (\d+) after$", output, re.MULTILINE)
+    waits = re.findall(r"^(.*): \d+ ms; .* (\d+) of them$", output, re.MULTILINE)
     [none, _, (name, milliseconds)] = waits
     assert none == ("no communication", "0") and name == "FSDP" and int(milliseconds) > 0
