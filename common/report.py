@@ -1,7 +1,6 @@
 """Percentiles, tables, the head of a result and the JSON file."""
 
 import json
-import math
 import os
 import platform
 import re
@@ -15,7 +14,7 @@ import numpy
 import torch
 import torch.distributed as dist
 
-from common.setup import FINISHES, SIZES, fail, is_rank_0, say, stretch
+from common.setup import FINISHES, SIZES, is_rank_0, say, stretch
 
 
 def percentiles(samples: list) -> list[float]:
@@ -66,35 +65,6 @@ def describe(model_class, args) -> dict:
         f"{args.steps} steps are measured, after {args.warmup} to warm up"
     )
     return model
-
-
-def require_memory(model: dict, copies: int) -> None:
-    """End the run unless there is memory for so many tensors per weight on each rank of this host.
-
-    A model in training holds four: weight, gradient and Adam's two moments; buckets are a fifth.
-    """
-    system = Path("/proc/meminfo")
-    if torch.cuda.is_available() or not system.exists():  # a GPU says itself when it is full
-        return
-    found = re.search(r"MemAvailable: *(\d+)", system.read_text())
-    available = 1024 * int(found[1]) if found else math.inf
-    held = copies * model["parameters"] * getattr(torch, model["dtype"]).itemsize
-    needed = int(os.environ["LOCAL_WORLD_SIZE"]) * held
-    if needed > available:
-        fail(
-            f"argument --size: '{model['size']}' needs {needed / 1e9:.1f} GB of memory for all "
-            f"ranks, and {available / 1e9:.1f} are available: use fewer ranks or a smaller size"
-        )
-
-
-def log_step(args, epoch: int, step: int, loss: torch.Tensor, times: dict[str, float]) -> None:
-    """Print a line of verify, where --log-every wants one; `times`: seconds by names."""
-    if args.log_every and step % args.log_every == 0:
-        parts = [
-            f"{name.removesuffix('_seconds')} {1000 * seconds:.2f} ms"
-            for name, seconds in times.items()
-        ]
-        say(f"verify: epoch {epoch}, step {step}: loss {loss:.4f}, {', '.join(parts)}")
 
 
 def evaluate(epoch: int, model, images: torch.Tensor, labels: torch.Tensor) -> float:

@@ -183,8 +183,6 @@ def add_verify_arguments(parser: Parser) -> None:
     add("--no-baseline", action="store_true", help="measure this stage alone, to save memory")
     add("--data", metavar="DIR", help="verify on MNIST from this folder instead of the digits")
     add("--download", action="store_true", help="fetch MNIST into --data first")
-    every = "verify: loss and times of rank 0 every N steps; 0: none"
-    add("--log-every", type=whole_number(0), default=0, metavar="N", help=every)
     trace = "Chrome trace of three more steps of each row, on rank 0; in this machine's time"
     add("--trace", type=output_file, metavar="FILE", help=trace)
 
@@ -483,13 +481,7 @@ def load_equal_shares(args: argparse.Namespace, device: torch.device) -> list[to
     """load_images on this device; with as many training images as all ranks can share."""
     tensors = load_images(args.data, args.download)
     images, labels, *held_out = [tensor.to(device) for tensor in tensors]
-    world_size = dist.get_world_size()
-    used = len(images) // world_size * world_size
-    if used < len(images):
-        say(f"warning: {world_size} ranks cannot share {len(images)} images: {used} are used")
-    if args.log_every:
-        shares = f"{used // world_size} images per rank, 64 in a batch of {64 * world_size}"
-        say(f"verify: {shares}; rank r takes images r, r + {world_size}, … of each batch")
+    used = len(images) - len(images) % dist.get_world_size()
     return [images[:used], labels[:used], *held_out]
 
 

@@ -103,7 +103,7 @@ def shared_model(args, device: torch.device, described: dict):
     watch.mark_last_gradient(next(model.parameters()))  # torch's DDP waits within backward
 
     def step(wrapped: torch.nn.Module) -> dict[str, float]:
-        return train_step(wrapped, optimizer, watch, tokens, targets)[1]
+        return train_step(wrapped, optimizer, watch, tokens, targets)
 
     return model, watch, step
 
@@ -120,7 +120,6 @@ def main():
     with setup.process_group(args.device, args.backend, args.timeout, args.network) as device:
         result = report.begin("05_bucketed/compare", args, device)
         described = result["model"] = report.describe(LanguageModel, args)
-        report.require_memory(described, copies=15 if args.mine else 9)
         model, _, step = shared_model(args, device, described)
         steps = {timing.NO_COMMUNICATION: partial(step, model)}
         for name, strategy in strategies(args.bucket_size_mb, controls=not many).items():

@@ -131,7 +131,6 @@ def main() -> None:
     with setup.process_group(args.device, args.backend, args.timeout, args.network) as device:
         result = report.begin("05_bucketed/compare/timeline", args, device)
         described = result["model"] = report.describe(compare.LanguageModel, args)
-        report.require_memory(described, copies=6)
         model, watch, train = compare.shared_model(args, device, described)
         wire = setup.wire()
 

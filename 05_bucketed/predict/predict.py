@@ -103,7 +103,6 @@ def measure_beside(args, device, wrappers: dict, result: dict, in_turn=True, tra
     Puts what is measured into `result`, and returns what `simulate` needs.
     """
     described = report.describe(compare.LanguageModel, args)
-    report.require_memory(described, copies=4 + (len(wrappers) if in_turn else 1))  # and buckets
     model, watch, train = compare.shared_model(args, device, described)
     gradients = list(model.parameters())[::-1]
 

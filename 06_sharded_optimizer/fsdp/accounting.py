@@ -59,7 +59,7 @@ def verify(name, wrap, args, device) -> dict:
     twins = []
     for each, average in ((model, finish), (twin, stage.average_gradients)):
         twins.append((each, torch.optim.Adam(each.parameters(), lr=1e-3), average))
-    stage.train_twins(twins, data, args, device)
+    stage.train_twins(twins, data, args.seed)
     if not hasattr(model, "gather_full_params"):
         sys.exit("error: argument --mine: verify needs its gather_full_params(), or --no-verify")
     theirs = "training with whole weights"
@@ -192,8 +192,6 @@ def main(description: str, wrap, choose_units) -> None:
         result = report.begin("06_sharded_optimizer/fsdp", args, device)
         wraps = {"FSDP": wrap} | setup.users_class(args)
         model = result["model"] = report.describe(stage.LanguageModel, args)
-        rows = len(wraps) + (0 if args.no_baseline else 5)
-        report.require_memory(model, copies=5 * rows)
         result["verify"] = {}
         if not args.no_verify:
             for name, each in wraps.items():

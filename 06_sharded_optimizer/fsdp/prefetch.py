@@ -145,7 +145,6 @@ def main() -> None:
     with setup.process_group(args.device, args.backend, args.timeout, args.network) as device:
         result = report.begin("06_sharded_optimizer/fsdp", args, device)
         model = result["model"] = report.describe(LanguageModel, args)
-        report.require_memory(model, copies=5 * len(WRAPS))
         network.SlowWork.wait = noting_wait
         batch_shape = model["batch_size"], model["context_length"]
         candidates = {}
