@@ -93,9 +93,8 @@ class Wire:
 
     def __init__(self):
         self.is_slow = False  # True within `with wire:`
-        self.network = Network(rate=0.0, delay=0.0, calls_at_once=1)
+        self.network = None  # later: a Network
         self.stretch = 1.0  # seconds here for each of the network's
-        self.least_stretch = 0.0  # below it calls would cost more than the network asks for
         self.pace = 0.0  # what a step without communication counts as, in seconds; 0: as it is
         self.last_steps = deque(maxlen=3)  # how long the last such steps took here
         self.free_at = 0.0  # when the last byte of all calls so far has left; time.monotonic()
@@ -105,8 +104,7 @@ class Wire:
 
     def connect(self, text: str, stretch: float = 1.0) -> None:
         """Be as slow as a text like 1gbit,1ms says, in time that is stretched so many times."""
-        self.network, self.stretch = read_network(text), stretch
-        self.pace = self.least_stretch = 0.0
+        self.network, self.stretch, self.pace = read_network(text), stretch, 0.0
         self.last_steps.clear()
 
     def keep_pace(self, seconds: float) -> None:
@@ -118,7 +116,7 @@ class Wire:
         sum_of_ranks = torch.tensor(seconds, dtype=torch.float64)
         dist.all_reduce(sum_of_ranks)
         self.last_steps.append(sum_of_ranks.item() / dist.get_world_size())
-        self.stretch = max(self.least_stretch, median(self.last_steps) / self.pace)
+        self.stretch = median(self.last_steps) / self.pace
 
     def __enter__(self):
         self.is_slow = True
@@ -269,7 +267,6 @@ class SlowProcessGroup(ProcessGroupOverGloo):
         member = rank, world_size, timeout
         super().__init__(dist.PrefixStore("data", store), *member)
         self.control = dist.ProcessGroupGloo(dist.PrefixStore("launch times", store), *member)
-        self.wire = wire
         self.places = deque([0.0] * wire.network.calls_at_once)  # when each of them is free
 
     def launch(self, name: str, *arguments, **options) -> dist.Work:

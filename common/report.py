@@ -14,7 +14,8 @@ import numpy
 import torch
 import torch.distributed as dist
 
-from common.setup import FINISHES, SIZES, is_rank_0, say, stretch
+from common.network import wire
+from common.setup import FINISHES, SIZES, is_rank_0, say
 
 
 def percentiles(samples: list) -> list[float]:
@@ -146,7 +147,7 @@ def head(stage: str, args, backend, device, world_size, threads: int | None) -> 
         "torch": torch.__version__,
         "backend": backend,
         "network": getattr(args, "network", None),
-        "stretch": stretch(),  # at first; candidates have that of each sample
+        "stretch": wire.stretch,  # at first; candidates have that of each sample
         "device": device,
         "device_name": torch.cuda.get_device_name() if on_gpu else processor_name(),
         "world_size": world_size,
@@ -163,7 +164,7 @@ def processor_name() -> str:
     return found[1] if found else platform.machine()
 
 
-def write_json(path: Path | None, result: dict, say_so: bool = True) -> None:
+def write_json(path: Path | None, result: dict) -> None:
     """Write a result where rank 0 has a path; null for infinity and nan.
 
     It is written beside the file and renamed, so that there is a whole one at any time.
@@ -175,8 +176,6 @@ def write_json(path: Path | None, result: dict, say_so: bool = True) -> None:
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     beside.write_text(json.dumps(finite, indent=1) + "\n")
     beside.replace(path)
-    if say_so:
-        say(f"written: {path}")
 
 
 def held_bytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -23,7 +23,7 @@ import compare  # noqa: E402
 import medians  # noqa: E402
 
 from common import report, setup, timing  # noqa: E402
-from common.network import Span  # noqa: E402
+from common.network import Span, wire  # noqa: E402
 
 STAGES = {
     timing.NO_COMMUNICATION: compare.no_communication,
@@ -132,7 +132,6 @@ def main() -> None:
         result = report.begin("05_bucketed/compare/timeline", args, device)
         described = result["model"] = report.describe(compare.LanguageModel, args)
         model, watch, train = compare.shared_model(args, device, described)
-        wire = setup.wire()
 
         def step(wrapped) -> dict:
             wire.spans.clear()

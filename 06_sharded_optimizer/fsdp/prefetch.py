@@ -135,7 +135,7 @@ def main() -> None:
         return is_done
 
     def step(trainee: Trainee) -> dict:
-        wire = setup.wire()
+        wire = network.wire
         waits.clear()
         wire.spans.clear()
         times = trainee.step()
