@@ -21,8 +21,7 @@ MOST_DRIFT = 1.5  # of the machine's speed while it measures
 
 def torch_ddp(args) -> dict[str, Callable]:
     """Return torch's own, by name, with buckets of the same size as ours."""
-    size = min(args.bucket_size_mb, 1e6)  # torch cannot have infinite ones
-    options = {"bucket_cap_mb": size, "gradient_as_bucket_view": True}
+    options = {"bucket_cap_mb": args.bucket_size_mb, "gradient_as_bucket_view": True}
     return {"torch DDP": partial(DistributedDataParallel, **options)}
 
 
