@@ -226,7 +226,7 @@ def run_rank(rank: int, args, result: dict) -> None:
             tensor = torch.empty(max(1, int(megabytes * 2**18)), device=device)
             measured = measure_size(algorithms, tensor, args.steps, args.warmup)
             rows += measured
-            write_json(args.json, result, say_so=False)
+            write_json(args.json, result)
             for row in measured:
                 print_measured(row, measured[0]["p50"])
         dist.destroy_process_group()

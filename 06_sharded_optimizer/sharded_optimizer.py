@@ -225,32 +225,27 @@ def verify(name, make_sharded, args, device) -> dict:
     for make_optimizer in (make_sharded, ADAMW):
         model = setup.classifier(args.seed, data[0])
         twins.append((model, make_optimizer(model.parameters(), lr=1e-3), average_gradients))
-    train_twins(twins, data, args, device)
+    train_twins(twins, data, args.seed)
     weights, expected = [model.state_dict() for model, _, _ in twins]
     return compare(weights, expected, TOLERANCE, "unsharded AdamW")
 
 
-def train_twins(twins: list[tuple], data: list, args, device) -> None:
+def train_twins(twins: list[tuple], data: list, seed: int) -> None:
     """Train models on the same shares of data: (model, its optimizer, what averages gradients)."""
-    from common import report, timing
+    from common import report
 
     images, labels, *held_out = data
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    watch = timing.Stopwatch(device)
-    shuffle = torch.Generator().manual_seed(args.seed)
+    shuffle = torch.Generator().manual_seed(seed)
     for epoch in (1, 2):
         order = torch.randperm(len(images), generator=shuffle)
-        for step, union in enumerate(order.split(64 * world_size), 1):
+        for union in order.split(64 * world_size):
             share = union[rank::world_size]
-            with watch.phase("step"):
-                for model, optimizer, average in twins:
-                    optimizer.zero_grad()
-                    loss = F.cross_entropy(model(images[share]), labels[share])
-                    loss.backward()
-                    average(model)
-                    optimizer.step()
-            times = {"step of both": watch.seconds("step starts", "step ends")}
-            report.log_step(args, epoch, step, loss, times)
+            for model, optimizer, average in twins:
+                optimizer.zero_grad()
+                F.cross_entropy(model(images[share]), labels[share]).backward()
+                average(model)
+                optimizer.step()
         report.evaluate(epoch, twins[0][0], *held_out)
 
 

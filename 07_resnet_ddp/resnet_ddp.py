@@ -19,7 +19,6 @@ Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parall
 import os
 import sys
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -182,6 +181,7 @@ def fit(args, training: Training, train_batches, test_batches) -> dict:
     Epochs that a checkpoint brings along have only their evaluations there.
     """
     from common import setup
+    from common.network import wire
 
     evaluations = resume(args, training) if args.checkpoint else []
     steps, logged = [], []
@@ -191,7 +191,7 @@ def fit(args, training: Training, train_batches, test_batches) -> dict:
         dist.barrier()  # rank 0 may still be saving, and nobody's first batch should count that
         began = time.perf_counter()
         steps_of_epoch, logged_in_epoch = train_epoch(args, training, train_batches, epoch)
-        seconds += (time.perf_counter() - began) / setup.stretch()
+        seconds += (time.perf_counter() - began) / wire.stretch
         steps += steps_of_epoch
         logged += logged_in_epoch
         setup.progress(f"epoch {epoch}: images held out")
@@ -345,6 +345,7 @@ def main():
         from images import load_images
 
         from common import report, setup
+        from common.network import wire
     except ModuleNotFoundError as error:
         sys.exit(
             f"error: {error}: pip install torchvision, and copy the repository's folder common/, "
@@ -374,7 +375,7 @@ def main():
         setup.say(f"{result['settings']}; {of_rank}")
         ddp = result["world_size"] > 1
         training = build(device, ddp, args.lr, args.seed)
-        with setup.wire() or nullcontext():
+        with wire:
             result |= fit(args, training, *batches)
         if dist.get_rank() == 0:
             print_report(result)

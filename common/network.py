@@ -93,7 +93,7 @@ class Wire:
 
     def __init__(self):
         self.is_slow = False  # True within `with wire:`
-        self.network = Network(rate=0.0, delay=0.0, calls_at_once=1)
+        self.network = None  # later: a Network
         self.stretch = 1.0  # seconds here for each of the network's
         self.least_stretch = 0.0  # below it calls would cost more than the network asks for
         self.pace = 0.0  # what a step without communication counts as, in seconds; 0: as it is
@@ -269,7 +269,6 @@ class SlowProcessGroup(ProcessGroupOverGloo):
         member = rank, world_size, timeout
         super().__init__(dist.PrefixStore("data", store), *member)
         self.control = dist.ProcessGroupGloo(dist.PrefixStore("launch times", store), *member)
-        self.wire = wire
         self.places = deque([0.0] * wire.network.calls_at_once)  # when each of them is free
 
     def launch(self, name: str, *arguments, **options) -> dist.Work:

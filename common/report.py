@@ -15,7 +15,8 @@ import numpy
 import torch
 import torch.distributed as dist
 
-from common.setup import FINISHES, SIZES, fail, is_rank_0, say, stretch
+from common.network import wire
+from common.setup import FINISHES, SIZES, fail, is_rank_0, say
 
 
 def percentiles(samples: list) -> list[float]:
@@ -85,16 +86,6 @@ def require_memory(model: dict, copies: int) -> None:
             f"argument --size: '{model['size']}' needs {needed / 1e9:.1f} GB of memory for all "
             f"ranks, and {available / 1e9:.1f} are available: use fewer ranks or a smaller size"
         )
-
-
-def log_step(args, epoch: int, step: int, loss: torch.Tensor, times: dict[str, float]) -> None:
-    """Print a line of verify, where --log-every wants one; `times`: seconds by names."""
-    if args.log_every and step % args.log_every == 0:
-        parts = [
-            f"{name.removesuffix('_seconds')} {1000 * seconds:.2f} ms"
-            for name, seconds in times.items()
-        ]
-        say(f"verify: epoch {epoch}, step {step}: loss {loss:.4f}, {', '.join(parts)}")
 
 
 def evaluate(epoch: int, model, images: torch.Tensor, labels: torch.Tensor) -> float:
@@ -176,7 +167,7 @@ def head(stage: str, args, backend, device, world_size, threads: int | None) -> 
         "torch": torch.__version__,
         "backend": backend,
         "network": getattr(args, "network", None),
-        "stretch": stretch(),  # at first; candidates have that of each sample
+        "stretch": wire.stretch,  # at first; candidates have that of each sample
         "device": device,
         "device_name": torch.cuda.get_device_name() if on_gpu else processor_name(),
         "world_size": world_size,
@@ -193,7 +184,7 @@ def processor_name() -> str:
     return found[1] if found else platform.machine()
 
 
-def write_json(path: Path | None, result: dict, say_so: bool = True) -> None:
+def write_json(path: Path | None, result: dict) -> None:
     """Write a result where rank 0 has a path; null for infinity and nan.
 
     It is written beside the file and renamed, so that there is a whole one at any time.
@@ -205,8 +196,6 @@ def write_json(path: Path | None, result: dict, say_so: bool = True) -> None:
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     beside.write_text(json.dumps(finite, indent=1) + "\n")
     beside.replace(path)
-    if say_so:
-        say(f"written: {path}")
 
 
 def held_bytes(tensors: Iterable[torch.Tensor]) -> int:

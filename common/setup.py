@@ -29,7 +29,7 @@ import torch.distributed.nn  # noqa: F401
 import torch.multiprocessing as mp
 from torch import nn
 
-from common import network as emulated
+from common.network import read_network, wire
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # keeps torch.profiler's own log off the screen
 
@@ -135,9 +135,9 @@ def can_be_written(file: Path) -> bool:
     return folder.is_dir() and os.access(folder, os.W_OK) and is_new_or_file
 
 
-positive_number = checked(float, lambda number: number > 0, "a number above 0")  # inf is one
+positive_number = checked(float, lambda n: 0 < n <= 1e6, "a number above 0, up to 1e6")
 output_file = checked(Path, can_be_written, "a writable file in a folder that exists")
-network_text = checked(str, emulated.read_network, "a rate and a delay: 1gbit,1ms or 1gbit,0,2")
+network_text = checked(str, read_network, "a rate and a delay: 1gbit,1ms or 1gbit,0,2")
 
 
 def add_process_group_arguments(parser: Parser) -> None:
@@ -183,8 +183,6 @@ def add_verify_arguments(parser: Parser) -> None:
     add("--no-baseline", action="store_true", help="measure this stage alone, to save memory")
     add("--data", metavar="DIR", help="verify on MNIST from this folder instead of the digits")
     add("--download", action="store_true", help="fetch MNIST into --data first")
-    every = "verify: loss and times of rank 0 every N steps; 0: none"
-    add("--log-every", type=whole_number(0), default=0, metavar="N", help=every)
     trace = "Chrome trace of three more steps of each row, on rank 0; in this machine's time"
     add("--trace", type=output_file, metavar="FILE", help=trace)
 
@@ -215,8 +213,6 @@ def import_file(file: str):
     last. So no file of the user's hides a module of ours or of Python's that is imported later.
     """
     path = Path(file).expanduser().resolve()
-    if not path.is_file():
-        raise ValueError(f"{file} is not a file")
     name, package = path.stem, path.parent
     while (package / "__init__.py").exists():
         name, package = f"{package.name}.{name}", package.parent
@@ -240,12 +236,7 @@ def import_file(file: str):
 def load(text: str):
     """Return the class or function that FILE.py:NAME names; raise whatever prevents it."""
     file, _, name = text.rpartition(":")
-    if not file.endswith(".py") or not name.isidentifier():
-        raise ValueError(f"{text!r} is not FILE.py:NAME")
-    mine = getattr(import_file(file), name, None)
-    if not callable(mine):
-        raise ValueError(f"{file} has no class or function {name}")
-    return mine
+    return getattr(import_file(file), name)
 
 
 FINISHES = """finish_gradient_synchronization finish_gradient_sync finish synchronize sync_gradients
@@ -264,11 +255,11 @@ def finish_of(model):
 def bucket_options(wrapper, size_mb: float) -> dict[str, float]:
     """Return the arguments of a wrapper that say how large its buckets are, for buckets of MB."""
     options = {}
-    for name, argument in inspect.signature(wrapper).parameters.items():
-        if re.fullmatch("bucket(_size|_cap)?(_mb|_bytes)?", name):
-            is_large = isinstance(argument.default, int | float) and argument.default > 10_000
-            in_bytes = "bytes" in name or is_large
-            options[name] = int(size_mb * 2**20) if in_bytes else size_mb
+    for name in inspect.signature(wrapper).parameters:
+        if re.fullmatch("bucket(_size|_cap)?_mb", name):
+            options[name] = size_mb
+        elif re.fullmatch("bucket(_size|_cap)?_bytes", name):
+            options[name] = int(size_mb * 2**20)
     return options
 
 
@@ -363,7 +354,7 @@ def process_group(device="auto", backend="auto", timeout=300.0, network: str | N
     """Join the group that torchrun describes, yield this rank's torch.device, and always leave.
 
     Seconds of `timeout` for other ranks; with `network` the group's collectives are slow wherever
-    `with wire():` says so. Sets the threads: cores ÷ ranks.
+    `with wire:` says so. Sets the threads: cores ÷ ranks.
     """
     if missing := [name for name in OF_TORCHRUN if name not in os.environ]:
         command = f"torchrun --standalone --nproc-per-node 2 {sys.argv[0]}"
@@ -374,8 +365,8 @@ def process_group(device="auto", backend="auto", timeout=300.0, network: str | N
     torch.set_num_threads(threads)
     if network:
         backend = "slow_network"
-        emulated.wire.connect(network, stretch=max(1.0, ranks_here * threads / cores()))
-    limit = timedelta(seconds=min(timeout, 1e6))  # torch has no infinite one
+        wire.connect(network, stretch=max(1.0, ranks_here * threads / cores()))
+    limit = timedelta(seconds=timeout)
     device_id = device if backend == "nccl" else None
     with without_gloo_greeting():
         dist.init_process_group(backend, timeout=limit, device_id=device_id)
@@ -391,16 +382,6 @@ def process_group(device="auto", backend="auto", timeout=300.0, network: str | N
     finally:
         LEFT.append(dist.group.WORLD)
         dist.destroy_process_group()
-
-
-def wire():
-    """Return the emulated network of --network, a Wire of common/network.py; None without one."""
-    return getattr(dist.group.WORLD, "wire", None)
-
-
-def stretch() -> float:
-    """Return how many seconds here are one of the emulated network's; 1 without one."""
-    return wire().stretch if wire() else 1.0
 
 
 def spawn(world_size: int, function, *arguments) -> None:
@@ -471,8 +452,7 @@ def load_images(data: str | None, download: bool) -> list[torch.Tensor]:
         dist.barrier()
         splits = MNIST(data, train=True), MNIST(data, train=False)
     except Exception as error:  # torchvision has many kinds: files missing, cut short, not MNIST
-        slow = "rank 0 still downloads, raise --timeout: " if download and dist.get_rank() else ""
-        fail(f"argument --data: {slow}{data!r} holds no readable MNIST ({error!r})")
+        fail(f"argument --data: {data!r} holds no readable MNIST ({error!r})")
     tensors = []
     for split in splits:
         tensors += [split.data.double().flatten(1) / 255, split.targets]
@@ -483,13 +463,7 @@ def load_equal_shares(args: argparse.Namespace, device: torch.device) -> list[to
     """load_images on this device; with as many training images as all ranks can share."""
     tensors = load_images(args.data, args.download)
     images, labels, *held_out = [tensor.to(device) for tensor in tensors]
-    world_size = dist.get_world_size()
-    used = len(images) // world_size * world_size
-    if used < len(images):
-        say(f"warning: {world_size} ranks cannot share {len(images)} images: {used} are used")
-    if args.log_every:
-        shares = f"{used // world_size} images per rank, 64 in a batch of {64 * world_size}"
-        say(f"verify: {shares}; rank r takes images r, r + {world_size}, … of each batch")
+    used = len(images) - len(images) % dist.get_world_size()
     return [images[:used], labels[:used], *held_out]
 
 

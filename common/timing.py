@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from common.setup import progress, say, stretch, wire
+from common.network import wire
+from common.setup import progress, say
 
 NO_COMMUNICATION = "no communication"  # the row of a step that sends nothing
 MOST_DRIFT = 1.5  # of the machine's speed while it measures
@@ -20,8 +21,7 @@ MOST_DRIFT = 1.5  # of the machine's speed while it measures
 
 def torch_ddp(args) -> dict[str, Callable]:
     """Return torch's own, by name, with buckets of the same size as ours."""
-    size = min(args.bucket_size_mb, 1e6)  # torch cannot have infinite ones
-    options = {"bucket_cap_mb": size, "gradient_as_bucket_view": True}
+    options = {"bucket_cap_mb": args.bucket_size_mb, "gradient_as_bucket_view": True}
     return {"torch DDP": partial(DistributedDataParallel, **options)}
 
 
@@ -71,7 +71,7 @@ class Stopwatch:
         if self.on_cuda:
             self.marks[end].synchronize()
             return self.marks[start].elapsed_time(self.marks[end]) / 1000
-        return (self.marks[end] - self.marks[start]) / stretch()
+        return (self.marks[end] - self.marks[start]) / wire.stretch
 
 
 def measure(candidates: dict[str, Callable[[], dict]], steps: int, warmup: int) -> dict[str, dict]:
@@ -83,21 +83,20 @@ def measure(candidates: dict[str, Callable[[], dict]], steps: int, warmup: int) 
     Returns {candidate: {quantity: [rank][step]}}, on every rank, without the first `warmup` rounds.
     """
     local = {name: [] for name in candidates}
-    network = wire()
     for i in range(warmup + steps):
         for name, step in candidates.items():
             progress(f"step {i + 1} of {warmup + steps}: {name}")
             dist.barrier()
-            launched = network and dist.group.WORLD.collectives
-            with network or nullcontext():
+            launched = wire.network and dist.group.WORLD.collectives
+            with wire:
                 times = step()
             local[name].append(times)
-            if network and times is not None:
+            if wire.network and times is not None:
                 times["collectives"] = dist.group.WORLD.collectives - launched
-                times["stretch"] = network.stretch
+                times["stretch"] = wire.stretch
             # Only a step that sends nothing tells how fast this machine is.
-            if network and network.pace and name == NO_COMMUNICATION:
-                network.keep_pace(times["step_seconds"] * network.stretch)
+            if wire.pace and name == NO_COMMUNICATION:
+                wire.keep_pace(times["step_seconds"] * wire.stretch)
     all_ranks = [None] * dist.get_world_size()
     dist.all_gather_object(all_ranks, local)
     samples = {}
@@ -124,16 +123,16 @@ def keep_pace(candidates: dict[str, Callable[[], dict]], args) -> None:
 
     A step of `no communication` counts as `pace_of(args)` seconds; with 0 the stretch stays.
     """
-    network, pace = wire(), pace_of(args)
-    if network is None:
+    pace = pace_of(args)
+    if not wire.network:
         return
     if pace == 0 or NO_COMMUNICATION not in candidates:
-        say(f"No pace: a second of the network takes {network.stretch:g} s here")
+        say(f"No pace: a second of the network takes {wire.stretch:g} s here")
         return
-    network.pace = pace
+    wire.pace = pace
     measure({NO_COMMUNICATION: candidates[NO_COMMUNICATION]}, steps=4, warmup=0)
-    if network.stretch < 1 and calls_cost_more(network):
-        network.least_stretch = network.stretch = 1.0
+    if wire.stretch < 1 and calls_cost_more():
+        wire.least_stretch = wire.stretch = 1.0
         say(
             f"No pace: this machine is so fast that at {pace:g} s for a step calls would cost over "
             "15 % more than requested"
@@ -141,14 +140,14 @@ def keep_pace(candidates: dict[str, Callable[[], dict]], args) -> None:
         return
     say(
         f"One pace: a step of {args.size} without communication counts as {pace:g} s; here it takes"
-        f" {network.stretch * pace:.2f} s, so a second of the network takes {network.stretch:.2f} s"
+        f" {wire.stretch * pace:.2f} s, so a second of the network takes {wire.stretch:.2f} s"
     )
 
 
-def calls_cost_more(network) -> bool:
+def calls_cost_more() -> bool:
     """Tell whether a small call costs over 1.15 times what was requested, in the network's time."""
     world_size = dist.get_world_size()
-    requested = sum(network.cost("allreduce", 4096, world_size)) / network.stretch
+    requested = sum(wire.cost("allreduce", 4096, world_size)) / wire.stretch
     return all_reduce_costs(torch.device("cpu"))["call_seconds"] > 1.15 * requested
 
 
@@ -199,7 +198,7 @@ def profile(candidates: dict[str, Callable[[], object]], trace: Path | None) -> 
         for name, step in candidates.items():
             for _ in range(3):
                 dist.barrier()
-                with torch.profiler.record_function(name), wire() or nullcontext():
+                with torch.profiler.record_function(name), wire:
                     step()
     if dist.get_rank() == 0:
         profiler.export_chrome_trace(str(trace))
@@ -221,7 +220,7 @@ def benchmark(candidates: dict[str, Callable[[], dict]], args, device: torch.dev
     samples = measure(candidates, args.steps, args.warmup)
     measured = []
     for name, of_candidate in samples.items():
-        if wire():
+        if wire.network:
             calls = of_candidate.pop("collectives")[0][-1]
         else:
             calls = count_collectives(candidates[name])
@@ -232,8 +231,6 @@ def benchmark(candidates: dict[str, Callable[[], dict]], args, device: torch.dev
 
 def warn_of_drift(samples: dict[str, dict]) -> None:
     """Say so if the machine's speed has changed by too much while these were measured."""
-    if not wire():
-        return
     low, high = drift(samples.values())
     if high > MOST_DRIFT * low:
         say(

@@ -149,7 +149,8 @@ def say_threads():
     for thread in Path("/proc/self/task").glob("*/comm"):
         print("thread", thread.read_text().strip())
 atexit.register(say_threads)  # the first that registers is the last to be called
-runpy.run_path(sys.argv[1], run_name="__main__")
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 

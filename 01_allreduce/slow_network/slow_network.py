@@ -29,6 +29,7 @@ def all_reduce_together(tensors: list[torch.Tensor], watch) -> dict[str, float]:
 def main():
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     from common import report, setup, timing
+    from common.network import wire
 
     parser = setup.Parser(__doc__)
     sizes = setup.list_of(setup.positive_number)
@@ -40,7 +41,7 @@ def main():
         report.begin("01_allreduce/slow_network", args, device)
         watch = timing.Stopwatch(device)
         table, ranks = [], dist.get_world_size()
-        rate, delay, calls_at_once = setup.wire().network
+        rate, delay, calls_at_once = wire.network
         for size, calls in [(size, calls) for size in args.sizes_mb for calls in (1, 2)]:
             tensors = [torch.empty(max(1, int(size * 2**18))) for _ in range(calls)]
             candidates = {"calls": partial(all_reduce_together, tensors, watch)}

@@ -103,7 +103,7 @@ def shared_model(args, device: torch.device, described: dict):
     watch.mark_last_gradient(next(model.parameters()))  # torch's DDP waits within backward
 
     def step(wrapped: torch.nn.Module) -> dict[str, float]:
-        return train_step(wrapped, optimizer, watch, tokens, targets)[1]
+        return train_step(wrapped, optimizer, watch, tokens, targets)
 
     return model, watch, step
 

@@ -23,7 +23,7 @@ import compare  # noqa: E402
 import medians  # noqa: E402
 
 from common import report, setup, timing  # noqa: E402
-from common.network import Span  # noqa: E402
+from common.network import Span, wire  # noqa: E402
 
 STAGES = {
     timing.NO_COMMUNICATION: compare.no_communication,
@@ -68,7 +68,7 @@ def bars_of(marks: dict[str, float], backward_ends: float, others: list[Bar]) ->
     ]
 
     def in_ms(moment: float) -> float:
-        return 1000 * (moment - marks["forward starts"]) / setup.stretch()
+        return 1000 * (moment - marks["forward starts"]) / wire.stretch
 
     return [bar._replace(start=in_ms(bar.start), end=in_ms(bar.end)) for bar in bars]
 
@@ -160,7 +160,6 @@ def main() -> None:
         described = result["model"] = report.describe(compare.LanguageModel, args)
         report.require_memory(described, copies=6)
         model, watch, train = compare.shared_model(args, device, described)
-        wire = setup.wire()
 
         def step(wrapped) -> dict:
             wire.spans.clear()

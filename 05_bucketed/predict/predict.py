@@ -34,6 +34,7 @@ from bucketed import fill_buckets  # noqa: E402
 from compare import Strategy  # noqa: E402
 
 from common import report, setup, timing  # noqa: E402
+from common.network import wire  # noqa: E402
 
 
 class Link(NamedTuple):
@@ -129,8 +130,8 @@ def measure_beside(args, device, wrappers: dict, result: dict, in_turn=True) -> 
     moments = [numpy.max(candidates[0][key], axis=0) for key in keys]
     moments = [numpy.median(each, axis=0).tolist() for each in moments]
     calls_at_once = 2 if dist.get_backend() == "gloo" else 1
-    if setup.wire():
-        calls_at_once = setup.wire().network.calls_at_once
+    if wire.network:
+        calls_at_once = wire.network.calls_at_once
     return Alone(gradients, *moments, Link(*measured[0]["all_reduce"].values(), calls_at_once))
 
 

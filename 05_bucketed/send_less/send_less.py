@@ -133,6 +133,7 @@ import medians  # noqa: E402
 import numpy  # noqa: E402
 
 from common import report, setup  # noqa: E402
+from common.network import wire  # noqa: E402
 
 MODEL = {"d_model": 128, "d_ff": 512, "layers": 2, "heads": 4, "vocabulary": 256}
 CONTEXT = 64  # tokens of a sequence; a batch is one, so gradients are noisy
@@ -176,7 +177,7 @@ class Racer:
 
     def train(self) -> float:
         """Take a turn on the network; returns seconds of this machine, the mean of the ranks."""
-        wire, count = setup.wire(), self.candidate.batches
+        count = self.candidate.batches
         batches = [draw_batch(self.text, 1, self.generator) for _ in range(count)]
         start = time.perf_counter()
         with wire:
@@ -200,7 +201,6 @@ def race(args) -> dict:
     text, held_out = read_text()
     held_out = draw_batch(held_out, 128, torch.Generator().manual_seed(0))
     racers = {name: Racer(each, text, args.seed) for name, each in CANDIDATES.items()}
-    wire = setup.wire()
     wire.pace = racers["alone"].turn
     for goal in numpy.linspace(0, args.seconds, SLICES + 1)[1:]:
         for name, racer in racers.items():

@@ -60,7 +60,7 @@ def verify(name, wrap, args, device) -> dict:
     twins = []
     for each, average in ((model, finish), (twin, stage.average_gradients)):
         twins.append((each, torch.optim.Adam(each.parameters(), lr=1e-3), average))
-    stage.train_twins(twins, data, args, device)
+    stage.train_twins(twins, data, args.seed)
     if not hasattr(model, "gather_full_params"):
         sys.exit("error: argument --mine: verify needs its gather_full_params(), or --no-verify")
     theirs = "training with whole weights"

@@ -51,7 +51,7 @@ def noting_wait(*arguments) -> bool:
 
 def step(trainee: Trainee) -> dict:
     """Train; returns the seconds, and the bars of the step."""
-    spans = setup.wire().spans
+    spans = network.wire.spans
     WAITS.clear()
     spans.clear()
     times = trainee.step()

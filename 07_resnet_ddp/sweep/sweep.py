@@ -22,7 +22,6 @@ import argparse
 import os
 import sys
 import warnings
-from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 
@@ -38,6 +37,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
 import sweep_models  # noqa: E402
 
 from common import report, setup, timing  # noqa: E402
+from common.network import wire  # noqa: E402
 
 
 def plan(ranks: int, local_size: int) -> list[tuple[str, list[int], bool]]:
@@ -94,7 +94,7 @@ def measure_subset(benchmark, ranks: list[int], use_ddp: bool, steps: int, **opt
                 process_group=group,
                 bucket_cap_mb=benchmark.bucket_size,
             )
-        with setup.wire() or nullcontext():
+        with wire:
             seconds = train(benchmark, model, steps)
         del model  # DDP's reducer uses the group until it is gone
         dist.destroy_process_group(group)
@@ -173,7 +173,7 @@ def main():
     with setup.process_group(args.device, "gloo", week, args.network) as device:
         _, backend = setup.choose_device(args.device, args.backend, args.network)
         options = {"backend": "slow_network" if args.network else backend}
-        options["timeout"] = timedelta(seconds=min(args.timeout, 1e6))
+        options["timeout"] = timedelta(seconds=args.timeout)
         benchmarks = [sweep_models.make(name, args, device, backend) for name in names]
         result = report.begin("07_resnet_ddp/sweep", args, device)
         result |= {"backend": backend, "distributed_backend": backend}
