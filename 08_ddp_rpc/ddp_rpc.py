@@ -21,15 +21,11 @@ Machine Learning with the Parameter Server", OSDI 2014.
 import copy
 import logging
 import math
-import os
-import shutil
-import subprocess
 import sys
 import time
 from datetime import timedelta
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -173,24 +169,10 @@ def run_rank(rank, args, names):
             dist.init_process_group(args.backend, None, limit, args.trainers, rank - 1)
         rpc.init_rpc(names[rank], None, rank, len(names), options)
     if rank == 0:
-        try:
-            run_master(args, names)
-        except RuntimeError:
-            gone = [name for name in names[1:] if is_silent(name)]
-            if not gone:
-                raise
-            sys.exit(f"error: no answer within --timeout {args.timeout:g} s from {', '.join(gone)}")
+        run_master(args, names)
     rpc.shutdown()
     if is_trainer:
         dist.destroy_process_group()
-
-
-def is_silent(name):
-    """Tell whether another process does not answer within 5 seconds."""
-    try:
-        return not rpc.rpc_sync(name, os.getpid, timeout=5)
-    except RuntimeError:
-        return True
 
 
 def read_arguments():
@@ -241,8 +223,6 @@ def print_layout(args):
         f"08_ddp_rpc: torch {torch.__version__}, {cuda}, {args.backend} on {args.device}, "
         f"{world_size} ranks, threads per rank: {threads}"
     )
-    if shutil.which("nvidia-smi"):
-        subprocess.run(["nvidia-smi", "topo", "-m"])  # how the GPUs are connected
     say(
         f"trainers: {args.trainers}, DDP over {args.backend}; servers: {args.servers}, "
         f"each with a table of {args.embeddings} × {args.embedding_dim}"
@@ -329,17 +309,8 @@ def verify(args, trainer, tables):
     return {"max_abs_diff": difference, "tolerance": tolerance, "passed": True}
 
 
-class Epoch(NamedTuple):
-    """What a trainer measures in ten steps."""
-
-    seconds: float
-    lookup_seconds: float
-    message_bytes: int
-    examples: int  # bags
-
-
 def train(args, tables):
-    """Train on every trainer: return {lookup: list of Epoch}, and the weights of its replica."""
+    """Train on every trainer: return {lookup: what each epoch took}, and its replica's weights."""
     from common.setup import progress
 
     rank = dist.get_rank()
@@ -357,9 +328,12 @@ def train(args, tables):
             start = time.perf_counter()
             losses = [training_step(model, optimizer, batch) for batch in batches]
             losses[-1].item()  # waits for the GPU, if any
-            seconds = time.perf_counter() - start
-            examples = sum(len(offsets) for _, offsets, _ in batches)
-            epoch = Epoch(seconds, model.lookup_seconds, model.message_bytes, examples)
+            epoch = {
+                "seconds": time.perf_counter() - start,
+                "lookup_seconds": model.lookup_seconds,
+                "message_bytes": model.message_bytes,
+                "examples": sum(len(offsets) for _, offsets, _ in batches),  # bags
+            }
             epochs[lookup].append(epoch)
     weights = nn.utils.parameters_to_vector(model.dense.parameters())
     return {name: epochs[name][args.warmup_cycles :] for name in LOOKUPS}, weights.detach().cpu()
@@ -395,10 +369,10 @@ def run_master(args, names):
 
 
 def by_quantity(epochs):
-    """Return {quantity: [trainer][epoch]} of a list of Epoch for each trainer."""
+    """Return {quantity: [trainer][epoch]} of a list of epochs for each trainer."""
     return {
-        name: [[getattr(epoch, name) for epoch in of_trainer] for of_trainer in epochs]
-        for name in Epoch._fields
+        name: [[epoch[name] for epoch in of_trainer] for of_trainer in epochs]
+        for name in epochs[0][0]
     }
 
 
