@@ -140,15 +140,15 @@ def seconds_of(watch) -> dict[str, float]:
     return {name: watch.seconds(start, end) for name, (_, start, end) in SECONDS.items()}
 
 
-def train_epoch(args, training: Training, batches, epoch: int) -> tuple[list[dict], list[dict]]:
-    """Train for an epoch; return the SECONDS of each step, and what was logged.
+def train_epoch(args, training: Training, batches, epoch: int) -> list[dict]:
+    """Train for an epoch; return the SECONDS of each step.
 
-    Every --log-every steps it logs loss and accuracy over all ranks, and rank 0's times.
+    Every --log-every steps it prints loss and accuracy over all ranks, and rank 0's times.
     """
     from common import setup
     from common.timing import Stopwatch
 
-    watches, logged = [], []
+    watches = []
     training.model.train()
     steps = min(len(batches), args.steps_per_epoch or len(batches))
     batches = iter(batches)
@@ -166,14 +166,12 @@ def train_epoch(args, training: Training, batches, epoch: int) -> tuple[list[dic
             loss, accuracy = (means / dist.get_world_size()).tolist()
             times = seconds_of(watch)
             speed = args.global_batch / times["batch_seconds"]
-            line = {"epoch": epoch, "step": step, "loss": loss, "accuracy": accuracy}
-            logged.append(line | {"images_per_second": speed})
             setup.say(
                 f"{name}  data {1000 * times['data_seconds']:.1f} ms  "
                 f"compute+sync {1000 * times['compute_sync_seconds']:.1f} ms  "
                 f"{speed:.1f} images/s  loss {loss:.4f}  accuracy {accuracy:.1%}"
             )
-    return [seconds_of(watch) for watch in watches], logged
+    return [seconds_of(watch) for watch in watches]
 
 
 def fit(args, training: Training, train_batches, test_batches) -> dict:
@@ -184,16 +182,14 @@ def fit(args, training: Training, train_batches, test_batches) -> dict:
     from common import setup
 
     evaluations = resume(args, training) if args.checkpoint else []
-    steps, logged = [], []
+    steps = []
     seconds = 0.0
     for epoch in range(len(evaluations) + 1, args.epochs + 1):
         train_batches.sampler.set_epoch(epoch)  # else every epoch has the same order
         dist.barrier()  # rank 0 may still be saving, and nobody's first batch should count that
         began = time.perf_counter()
-        steps_of_epoch, logged_in_epoch = train_epoch(args, training, train_batches, epoch)
+        steps += train_epoch(args, training, train_batches, epoch)
         seconds += (time.perf_counter() - began) / setup.stretch()
-        steps += steps_of_epoch
-        logged += logged_in_epoch
         setup.progress(f"epoch {epoch}: images held out")
         evaluations.append(evaluate(training, test_batches))
         held_out = "loss {loss:.4f}, accuracy {accuracy:.2%} of {images} images"
@@ -204,7 +200,7 @@ def fit(args, training: Training, train_batches, test_batches) -> dict:
     ranks = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, steps)
     result = {name: [[step[name] for step in rank] for rank in ranks] for name in SECONDS}
-    result |= {"images": len(steps) * args.global_batch, "logged": logged}
+    result["images"] = len(steps) * args.global_batch
     return result | {"evaluations": evaluations, "train_seconds": seconds}
 
 

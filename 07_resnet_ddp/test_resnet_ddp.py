@@ -113,9 +113,6 @@ def check_result(path, world_size, resumed_epochs=1):
     result = testing.read_json(path, "07_resnet_ddp")
     assert result["world_size"] == world_size and result["images"] == 3 * 12
     assert [one["images"] for one in result["evaluations"]] == [297] * (1 + resumed_epochs)
-    assert [line["step"] for line in result["logged"]] == [1, 2, 3]
-    last = result["logged"][-1]
-    assert 0 < last["loss"] and 0 <= last["accuracy"] <= 1 and last["images_per_second"] > 0
     measured = {name: numpy.array(result[name]) for name in resnet_ddp.SECONDS}
     steps = measured["batch_seconds"]
     assert steps.shape == (world_size, 3)
