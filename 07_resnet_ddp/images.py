@@ -40,7 +40,7 @@ def to_input(image_size: int, mean: list[float], std: list[float]) -> v2.Compose
     return v2.Compose([*steps, v2.ToDtype(torch.float32, scale=True), v2.Normalize(mean, std)])
 
 
-def load_images(data: str | None, download: bool, image_size: int) -> tuple[Dataset, Dataset]:
+def image_sets(data: str | None, download: bool, image_size: int) -> tuple[Dataset, Dataset]:
     """Return training and held-out images.
 
     They are CIFAR-10 from the folder `data` (50,000 and 10,000), which `download` fills first, or

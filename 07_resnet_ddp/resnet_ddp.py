@@ -338,7 +338,7 @@ def main():
     try:
         import compare_runs
         import torchvision
-        from images import load_images
+        from images import image_sets
 
         from common import report, setup
     except ModuleNotFoundError as error:
@@ -355,7 +355,7 @@ def main():
     with setup.process_group(args.device, args.backend, args.timeout, args.network) as device:
         torch.set_num_threads(1)  # a device is a GPU or a core
         batch_size = choose_sizes(args, device)
-        data = load_images(args.data, args.download, args.image_size)
+        data = image_sets(args.data, args.download, args.image_size)
         options = {"num_workers": args.workers, "pin_memory": device.type == "cuda"}
         batches = loaders_of_shares(*data, batch_size, args.seed, **options)
         if len(batches[0]) == 0:
@@ -378,7 +378,7 @@ def main():
             folder.mkdir(exist_ok=True)
             report.write_json(folder / f"07_resnet_ddp_{result['world_size']}.json", result)
             if ddp:
-                compare_runs.compare([folder], folder / "speedup.png")
+                compare_runs.show_median([folder], folder / "speedup.png")
 
 
 if __name__ == "__main__":

@@ -218,9 +218,8 @@ def print_layout(args):
     from common.setup import say
 
     threads, world_size = torch.get_num_threads(), 1 + args.trainers + args.servers
-    cuda = f"CUDA {torch.version.cuda}, {torch.cuda.device_count()} GPUs"
     say(
-        f"08_ddp_rpc: torch {torch.__version__}, {cuda}, {args.backend} on {args.device}, "
+        f"08_ddp_rpc: torch {torch.__version__}, {args.backend} on {args.device}, "
         f"{world_size} ranks, threads per rank: {threads}"
     )
     say(
@@ -360,7 +359,7 @@ def run_master(args, names):
         {"name": lookup, **by_quantity([of_trainer[lookup] for of_trainer in epochs])}
         for lookup in LOOKUPS
     ]
-    print_result(trainers, result["candidates"])
+    print_result(result["candidates"])
     if not all(torch.equal(replica, replicas[0]) for replica in replicas):
         sys.exit("verify FAILED: the trainers hold different dense weights")
     say("verify: passed, the dense weights of all trainers are bitwise equal")
@@ -376,29 +375,27 @@ def by_quantity(epochs):
     }
 
 
-def print_result(trainers, candidates):
-    """Print a row of the table for each trainer and lookup, and for all trainers together."""
+def print_result(candidates):
+    """Print a row of the table for each lookup, of all trainers together."""
     import numpy
 
     from common.report import percentiles, print_table
     from common.setup import say
 
     rows = []
-    groups = [slice(number, number + 1) for number in range(len(trainers))]
-    for name, group in zip([*trainers, "all"], [*groups, slice(None)], strict=True):
-        for measured in candidates:
-            seconds = measured["seconds"][group]
-            examples = len(seconds) * numpy.mean(measured["examples"][group])  # in an epoch
-            cells = [f"{name} {measured['name']}"]
-            for percentile in percentiles(seconds):
-                cells += [f"{percentile:.3f}", f"{examples / percentile:.0f}"]
-            share = numpy.sum(measured["lookup_seconds"][group]) / numpy.sum(seconds)
-            rows.append([*cells, f"{100 * share:.0f} %"])
+    for measured in candidates:
+        seconds = measured["seconds"]
+        examples = len(seconds) * numpy.mean(measured["examples"])  # in an epoch of all trainers
+        cells = [f"all {measured['name']}"]
+        for percentile in percentiles(seconds):
+            cells += [f"{percentile:.3f}", f"{examples / percentile:.0f}"]
+        share = numpy.sum(measured["lookup_seconds"]) / numpy.sum(seconds)
+        rows.append([*cells, f"{100 * share:.0f} %"])
     header = ["", "p50", "ex./s", "p75", "ex./s", "p90", "ex./s", "p95", "ex./s", "lookups"]
     print_table(header, rows)
     say(
         "Seconds per epoch (ten steps) at each percentile, and examples (bags) per second at that\n"
-        "pace; lookups: their share of the time; all: samples pooled, examples summed."
+        "pace; lookups: their share of the time. All trainers: samples pooled, examples summed."
     )
     at_once, in_turn = [numpy.sum(c["examples"]) / numpy.sum(c["seconds"]) for c in candidates]
     say(f"parallel / sequential: {at_once / in_turn:.3f} × the examples per second, all epochs")

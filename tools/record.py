@@ -162,7 +162,7 @@ def git(*words: str) -> subprocess.CompletedProcess:
     return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
 
 
-def is_recorded(name: str) -> bool:
+def is_up_to_date(name: str) -> bool:
     """Tell whether common/ and the scripts of its stage are as they were then; of 05, 02 to 05."""
     path = ROOT / name
     commit = re.match(r"commit +(\w+)\n", path.read_text() if path.exists() else "")
@@ -253,7 +253,7 @@ def main() -> int:
     if not names:
         fail(f"argument ONLY: no recording's path begins with {only}")
     if not only:
-        names = [name for name in names if not is_recorded(name)]
+        names = [name for name in names if not is_up_to_date(name)]
     say(f"{len(names)} of {len(RECORDINGS)} recordings; all take about an hour")
     (ROOT / "results").mkdir(exist_ok=True)
     failures = list(filter(None, map(record, names)))

@@ -161,8 +161,8 @@ def difference(tensors: list, expected: list) -> float:
 TOLERANCE = 1e-3
 
 
-def prepare(args, device, configuration: Configuration, expected: dict) -> tuple:
-    """Return a configuration's step, ready to be measured, and what its first ones have shown.
+def first_steps(args, device, configuration: Configuration, expected: dict) -> tuple:
+    """Take a configuration's first steps; return its step, to be measured, and what they show.
 
     Ends the run if outputs or gradients are too far from those expected.
     """
@@ -302,7 +302,7 @@ def main():
         result["configurations"] = []
         for configuration in configurations_of(args):
             setup.progress(f"{configuration.name}: its first steps")
-            steps[configuration.name], found = prepare(args, device, configuration, expected)
+            steps[configuration.name], found = first_steps(args, device, configuration, expected)
             result["configurations"].append(found)
         samples = timing.measure(steps, args.steps, args.warmup)
         for found in result["configurations"]:

@@ -28,7 +28,7 @@ def compared(model, configuration):
     torch.set_default_dtype(torch.float64)
     try:
         expected = compile_ddp.reference(args, CPU)
-        _, found = compile_ddp.prepare(args, CPU, configuration, expected)
+        _, found = compile_ddp.first_steps(args, CPU, configuration, expected)
     finally:
         torch.set_default_dtype(torch.float32)
     # The ranks' inputs, and so their gradients, are different.
