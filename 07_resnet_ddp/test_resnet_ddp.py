@@ -47,7 +47,7 @@ def loss_curve(batch_size):
     """Loss of each step over all ranks and the first layer's weights, of a ResNet-18 in float64
     with frozen statistics."""
     data = random_images(27)  # each epoch drops the last three
-    batches, _ = resnet_ddp.loaders_of_shares(data, data, batch_size, seed=0)
+    batches, _ = resnet_ddp.loaders_of_shares(data, data, batch_size)
     torch.manual_seed(dist.get_rank())  # DDP must hand out rank 0's weights
     module = resnet18(num_classes=10, norm_layer=FrozenBatchNorm2d).double()
     model = DistributedDataParallel(module, gradient_as_bucket_view=True)
@@ -91,7 +91,7 @@ def evaluation(count):
     """What `evaluate` finds, in batches of 2, and should: all images at once, rank 0's buffer."""
     data, module = random_images(count), Classifier()
     images, labels = data.tensors
-    _, batches = resnet_ddp.loaders_of_shares(data, data, 2, seed=0)
+    _, batches = resnet_ddp.loaders_of_shares(data, data, 2)
     found = resnet_ddp.evaluate(resnet_ddp.Training(module, None, None, CPU), batches)
     logits = nn.functional.linear(images.flatten(1), module.weight, module.bias)
     loss = nn.functional.cross_entropy(logits, labels).item()
