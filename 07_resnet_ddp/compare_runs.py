@@ -64,10 +64,10 @@ def print_comparison(runs: list[dict]) -> None:
         speedup = speed_up([runs[0], run])
         row = [
             run["name"],
-            f"{run['total']:.1f}",
+            f"{run['train_seconds']:.1f}",
             f"{batch:.1f}",
             f"{run['phases'][0] / batch:.1%}",
-            f"{run['images'] / run['total']:.1f}",
+            f"{run['images'] / run['train_seconds']:.1f}",
             f"{speedup:.2f}",
             f"{speedup / run['world_size']:.1%}",
             f"{run['evaluations'][-1]['accuracy']:.2%}",
