@@ -58,8 +58,8 @@ def test_two_models_on_a_slow_network(forked, tmp_path):
         # First without DDP; samples of all ranks together, without warm-up.
         found = [(entry["ranks"], len(entry["measurements"])) for entry in benchmark["result"]]
         assert benchmark["model"] == name and found == [([0], 3), ([0], 3), ([0, 1], 6)]
-    alone, _, both = (min(entry["measurements"]) for entry in benchmark["result"])
-    assert both > 0.08 > alone  # four delays
+    *_, both = (min(entry["measurements"]) for entry in benchmark["result"])
+    assert both > 0.08  # four delays
 
 
 def test_upstreams_flags_are_understood():
