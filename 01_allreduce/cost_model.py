@@ -52,7 +52,8 @@ def fit_and_draw(rows: list[dict], path: Path | None) -> list[dict]:
         if world_size == 1 or len(of_sizes) == 1:
             continue  # there is nothing to fit
         sizes = numpy.array([row["size_bytes"] for row in of_sizes])
-        o, w, error = fit(sizes, [row["p50"] for row in of_sizes])
+        p50s = numpy.array([row["p50"] for row in of_sizes])
+        o, w, error = fit(sizes, p50s)
         of_fit = {"call_seconds": o, "bytes_per_second": w, "error": error}
         fits.append({"algorithm": name, "world_size": world_size, **of_fit})
         busbw = w * 2 * (world_size - 1) / world_size
@@ -61,12 +62,7 @@ def fit_and_draw(rows: list[dict], path: Path | None) -> list[dict]:
         if name in ("gloo", "nccl"):
             color = COLORS[len(axes.lines) // 2 % len(COLORS)]
             label = f"{name}, {world_size} ranks"
-            quarter, median, three_quarters = [
-                [1000 * numpy.percentile(row["seconds"], percentile) for row in of_sizes]
-                for percentile in (25, 50, 75)
-            ]
-            axes.loglog(sizes / 2**20, median, "o", color=color, label=label)
-            axes.vlines(sizes / 2**20, quarter, three_quarters, color=color, alpha=0.4, linewidth=4)
+            axes.loglog(sizes / 2**20, 1000 * p50s, "o", color=color, label=label)
             many = numpy.geomspace(min(sizes), max(sizes), 200)
             axes.loglog(many / 2**20, 1000 * (o + many / w), color=color)
     if fits:
@@ -77,8 +73,7 @@ def fit_and_draw(rows: list[dict], path: Path | None) -> list[dict]:
         axes.set_title("All-reduce on one machine. Small tensors: latency. Large: bandwidth.")
         axes.set(xlabel="tensor size, MB", ylabel="time of a call, ms")
         axes.grid(alpha=0.3)
-        title = "points: p50; bars: the middle half of the calls\nlines: o + S/w, fitted"
-        axes.legend(title=title, alignment="left")
+        axes.legend(title="points: p50\nlines: o + S/w, fitted", alignment="left")
         figure.savefig(path, dpi=120, format="png")
         say(f"written: {path}")
     return fits

@@ -44,7 +44,6 @@ def find_runs(folder: Path) -> list[dict]:
         run = result["options"] | result
         run["name"] = f"DDP × {run['world_size']}" if runs else "single"
         run["phases"] = [1000 * numpy.mean(run[phase]) for phase in PHASES]
-        run["total"] = run["train_seconds"]
         differing = [name for name in COMMON if runs and run[name] != runs[0][name]]
         if differing:
             say(f"{run['name']} is not compared: {', '.join(differing)} differ from one device's")
@@ -55,7 +54,7 @@ def find_runs(folder: Path) -> list[dict]:
 
 def speed_up(runs: list[dict]) -> float:
     """Return how many times as fast the last run is as the first one."""
-    return runs[0]["total"] / runs[-1]["total"]
+    return runs[0]["train_seconds"] / runs[-1]["train_seconds"]
 
 
 def print_comparison(runs: list[dict]) -> None:
@@ -65,10 +64,10 @@ def print_comparison(runs: list[dict]) -> None:
         speedup = speed_up([runs[0], run])
         row = [
             run["name"],
-            f"{run['total']:.1f}",
+            f"{run['train_seconds']:.1f}",
             f"{batch:.1f}",
             f"{run['phases'][0] / batch:.1%}",
-            f"{run['images'] / run['total']:.1f}",
+            f"{run['images'] / run['train_seconds']:.1f}",
             f"{speedup:.2f}",
             f"{speedup / run['world_size']:.1%}",
             f"{run['evaluations'][-1]['accuracy']:.2%}",
@@ -98,8 +97,8 @@ def draw(runs: list[dict], path: Path) -> None:
     figure.savefig(path, format="png")
 
 
-def compare(folders: list[Path], path: Path | None) -> None:
-    """Compare and draw the runs of the folder whose speed-up is the median; say the range.
+def show_median(folders: list[Path], path: Path | None) -> None:
+    """Print and draw the runs of the folder whose speed-up is the median; say the range.
 
     Folders without a run of one device and another one are passed over.
     """
@@ -122,4 +121,4 @@ if __name__ == "__main__":
     parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="--results of runs")
     add_plot_arguments(parser, "speedup.png")
     args = parser.parse_args()
-    compare(args.folders, args.plot)
+    show_median(args.folders, args.plot)

@@ -40,14 +40,18 @@ def to_input(image_size: int, mean: list[float], std: list[float]) -> v2.Compose
     return v2.Compose([*steps, v2.ToDtype(torch.float32, scale=True), v2.Normalize(mean, std)])
 
 
-def load_images(data: str | None, download: bool, image_size: int) -> tuple[Dataset, Dataset]:
+def image_sets(data: str | None, download: bool, image_size: int) -> tuple[Dataset, Dataset]:
     """Return training and held-out images.
 
     They are CIFAR-10 from the folder `data` (50,000 and 10,000), which `download` fills first, or
     else the digits (1,500 and 297).
     """
     if not data and not download:
-        return load_digits(to_input(image_size, 3 * [0.287], 3 * [0.354]))
+        digits, labels = setup.load_digits()
+        grey = (15 * digits)[:, None].expand(-1, 3, -1, -1)  # from 0 to 240, in three channels
+        transform = to_input(image_size, 3 * [0.287], 3 * [0.354])
+        train_set = Images(grey[297:], labels[297:], transform)
+        return train_set, Images(grey[:297], labels[:297], transform)
     try:
         if download:
             if os.environ["LOCAL_RANK"] == "0":
@@ -60,11 +64,3 @@ def load_images(data: str | None, download: bool, image_size: int) -> tuple[Data
             f"argument --data: {data!r} holds no readable CIFAR-10 ({error!r}): fetch it with "
             "--download, and raise --timeout if that takes long"
         )
-
-
-def load_digits(transform: Callable) -> tuple[Images, Images]:
-    """Return the digits in an order that is always the same; grey becomes three equal channels."""
-    digits, labels = setup.load_digits()
-    images = (15 * digits)[:, None].expand(-1, 3, -1, -1)  # from 0 to 240
-    train_set = Images(images[297:], labels[297:], transform)
-    return train_set, Images(images[:297], labels[:297], transform)

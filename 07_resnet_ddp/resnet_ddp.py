@@ -40,18 +40,18 @@ class Training(NamedTuple):
 
 
 def loaders_of_shares(
-    train_set: Dataset, test_set: Dataset, batch_size: int, seed: int, **options
+    train_set: Dataset, test_set: Dataset, batch_size: int, **options
 ) -> tuple[DataLoader, DataLoader]:
     """Return loaders of this rank's share of both sets, `batch_size` images at a time.
 
     Both get the `options`.
-    The training order depends on the seed and the epoch alone, and rank r takes every world_size-th
-    image of it from the r-th on. So the ranks' k-th batches together are the k-th batch of one
-    device with a batch of world_size * batch_size.
+    The training order depends on the epoch alone, and rank r takes every world_size-th image of it
+    from the r-th on. So the ranks' k-th batches together are the k-th batch of one device with a
+    batch of world_size * batch_size.
     """
     rank = dist.get_rank()
     world_size = dist.get_world_size()
-    sampler = DistributedSampler(train_set, world_size, rank, seed=seed, drop_last=True)
+    sampler = DistributedSampler(train_set, world_size, rank, drop_last=True)
     train_batches = DataLoader(train_set, batch_size, sampler=sampler, drop_last=True, **options)
     # For evaluation a DistributedSampler would repeat images until the shares are equal, and those
     # would count twice.
@@ -109,11 +109,11 @@ def evaluate(training: Training, batches) -> dict:
 # Below this line: building, the epochs, checkpoints, the report, the arguments, main.
 
 
-def build(device: torch.device, ddp: bool, learning_rate: float = 0.02, seed: int = 0) -> Training:
+def build(device: torch.device, ddp: bool, learning_rate: float) -> Training:
     """Return ResNet-18, the same on all ranks and wrapped if `ddp`, with its optimizer."""
     from torchvision.models import resnet18
 
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     module = model = resnet18(num_classes=10).to(device)
     if ddp:
         # With views a gradient lies in its bucket from the start. find_unused_parameters stays off:
@@ -211,7 +211,7 @@ def fit(args, training: Training, train_batches, test_batches) -> dict:
 def save(args, evaluations: list[dict], training: Training) -> None:
     """Write all that the rest of the training depends on, after an epoch, on rank 0.
 
-    Only the order of the images is random, and the seed and the epoch determine it. With dropout or
+    Only the order of the images is random, and the epoch determines it. With dropout or
     augmentation, save every rank's torch.get_rng_state(), too.
     """
     checkpoint = {
@@ -255,8 +255,7 @@ def settings_of(args) -> str:
     """Say what is trained and how, whatever the number of ranks."""
     return (
         f"{args.data or 'digits'}, {args.image_size} pixels, batches of {args.global_batch}, "
-        f"steps per epoch: {args.steps_per_epoch or 'all'}, learning rate {args.lr:g}, "
-        f"seed {args.seed}"
+        f"steps per epoch: {args.steps_per_epoch or 'all'}, learning rate {args.lr:g}"
     )
 
 
@@ -298,7 +297,6 @@ def add_arguments(parser) -> None:
     add("--epochs", type=whole(1), default=3)
     add("--steps-per-epoch", type=whole(1), help="end each epoch after so many (default: all)")
     add("--lr", type=setup.positive_number, default=0.02, help="learning rate")
-    add("--seed", type=whole(0), default=0)
     workers = "loading processes per rank (default: 0 on CPU; cores per GPU, at most 8, on CUDA)"
     add("--workers", type=whole(0, 64), help=workers)
     add("--log-every", type=whole(1), default=5, metavar="N", help="print a line every N steps")
@@ -342,7 +340,7 @@ def main():
     try:
         import compare_runs
         import torchvision
-        from images import load_images
+        from images import image_sets
 
         from common import report, setup
         from common.network import wire
@@ -360,21 +358,20 @@ def main():
     with setup.process_group(args.device, args.backend, args.timeout, args.network) as device:
         torch.set_num_threads(1)  # a device is a GPU or a core
         batch_size = choose_sizes(args, device)
-        data = load_images(args.data, args.download, args.image_size)
+        data = image_sets(args.data, args.download, args.image_size)
         options = {"num_workers": args.workers, "pin_memory": device.type == "cuda"}
-        batches = loaders_of_shares(*data, batch_size, args.seed, **options)
+        batches = loaders_of_shares(*data, batch_size, **options)
         if len(batches[0]) == 0:
             setup.fail(f"argument --global-batch: there are only {len(data[0])} images")
 
         result = report.begin("07_resnet_ddp", args, device)
-        result |= {"torchvision": torchvision.__version__, "cuda": torch.version.cuda}
-        result |= {"gpus": torch.cuda.device_count(), "settings": settings_of(args)}
-        versions = "torchvision {torchvision}, CUDA {cuda}, {gpus} GPUs on this host"
-        setup.say(versions.format(**result))
-        of_rank = f"per rank: {batch_size} images, {args.workers} loader workers"
-        setup.say(f"{result['settings']}; {of_rank}")
+        result |= {"torchvision": torchvision.__version__, "settings": settings_of(args)}
+        setup.say(
+            f"torchvision {torchvision.__version__}; {result['settings']}; per rank: {batch_size} "
+            f"images, {args.workers} loader workers"
+        )
         ddp = result["world_size"] > 1
-        training = build(device, ddp, args.lr, args.seed)
+        training = build(device, ddp, args.lr)
         with wire:
             result |= fit(args, training, *batches)
         if dist.get_rank() == 0:
@@ -383,7 +380,7 @@ def main():
             folder.mkdir(exist_ok=True)
             report.write_json(folder / f"07_resnet_ddp_{result['world_size']}.json", result)
             if ddp:
-                compare_runs.compare([folder], folder / "speedup.png")
+                compare_runs.show_median([folder], folder / "speedup.png")
 
 
 if __name__ == "__main__":

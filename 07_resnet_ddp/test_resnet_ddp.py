@@ -47,7 +47,7 @@ def loss_curve(batch_size):
     """Loss of each step over all ranks and the first layer's weights, of a ResNet-18 in float64
     with frozen statistics."""
     data = random_images(27)  # each epoch drops the last three
-    batches, _ = resnet_ddp.loaders_of_shares(data, data, batch_size, seed=0)
+    batches, _ = resnet_ddp.loaders_of_shares(data, data, batch_size)
     torch.manual_seed(dist.get_rank())  # DDP must hand out rank 0's weights
     module = resnet18(num_classes=10, norm_layer=FrozenBatchNorm2d).double()
     model = DistributedDataParallel(module, gradient_as_bucket_view=True)
@@ -91,7 +91,7 @@ def evaluation(count):
     """What `evaluate` finds, in batches of 2, and should: all images at once, rank 0's buffer."""
     data, module = random_images(count), Classifier()
     images, labels = data.tensors
-    _, batches = resnet_ddp.loaders_of_shares(data, data, 2, seed=0)
+    _, batches = resnet_ddp.loaders_of_shares(data, data, 2)
     found = resnet_ddp.evaluate(resnet_ddp.Training(module, None, None, CPU), batches)
     logits = nn.functional.linear(images.flatten(1), module.weight, module.bias)
     loss = nn.functional.cross_entropy(logits, labels).item()
@@ -187,7 +187,7 @@ def test_cifar10_is_read_and_normalised(tmp_path, monkeypatch):
     (tmp_path / "cifar-10-batches-py").mkdir()
     for name in [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch", "batches.meta"]:
         (tmp_path / "cifar-10-batches-py" / name).write_bytes(pickle.dumps(content))
-    train_set, test_set = images.load_images(str(tmp_path), False, 20)
+    train_set, test_set = images.image_sets(str(tmp_path), False, 20)
     assert (len(train_set), len(test_set)) == (40, 8)
     image, label = train_set[9]  # the second of the second batch
     colour = torch.tensor([-0.491 / 0.247, -0.482 / 0.244, (1 - 0.447) / 0.262])
@@ -215,7 +215,7 @@ def test_runs_are_compared_where_all_that_matters_agrees(tmp_path, capsys):
     runs += [result(3, 200, workers=2), result(4, 200, network="1gbit,1ms")]
     for run in runs:
         (tmp_path / f"07_resnet_ddp_{run['world_size']}.json").write_text(json.dumps(run))
-    compare_runs.compare([tmp_path], tmp_path / "speedup.png")
+    compare_runs.show_median([tmp_path], tmp_path / "speedup.png")
     lines = capsys.readouterr().out.splitlines()
     rows = {line.split("  ")[0]: line.split()[3:] for line in lines if line.startswith("DDP")}
     assert rows["DDP × 2"] == "1.6 400.0 10.0% 160.0 1.50 75.0% 95.00%".split(), lines

@@ -21,15 +21,11 @@ Machine Learning with the Parameter Server", OSDI 2014.
 import copy
 import logging
 import math
-import os
-import shutil
-import subprocess
 import sys
 import time
 from datetime import timedelta
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -173,24 +169,10 @@ def run_rank(rank, args, names):
             dist.init_process_group(args.backend, None, limit, args.trainers, rank - 1)
         rpc.init_rpc(names[rank], None, rank, len(names), options)
     if rank == 0:
-        try:
-            run_master(args, names)
-        except RuntimeError:
-            gone = [name for name in names[1:] if is_silent(name)]
-            if not gone:
-                raise
-            sys.exit(f"error: no answer within --timeout {args.timeout:g} s from {', '.join(gone)}")
+        run_master(args, names)
     rpc.shutdown()
     if is_trainer:
         dist.destroy_process_group()
-
-
-def is_silent(name):
-    """Tell whether another process does not answer within 5 seconds."""
-    try:
-        return not rpc.rpc_sync(name, os.getpid, timeout=5)
-    except RuntimeError:
-        return True
 
 
 def read_arguments():
@@ -229,24 +211,6 @@ def read_arguments():
             f"the columns of {args.servers} servers have to make rows of {DENSE_INPUT}"
         )
     return args
-
-
-def print_layout(args):
-    """Print what runs, where, and how many processes of each kind there are."""
-    from common.setup import say
-
-    threads, world_size = torch.get_num_threads(), 1 + args.trainers + args.servers
-    cuda = f"CUDA {torch.version.cuda}, {torch.cuda.device_count()} GPUs"
-    say(
-        f"08_ddp_rpc: torch {torch.__version__}, {cuda}, {args.backend} on {args.device}, "
-        f"{world_size} ranks, threads per rank: {threads}"
-    )
-    if shutil.which("nvidia-smi"):
-        subprocess.run(["nvidia-smi", "topo", "-m"])  # how the GPUs are connected
-    say(
-        f"trainers: {args.trainers}, DDP over {args.backend}; servers: {args.servers}, "
-        f"each with a table of {args.embeddings} × {args.embedding_dim}"
-    )
 
 
 def random_batches(args, seed):
@@ -329,17 +293,8 @@ def verify(args, trainer, tables):
     return {"max_abs_diff": difference, "tolerance": tolerance, "passed": True}
 
 
-class Epoch(NamedTuple):
-    """What a trainer measures in ten steps."""
-
-    seconds: float
-    lookup_seconds: float
-    message_bytes: int
-    examples: int  # bags
-
-
 def train(args, tables):
-    """Train on every trainer: return {lookup: list of Epoch}, and the weights of its replica."""
+    """Train on every trainer: return {lookup: what each epoch took}, and its replica's weights."""
     from common.setup import progress
 
     rank = dist.get_rank()
@@ -357,9 +312,12 @@ def train(args, tables):
             start = time.perf_counter()
             losses = [training_step(model, optimizer, batch) for batch in batches]
             losses[-1].item()  # waits for the GPU, if any
-            seconds = time.perf_counter() - start
-            examples = sum(len(offsets) for _, offsets, _ in batches)
-            epoch = Epoch(seconds, model.lookup_seconds, model.message_bytes, examples)
+            epoch = {
+                "seconds": time.perf_counter() - start,
+                "lookup_seconds": model.lookup_seconds,
+                "message_bytes": model.message_bytes,
+                "examples": sum(len(offsets) for _, offsets, _ in batches),  # bags
+            }
             epochs[lookup].append(epoch)
     weights = nn.utils.parameters_to_vector(model.dense.parameters())
     return {name: epochs[name][args.warmup_cycles :] for name in LOOKUPS}, weights.detach().cpu()
@@ -371,12 +329,17 @@ def run_master(args, names):
     from common.setup import say
 
     trainers, servers = names[1 : 1 + args.trainers], names[1 + args.trainers :]
-    where = args.backend, args.device, len(names), torch.get_num_threads()
-    result = report.head("08_ddp_rpc", args, *where)
-    print_layout(args)
+    threads = torch.get_num_threads()
+    result = report.head("08_ddp_rpc", args, args.backend, args.device, len(names), threads)
+    say(
+        f"08_ddp_rpc: torch {torch.__version__}, {args.backend} on {args.device}, "
+        f"{len(names)} ranks, threads per rank: {threads}\n"
+        f"trainers: {args.trainers}, DDP over {args.backend}; servers: {args.servers}, "
+        f"each with a table of {args.embeddings} × {args.embedding_dim}"
+    )
     shape = (args.embeddings, args.embedding_dim)
     tables = [rpc.remote(name, new_table, shape) for name in servers]
-    result["verify"] = {}  # by rows of the table
+    result["verify"] = {}
     if not args.no_verify:
         result["verify"]["trainer0"] = verify(args, trainers[0], tables)
     # Without a time limit, because trainers notice a process that ends, and say so.
@@ -386,45 +349,42 @@ def run_master(args, names):
         {"name": lookup, **by_quantity([of_trainer[lookup] for of_trainer in epochs])}
         for lookup in LOOKUPS
     ]
-    print_result(trainers, result["candidates"])
+    print_result(result["candidates"])
     if not all(torch.equal(replica, replicas[0]) for replica in replicas):
         sys.exit("verify FAILED: the trainers hold different dense weights")
     say("verify: passed, the dense weights of all trainers are bitwise equal")
-    result["verify"]["all"] = {"max_abs_diff": 0.0, "tolerance": 0.0, "passed": True}
     report.write_json(args.json, result)
 
 
 def by_quantity(epochs):
-    """Return {quantity: [trainer][epoch]} of a list of Epoch for each trainer."""
+    """Return {quantity: [trainer][epoch]} of a list of epochs for each trainer."""
     return {
-        name: [[getattr(epoch, name) for epoch in of_trainer] for of_trainer in epochs]
-        for name in Epoch._fields
+        name: [[epoch[name] for epoch in of_trainer] for of_trainer in epochs]
+        for name in epochs[0][0]
     }
 
 
-def print_result(trainers, candidates):
-    """Print a row of the table for each trainer and lookup, and for all trainers together."""
+def print_result(candidates):
+    """Print a row of the table for each lookup, of all trainers together."""
     import numpy
 
     from common.report import percentiles, print_table
     from common.setup import say
 
     rows = []
-    groups = [slice(number, number + 1) for number in range(len(trainers))]
-    for name, group in zip([*trainers, "all"], [*groups, slice(None)], strict=True):
-        for measured in candidates:
-            seconds = measured["seconds"][group]
-            examples = len(seconds) * numpy.mean(measured["examples"][group])  # in an epoch
-            cells = [f"{name} {measured['name']}"]
-            for percentile in percentiles(seconds):
-                cells += [f"{percentile:.3f}", f"{examples / percentile:.0f}"]
-            share = numpy.sum(measured["lookup_seconds"][group]) / numpy.sum(seconds)
-            rows.append([*cells, f"{100 * share:.0f} %"])
+    for measured in candidates:
+        seconds = measured["seconds"]
+        examples = len(seconds) * numpy.mean(measured["examples"])  # in an epoch of all trainers
+        cells = [f"all {measured['name']}"]
+        for percentile in percentiles(seconds):
+            cells += [f"{percentile:.3f}", f"{examples / percentile:.0f}"]
+        share = numpy.sum(measured["lookup_seconds"]) / numpy.sum(seconds)
+        rows.append([*cells, f"{100 * share:.0f} %"])
     header = ["", "p50", "ex./s", "p75", "ex./s", "p90", "ex./s", "p95", "ex./s", "lookups"]
     print_table(header, rows)
     say(
         "Seconds per epoch (ten steps) at each percentile, and examples (bags) per second at that\n"
-        "pace; lookups: their share of the time; all: samples pooled, examples summed."
+        "pace; lookups: their share of the time. All trainers: samples pooled, examples summed."
     )
     at_once, in_turn = [numpy.sum(c["examples"]) / numpy.sum(c["seconds"]) for c in candidates]
     say(f"parallel / sequential: {at_once / in_turn:.3f} × the examples per second, all epochs")

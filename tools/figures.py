@@ -32,7 +32,7 @@ def claims_of(text: str):
             yield files, row.strip(), [n for n in numbers if re.search("[.,]", n)], True
 
 
-def is_recorded(number: str, recorded: list[str]) -> bool:
+def occurs_in(number: str, recorded: list[str]) -> bool:
     """Tell whether one of these is this number, when it is rounded to as many decimals."""
     decimals = len(number.partition("e")[0].partition(".")[2])
     power = int(number.partition("e")[2] or 0)
@@ -51,7 +51,7 @@ def wrong_figures(page: Path) -> list[str]:
         rows = [line for line in lines if row and name.search(line)]
         recorded = NUMBER.findall("\n".join(lines if is_optional and not rows else rows))
         for number in numbers:
-            if not is_recorded(number, recorded):
+            if not occurs_in(number, recorded):
                 wrong.append(f"{page}: {number} is not in {files}, row {row or 'any'}")
     return wrong
 

@@ -4,7 +4,6 @@ A lesson is all of a script above its marker line. Needs Python alone, and no ne
 """
 
 import difflib
-from html import escape
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,7 +13,6 @@ PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>02 to 05, side by side</title>
 <style>
 body { margin: 2em; font: 15px/1.5 system-ui, sans-serif; color: #222 }
-nav a { margin-right: 2em }
 table { border-collapse: collapse; margin-bottom: 4em }
 td { padding: 0 .5em; font: 12px/1.45 ui-monospace, Consolas, monospace; white-space: nowrap }
 th { position: sticky; top: 0; padding: .4em .5em; background: #eee; text-align: left !important }
@@ -29,18 +27,14 @@ def main() -> None:
     paths = [f"{number:02}_{name}/{name}.py" for number, name in enumerate(LADDER, 2)]
     texts = [(ROOT / path).read_text(encoding="utf-8") for path in paths]
     lessons = [text.partition("\n# ====")[0].splitlines() for text in texts]
-    links, tables = [], []
-    for number, (left, right) in enumerate(pairwise(range(len(paths)))):
-        title = f"{paths[left][:2]} → {paths[right][:2]}"
-        links.append(f'<a href="#{number}">{escape(title)}</a>')
-        table = difflib.HtmlDiff(tabsize=4).make_table(
-            lessons[left], lessons[right], paths[left], paths[right]
-        )
-        tables.append(f'<h2 id="{number}">{escape(title)}</h2>\n{table}')
+    tables = []
+    for (path, lesson), (next_path, next_lesson) in pairwise(zip(paths, lessons, strict=True)):
+        diff = difflib.HtmlDiff(tabsize=4)
+        table = diff.make_table(lesson, next_lesson, path, next_path)
+        tables.append(f"<h2>{path[:2]} → {next_path[:2]}</h2>\n{table}")
     page = ROOT / "results" / "read.html"
     page.parent.mkdir(exist_ok=True)
-    text = "\n".join([PAGE, "<nav>", *links, "</nav>", *tables])
-    page.write_text(text, encoding="utf-8")
+    page.write_text("\n".join([PAGE, *tables]), encoding="utf-8")
     print(f"written: {page.relative_to(ROOT)}")
 
 

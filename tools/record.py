@@ -1,12 +1,11 @@
 """Record every reference output and picture again: make reference [ONLY=05_bucketed]
 
-A recording whose folder's scripts, and what they import, have not changed since is made again only
-if it is named, so an interrupted run goes on where it stopped. Leave the machine alone meanwhile: a
-run in which its speed drifts is made again, once. What fails is named in the end, and its old
-recording stays. At last the figures of the pages are checked.
+A recording whose stage's scripts, and common/, have not changed since is made again only if it is
+named, so an interrupted run goes on where it stopped. Leave the machine alone meanwhile: a run in
+which its speed drifts is made again, once. What fails is named in the end, and its old recording
+stays. At last the figures of the pages are checked.
 """
 
-import ast
 import json
 import os
 import re
@@ -37,31 +36,29 @@ LESS = "make 05_bucketed/send_less NPROC=4"
 LESS_SLOW = "results/less_slow.json"
 LESS_PLOT = "05_bucketed/send_less/send_less.png"
 COURSE = "--size medium --bucket-sizes-mb 1,10,100,1000 --batch-size 1 --steps 3 --warmup 1"
-RUNS = {  # of compare: how many, the command, more flags
-    "loopback": (3, "make compare", ""),
-    "slow": (3, f"make compare {SLOW}", ""),
-    "two_calls": (3, f"make compare {SLOW},2", ""),
-    "rate": (3, "make compare NETWORK=1gbit,0,2", " --pace 0"),
-    "hosts": (3, "make hosts RATE=1gbit", ""),
-    "of_4": (3, f"make compare NPROC=4 {SLOW}", ""),
-    "of_8": (3, f"make compare NPROC=8 {SLOW}", ""),
+RUNS = {  # of compare, three of each
+    "loopback": 'make compare ARGS="--json {}"',
+    "slow": f'make compare {SLOW} ARGS="--json {{}}"',
+    "two_calls": f'make compare {SLOW},2 ARGS="--json {{}}"',
+    "rate": 'make compare NETWORK=1gbit,0,2 ARGS="--json {} --pace 0"',
+    "hosts": 'make hosts RATE=1gbit ARGS="--json {}"',
+    "of_4": f'make compare NPROC=4 {SLOW} ARGS="--json {{}}"',
+    "of_8": f'make compare NPROC=8 {SLOW} ARGS="--json {{}}"',
 }
 
 
-def in_turn(**runs: tuple[int, str, str]) -> list[str]:
-    """Return commands of runs that leave results/NAME_1.json and so on, and print nothing."""
-    commands = []
-    for number in range(1, 1 + max(count for count, *_ in runs.values())):
-        for name, (count, command, flags) in runs.items():
-            if number <= count:
-                args = f"--json results/{name}_{number}.json{flags}"
-                commands.append(f'{command} ARGS="{args}" > /dev/null')
-    return commands
+def in_turn(count: int, **runs: str) -> list[str]:
+    """Return commands of so many runs, which leave results/NAME_1.json and so on."""
+    return [
+        f"{command.format(f'results/{name}_{number}.json')} > /dev/null"
+        for number in range(1, 1 + count)
+        for name, command in runs.items()
+    ]
 
 
 def left_by(name: str, label: str) -> str:
-    """Return the results of these RUNS, as medians.py takes them."""
-    return f"'{label}'=results/{name}_{{1..{RUNS[name][0]}}}.json"
+    """Return the results of three such runs, as medians.py takes them."""
+    return f"'{label}'=results/{name}_{{1..3}}.json"
 
 
 COMPARE = "05_bucketed/compare/reference_output.txt"
@@ -75,7 +72,7 @@ STAGES = {
 ON_1GBIT = f"{left_by('slow', '1 Gbit/s, 1 ms')} {left_by('two_calls', 'two calls at once')}"
 RECORDINGS = {  # besides those below that are one command
     COMPARE: [
-        *in_turn(**RUNS),
+        *in_turn(3, **RUNS),
         f"{MEDIANS} {left_by('loopback', 'loopback')} {ON_1GBIT}",
         f"{MEDIANS} {left_by('rate', '1 Gbit/s, pace 0')} {left_by('hosts', 'hosts')}",
         f"{MEDIANS} {ON_1GBIT} --plot 05_bucketed/compare/compare.png > /dev/null",
@@ -98,14 +95,14 @@ RECORDINGS = {  # besides those below that are one command
         ],
     ],
     "06_sharded_optimizer/reference_output.txt": [
-        *in_turn(sharded=(2, "make 06_sharded_optimizer", "")),
+        *in_turn(2, sharded='make 06_sharded_optimizer ARGS="--json {}"'),
         'make 06_sharded_optimizer ARGS="--json results/sharded_3.json"',
-        f"{MEDIANS} 'three runs'=results/sharded_{{1..3}}.json",
+        f"{MEDIANS} {left_by('sharded', 'three runs')}",
     ],
     "06_sharded_optimizer/fsdp/reference_output.txt": [
-        *in_turn(fsdp=(2, "make 06_sharded_optimizer/fsdp", "")),
+        *in_turn(2, fsdp='make 06_sharded_optimizer/fsdp ARGS="--json {}"'),
         'make 06_sharded_optimizer/fsdp ARGS="--json results/fsdp_3.json"',
-        f"{MEDIANS} 'three runs'=results/fsdp_{{1..3}}.json",
+        f"{MEDIANS} {left_by('fsdp', 'three runs')}",
         "cp results/fsdp.png 06_sharded_optimizer/fsdp/fsdp.png",
     ],
     "06_sharded_optimizer/fsdp/reference_output_1gbit.txt": [
@@ -165,27 +162,13 @@ def git(*words: str) -> subprocess.CompletedProcess:
     return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
 
 
-def scripts_of(folder: Path) -> set[Path]:
-    """Return the scripts of a folder, and all those of the repository that they import."""
-    stages = {path.stem: path for path in ROOT.glob("0*/**/*.py")}
-    waiting = [path for path in folder.glob("*.py") if not path.name.startswith("test_")]
-    found = {*waiting, *ROOT.glob("common/*.py")}
-    while waiting:
-        for node in ast.walk(ast.parse(waiting.pop().read_text())):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            if isinstance(node, ast.ImportFrom):
-                names = [node.module]
-            imported = {stages[name] for name in names if name in stages}
-            waiting += imported - found
-            found |= imported
-    return found
-
-
-def is_recorded(name: str) -> bool:
-    """Tell whether all that it depends on is as it was then."""
+def is_up_to_date(name: str) -> bool:
+    """Tell whether common/ and the scripts of its stage are as they were then; of 05, 02 to 05."""
     path = ROOT / name
     commit = re.match(r"commit +(\w+)\n", path.read_text() if path.exists() else "")
-    code = scripts_of(path.parent)
+    stage = name.partition("/")[0]
+    folders = ["common", *(STAGES if stage == "05_bucketed" else [stage])]
+    code = [*[f"{folder}/*.py" for folder in folders], ":!*/test_*.py"]
     return bool(commit) and git("diff", "--quiet", commit[1], "--", *code).returncode == 0
 
 
@@ -220,8 +203,8 @@ def draw_stages(drawn: set[str], is_last_run: bool) -> None:
     """
     found = json.loads((ROOT / "results/timeline.json").read_text())["drawn"]
     floor = found[NO_COMMUNICATION]
-    numbers = range(1, 1 + RUNS["slow"][0])  # compare's runs have to be there
-    of_compare = [medians.read_run(ROOT / f"results/slow_{n}.json") for n in numbers]
+    # compare's runs have to be there
+    of_compare = [medians.read_run(ROOT / f"results/slow_{n}.json") for n in (1, 2, 3)]
     for folder in STAGES.keys() - drawn:
         expected = medians.ratios(of_compare, STAGES[folder], NO_COMMUNICATION)
         ratio = found[folder]["step_ms"] / floor["step_ms"]
@@ -270,7 +253,7 @@ def main() -> int:
     if not names:
         fail(f"argument ONLY: no recording's path begins with {only}")
     if not only:
-        names = [name for name in names if not is_recorded(name)]
+        names = [name for name in names if not is_up_to_date(name)]
     say(f"{len(names)} of {len(RECORDINGS)} recordings; all take about an hour")
     (ROOT / "results").mkdir(exist_ok=True)
     failures = list(filter(None, map(record, names)))

@@ -16,7 +16,7 @@ SHORT = dict.fromkeys([*LADDER, "05_bucketed/bucket_sweep/bucket_sweep"], QUICK)
     "06_sharded_optimizer/fsdp/fsdp": ["--steps", "1"],
     "07_resnet_ddp/resnet_ddp": "--epochs 1 --steps-per-epoch 3 --results .".split(),
     "07_resnet_ddp/sweep/sweep": "--model squeezenet1_1 --image-size 32 --steps 3".split(),
-    "07_resnet_ddp/compile_ddp/compile_ddp": "--model toy --gpu-memory-stats".split(),
+    "07_resnet_ddp/compile_ddp/compile_ddp": ["--model", "toy"],
 }
 
 

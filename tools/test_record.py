@@ -8,15 +8,15 @@ import pytest
 from tools import record
 from tools.testing import ROOT
 
-ONE, OTHER = "01_x/reference_output.txt", "02_y/reference_output_z.txt"
+ONE, OTHER = "05_bucketed/reference_output.txt", "02_naive_ddp/reference_output_z.txt"
 
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """run(*words): make reference in a repository of two recordings."""
-    for name in ("01_x/x.py", "02_y/y.py", "02_y/test_y.py", "common/c.py"):
+    for name in ("05_bucketed/x.py", "02_naive_ddp/y.py", "02_naive_ddp/test_y.py", "common/c.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("import y" if name == "01_x/x.py" else "")
+        (tmp_path / name).write_text("")
     monkeypatch.setattr(record, "ROOT", tmp_path)
     monkeypatch.setattr(record.figures, "main", lambda: 0)
     commands = {ONE: ["echo 1.5; echo written: x.png", "echo one >> ran"]}
@@ -51,9 +51,9 @@ def test_it_records_what_the_present_code_has_not_recorded(run, tmp_path):
     ran = tmp_path / "ran"
     assert ran.read_text() == "one\nother\nlast\n"
     assert run() == 0 and ran.read_text().count("one") == 1
-    (tmp_path / "02_y" / "test_y.py").write_text("1")
+    (tmp_path / "02_naive_ddp" / "test_y.py").write_text("1")
     assert run() == 0 and ran.read_text().count("last") == 1, "a test changes no recording"
-    (tmp_path / "02_y" / "y.py").write_text("1")  # 01 imports it
+    (tmp_path / "02_naive_ddp" / "y.py").write_text("1")  # 05 compares it
     assert run() == 0 and ran.read_text().count("one") == 2 and ran.read_text().count("last") == 2
     (tmp_path / "common" / "c.py").write_text("1")
     assert run() == 0 and ran.read_text().count("one") == 3 and ran.read_text().count("last") == 3

@@ -66,16 +66,6 @@ class Configuration(NamedTuple):
         return " ".join(words)
 
 
-class Variant(NamedTuple):
-    """Holds a model as a configuration wants it, and what its steps need."""
-
-    configuration: Configuration
-    model: nn.Module
-    inputs: torch.Tensor
-    graphs: list  # torch.compile adds every graph that it hands to the backend
-    watch: timing.Stopwatch
-
-
 def distribute(model: nn.Module, configuration: Configuration) -> tuple[nn.Module, list]:
     """Return the model as the configuration wants it, and a list for the graphs of torch.compile.
 
@@ -171,61 +161,49 @@ def difference(tensors: list, expected: list) -> float:
 TOLERANCE = 1e-3
 
 
-def build(args, device, configuration: Configuration) -> Variant:
-    model, inputs = create(args, device)
-    model, graphs = distribute(model, configuration)
-    return Variant(configuration, model, inputs, graphs, timing.Stopwatch(device))
-
-
-def first_step(variant: Variant, expected: dict) -> dict:
-    """Take a variant's first step, compilation included; return its seconds and its deviation.
+def first_steps(args, device, configuration: Configuration, expected: dict) -> tuple:
+    """Take a configuration's first steps; return its step, to be measured, and what they show.
 
     Ends the run if outputs or gradients are too far from those expected.
     """
-    variant.watch.mark("start")
-    outputs = forward_backward(variant.model, variant.inputs)
-    variant.watch.mark("end")
-    found = [outputs, *gradients_of(variant.model)]
-    variant.model.zero_grad()
-    deviation = difference(found, expected[variant.configuration.how])
-    name = variant.configuration.name
-    compared = f"{name}: outputs and gradients within {deviation:.1e} of eager single-device"
-    if not deviation <= TOLERANCE:  # so that nan is caught, too
-        sys.exit(f"error: rank {dist.get_rank()}: only {compared} (allowed: {TOLERANCE:.0e})")
-    say(compared)
-    return {"first_call_seconds": variant.watch.seconds("start", "end"), "deviation": deviation}
-
-
-def measured_step(variant: Variant) -> dict[str, float]:
-    variant.watch.mark("start")
-    forward_backward(variant.model, variant.inputs)
-    variant.watch.mark("end")
-    variant.model.zero_grad()
-    return {"forward_backward_seconds": variant.watch.seconds("start", "end")}
-
-
-def memory_of(variant: Variant, device) -> dict[str, int]:
-    """Return the parameters that this rank holds, and the most bytes of tensors during a step."""
-    step = partial(measured_step, variant)
-    step()  # after its first backward DDP arranges the buckets anew
-    # The least is right: the profiler may miss what gloo's thread releases, and then counts more.
-    peak = min(report.peak_bytes(step, device) for _ in range(3))
-    parameters = list(variant.model.parameters())
-    held = report.held_bytes(parameters)
-    copies = 2 if variant.configuration.how == "ddp" else 1  # DDP's buckets hold each gradient
-    return {"parameters": held // parameters[0].itemsize, "peak_bytes": peak + copies * held}
-
-
-def prepare(args, device, configuration: Configuration, expected: dict) -> tuple:
-    """Return a configuration's step, ready to be measured, and what its first ones have shown."""
     from torch._inductor.utils import fresh_cache
 
-    variant = build(args, device, configuration)
-    with fresh_cache():  # else the first call would find the kernels of another variant
-        found = {"name": configuration.name, **first_step(variant, expected)}
-        found |= memory_of(variant, device)
-    found["graphs"] = len(variant.graphs)
-    return partial(measured_step, variant), found
+    model, inputs = create(args, device)
+    model, graphs = distribute(model, configuration)
+    watch = timing.Stopwatch(device)
+
+    def timed() -> torch.Tensor:
+        watch.mark("start")
+        outputs = forward_backward(model, inputs)
+        watch.mark("end")
+        return outputs
+
+    def step() -> dict[str, float]:
+        timed()
+        model.zero_grad()
+        return {"forward_backward_seconds": watch.seconds("start", "end")}
+
+    with fresh_cache():  # else the first call would find the kernels of another configuration
+        outputs = timed()
+        deviation = difference([outputs, *gradients_of(model)], expected[configuration.how])
+        name = configuration.name
+        compared = f"{name}: outputs and gradients within {deviation:.1e} of eager single-device"
+        if not deviation <= TOLERANCE:  # so that nan is caught, too
+            sys.exit(f"error: rank {dist.get_rank()}: only {compared} (allowed: {TOLERANCE:.0e})")
+        say(compared)
+        model.zero_grad()
+        seconds = watch.seconds("start", "end")
+        found = {"name": name, "first_call_seconds": seconds, "deviation": deviation}
+        step()  # after its first backward DDP arranges the buckets anew
+        # The least is right: the profiler may miss what gloo's thread releases, and counts more.
+        peak = min(report.peak_bytes(step, device) for _ in range(3))
+    parameters = list(model.parameters())
+    held = report.held_bytes(parameters)
+    copies = 2 if configuration.how == "ddp" else 1  # DDP's buckets hold each gradient
+    found["parameters"] = held // parameters[0].itemsize  # on this rank
+    found["peak_bytes"] = peak + copies * held  # the most bytes of tensors during a step
+    found["graphs"] = len(graphs)
+    return step, found
 
 
 LEGEND = """\
@@ -295,7 +273,6 @@ def add_arguments(parser) -> None:
         "--dynamo-no-optimize-ddp": "--ddp: don't split the graph where buckets end",
         "--fsdp-wrap": "--fsdp: make each block a unit; otherwise the model is the only one",
         "--fsdp-checkpoint": "--fsdp: compute each block's activations again in backward",
-        "--gpu-memory-stats": "print torch's summary of rank 0's GPU memory at the end",
     }
     for switch, text in switches.items():
         spellings = {switch, "--" + switch[2:].replace("-", "_")}
@@ -318,8 +295,6 @@ def main():
     torch._logging.set_logs(all=logging.ERROR)  # unless the variable TORCH_LOGS says otherwise
 
     with setup.process_group(args.device, args.backend, args.timeout, args.network) as device:
-        if args.gpu_memory_stats and device.type != "cuda":
-            setup.fail("argument --gpu-memory-stats: needs a GPU: leave it out")
         result = report.begin("07_resnet_ddp/compile_ddp", args, device)
         say(f"{args.model}; {args.steps} steps are measured, after {args.warmup} to warm up\n")
         expected = reference(args, device)
@@ -327,14 +302,12 @@ def main():
         result["configurations"] = []
         for configuration in configurations_of(args):
             setup.progress(f"{configuration.name}: its first steps")
-            steps[configuration.name], found = prepare(args, device, configuration, expected)
+            steps[configuration.name], found = first_steps(args, device, configuration, expected)
             result["configurations"].append(found)
         samples = timing.measure(steps, args.steps, args.warmup)
         for found in result["configurations"]:
             found |= samples[found["name"]]
         print_results(result["configurations"])
-        if args.gpu_memory_stats:
-            say(torch.cuda.memory_summary(device, abbreviated=True))
         timing.profile(steps, args.trace)
         report.write_json(args.json, result)
 

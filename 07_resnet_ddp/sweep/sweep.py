@@ -7,13 +7,11 @@ perfect if a rank trains as many examples per second as it does alone.
 
     make 07_resnet_ddp/sweep NPROC=2
     torchrun --standalone --nproc-per-node 8 07_resnet_ddp/sweep/sweep.py --full --json sweep.json
-    torchrun --standalone --nproc-per-node 8 07_resnet_ddp/sweep/sweep.py \
-        --model my_model.py:MyBenchmark
     torchrun --nnodes 2 --node-rank R --nproc-per-node 8 --master-addr HOST0 --master-port 29400 \
         07_resnet_ddp/sweep/sweep.py --full         (two hosts; R is 0 on HOST0, else 1)
 
-The defaults are small, for a CPU; --full takes upstream's models, images and batches. A model of
-your own is described in sweep_models.py. Compare two results with sweep_diff.py.
+The defaults are small, for a CPU; --full takes upstream's models, images and batches. Compare two
+results with sweep_diff.py.
 
 Source: PyTorch's benchmarks/distributed/ddp, whose optimizer, flags and JSON layout these are.
 """
@@ -31,11 +29,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torchvision import models
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
-
-import sweep_models  # noqa: E402
-
 from common import report, setup, timing  # noqa: E402
 from common.network import wire  # noqa: E402
 
@@ -57,17 +53,23 @@ def plan(ranks: int, local_size: int) -> list[tuple[str, list[int], bool]]:
     return subsets
 
 
-def train(benchmark, model: nn.Module, steps: int) -> list[float]:
-    """Train on one batch of a sweep_models.Benchmark again and again; return seconds per step."""
-    inputs = benchmark.generate_inputs()
-    target = benchmark.generate_target()
+def new_model(name: str, device: torch.device) -> nn.Module:
+    return models.get_model(name).to(device)
+
+
+def train(args, model: nn.Module, device: torch.device) -> list[float]:
+    """Train on one batch of noise again and again; return seconds per step, warm-up included."""
+    size = args.batch_size, 3, args.image_size, args.image_size
+    inputs = torch.rand(size, device=device)
+    target = torch.randint(1000, (args.batch_size,), device=device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9, weight_decay=1e-4)
-    watch = timing.Stopwatch(benchmark.device)
+    watch = timing.Stopwatch(device)
     seconds = []
+    steps = args.warmup + args.steps
     for step in range(1, steps + 1):
-        setup.progress(f"{benchmark.name}: step {step} of {steps}")
+        setup.progress(f"{type(model).__name__}: step {step} of {steps}")
         watch.mark("start")
-        F.cross_entropy(model(*inputs), target).backward()
+        F.cross_entropy(model(inputs), target).backward()
         optimizer.step()
         optimizer.zero_grad()
         watch.mark("end")
@@ -75,7 +77,7 @@ def train(benchmark, model: nn.Module, steps: int) -> list[float]:
     return seconds
 
 
-def measure_subset(benchmark, ranks: list[int], use_ddp: bool, steps: int, **options) -> list:
+def measure_subset(args, name: str, device, ranks: list[int], use_ddp: bool, options) -> list:
     """Train on these ranks, in a process group of their own, while all others wait.
 
     Returns what each of these ranks measured, a list of lists; `options` are new_group's.
@@ -86,16 +88,16 @@ def measure_subset(benchmark, ranks: list[int], use_ddp: bool, steps: int, **opt
     seconds = None
     if dist.get_rank() in ranks:
         torch.manual_seed(dist.get_rank())
-        model = benchmark.create_model()
+        model = new_model(name, device)
         if use_ddp:
             model = DistributedDataParallel(
                 model,
                 broadcast_buffers=False,
                 process_group=group,
-                bucket_cap_mb=benchmark.bucket_size,
+                bucket_cap_mb=args.bucket_size_mb,
             )
         with wire:
-            seconds = train(benchmark, model, steps)
+            seconds = train(args, model, device)
         del model  # DDP's reducer uses the group until it is gone
         dist.destroy_process_group(group)
     all_ranks = [None] * dist.get_world_size()
@@ -111,29 +113,28 @@ HEADER = ["ranks", "p50 sec/iter", "ex/sec", "p75 sec/iter", "ex/sec"]
 HEADER += ["p90 sec/iter", "ex/sec", "p95 sec/iter", "ex/sec"]
 
 
-def sweep(benchmark, args, options: dict) -> dict:
+def sweep(args, name: str, device: torch.device, options: dict) -> dict:
     """Measure one model on all subsets, and print a table with a row for each.
 
     Returns an entry of "benchmark_results" of the JSON. Its "result" has one per subset,
     {"ranks": [0, 1, …], "measurements": seconds}.
     """
-    steps = args.warmup + args.steps
     # Each rank first trains for itself, uncounted, which loads libraries and chooses kernels.
-    train(benchmark, benchmark.create_model(), steps)
+    train(args, new_model(name, device), device)
     dist.barrier()
     result = []
     rows = []
     for label, ranks, use_ddp in plan(dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])):
-        of_ranks = measure_subset(benchmark, ranks, use_ddp, steps, **options)
+        of_ranks = measure_subset(args, name, device, ranks, use_ddp, options)
         measurements = numpy.array(of_ranks)[:, args.warmup :].flatten()
         result.append({"ranks": ranks, "measurements": measurements.tolist()})
         row = [f"{len(ranks):5}  {label}"]
         for seconds in report.percentiles(measurements):
-            row += [f"{seconds:.4f}s", f"{benchmark.batch_size / seconds:.1f}/s"]
+            row += [f"{seconds:.4f}s", f"{args.batch_size / seconds:.1f}/s"]
         rows.append(row)
-    setup.say(f"\nBenchmark: {benchmark.name} with batch size {benchmark.batch_size}\n")
+    setup.say(f"\nBenchmark: {name} with batch size {args.batch_size}\n")
     report.print_table(HEADER, rows)
-    return {"model": benchmark.name, "batch_size": benchmark.batch_size, "result": result}
+    return {"model": name, "batch_size": args.batch_size, "result": result}
 
 
 FULL = ["resnet50", "resnet101", "resnext50_32x4d", "resnext101_32x8d"]
@@ -143,8 +144,10 @@ def add_arguments(parser) -> None:
     """Add the flags; upstream's are understood in both of its spellings."""
     add = parser.add_argument
     whole = setup.whole_number
-    models = "torchvision's model of this name, or your own FILE.py:CLASS; repeatable"
-    add("--model", action="append", metavar="NAME", help=f"{models} (default: resnet18)")
+    known = models.list_models(models)
+    name = setup.checked(str, known.__contains__, "a classification model of torchvision")
+    text = "torchvision's model of this name; repeatable (default: resnet18)"
+    add("--model", action="append", type=name, metavar="NAME", help=text)
     add("--batch-size", type=whole(1), help="images per rank (default: 8)")
     add("--image-size", type=whole(1, 10_000), help="pixels a side (default: 64)")
     add("--full", action="store_true", help=f"{', '.join(FULL)}; 32 images; 224 pixels")
@@ -163,6 +166,8 @@ def main():
     add_arguments(parser)
     args = parser.parse_args()
     names = args.model or (FULL if args.full else ["resnet18"])
+    args.batch_size = args.batch_size or (32 if args.full else 8)
+    args.image_size = args.image_size or (224 if args.full else 64)
     # The published setting; newer torch has another name for it.
     warnings.filterwarnings("ignore", ".*broadcast_buffers", FutureWarning)
 
@@ -174,7 +179,6 @@ def main():
         _, backend = setup.choose_device(args.device, args.backend, args.network)
         options = {"backend": "slow_network" if args.network else backend}
         options["timeout"] = timedelta(seconds=args.timeout)
-        benchmarks = [sweep_models.make(name, args, device, backend) for name in names]
         result = report.begin("07_resnet_ddp/sweep", args, device)
         result |= {"backend": backend, "distributed_backend": backend}
         result |= {"pytorch_version": torch.__version__, "cuda_version": torch.version.cuda}
@@ -183,8 +187,8 @@ def main():
             f"subsets over {backend}, buckets of {args.bucket_size_mb} MB, "
             f"CUDA {torch.version.cuda}, {torch.cuda.device_count()} GPUs on this host"
         )
-        for benchmark in benchmarks:
-            result["benchmark_results"].append(sweep(benchmark, args, options))
+        for name in names:
+            result["benchmark_results"].append(sweep(args, name, device, options))
             # After every model: an interrupted sweep keeps what it has.
             report.write_json(args.json, result)
         legend = "percentiles over all steps of all ranks of a subset"

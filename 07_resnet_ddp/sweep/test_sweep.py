@@ -2,10 +2,7 @@
 
 import argparse
 import json
-import re
 import sys
-import textwrap
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,7 +13,6 @@ from tools.testing import read_json
 FOLDER = Path(__file__).resolve().parent
 import sweep
 import sweep_diff
-import sweep_models
 
 TINY = ["--model", "squeezenet1_1", "--batch-size", 2, "--image-size", 32]
 TINY += ["--warmup", 1, "--steps", 3, "--device", "cpu"]
@@ -34,10 +30,10 @@ def test_plan():
 
 def first_weights(members, use_ddp):
     """measure_subset, with a first weight of each rank's model in place of the times."""
-    sweep.train = lambda benchmark, model, steps: [next(model.parameters()).item()]
-    create_model = partial(torch.nn.Linear, 1, 1)
-    benchmark = argparse.Namespace(create_model=create_model, bucket_size=25)
-    return sweep.measure_subset(benchmark, members, use_ddp, 1, backend="gloo")
+    sweep.train = lambda args, model, device: [next(model.parameters()).item()]
+    sweep.new_model = lambda name, device: torch.nn.Linear(1, 1)
+    args = argparse.Namespace(bucket_size_mb=25)
+    return sweep.measure_subset(args, "", None, members, use_ddp, {"backend": "gloo"})
 
 
 def test_only_a_subset_trains_and_with_ddp_its_models_are_one(ranks):
@@ -54,10 +50,7 @@ def measured(output):
 
 
 def test_two_models_on_a_slow_network(forked, tmp_path):
-    """One is torchvision's, the other the example of sweep_models.py's docstring."""
-    example = re.search(r"    import torch\n.*?\n(?=\S)", sweep_models.__doc__, re.DOTALL)[0]
-    (tmp_path / "mine.py").write_text(textwrap.dedent(example))
-    words = "--model mine.py:MyBenchmark --network 1gbit,20ms --json json".split()
+    words = "--model shufflenet_v2_x0_5 --network 1gbit,20ms --json json".split()
     status, output = forked(2, FOLDER / "sweep.py", *TINY, *words, cwd=tmp_path)
     assert status == 0 and measured(output) == 2 * ["no", "1M/1G", "1M/2G"], output
     report = read_json(tmp_path / "json", "07_resnet_ddp/sweep")
@@ -65,8 +58,8 @@ def test_two_models_on_a_slow_network(forked, tmp_path):
         # First without DDP; samples of all ranks together, without warm-up.
         found = [(entry["ranks"], len(entry["measurements"])) for entry in benchmark["result"]]
         assert benchmark["model"] == name and found == [([0], 3), ([0], 3), ([0, 1], 6)]
-    alone, _, both = (min(entry["measurements"]) for entry in benchmark["result"])
-    assert both > 0.02 > alone
+    *_, both = (min(entry["measurements"]) for entry in benchmark["result"])
+    assert both > 0.08  # four delays
 
 
 def test_upstreams_flags_are_understood():

@@ -46,23 +46,24 @@ def compare_with_shares(loss, make_batch, ranks: int) -> None:
     torch.manual_seed(0)
     tensors = make_batch(64)
     value, gradient = loss_and_gradient(loss, tensors)
-    # In a sum divided by one number a share's gradient is a multiple of the whole's.
-    mean, apart, inverses, is_sum = 0.0, 0.0, 0.0, True
-    for rank in range(ranks):
-        local, found = loss_and_gradient(loss, [tensor[rank::ranks] for tensor in tensors])
-        whole = gradient[rank::ranks]
-        factor = ((found * whole).sum() / whole.square().sum()).item()
-        is_sum &= bool((found - factor * whole).norm() < 1e-4 * found.norm())
-        mean += local / ranks
-        apart += (found / ranks - whole).square().sum() / gradient.square().sum()
-        inverses += 1 / factor
-    if apart < 1e-8 and abs(mean - value) <= 1e-4 * abs(value):
+    shares = [[tensor[rank::ranks] for tensor in tensors] for rank in range(ranks)]
+    losses, found = zip(*[loss_and_gradient(loss, share) for share in shares], strict=True)
+    found = torch.stack(found).flatten(1)  # a row per share
+    whole = torch.stack([gradient[rank::ranks] for rank in range(ranks)]).flatten(1)
+    mean = sum(losses) / ranks
+    apart = (found / ranks - whole).norm() / whole.norm()
+    if apart < 1e-4 and abs(mean - value) <= 1e-4 * abs(value):
         return
-    seen = f"the mean is {mean:.4g}, and not {value:.4g}; the gradient is off by {apart**0.5:.0%}"
-    if is_sum and abs(inverses - ranks) < 1e-4:
-        raise Failed(seen, SUMMED)
-    if is_sum and abs(inverses - 1) < 1e-5:
-        raise Failed(seen, UNEVEN)
+    seen = f"the mean is {mean:.4g}, and not {value:.4g}; the gradient is off by {apart:.0%}"
+    # In a sum divided by one number a share's gradient is a multiple of the whole's.
+    factors = (found * whole).sum(1) / whole.square().sum(1)
+    off = (found - factors[:, None] * whole).norm(dim=1)
+    if (off < 1e-4 * found.norm(dim=1)).all():
+        inverses = (1 / factors).sum()
+        if abs(inverses - ranks) < 1e-4:
+            raise Failed(seen, SUMMED)
+        if abs(inverses - 1) < 1e-5:
+            raise Failed(seen, UNEVEN)
     names = [name for name, _ in loss.named_parameters()] if isinstance(loss, nn.Module) else []
     raise Failed(seen, MEETS + PARAMETERS.format(", ".join(names)) if names else MEETS)
 
