@@ -24,7 +24,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from common.network import wire
 from tools.check.findings import Answer, judge, verdict_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -110,6 +109,8 @@ def _serve(rank: int, world_size: int, is_late: bool, folder: Path, pipe) -> Non
         try:
             sys.path[:] = pipe.recv()
             function, arguments = pipe.recv()
+            from common.network import wire  # here, because forked scripts begin without common
+
             wire.__init__()  # an earlier test may have connected it
             answer = function(*arguments), None
         except EOFError:
