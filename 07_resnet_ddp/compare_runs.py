@@ -91,8 +91,8 @@ def draw(runs: list[dict], path: Path) -> None:
     ideal = [below[0] / run["world_size"] for run in runs]
     axes.bar(names, ideal, width=0.7, fill=False, linestyle="--", label="one device ÷ N")
     axes.legend(reverse=True, loc="upper left", bbox_to_anchor=(1, 1))
-    title = "ResNet-18: mean time of a batch of {global_batch} images of {image_size} px"
-    axes.set(title=title.format(**runs[0]), ylabel="ms")
+    title = f"{names[-1]}: {speed_up(runs):.2f} times as fast as one device"
+    axes.set(title=title, ylabel="mean time of a batch, ms")
     axes.margins(y=0.1)
     figure.savefig(path, format="png")
 

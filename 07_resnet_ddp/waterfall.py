@@ -107,9 +107,12 @@ def main():
         result["candidates"] = timing.measure(steps, args.steps, 2)
         reasons = reasons_of(result)
         report.print_table(["p50, ms", ""], [[name, f"{ms:.1f}"] for name, ms in reasons.items()])
+        ranks = result["world_size"]
+        speed_up = ranks * reasons[f"one device ÷ {ranks}"] / reasons["DDP"]
+        title = f"{ranks} ranks are {speed_up:.2f} times as fast as one device, not {ranks}"
+        setup.say(title)
         report.write_json(args.json, result)
         if args.plot and dist.get_rank() == 0:
-            title = f"ResNet-18: a step of {args.global_batch} images of {size} px"
             draw(reasons, title, args.plot)
             setup.say(f"written: {args.plot}")
 

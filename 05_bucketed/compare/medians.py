@@ -148,6 +148,7 @@ def draw_scaling(columns: dict[int, list[Run]], path: Path) -> None:
     lines = sorted(axes.get_lines(), key=lambda line: line.get_ydata()[-1], reverse=True)
     figure.legend(handles=lines, loc="outside right center", frameon=False)
     axes.set_xticks(ranks)
+    axes.set_title("Few calls scale; 99 calls don't")
     axes.set_xlabel("ranks, each a machine")
     axes.set_ylabel("times as fast as one process")
     axes.set_ylim(bottom=0)

@@ -127,7 +127,7 @@ def draw(steps: dict[str, list[Bar]], path: Path, end: float) -> None:
             look = {"color": COLORS[bar.name], "edgecolor": "white", "linewidth": 0.3}
             axes.barh(middle, width, height, bar.start, **look)
             text = f"{width:.0f} ms" if bar.name == "exposed communication" else bar.text
-            if width > 0.014 * len(text) * end:
+            if width > 0.011 * len(text) * end:
                 axes.text((bar.start + bar.end) / 2, middle, text, **center)
         axes.text(duration(bars), top, f"  {duration(bars):.0f} ms", va="center", fontsize=9)
         for name in {bar.name for bar in bars if bar.row}:

@@ -216,8 +216,8 @@ def race(args) -> dict:
                 loss = loss_of(racer.module, held_out).item() if setup.is_rank_0() else 0.0
             racer.curve.append([racer.clock, racer.batches, loss])
             dist.barrier()
-    text = f"One pace: a batch of alone counts as {NOMINAL:g} s"
-    setup.say(f"{text}, so a second took {wire.stretch:.2f} s here at the end")
+    pace = f"One pace: a batch of alone counts as {NOMINAL:g} s"
+    setup.say(f"{pace}, so a second took {wire.stretch:.2f} s here at the end")
     return {name: {"curve": each.curve, "sent": each.sent} for name, each in racers.items()}
 
 
@@ -242,8 +242,9 @@ def draw(results: list[dict], path: Path) -> None:
     for axes, result in zip(panels, results, strict=True):
         for (name, each), color in zip(result["race"].items(), COLORS, strict=True):
             seconds, _, losses = zip(*each["curve"], strict=True)
-            style = {"linestyle": "--", "zorder": 3} if name == "alone" else {}
-            axes.plot(seconds, losses, color=color, label=name, **style)
+            style = "--" if name == "alone" else "-"
+            width = 2.5 if name in ("alone", "every step", "DiLoCo") else 1
+            axes.plot(seconds, losses, style, color=color, linewidth=width, label=name)
         axes.set_title(result["network"])
         axes.set_xlabel("seconds")
     panels[0].set_ylabel("loss of held-out text")

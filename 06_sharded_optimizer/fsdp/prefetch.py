@@ -78,11 +78,13 @@ def main() -> None:
             candidates[name] = partial(step, trainee)
         steps = timeline.median_steps(candidates, args, result)
         report.write_json(args.json, result)
+    labelled = {}
     for name, bars in steps.items():
         waits = sum(bar.end - bar.start for bar in bars if bar.name == "exposed communication")
         setup.say(f"{name}: {timeline.duration(bars):.0f} ms; it waits for {waits:.0f} of them")
+        labelled[f"{name}\nwaits {waits:.0f} ms"] = bars
     if args.plot and setup.is_rank_0():
-        timeline.draw(steps, args.plot, 1.12 * max(map(timeline.duration, steps.values())))
+        timeline.draw(labelled, args.plot, 1.12 * max(map(timeline.duration, steps.values())))
 
 
 if __name__ == "__main__":
