@@ -135,19 +135,23 @@ def draw(columns: dict[str, list[Run]], path: Path) -> None:
 
 
 def draw_scaling(columns: dict[int, list[Run]], path: Path) -> None:
-    """Draw speed-ups over the number of ranks, a line per stage; the legend has their order."""
+    """Draw speed-ups over the number of ranks, a line per stage with its name at its end."""
     figure, axes = new_picture(7, 4)
     ranks = [1, *columns]
-    axes.plot(ranks, ranks, "--", color="#BBBBBB", label="ideal")
-    axes.plot(ranks, [1] * len(ranks), "--", color="gray", label="one process")
+    axes.plot(ranks, ranks, "--", color="#BBBBBB")
+    axes.plot(ranks, [1] * len(ranks), "--", color="gray")
+    ends = {"ideal": (ranks[-1], "#999999"), "one process": (1, "gray")}  # text: (height, color)
     for name, color in LINES.items():
         heights = [median(speed_ups(runs, name, n)) for n, runs in columns.items()]
         form = "o:" if name == "torch DDP" else "o-"  # it lies on 05's
-        label = SHORT.get(name, name)
-        axes.plot(ranks, [1, *heights], form, linewidth=2.5, color=color, label=label)
-    lines = sorted(axes.get_lines(), key=lambda line: line.get_ydata()[-1], reverse=True)
-    figure.legend(handles=lines, loc="outside right center", frameon=False)
+        axes.plot(ranks, [1, *heights], form, linewidth=2.5, color=color)
+        ends[SHORT.get(name, name)] = heights[-1], color
+    lowest = -1.0
+    for text, (height, color) in sorted(ends.items(), key=lambda end: end[1][0]):
+        lowest = max(height, lowest + 0.045 * ranks[-1])  # texts do not cover each other
+        axes.text(ranks[-1] + 0.15, lowest, text, va="center", color=color, fontweight="bold")
     axes.set_xticks(ranks)
+    axes.set_xlim(1, 1.2 * ranks[-1])
     axes.set_title("Few calls scale; 99 calls don't")
     axes.set_xlabel("ranks, each a machine")
     axes.set_ylabel("times as fast as one process")
