@@ -55,7 +55,9 @@ class FlatDDP(nn.Module):
                 groups.setdefault((gradient.dtype, gradient.device), []).append(gradient)
         for kind, gradients in groups.items():
             sizes = [gradient.numel() for gradient in gradients]
-            flat = self.flats.setdefault(kind, gradients[0].new_empty(0)).resize_(sum(sizes))
+            if kind not in self.flats:
+                self.flats[kind] = gradients[0].new_empty(0)
+            flat = self.flats[kind].resize_(sum(sizes))
             for gradient, piece in zip(gradients, flat.split(sizes), strict=True):
                 torch.mul(gradient.flatten(), 1 / self.world_size, out=piece)  # copy and divide
             dist.all_reduce(flat, group=self.process_group)
