@@ -172,7 +172,7 @@ def print_measured(row: dict, backend_p50: float) -> None:
     size, world_size = row["size_bytes"], row["world_size"]
     algbw = size / row["p50"] / 1e9
     rates = algbw, algbw * 2 * (world_size - 1) / world_size, backend_p50 / row["p50"]
-    cells = [row["algorithm"], str(world_size), f"{round(size / 2**20, 2):g}"]
+    cells = [row["algorithm"], str(world_size), f"{round(size / 2**20, 4):g}"]
     cells += [f"{1000 * time:.2f}" for time in percentiles(row["seconds"])]
     print_row([*cells, *[f"{rate:.2f}" for rate in rates], str(row["wrong"])], WIDTHS)
 

@@ -166,7 +166,7 @@ def add_training_arguments(parser: Parser, steps: int) -> None:
     add("--json", type=output_file, metavar="FILE", help="everything measured, raw")
     pace = "--network: a step without communication counts as so many seconds; 0: as it is"
     pace += " (default: 0.4 for mini with its own batch and dtype, else 0)"
-    add("--pace", type=checked(float, lambda pace: pace >= 0, "0 or more"), help=pace)
+    add("--pace", type=checked(float, lambda n: 0 <= n <= 1e6, "0 to 1e6"), help=pace)
     parser.set_defaults(bucket_size_mb=5.0)  # the flag of 05; torch's DDP has the same everywhere
     add_process_group_arguments(parser)
 
@@ -236,6 +236,8 @@ def import_file(file: str):
 def load(text: str):
     """Return the class or function that FILE.py:NAME names; raise whatever prevents it."""
     file, _, name = text.rpartition(":")
+    if not file.endswith(".py"):
+        raise ValueError("it is not FILE.py:NAME")
     return getattr(import_file(file), name)
 
 
@@ -255,11 +257,11 @@ def finish_of(model):
 def bucket_options(wrapper, size_mb: float) -> dict[str, float]:
     """Return the arguments of a wrapper that say how large its buckets are, for buckets of MB."""
     options = {}
-    for name in inspect.signature(wrapper).parameters:
-        if re.fullmatch("bucket(_size|_cap)?_mb", name):
-            options[name] = size_mb
-        elif re.fullmatch("bucket(_size|_cap)?_bytes", name):
-            options[name] = int(size_mb * 2**20)
+    for name, argument in inspect.signature(wrapper).parameters.items():
+        if re.fullmatch("bucket(_size|_cap)?(_mb|_bytes)?", name):
+            is_large = isinstance(argument.default, int | float) and argument.default > 10_000
+            in_bytes = "bytes" in name or is_large
+            options[name] = int(size_mb * 2**20) if in_bytes else size_mb
     return options
 
 
@@ -452,7 +454,7 @@ def load_images(data: str | None, download: bool) -> list[torch.Tensor]:
         dist.barrier()
         splits = MNIST(data, train=True), MNIST(data, train=False)
     except Exception as error:  # torchvision has many kinds: files missing, cut short, not MNIST
-        fail(f"argument --data: {data!r} holds no readable MNIST ({error!r})")
+        fail(f"argument --data: {data!r} holds no readable MNIST ({error!r}): see --download")
     tensors = []
     for split in splits:
         tensors += [split.data.double().flatten(1) / 255, split.targets]

@@ -159,11 +159,16 @@ def git(*words: str) -> subprocess.CompletedProcess:
 
 
 def is_up_to_date(name: str) -> bool:
-    """Tell whether common/ and the scripts of its stage are as they were then; of 05, 02 to 05."""
+    """Tell whether common/ and the scripts of its stage are as they were then; of 05, 02 to 05.
+
+    Stage 06 draws as compare does.
+    """
     path = ROOT / name
     commit = re.match(r"commit +(\w+)\n", path.read_text() if path.exists() else "")
     stage = name.partition("/")[0]
     folders = ["common", *(STAGES if stage == "05_bucketed" else [stage])]
+    if stage == "06_sharded_optimizer":
+        folders.append("05_bucketed/compare")
     code = [*[f"{folder}/*.py" for folder in folders], ":!*/test_*.py"]
     return bool(commit) and git("diff", "--quiet", commit[1], "--", *code).returncode == 0
 

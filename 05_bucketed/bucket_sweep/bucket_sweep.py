@@ -134,11 +134,10 @@ def draw(result: dict, link: Link, path: Path) -> None:
 
 
 def main():
-    allowed = "a number above 0, at most 1000000; one bucket for all is measured anyway"
-    size = setup.checked(float, lambda number: 0 < number <= 1e6, allowed)
     parser = setup.Parser(__doc__)
     add = parser.add_argument
-    add("--bucket-sizes-mb", type=setup.list_of(size), default="0.5,1,5,10,25", metavar="MB,…")
+    sizes = setup.list_of(setup.positive_number)  # one bucket for all is measured anyway
+    add("--bucket-sizes-mb", type=sizes, default="0.5,1,5,10,25", metavar="MB,…")
     setup.add_training_arguments(parser, steps=6)
     parser.set_defaults(warmup=2)
     setup.add_plot_arguments(parser, "bucket_sweep.png")

@@ -46,7 +46,7 @@ PLACES = [(0.0, 0.9), (0.85, 0.45), (1.3, 0.45)]  # of rows: their middle, and h
 
 
 class Bar(NamedTuple):
-    """What takes time in a step."""
+    """What takes time in a step, in seconds of the clock or (from bars_of) in ms."""
 
     name: str  # key of COLORS
     start: float

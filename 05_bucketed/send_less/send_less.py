@@ -72,6 +72,7 @@ class DiLoCo:
         self.shared.grad = (self.shared - local) / dist.get_world_size()
         dist.all_reduce(self.shared.grad)
         self.outer.step()
+        # A copy, because the parameters become views of it.
         vector_to_parameters(self.shared.clone(), self.module.parameters())
 
 

@@ -14,7 +14,7 @@ measured side by side; --bare, --ddp or --fsdp measures one of them alone.
         07_resnet_ddp/compile_ddp/compile_ddp.py --fsdp    (two hosts; R is 0 on HOST0, else 1)
 
 Source: PyTorch's benchmarks/dynamo/distributed.py, here with today's fully_shard in place of
-FullyShardedDataParallel; its flags are understood. The models are in compile_models.py.
+FullyShardedDataParallel; most of its flags are understood. The models are in compile_models.py.
 """
 
 import logging
@@ -254,7 +254,7 @@ def configurations_of(args) -> list[Configuration]:
 
 
 def add_arguments(parser) -> None:
-    """Add the flags; those of upstream are among them, in both of its spellings."""
+    """Add the flags; most of upstream's are among them, in both of its spellings."""
     one_of = parser.add_mutually_exclusive_group()
     for how in ("bare", "ddp", "fsdp"):
         alone = {"action": "store_const", "const": how, "help": "measure it alone"}

@@ -67,7 +67,7 @@ def train(args, model: nn.Module, device: torch.device) -> list[float]:
     seconds = []
     steps = args.warmup + args.steps
     for step in range(1, steps + 1):
-        setup.progress(f"{type(model).__name__}: step {step} of {steps}")
+        setup.progress(f"step {step} of {steps}")
         watch.mark("start")
         F.cross_entropy(model(inputs), target).backward()
         optimizer.step()

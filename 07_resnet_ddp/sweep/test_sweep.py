@@ -50,7 +50,7 @@ def measured(output):
 
 
 def test_two_models_on_a_slow_network(forked, tmp_path):
-    words = "--model shufflenet_v2_x0_5 --network 1gbit,20ms --json json".split()
+    words = "--model shufflenet_v2_x0_5 --network 1gbit,100ms --json json".split()
     status, output = forked(2, FOLDER / "sweep.py", *TINY, *words, cwd=tmp_path)
     assert status == 0 and measured(output) == 2 * ["no", "1M/1G", "1M/2G"], output
     report = read_json(tmp_path / "json", "07_resnet_ddp/sweep")
@@ -59,7 +59,7 @@ def test_two_models_on_a_slow_network(forked, tmp_path):
         found = [(entry["ranks"], len(entry["measurements"])) for entry in benchmark["result"]]
         assert benchmark["model"] == name and found == [([0], 3), ([0], 3), ([0, 1], 6)]
     *_, both = (min(entry["measurements"]) for entry in benchmark["result"])
-    assert both > 0.08  # four delays
+    assert both > 0.4  # four delays, longer than a step takes here
 
 
 def test_upstreams_flags_are_understood():

@@ -47,10 +47,10 @@ def compare_with_shares(loss, make_batch, ranks: int) -> None:
     tensors = make_batch(64)
     value, gradient = loss_and_gradient(loss, tensors)
     shares = [[tensor[rank::ranks] for tensor in tensors] for rank in range(ranks)]
-    losses, found = zip(*[loss_and_gradient(loss, share) for share in shares], strict=True)
-    found = torch.stack(found).flatten(1)  # a row per share
+    pairs = [loss_and_gradient(loss, share) for share in shares]
+    mean = sum(value for value, _ in pairs) / ranks
+    found = torch.stack([gradient for _, gradient in pairs]).flatten(1)  # a row per share
     whole = torch.stack([gradient[rank::ranks] for rank in range(ranks)]).flatten(1)
-    mean = sum(losses) / ranks
     apart = (found / ranks - whole).norm() / whole.norm()
     if apart < 1e-4 and abs(mean - value) <= 1e-4 * abs(value):
         return
