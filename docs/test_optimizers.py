@@ -48,8 +48,8 @@ ROWS = {  # of the page: its classes
     "Adafactor": [torch.optim.Adafactor],
     "Muon": [torch.optim.Muon],
     "LBFGS": [torch.optim.LBFGS],
-    "by a weight's norm": [ByNorm],
-    "by a norm of all weights or gradients": [ByNormOfAll],
+    "using a weight's norm": [ByNorm],
+    "using a norm of all weights or gradients": [ByNormOfAll],
 }
 
 
