@@ -8,6 +8,9 @@ import os
 import signal
 import sys
 
+# With these, importing torch would pin this process, and so all ranks, to a core.
+for name in ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY"):
+    os.environ.pop(name, None)
 signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback from the seconds that imports take
 
 from torch.distributed import run
