@@ -166,7 +166,7 @@ def add_training_arguments(parser: Parser, steps: int) -> None:
     add("--json", type=output_file, metavar="FILE", help="everything measured, raw")
     pace = "--network: a step without communication counts as so many seconds; 0: as it is"
     pace += " (default: 0.4 for mini with its own batch and dtype, else 0)"
-    add("--pace", type=checked(float, lambda n: 0 <= n <= 1e6, "0 to 1e6"), help=pace)
+    add("--pace", type=checked(float, lambda n: 0 <= n <= 1e6, "a number from 0 to 1e6"), help=pace)
     parser.set_defaults(bucket_size_mb=5.0)  # the flag of 05; torch's DDP has the same everywhere
     add_process_group_arguments(parser)
 
