@@ -33,7 +33,7 @@
 ## NPROC=4                ranks on this host
 ## NETWORK=1gbit,1ms      an emulated network of this rate and delay (01_allreduce/slow_network)
 ## BACKEND=gloo or nccl   what carries the bytes
-## MINE=my_ddp.py:MyDDP   a row of 02 to 06 and compare for a class of your own
+## MINE=my_ddp.py:MyDDP   make compare, make check: a class of your own
 NPROC ?= 2
 STAGES := $(sort $(patsubst %/README.md,%,$(wildcard 0?_*/README.md)))
 BY_ITSELF := 01_allreduce 08_ddp_rpc
@@ -53,8 +53,9 @@ endif
 
 QUOTED = '$(subst ','\'',$(1))'
 OPTION = $(if $($(2)), --$(1) $(call QUOTED,$($(2))))
-FLAGS = $(call OPTION,mine,MINE)$(call OPTION,backend,BACKEND)$(call OPTION,network,NETWORK) $(ARGS)
+FLAGS = $(OWN)$(call OPTION,backend,BACKEND) $(ARGS)
 NPROC_GIVEN = $(if $(filter file,$(origin NPROC)),, --nproc $(NPROC))
+OVER = $(if $(NETWORK),01_allreduce/slow_network/over.py $(call QUOTED,$(NETWORK)) )
 TORCHRUN = "$(PYTHON)" -m tools.torchrun --standalone --nproc-per-node $(NPROC)
 PIP = .venv/bin/python -m pip install --quiet --disable-pip-version-check
 ALONE = env -u RANK -u LOCAL_RANK -u WORLD_SIZE -u LOCAL_WORLD_SIZE "$(PYTHON)"
@@ -68,16 +69,20 @@ help:
 	@sed -n 's/^## \{0,1\}//p' Makefile
 # make 05 and make 05_bucketed/ are make 05_bucketed.
 $(foreach stage,$(STAGES),$(eval $(firstword $(subst _, ,$(stage))) $(stage)/: $(stage)))
+timeline 01_allreduce/slow_network: NETWORK ?= 1gbit,1ms
+05_bucketed/send_less: NETWORK ?= 100mbit,1ms
 $(BY_TORCHRUN): $(RUNTIME)
-	$(TORCHRUN) $(LESSON)$(FLAGS)
+	$(TORCHRUN) $(OVER)$(LESSON)$(FLAGS)
 $(BY_ITSELF): $(RUNTIME)
 	$(ALONE) $(LESSON)$(NPROC_GIVEN)$(FLAGS)
 07_resnet_ddp: $(RUNTIME)
-	$(if $(filter -h --help,$(ARGS)),,$(ALONE) $(LESSON)$(FLAGS))
-	$(TORCHRUN) $(LESSON)$(FLAGS)
+	$(if $(filter -h --help,$(ARGS)),,$(ALONE) $(OVER)$(LESSON)$(FLAGS))
+	$(TORCHRUN) $(OVER)$(LESSON)$(FLAGS)
+TIMES_MINE := $(COMPARE) hosts 06_sharded_optimizer 06_sharded_optimizer/fsdp
+$(TIMES_MINE): OWN = $(call OPTION,mine,MINE)
 compare: $(COMPARE)
 timeline: $(RUNTIME)
-	$(TORCHRUN) $(COMPARE)/timeline.py$(FLAGS)
+	$(TORCHRUN) $(OVER)$(COMPARE)/timeline.py$(FLAGS)
 hosts: CABLE = $(call QUOTED,$(or $(RATE),1gbit)) $(call QUOTED,$(DELAY))
 hosts: $(RUNTIME)
 	exec bash tools/hosts.sh "$(PYTHON)" $(CABLE) $(COMPARE)/compare.py$(FLAGS)

@@ -128,15 +128,14 @@ def train_step(model, optimizer, watch, inputs, targets):
     return watch.times()
 
 
-def verify(name, wrap, args, device):
+def verify(wrap, args, device):
     """Train a classifier on shares, and a twin in one process on their union; compare weights."""
-    from common import report, setup, timing
+    from common import ladder, timing
 
-    setup.say(f"verify: {name}")
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    images, labels, *held_out = setup.load_equal_shares(args, device)
-    twin = setup.classifier(args.seed, images)
-    module = setup.classifier(args.seed + rank, images)  # rank 0's weights must win
+    images, labels, *held_out = ladder.load_equal_shares(args, device)
+    twin = ladder.classifier(args.seed, images)
+    module = ladder.classifier(args.seed + rank, images)  # rank 0's weights must win
     model = wrap(module)
     twin_optimizer = torch.optim.Adam(twin.parameters(), lr=1e-3)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
@@ -148,15 +147,15 @@ def verify(name, wrap, args, device):
             share = batch[rank::world_size]
             train_step(twin, twin_optimizer, watch, images[batch], labels[batch])
             train_step(model, optimizer, watch, images[share], labels[share])
-        accuracy = report.evaluate(epoch, model, *held_out)
-    return report.compare_weights(module, twin) | {"accuracy": accuracy}
+        accuracy = ladder.evaluate(epoch, model, *held_out)
+    return ladder.compare_weights(module, twin) | {"accuracy": accuracy}
 
 
 def make_step(wrap, args, device, described):
     """Return a function that trains a model of its own for a step, and returns its times."""
-    from common import setup, timing
+    from common import ladder, timing
 
-    size = setup.SIZES[args.size]
+    size = ladder.SIZES[args.size]
     batch_shape = described["batch_size"], described["context_length"]
     torch.manual_seed(args.seed + dist.get_rank())
     tokens, targets = torch.randint(size.vocabulary, (2, *batch_shape), device=device)
@@ -174,27 +173,23 @@ def run(wrapper, **options):
     folder = Path(__file__).resolve().parent
     sys.path[:0] = [str(folder), str(folder.parent)]
     try:
-        from common import report, setup, timing
+        from common import ladder, report, setup, timing
     except ModuleNotFoundError as error:
         sys.exit(f"error: {error}: copy the repository's folder common/ beside this script")
-    args = setup.stage_arguments(__doc__, steps=10, **options)
+    args = ladder.stage_parser(__doc__, steps=10, **options).parse_args()
     wrap = partial(wrapper, **{name: getattr(args, name) for name in options})
-    with setup.process_group(args.device, args.backend, args.timeout, args.network) as device:
+    with setup.process_group(args.device, args.backend, args.timeout) as device:
         result = report.begin(folder.name, args, device)
-        ours = {**setup.users_class(args), wrapper.__name__: wrap}
-        rows = {"no communication": lambda module: module, **ours, **timing.torch_ddp(args)}
-        if args.no_baseline:
-            rows = ours
-        model = result["model"] = report.describe(LanguageModel, args)
-        report.require_memory(model, copies=5 * len(rows))
-        result["verify"] = {}
+        rows = {wrapper.__name__: wrap}
+        if not args.no_baseline:
+            rows = {"no communication": lambda module: module, **rows, **ladder.torch_ddp(args)}
+        model = result["model"] = ladder.describe(LanguageModel, args)
         if not args.no_verify:
-            for name, wrap in ours.items():
-                result["verify"][name] = verify(name, wrap, args, device)
+            result["verify"] = {wrapper.__name__: verify(wrap, args, device)}
         steps = {name: make_step(wrap, args, device, model) for name, wrap in rows.items()}
-        result |= timing.benchmark(steps, args, device)
+        result |= ladder.benchmark(steps, args, device)
         timing.profile(steps, args.trace)
-        report.print_steps(result)
+        ladder.print_steps(result)
         report.write_json(args.json, result)
 
 

@@ -4,17 +4,16 @@ import torch
 import torch.distributed as dist
 from flat_ddp import FlatDDP
 from torch import nn
-
-from common.timing import CollectiveCounter
+from torch.distributed.tensor.debug import CommDebugMode
 
 
 def all_reduces_of_a_finish(dtypes):
     model = FlatDDP(nn.ModuleList(nn.Linear(3, 3, dtype=dtype) for dtype in dtypes))
     loss = sum(layer(torch.ones(2, 3, dtype=layer.weight.dtype)).sum() for layer in model.module)
     loss.backward()
-    with CollectiveCounter() as counter:
+    with CommDebugMode() as counter:
         model.finish_gradient_synchronization()
-    return counter.count
+    return counter.get_total_counts()
 
 
 def test_one_all_reduce_per_dtype(ranks):

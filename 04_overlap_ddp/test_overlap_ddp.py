@@ -6,18 +6,17 @@ import torch
 import torch.distributed as dist
 from overlap_ddp import OverlapDDP
 from torch import nn
-
-from common.timing import CollectiveCounter
+from torch.distributed.tensor.debug import CommDebugMode
 
 
 def launched_in_backward():
     """How many all-reduces backward launches, and how many the finish has left to do."""
     model = OverlapDDP(nn.Sequential(*(nn.Linear(3, 3) for _ in range(3))))
-    with CollectiveCounter() as in_backward:
+    with CommDebugMode() as in_backward:
         model(torch.ones(2, 3)).sum().backward()
-    with CollectiveCounter() as in_finish:
+    with CommDebugMode() as in_finish:
         model.finish_gradient_synchronization()
-    return in_backward.count, in_finish.count
+    return in_backward.get_total_counts(), in_finish.get_total_counts()
 
 
 def test_every_all_reduce_starts_in_backward(ranks):

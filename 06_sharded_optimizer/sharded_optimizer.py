@@ -217,13 +217,13 @@ def average_gradients(model: nn.Module) -> None:
 
 def verify(name, make_sharded, args, device) -> dict:
     """Train a classifier with a sharded AdamW and a twin with AdamW; compare all their weights."""
-    from common import setup
+    from common import ladder, setup
 
     setup.say(f"verify: {name}")
-    data = setup.load_equal_shares(args, device)
+    data = ladder.load_equal_shares(args, device)
     twins = []
     for make_optimizer in (make_sharded, ADAMW):
-        model = setup.classifier(args.seed, data[0])
+        model = ladder.classifier(args.seed, data[0])
         twins.append((model, make_optimizer(model.parameters(), lr=1e-3), average_gradients))
     train_twins(twins, data, args.seed)
     weights, expected = [model.state_dict() for model, _, _ in twins]
@@ -232,7 +232,7 @@ def verify(name, make_sharded, args, device) -> dict:
 
 def train_twins(twins: list[tuple], data: list, seed: int) -> None:
     """Train models on the same shares of data: (model, its optimizer, what averages gradients)."""
-    from common import report
+    from common import ladder
 
     images, labels, *held_out = data
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -246,7 +246,7 @@ def train_twins(twins: list[tuple], data: list, seed: int) -> None:
                 F.cross_entropy(model(images[share]), labels[share]).backward()
                 average(model)
                 optimizer.step()
-        report.evaluate(epoch, twins[0][0], *held_out)
+        ladder.evaluate(epoch, twins[0][0], *held_out)
 
 
 def compare(weights: dict, expected: dict, tolerance: float, theirs: str) -> dict:
@@ -272,9 +272,9 @@ class Trainee:
     def __init__(
         self, args, device, batch_shape, make_optimizer, wrap=None, finish=average_gradients
     ):
-        from common import setup, timing
+        from common import ladder, timing
 
-        shape = setup.SIZES[args.size][:5]
+        shape = ladder.SIZES[args.size][:5]
         torch.manual_seed(args.seed + dist.get_rank())
         self.tokens, self.targets = torch.randint(shape[-1], (2, *batch_shape), device=device)
         torch.manual_seed(args.seed)
@@ -372,12 +372,10 @@ def benchmark(optimizers: dict, args, device, batch_shape) -> dict:
 
 def time_steps(candidates: dict[str, Trainee], args, baseline: str) -> list[dict]:
     """Measure their steps in turn, and print them; returns rows of the JSON."""
-    from common import timing
+    from common import ladder, timing
 
     steps = {name: trainee.step for name, trainee in candidates.items()}
-    timing.keep_pace(steps, args)
-    samples = timing.measure(steps, args.steps, args.warmup)
-    timing.warn_of_drift(samples)
+    samples = timing.measure(steps, args.steps, args.warmup, ladder.pace_of(args))
     for name, step in steps.items():
         samples[name]["sent_bytes"] = sent_bytes(step)
     timing.profile(steps, args.trace)
@@ -403,20 +401,25 @@ def print_steps(samples: dict[str, dict], baseline: str) -> None:
 
 
 def main():
-    sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[:2]]
+    folder = Path(__file__).resolve().parent
+    sys.path[:0] = [str(folder), str(folder.parent)]
     try:
-        from common import report, setup
+        from common import ladder, report, setup
     except ModuleNotFoundError as error:
         sys.exit(f"error: {error}: copy the repository's folder common/ beside this script")
-    args = setup.stage_arguments(__doc__, steps=10)
+    parser = ladder.stage_parser(__doc__, steps=10)
+    parser.add_argument("--mine", metavar="FILE.py:NAME", help="measure your own class, too")
+    args = parser.parse_args()
     optimizers = {"ShardedOptimizer": SHARDED_ADAMW}
-    for name, mine in setup.users_class(args).items():
-        optimizers[name] = partial(of_adamw, mine)
-    with setup.process_group(args.device, args.backend, args.timeout, args.network) as device:
+    if args.mine:
+        sys.path.append(str(folder.parent / "05_bucketed" / "compare"))
+        from users_class import users_rows
+
+        for name, mine in users_rows(args.mine).items():
+            optimizers[name] = partial(of_adamw, mine)
+    with setup.process_group(args.device, args.backend, args.timeout) as device:
         result = report.begin("06_sharded_optimizer", args, device)
-        model = result["model"] = report.describe(LanguageModel, args)
-        rows = len(optimizers) + (0 if args.no_baseline else 5)
-        report.require_memory(model, copies=5 * rows)
+        model = result["model"] = ladder.describe(LanguageModel, args)
         result["verify"] = {}
         if not args.no_verify:
             for name, make_optimizer in optimizers.items():

@@ -93,7 +93,7 @@ def main():
     setup.add_process_group_arguments(parser)
     parser.set_defaults(workers=0)
     args = parser.parse_args()
-    with setup.process_group(args.device, args.backend, args.timeout, args.network) as device:
+    with setup.process_group(args.device, args.backend, args.timeout) as device:
         torch.set_num_threads(1)
         batch = resnet_ddp.choose_sizes(args, device)
         result = report.begin("07_resnet_ddp/waterfall", args, device)

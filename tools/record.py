@@ -20,16 +20,18 @@ import torch
 
 from common.report import processor_name
 from common.setup import ROOT, Parser, fail, say
-from common.timing import MOST_DRIFT, NO_COMMUNICATION, drift
+from common.timing import NO_COMMUNICATION
 from tools import figures
 
-sys.path.append(str(ROOT / "05_bucketed" / "compare"))
+sys.path += [str(ROOT / "05_bucketed" / "compare"), str(ROOT / "01_allreduce" / "slow_network")]
 
 import medians  # noqa: E402
+from network import MOST_DRIFT  # noqa: E402
 
 SLOW = "NETWORK=1gbit,1ms"
 MEDIANS = "python 05_bucketed/compare/medians.py"
 TORCHRUN = "python -m tools.torchrun --standalone --nproc-per-node 2"
+OVER = "01_allreduce/slow_network/over.py"
 WATERFALL = f"{TORCHRUN} 07_resnet_ddp/waterfall.py"
 PREFETCH = "06_sharded_optimizer/fsdp/prefetch.png"
 LESS = "make 05_bucketed/send_less NPROC=4"
@@ -107,7 +109,7 @@ RECORDINGS = {  # besides those below that are one command
     ],
     "06_sharded_optimizer/fsdp/reference_output_1gbit.txt": [
         f'make 06_sharded_optimizer/fsdp {SLOW} ARGS="--no-verify --json results/fsdp_slow.json"',
-        f"{TORCHRUN} 06_sharded_optimizer/fsdp/prefetch.py --plot {PREFETCH}",
+        f"{TORCHRUN} {OVER} 1gbit,1ms 06_sharded_optimizer/fsdp/prefetch.py --plot {PREFETCH}",
     ],
     "06_sharded_optimizer/fsdp/reference_output_accounting.txt": [
         'make 06_sharded_optimizer/fsdp ARGS="--accounting --size xl"',
@@ -192,8 +194,10 @@ def run(command: str) -> str:
 
 def has_drifted(file: Path) -> bool:
     """Tell whether the stretch of the network has changed by too much within a run."""
-    low, high = drift(json.loads(file.read_text()).get("candidates", []))
-    return high > MOST_DRIFT * low
+    candidates = json.loads(file.read_text()).get("candidates", [])
+    of_ranks = [rank for one in candidates for rank in one.get("stretch", [])]
+    stretches = [stretch for rank in of_ranks for stretch in rank] or [1.0]
+    return max(stretches) > MOST_DRIFT * min(stretches)
 
 
 def draw_stages(drawn: set[str], is_last_run: bool) -> None:

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from common import report, setup, timing
-from tools.testing import ONLY_RANK, QUICK, ROOT, needs_proc, write_mnist
+from common import ladder, report, setup, timing
+from tools.testing import ONLY_RANK, OVER, QUICK, ROOT, needs_proc, write_mnist
 
 CPU = torch.device("cpu")
 NAIVE = ROOT / "02_naive_ddp" / "naive_ddp.py"
@@ -41,7 +41,7 @@ def test_the_table_of_steps(capsys):
     costs = {"call_seconds": 0.002, "bytes_per_second": 1e9}
     model = {"parameters": 10**6, "dtype": "float32", "batch_size": 1, "context_length": 5}
     result = {"model": model, "all_reduce": costs, "candidates": rows}
-    report.print_steps(result | {"world_size": 2})
+    ladder.print_steps(result | {"world_size": 2})
     lines = capsys.readouterr().out.splitlines()
     cells = {line[:16].strip(): line[16:].split() for line in lines[:4]}
     assert cells["X"] == ["50.0"] * 4 + ["200", "40.0", "80", "%", "10.0", "3", "2.500"]
@@ -83,7 +83,6 @@ WRONG_INPUT = {
     "--batch-size": ["0", "x", "", "99999999999999"],
     "--warmup": ["-1"],
     "--pace": ["-1", "slow", "nan"],
-    "--network": ["fast", "1gbit", "1gbit,1", "1gbit,1ms,3", "0gbit,1ms", "1gbit,1h", ""],
     "--timeout": ["0", "soon", "nan"],
     "--json": ["", "/", "/no/x.json", "/dev/null/x"],
 }
@@ -91,7 +90,7 @@ WRONG_INPUT = {
 
 def parse():
     parser = setup.Parser("what it does")
-    setup.add_training_arguments(parser, steps=3)
+    ladder.add_training_arguments(parser, steps=3)
     return parser.parse_args()
 
 
@@ -104,8 +103,8 @@ def test_wrong_input_is_one_line(option, refusal):
 
 def test_a_stage_has_the_default_that_its_main_gives(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["bucketed.py"])
-    assert setup.stage_arguments("", steps=3, bucket_size_mb=25.0).bucket_size_mb == 25.0
-    assert setup.stage_arguments("", steps=3).bucket_size_mb == 5.0  # for torch's DDP
+    assert ladder.stage_arguments("", steps=3, bucket_size_mb=25.0).bucket_size_mb == 25.0
+    assert ladder.stage_arguments("", steps=3).bucket_size_mb == 5.0  # for torch's DDP
 
 
 def test_mnist_that_is_cut_short_is_one_line_of_all_ranks(forked, tmp_path):
@@ -159,7 +158,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 def test_no_thread_of_gloo_stays(script, tmp_path):
     """Python would be aborted at its end by one that does, now and then, after all work is done."""
     (tmp_path / "runs.py").write_text(RUNS_A_STAGE)
-    words = [NAIVE, *QUICK, "--no-verify", "--network", "1gbit,1ms"]
+    words = [OVER, "1gbit,1ms", NAIVE, *QUICK, "--no-verify"]
     status, said = script([sys.executable, tmp_path / "runs.py", *words], env=ONLY_RANK).wait(60)
     threads = [line for line in said.splitlines() if line.startswith("thread ")]
     assert status == 0 and threads and "gloo" not in " ".join(threads), said

@@ -20,7 +20,7 @@ from sharded_optimizer import ShardedOptimizer, average_gradients
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from common.setup import SIZES
+from common.ladder import SIZES
 
 on_old_torch = torch.__version__ < "2.12"
 DEVICES = [

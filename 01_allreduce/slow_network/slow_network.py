@@ -1,4 +1,4 @@
-"""01: is an all-reduce on the emulated network (common/network.py) as slow as requested?
+"""01: is an all-reduce on the emulated network (network.py) as slow as requested?
 
 make 01_allreduce/slow_network                              (2 ranks on 1 Gbit/s and 1 ms)
 make 01_allreduce/slow_network NPROC=4 NETWORK=100mbit,0 ARGS="--sizes-mb 1,10,100"
@@ -27,17 +27,20 @@ def all_reduce_together(tensors: list[torch.Tensor], watch) -> dict[str, float]:
 
 
 def main():
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (0, 2)]
+    from network import wire
+
     from common import report, setup, timing
-    from common.network import wire
 
     parser = setup.Parser(__doc__)
     sizes = setup.list_of(setup.positive_number)
     parser.add_argument("--sizes-mb", type=sizes, default="0.001,1,10")
     setup.add_process_group_arguments(parser)
-    parser.set_defaults(network="1gbit,1ms", device="cpu")
+    parser.set_defaults(device="cpu")
     args = parser.parse_args()
-    with setup.process_group(args.device, args.backend, args.timeout, args.network) as device:
+    if not wire.network:
+        setup.fail("start it over a network: over.py 1gbit,1ms slow_network.py")
+    with setup.process_group(args.device, args.backend, args.timeout) as device:
         report.begin("01_allreduce/slow_network", args, device)
         watch = timing.Stopwatch(device)
         table, ranks = [], dist.get_world_size()

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from network import read_network, wire
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from common.network import read_network, wire
-
 SCRIPT = Path(__file__).with_name("slow_network.py")
+OVER = Path(__file__).with_name("over.py")
 MAXIMUM = dist.ReduceOp.MAX
 
 
@@ -80,9 +80,6 @@ def keeps_pace():
     assert stretches == pytest.approx([2.0, 3.5, 2.5, 3.0])
     transfer, delays = wire.cost("allreduce", 125_000_000, 2)
     assert (transfer, delays) == pytest.approx((3.0, 3 * 0.004))
-    wire.least_stretch = 3.25
-    wire.keep_pace(0.1)
-    assert wire.stretch == 3.25
 
 
 def test_the_network_keeps_pace_with_the_machine(ranks):
@@ -167,7 +164,14 @@ def test_training_ends_where_it_does_over_gloo(ranks):
 
 
 def test_script(forked):
-    status, output = forked(2, SCRIPT, "--network", "1gbit,5ms", "--sizes-mb", "0.001,1")
+    status, output = forked(2, OVER, "1gbit,5ms", SCRIPT, "--sizes-mb", "0.001,1")
     assert status == 0, output
     ratios = [float(ratio) for ratio in re.findall(r"^\d × .* (\S+) +0$", output, re.M)]
     assert len(ratios) == 4 and 1 <= min(ratios) and max(ratios) < 2, output  # 0 are wrong
+
+
+@pytest.mark.parametrize("text", ["fast", "1gbit", "1gbit,1", "1gbit,1ms,3", "0gbit,1ms"])
+def test_a_network_that_is_none_is_one_line(forked, text):
+    status, output = forked(2, OVER, text, SCRIPT)
+    assert status == 2 and output.count("error: ") == output.count("\n") == 1, output
+    assert repr(text) in output, output

@@ -34,7 +34,7 @@ sys.path[:0] = [str(FOLDER), str(FOLDER.parent / "predict"), str(FOLDER.parent.p
 
 from predict import Link, compare, measure_beside, medians  # noqa: E402
 
-from common import report, setup  # noqa: E402
+from common import ladder, report, setup  # noqa: E402
 from common.setup import say  # noqa: E402
 
 
@@ -138,11 +138,11 @@ def main():
     add = parser.add_argument
     sizes = setup.list_of(setup.positive_number)  # one bucket for all is measured anyway
     add("--bucket-sizes-mb", type=sizes, default="0.5,1,5,10,25", metavar="MB,…")
-    setup.add_training_arguments(parser, steps=6)
+    ladder.add_training_arguments(parser, steps=6)
     parser.set_defaults(warmup=2)
     setup.add_plot_arguments(parser, "bucket_sweep.png")
     args = parser.parse_args()
-    with setup.process_group(args.device, args.backend, args.timeout, args.network) as device:
+    with setup.process_group(args.device, args.backend, args.timeout) as device:
         result = report.begin("05_bucketed/bucket_sweep", args, device)
         link = sweep(args, device, result)
         print_rows(result["overheads"])

@@ -33,8 +33,9 @@ from bucketed import BucketedDDP, LanguageModel, make_step, train_step  # noqa: 
 from flat_ddp import FlatDDP  # noqa: E402
 from naive_ddp import NaiveDDP  # noqa: E402
 from overlap_ddp import OverlapDDP  # noqa: E402
+from users_class import FINISHES, users_rows  # noqa: E402
 
-from common import report, setup, timing  # noqa: E402
+from common import ladder, report, setup, timing  # noqa: E402
 
 
 class OverlapAfterBackward(OverlapDDP):
@@ -91,7 +92,7 @@ def shared_model(args, device: torch.device, described: dict):
 
     It may have several wrappers, because one acts only between its own forward and its finish.
     """
-    size = setup.SIZES[args.size]
+    size = ladder.SIZES[args.size]
     batch_shape = described["batch_size"], described["context_length"]
     torch.manual_seed(args.seed + dist.get_rank())
     tokens, targets = torch.randint(size.vocabulary, (2, *batch_shape), device=device)
@@ -111,27 +112,32 @@ def shared_model(args, device: torch.device, described: dict):
 def main():
     many = int(os.environ.get("WORLD_SIZE", 2)) > 2
     parser = setup.Parser(__doc__)
-    setup.add_training_arguments(parser, steps=3 if many else 6)
-    setup.add_mine(parser)
+    ladder.add_training_arguments(parser, steps=3 if many else 6)
+    parser.add_argument("--mine", metavar="FILE.py:NAME", help="measure your own class, too")
     setup.add_plot_arguments(parser, "compare.png")
-    parser.add_argument("--label", help="of the network in table and picture (default: --network)")
+    parser.add_argument(
+        "--label", help="of the network in table and picture (default: its rate and delay)"
+    )
     parser.set_defaults(warmup=1 if many else 2, json=str(ROOT / "results" / "compare.json"))
     args = parser.parse_args()
-    with setup.process_group(args.device, args.backend, args.timeout, args.network) as device:
+    with setup.process_group(args.device, args.backend, args.timeout) as device:
         result = report.begin("05_bucketed/compare", args, device)
-        described = result["model"] = report.describe(LanguageModel, args)
-        report.require_memory(described, copies=15 if args.mine else 9)
+        described = result["model"] = ladder.describe(LanguageModel, args)
         model, _, step = shared_model(args, device, described)
         steps = {timing.NO_COMMUNICATION: partial(step, model)}
         for name, strategy in strategies(args.bucket_size_mb, controls=not many).items():
             steps[name] = partial(step, strategy.wrap(model))
-        for name, wrap in timing.torch_ddp(args).items():
+        for name, wrap in ladder.torch_ddp(args).items():
             steps[name] = partial(step, wrap(model))
-        for name, wrap in setup.users_class(args).items():  # its hooks may act at any time
+        mine = users_rows(args.mine, args.bucket_size_mb)
+        for name, wrap in mine.items():  # its hooks may act at any time
             steps[name] = make_step(wrap, args, device, described)
-        result |= timing.benchmark(steps, args, device)
-        report.print_steps(result)
-        columns = {args.label or args.network or dist.get_backend(): [medians.p50s(result)]}
+        result |= ladder.benchmark(steps, args, device)
+        ladder.print_steps(result)
+        for name in mine:
+            if not result["candidates"][-1]["collectives_per_step"]:
+                setup.say(f"{name} made no collective: its finish may be {', '.join(FINISHES)}")
+        columns = {args.label or result["network"] or dist.get_backend(): [medians.p50s(result)]}
         setup.say()
         floor = timing.NO_COMMUNICATION
         medians.print_table(f"step ÷ {floor}", columns, medians.ratios, floor)

@@ -11,10 +11,10 @@ import pytest
 import timeline
 import torch
 import torch.distributed as dist
+from network import Span
 
 from common import setup
-from common.network import Span
-from tools.testing import assert_png, read_json
+from tools.testing import OVER, assert_png, read_json
 
 FOLDER = Path(__file__).resolve().parent
 ALL_REDUCE = dist.all_reduce
@@ -113,7 +113,7 @@ def test_a_control_makes_the_same_calls_after_backward(ranks):
             assert all(map(torch.equal, gradients, same))
 
 
-SLOW = ["--size", "nano", "--device", "cpu", "--network", "1gbit,1ms", "--json", "x"]
+SLOW = ["--size", "nano", "--device", "cpu", "--json", "x"]
 
 
 def test_all_stages_with_a_class_of_the_users_own_at_one_pace(forked, tmp_path):
@@ -121,7 +121,7 @@ def test_all_stages_with_a_class_of_the_users_own_at_one_pace(forked, tmp_path):
     (tmp_path / "mine.py").write_text("class Mine(__import__('bucketed').BucketedDDP): pass\n")
     words = [*SLOW, "--pace", "0.02", "--steps", "4", "--warmup", "3", "--plot", "png"]
     status, output = forked(
-        2, FOLDER / "compare.py", *words, "--mine", "mine.py:Mine", cwd=tmp_path
+        2, OVER, "1gbit,1ms", FOLDER / "compare.py", *words, "--mine", "mine.py:Mine", cwd=tmp_path
     )
     assert status == 0, output
     found = read_json(tmp_path / "x", "05_bucketed/compare")
@@ -141,7 +141,9 @@ def test_all_stages_with_a_class_of_the_users_own_at_one_pace(forked, tmp_path):
 @pytest.mark.full
 def test_many_ranks_share_the_cores(forked, tmp_path):
     """No controls, fewer steps; a call of four ranks takes twelve delays, after stretching."""
-    status, output = forked(4, FOLDER / "compare.py", *SLOW, "--no-plot", cwd=tmp_path)
+    status, output = forked(
+        4, OVER, "1gbit,1ms", FOLDER / "compare.py", *SLOW, "--no-plot", cwd=tmp_path
+    )
     assert status == 0, output
     found = read_json(tmp_path / "x", "05_bucketed/compare")
     stretches = {value for one in found["candidates"] for value in sum(one["stretch"], [])}
@@ -177,7 +179,7 @@ def test_a_step_of_the_timeline(monkeypatch, launched, packs, rows):
 
 def test_timeline_of_every_stage_in_one_run(forked, tmp_path):
     words = "--size nano --steps 1 --plot timeline.png --json json".split()
-    status, output = forked(2, FOLDER / "timeline.py", *words, cwd=tmp_path)
+    status, output = forked(2, OVER, "1gbit,1ms", FOLDER / "timeline.py", *words, cwd=tmp_path)
     assert status == 0, output
     found = re.findall(r"^(.*): (\d+) all-reduces", output, re.MULTILINE)
     assert [int(count) for _, count in found] == [0, 15, 1, 15, 1]

@@ -1,8 +1,9 @@
-"""05: one training step of each stage on one time axis, on an emulated network.
+r"""05: one training step of each stage on one time axis, on an emulated network.
 
     make timeline                       (1 Gbit/s, and 1 ms one way)
     make timeline NETWORK=100mbit,5ms
-    torchrun --standalone --nproc-per-node 2 05_bucketed/compare/timeline.py
+    torchrun --standalone --nproc-per-node 2 01_allreduce/slow_network/over.py 1gbit,1ms \
+        05_bucketed/compare/timeline.py
 
 `no communication` and stages 02 to 05 train in turn in one process group. Of nine steps of each the
 one of median length is drawn: what computes above, what the network carries below (in two rows if
@@ -17,13 +18,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 FOLDER = Path(__file__).resolve().parent
-sys.path[:0] = [str(FOLDER.parent.parent), str(FOLDER)]
+ROOT = FOLDER.parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "01_allreduce" / "slow_network"), str(FOLDER)]
 
 import compare  # noqa: E402
 import medians  # noqa: E402
+from network import Span, wire  # noqa: E402
 
-from common import report, setup, timing  # noqa: E402
-from common.network import Span, wire  # noqa: E402
+from common import ladder, report, setup, timing  # noqa: E402
 
 STAGES = {
     timing.NO_COMMUNICATION: compare.no_communication,
@@ -101,9 +103,7 @@ def duration(bars: list[Bar]) -> float:
 
 def median_steps(candidates: dict, args, result: dict) -> dict[str, list[Bar]]:
     """Measure candidates in turn; of each return rank 0's "bars" of the step of median length."""
-    timing.keep_pace(candidates, args)
-    samples = timing.measure(candidates, args.steps, args.warmup)
-    timing.warn_of_drift(samples)
+    samples = timing.measure(candidates, args.steps, args.warmup, ladder.pace_of(args))
     steps = {}
     for name, of_candidate in samples.items():
         steps[name] = sorted(of_candidate.pop("bars")[0], key=duration)[args.steps // 2]
@@ -145,20 +145,22 @@ def draw(steps: dict[str, list[Bar]], path: Path, end: float) -> None:
 
 
 def read_arguments(description: str, picture: str):
-    """Return the command line's, with an emulated network by default."""
+    """Return the command line's; ends without an emulated network."""
     parser = setup.Parser(description)
-    setup.add_training_arguments(parser, steps=9)
+    ladder.add_training_arguments(parser, steps=9)
     setup.add_plot_arguments(parser, picture)
-    parser.set_defaults(device="cpu", network="1gbit,1ms", warmup=2)
-    return parser.parse_args()
+    parser.set_defaults(device="cpu", warmup=2)
+    args = parser.parse_args()
+    if not wire.network:
+        setup.fail("start it over a network: over.py 1gbit,1ms, and this script")
+    return args
 
 
 def main() -> None:
     args = read_arguments(__doc__, "timeline.png")
-    with setup.process_group(args.device, args.backend, args.timeout, args.network) as device:
+    with setup.process_group(args.device, args.backend, args.timeout) as device:
         result = report.begin("05_bucketed/compare/timeline", args, device)
-        described = result["model"] = report.describe(compare.LanguageModel, args)
-        report.require_memory(described, copies=6)
+        described = result["model"] = ladder.describe(compare.LanguageModel, args)
         model, watch, train = compare.shared_model(args, device, described)
 
         def step(wrapped) -> dict:

@@ -33,8 +33,7 @@ import medians  # noqa: E402
 from bucketed import fill_buckets  # noqa: E402
 from compare import Strategy  # noqa: E402
 
-from common import report, setup, timing  # noqa: E402
-from common.network import wire  # noqa: E402
+from common import ladder, report, setup, timing  # noqa: E402
 
 
 class Link(NamedTuple):
@@ -94,8 +93,7 @@ def measure_beside(args, device, wrappers: dict, result: dict, in_turn=True) -> 
 
     Puts what is measured into `result`, and returns what `simulate` needs.
     """
-    described = report.describe(compare.LanguageModel, args)
-    report.require_memory(described, copies=4 + (len(wrappers) if in_turn else 1))  # and buckets
+    described = ladder.describe(compare.LanguageModel, args)
     model, watch, train = compare.shared_model(args, device, described)
     gradients = list(model.parameters())[::-1]
 
@@ -114,7 +112,7 @@ def measure_beside(args, device, wrappers: dict, result: dict, in_turn=True) -> 
     def measure_group(group: dict) -> dict:
         wrapped = {name: wrap(model) for name, wrap in group.items()}
         steps = {name: partial(step, each) for name, each in wrapped.items()}
-        measured = timing.benchmark(steps, args, device)
+        measured = ladder.benchmark(steps, args, device)
         for each in wrapped.values():
             for hook in getattr(each, "hooks", []):  # they would keep the wrapper in memory
                 hook.remove()
@@ -130,8 +128,8 @@ def measure_beside(args, device, wrappers: dict, result: dict, in_turn=True) -> 
     moments = [numpy.max(candidates[0][key], axis=0) for key in keys]
     moments = [numpy.median(each, axis=0).tolist() for each in moments]
     calls_at_once = 2 if dist.get_backend() == "gloo" else 1
-    if wire.network:
-        calls_at_once = wire.network.calls_at_once
+    if setup.wire().text:
+        calls_at_once = setup.wire().network.calls_at_once
     return Alone(gradients, *moments, Link(*measured[0]["all_reduce"].values(), calls_at_once))
 
 
@@ -183,10 +181,10 @@ def write_page(alone: Alone, tokens: int, path: Path) -> None:
 
 def main():
     parser = setup.Parser(__doc__)
-    setup.add_training_arguments(parser, steps=6)
+    ladder.add_training_arguments(parser, steps=6)
     parser.set_defaults(warmup=2, json=str(setup.ROOT / "results" / "predict.json"))
     args = parser.parse_args()
-    with setup.process_group(args.device, args.backend, args.timeout, args.network) as device:
+    with setup.process_group(args.device, args.backend, args.timeout) as device:
         result = report.begin("05_bucketed/predict", args, device)
         stages = compare.strategies(args.bucket_size_mb).items()
         alone = measure_beside(args, device, {name: each.wrap for name, each in stages}, result)

@@ -8,7 +8,8 @@ anything: what does not beat it should not communicate.
 
     make 05_bucketed/send_less NPROC=4 NETWORK=100mbit,1ms                  (see also ARGS="--help")
     make 05_bucketed/send_less NPROC=4 NETWORK=1gbit,1ms
-    torchrun --standalone --nproc-per-node 4 05_bucketed/send_less/send_less.py --network 1gbit,1ms
+    torchrun --standalone --nproc-per-node 4 01_allreduce/slow_network/over.py 1gbit,1ms \
+        05_bucketed/send_less/send_less.py
 
 Source: Stich, "Local SGD Converges Fast and Communicates Little", 2019; Vogels et al., "PowerSGD",
 2019; Douillard et al., "DiLoCo", 2023.
@@ -32,7 +33,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 FOLDER = Path(__file__).resolve().parent
-sys.path[:0] = [str(FOLDER.parent), str(FOLDER.parent / "compare"), str(FOLDER.parent.parent)]
+ROOT = FOLDER.parent.parent
+FOLDERS = [FOLDER.parent, FOLDER.parent / "compare", ROOT / "01_allreduce" / "slow_network", ROOT]
+sys.path[:0] = [str(folder) for folder in FOLDERS]
 
 from bucketed import BucketedDDP, LanguageModel, broadcast_from_rank_0  # noqa: E402
 
@@ -141,9 +144,9 @@ CANDIDATES = {
 
 import medians  # noqa: E402
 import numpy  # noqa: E402
+from network import wire  # noqa: E402
 
 from common import report, setup  # noqa: E402
-from common.network import wire  # noqa: E402
 
 MODEL = {"d_model": 128, "d_ff": 512, "layers": 2, "heads": 4, "vocabulary": 256}
 CONTEXT = 64  # tokens of a sequence; a batch is one, so gradients are noisy
@@ -272,10 +275,11 @@ def main():
     add("--json", type=setup.output_file, metavar="FILE", help="everything measured, raw")
     a_file = setup.checked(Path, Path.is_file, "a file")
     add("--beside", type=a_file, metavar="FILE", help="another run's --json, for the picture")
-    add("--network", type=setup.network_text, metavar="RATE,DELAY", default="100mbit,1ms")
     setup.add_plot_arguments(parser, "send_less.png")
     args = parser.parse_args()
-    with setup.process_group("cpu", "gloo", network=args.network) as device:
+    if not wire.network:
+        setup.fail("start it over a network: over.py 100mbit,1ms send_less.py")
+    with setup.process_group("cpu", "gloo") as device:
         result = report.begin("05_bucketed/send_less", args, device)
         result["race"] = race(args)
         print_race(result["race"])

@@ -134,8 +134,10 @@ def test_run(forked, tmp_path):
     (tmp_path / "short.py").write_text(IN_SHORT)
     race = {name: {"curve": [[1.0, 1, 3.0], [2.0, 2, 2.0]]} for name in send_less.CANDIDATES}
     (tmp_path / "other").write_text(json.dumps({"network": "1gbit,0", "race": race}))
-    words = "--seconds 1 --network 1gbit,1ms --beside other --json json --plot png".split()
-    status, output = forked(2, tmp_path / "short.py", *words, cwd=tmp_path)
+    words = "--seconds 1 --beside other --json json --plot png".split()
+    status, output = forked(
+        2, testing.OVER, "1gbit,1ms", tmp_path / "short.py", *words, cwd=tmp_path
+    )
     assert status == 0, output
     testing.assert_png(tmp_path / "png")
     race = testing.read_json(tmp_path / "json", "05_bucketed/send_less")["race"]

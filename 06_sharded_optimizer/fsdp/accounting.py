@@ -12,7 +12,7 @@ from sharded_optimizer import ADAMW, Trainee
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from common import report, setup, timing
+from common import ladder, report, setup
 
 
 def fully_sharded(choose_units, model: nn.Module, **options) -> nn.Module:
@@ -54,9 +54,9 @@ in flight: the peak of everything else during forward and backward.
 def verify(name, wrap, args, device) -> dict:
     """Train a classifier on shards, and a twin that every rank has whole; compare their weights."""
     setup.say(f"verify: {name}")
-    data = setup.load_equal_shares(args, device)
-    model = wrap(setup.classifier(args.seed + dist.get_rank(), data[0]))  # rank 0's has to win
-    twin = setup.classifier(args.seed, data[0])
+    data = ladder.load_equal_shares(args, device)
+    model = wrap(ladder.classifier(args.seed + dist.get_rank(), data[0]))  # rank 0's has to win
+    twin = ladder.classifier(args.seed, data[0])
     twins = []
     for each, average in ((model, finish), (twin, stage.average_gradients)):
         twins.append((each, torch.optim.Adam(each.parameters(), lr=1e-3), average))
@@ -70,7 +70,7 @@ def verify(name, wrap, args, device) -> dict:
 def benchmark(args, device, model, wraps, choose_units) -> list[dict]:
     """Time steps of a language model: no communication, torch's DDP and fully_shard, FSDP."""
     if not args.no_baseline:
-        baselines = {"no communication": None, **timing.torch_ddp(args)}
+        baselines = {"no communication": None, **ladder.torch_ddp(args)}
         no_prefetch = {"FSDP, no prefetch": partial(wraps["FSDP"], prefetch=False)}
         wraps = baselines | torch_fsdp(choose_units) | no_prefetch | wraps
     batch_shape = model["batch_size"], model["context_length"]
@@ -143,7 +143,7 @@ def by_formula(size: str, world_size: int) -> dict[str, list[float]]:
     weights are whole until their own backward.
     """
     with torch.device("meta"):
-        model = stage.LanguageModel(*setup.SIZES[size][:5])
+        model = stage.LanguageModel(*ladder.SIZES[size][:5])
     modules = [model.token_embedding, *model.layers.layers, model.head]
     units = [sum(p.nbytes for p in unit.parameters() if p.ndim >= 2) for unit in modules]
     whole = sum(p.nbytes for p in model.parameters())
@@ -175,9 +175,9 @@ def print_accounting(args) -> None:
 def main(description: str, wrap, choose_units) -> None:
     """Verify, measure what ranks hold and how long steps take; or print the formula's table."""
     parser = setup.Parser(description)
-    setup.add_training_arguments(parser, steps=5)
-    setup.add_verify_arguments(parser)
-    setup.add_mine(parser)
+    ladder.add_training_arguments(parser, steps=5)
+    ladder.add_verify_arguments(parser)
+    parser.add_argument("--mine", metavar="FILE.py:NAME", help="measure your own class, too")
     setup.add_plot_arguments(parser, "fsdp.png")
     parser.set_defaults(warmup=2)  # six candidates, and all within a minute
     numbers = {"type": setup.list_of(setup.whole_number(2)), "nargs": "?", "metavar": "N,N,…"}
@@ -187,12 +187,15 @@ def main(description: str, wrap, choose_units) -> None:
     if args.accounting:
         print_accounting(args)
         return
-    with setup.process_group(args.device, args.backend, args.timeout, args.network) as device:
+    with setup.process_group(args.device, args.backend, args.timeout) as device:
         result = report.begin("06_sharded_optimizer/fsdp", args, device)
-        wraps = {"FSDP": wrap} | setup.users_class(args)
-        model = result["model"] = report.describe(stage.LanguageModel, args)
-        rows = len(wraps) + (0 if args.no_baseline else 5)
-        report.require_memory(model, copies=5 * rows)
+        wraps = {"FSDP": wrap}
+        if args.mine:
+            sys.path.append(str(setup.ROOT / "05_bucketed" / "compare"))
+            from users_class import users_rows
+
+            wraps |= users_rows(args.mine)
+        model = result["model"] = ladder.describe(stage.LanguageModel, args)
         result["verify"] = {}
         if not args.no_verify:
             for name, each in wraps.items():

@@ -1,8 +1,7 @@
 """06, FSDP: a training step with and without prefetch on one time axis, on an emulated network.
 
-    torchrun --standalone --nproc-per-node 2 06_sharded_optimizer/fsdp/prefetch.py
-    torchrun --standalone --nproc-per-node 2 06_sharded_optimizer/fsdp/prefetch.py \
-        --network 5gbit,1ms --plot results/prefetch_5gbit.png
+    torchrun --standalone --nproc-per-node 2 01_allreduce/slow_network/over.py 5gbit,1ms \
+        06_sharded_optimizer/fsdp/prefetch.py --plot results/prefetch_5gbit.png
 
 A step without communication and both ways train in turn in one process group. Of nine steps of each
 the one of median length is drawn: what rank 0 computes, where it waits, and beneath it what the
@@ -16,16 +15,18 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parent.parent
-FOLDERS = [FOLDER, FOLDER.parent, ROOT / "05_bucketed" / "compare", ROOT]
+FOLDERS = [FOLDER, FOLDER.parent, ROOT / "05_bucketed" / "compare"]
+FOLDERS += [ROOT / "01_allreduce" / "slow_network", ROOT]
 sys.path[:0] = [str(folder) for folder in FOLDERS]
 
 import accounting  # noqa: E402
+import network  # noqa: E402
 import timeline  # noqa: E402
 from fsdp import FSDP  # noqa: E402
 from sharded_optimizer import ADAMW, LanguageModel, Trainee  # noqa: E402
 from timeline import Bar  # noqa: E402
 
-from common import network, report, setup  # noqa: E402
+from common import ladder, report, setup  # noqa: E402
 
 WRAPS = {"no communication": None, "FSDP, no prefetch": partial(FSDP, prefetch=False), "FSDP": FSDP}
 GATHER, REDUCE = ("all-gather", 1), ("reduce-scatter", 2)  # names of bars, and their rows
@@ -67,10 +68,9 @@ def step(trainee: Trainee) -> dict:
 def main() -> None:
     args = timeline.read_arguments(__doc__, "prefetch.png")
     network.SlowWork.wait = noting_wait
-    with setup.process_group(args.device, args.backend, args.timeout, args.network) as device:
+    with setup.process_group(args.device, args.backend, args.timeout) as device:
         result = report.begin("06_sharded_optimizer/fsdp", args, device)
-        model = result["model"] = report.describe(LanguageModel, args)
-        report.require_memory(model, copies=5 * len(WRAPS))
+        model = result["model"] = ladder.describe(LanguageModel, args)
         batch_shape = model["batch_size"], model["context_length"]
         candidates = {}
         for name, wrap in WRAPS.items():

@@ -20,10 +20,10 @@ import torch.nn.functional as F
 from fsdp import FSDP
 from sharded_optimizer import Trainee
 from torch import nn
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
 
-from common.timing import CollectiveCounter
 from tools import testing
 from tools.check import checks_of_wrappers
 from tools.testing import Ranks, judged
@@ -358,9 +358,9 @@ def clips_as_torch_in_one_process():
             compute_gradients(one, batch_of(0)[0])
             for parameter in one.parameters():
                 parameter.grad = None if parameter.grad is None else parameter.grad + added
-        with CollectiveCounter() as counter:
+        with CommDebugMode() as counter:
             norm = model.clip_grad_norm_(most)
-        assert counter.count == 1
+        assert counter.get_total_counts() == 1
         torch.testing.assert_close(norm, clip_grad_norm_(twin.parameters(), most), equal_nan=True)
         if added == 0:
             step_alike(model, twin)
@@ -536,8 +536,8 @@ def test_script(forked, tmp_path, words):
 
 def test_the_timeline(forked, tmp_path):
     """Each of its steps is printed and drawn; only with FSDP a rank waits."""
-    words = [*QUICK, "--network", "1gbit,1ms", "--plot", "plot"]
-    status, output = forked(2, SCRIPT.with_name("prefetch.py"), *words, cwd=tmp_path)
+    words = ["1gbit,1ms", SCRIPT.with_name("prefetch.py"), *QUICK, "--plot", "plot"]
+    status, output = forked(2, testing.OVER, *words, cwd=tmp_path)
     assert status == 0, output
     testing.assert_png(tmp_path / "plot")
     waits = re.findall(r"^(.*): \d+ ms; .* (\d+) of them$", output, re.MULTILINE)

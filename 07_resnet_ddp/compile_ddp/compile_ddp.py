@@ -294,7 +294,7 @@ def main():
         be_the_only_rank()
     torch._logging.set_logs(all=logging.ERROR)  # unless the variable TORCH_LOGS says otherwise
 
-    with setup.process_group(args.device, args.backend, args.timeout, args.network) as device:
+    with setup.process_group(args.device, args.backend, args.timeout) as device:
         result = report.begin("07_resnet_ddp/compile_ddp", args, device)
         say(f"{args.model}; {args.steps} steps are measured, after {args.warmup} to warm up\n")
         expected = reference(args, device)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from common import setup
-from tools.testing import read_json
+from tools.testing import OVER, read_json
 
 SCRIPT = Path(__file__).resolve().with_name("compile_ddp.py")
 import compile_ddp
@@ -80,8 +80,8 @@ FULL = pytest.mark.full
     "only, names", [("--ddp", NAMES[3:4]), pytest.param("", NAMES, marks=FULL)]
 )
 def test_run_on_a_slow_network(forked, tmp_path, only, names):
-    words = f"{only} --warmup 0 --dynamo eager --network 1gbit,5ms --json json".split()
-    status, output = forked(2, SCRIPT, *TOY, *words, cwd=tmp_path)
+    words = f"{only} --warmup 0 --dynamo eager --json json".split()
+    status, output = forked(2, OVER, "1gbit,5ms", SCRIPT, *TOY, *words, cwd=tmp_path)
     assert status == 0, output
     result = read_json(tmp_path / "json", "07_resnet_ddp/compile_ddp")
     assert [one["name"] for one in result["configurations"]] == names

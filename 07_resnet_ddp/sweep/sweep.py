@@ -33,7 +33,6 @@ from torchvision import models
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
 from common import report, setup, timing  # noqa: E402
-from common.network import wire  # noqa: E402
 
 
 def plan(ranks: int, local_size: int) -> list[tuple[str, list[int], bool]]:
@@ -96,7 +95,7 @@ def measure_subset(args, name: str, device, ranks: list[int], use_ddp: bool, opt
                 process_group=group,
                 bucket_cap_mb=args.bucket_size_mb,
             )
-        with wire:
+        with setup.wire():
             seconds = train(args, model, device)
         del model  # DDP's reducer uses the group until it is gone
         dist.destroy_process_group(group)
@@ -175,9 +174,9 @@ def main():
     # It is gloo's, so that a waiting rank's GPU stays free. If a training rank fails, torchrun ends
     # those that wait.
     week = 7 * 24 * 3600
-    with setup.process_group(args.device, "gloo", week, args.network) as device:
-        _, backend = setup.choose_device(args.device, args.backend, args.network)
-        options = {"backend": "slow_network" if args.network else backend}
+    with setup.process_group(args.device, "gloo", week) as device:
+        _, backend = setup.choose_device(args.device, args.backend)
+        options = {"backend": "slow_network" if setup.wire().text else backend}
         options["timeout"] = timedelta(seconds=args.timeout)
         result = report.begin("07_resnet_ddp/sweep", args, device)
         result |= {"backend": backend, "distributed_backend": backend}

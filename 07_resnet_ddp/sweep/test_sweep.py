@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from common import setup
-from tools.testing import read_json
+from tools.testing import OVER, read_json
 
 FOLDER = Path(__file__).resolve().parent
 import sweep
@@ -50,8 +50,10 @@ def measured(output):
 
 
 def test_two_models_on_a_slow_network(forked, tmp_path):
-    words = "--model shufflenet_v2_x0_5 --network 1gbit,100ms --json json".split()
-    status, output = forked(2, FOLDER / "sweep.py", *TINY, *words, cwd=tmp_path)
+    words = "--model shufflenet_v2_x0_5 --json json".split()
+    status, output = forked(
+        2, OVER, "1gbit,100ms", FOLDER / "sweep.py", *TINY, *words, cwd=tmp_path
+    )
     assert status == 0 and measured(output) == 2 * ["no", "1M/1G", "1M/2G"], output
     report = read_json(tmp_path / "json", "07_resnet_ddp/sweep")
     for benchmark, name in zip(report["benchmark_results"], TINY[1:2] + words[1:2], strict=True):

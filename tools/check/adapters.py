@@ -11,8 +11,8 @@ import textwrap
 from functools import wraps
 
 from torch import nn
+from users_class import import_file, load
 
-from common import setup
 from tools.check import checks_of_losses as losses
 from tools.check.models import Around, layout_for
 
@@ -22,10 +22,10 @@ AROUND = ("on_after_backward", "on_train_batch_start", "gather_full_params")
 
 def with_functions_around(text: str) -> list:
     """Return what FILE.py:NAME names, and the functions AROUND it; None for those not there."""
-    mine = setup.load(text)
+    mine = load(text)
     file, _, name = text.rpartition(":")
     name = name.removeprefix("get_")
-    module = setup.import_file(file)
+    module = import_file(file)
     return [mine, *[getattr(module, f"{name}_{each}", None) for each in AROUND]]
 
 
@@ -33,7 +33,7 @@ def prepare(text: str, kind: str, layers: str = "") -> tuple:
     """Return, on a rank, the arguments of a check of this kind for what FILE.py:NAME names."""
     mine, *around = with_functions_around(text)
     if kind == "loss":
-        module = setup.import_file(text.rpartition(":")[0])
+        module = import_file(text.rpartition(":")[0])
         loss = mine() if isinstance(mine, type) and issubclass(mine, nn.Module) else mine
         return ((loss, getattr(module, "batch", losses.batch)),)
 
@@ -56,7 +56,7 @@ def find(text: str, kind: str | None, layers: str) -> list[tuple[str, str, list[
     """Return of all that MINE names: FILE.py:NAME, its kind, and what is not written yet."""
     texts = [text]
     if text.endswith(".py"):
-        module = setup.import_file(text)
+        module = import_file(text)
         texts = [f"{text}:{name}" for name in vars(module) if OF_COURSES.match(name)]
         if not texts:
             raise ValueError("has no get_ddp or another adapter; a class is FILE.py:NAME")

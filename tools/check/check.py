@@ -19,7 +19,8 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path.insert(0, str(ROOT))
+FOLDERS = ROOT, ROOT / "01_allreduce" / "slow_network", ROOT / "05_bucketed" / "compare"
+sys.path[:0] = [str(folder) for folder in FOLDERS]
 
 from common import setup
 from tools.check import adapters, runner
@@ -73,7 +74,7 @@ def read_arguments():
 
 def run_checks(args, text: str, kind: str, ranks: int) -> bool:
     """Run and print all checks in turn; return whether all pass that have to."""
-    setup.load(text)  # so that the ranks, which are forked, have it and what optimizers import
+    adapters.load(text)  # so that the ranks, which are forked, have it and what optimizers import
     torch.optim.SGD([torch.zeros(1)], lr=0.1)
     module = KINDS[kind]
     groups = {COURSE: module.COURSE, MEANING: module.MEANING, BEYOND: module.BEYOND}

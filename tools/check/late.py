@@ -12,9 +12,8 @@ from functools import partialmethod
 
 import torch
 import torch.distributed as dist
+from network import DelayedWork, ProcessGroupOverGloo, register_over_gloo, tensors_in
 from torch.utils._pytree import tree_map
-
-from common.network import DelayedWork, ProcessGroupOverGloo, register_over_gloo, tensors_in
 
 LATE = "late"  # the name of this backend, for init_process_group; get_backend() answers gloo
 LONGEST_DELAY = 0.002  # seconds; each rank and call has its own, from 0 on

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from users_class import FINISHES, bucket_options, finish_of
 
-from common.setup import FINISHES, bucket_options, finish_of
 from tools.check.findings import NOT_REDUCED
 
 SMALL_BUCKET_MB = 0.0005  # so that our models fill several

@@ -3,7 +3,6 @@
 Our four wrappers and torch's DDP: tools/test_wrappers.py.
 """
 
-import argparse
 import importlib
 import os
 import re
@@ -18,8 +17,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from users_class import users_class
 
-from common import setup
 from common.setup import ROOT
 from tools import testing
 from tools.check import (
@@ -313,10 +312,8 @@ def test_one_loader_for_check_and_stages(monkeypatch, tmp_path):
     """A stem that Python has; the finish's and the size's names. Packages: test_course.py."""
     monkeypatch.setattr(sys, "path", sys.path[:])
     (tmp_path / "random.py").write_text(PLAIN_FILE)
-    args = argparse.Namespace(mine=f"{tmp_path}/random.py:Mine", bucket_size_mb=0.5)
-    [(name, make)] = setup.users_class(args).items()
-    made = make(None)
-    assert name == "Mine (mine)" and made.size == 2**19
+    made = users_class(f"{tmp_path}/random.py:Mine", 0.5)(None)
+    assert made.size == 2**19
     assert made.finish_gradient_synchronization() == "synchronized"
     assert sys.modules.pop("random").__file__ != f"{tmp_path}/random.py"
     assert hasattr(importlib.import_module("random"), "randbytes")  # Python's, also from now on
@@ -325,8 +322,10 @@ def test_one_loader_for_check_and_stages(monkeypatch, tmp_path):
 def test_a_row_of_a_stage_without_a_collective_says_so(forked, tmp_path):
     """Sequential(model) has no finish."""
     (tmp_path / "mine.py").write_text("from torch.nn import Sequential")
-    words = [*testing.QUICK, "--no-verify", "--mine", f"{tmp_path}/mine.py:Sequential"]
-    status, output = forked(1, ROOT / "02_naive_ddp" / "naive_ddp.py", *words)
+    words = [*testing.QUICK, "--no-plot", "--mine", f"{tmp_path}/mine.py:Sequential"]
+    status, output = forked(
+        1, ROOT / "05_bucketed" / "compare" / "compare.py", *words, "--json", tmp_path / "x"
+    )
     assert status == 0, output
     assert re.search("^Sequential.*no collective.* sync_gradients", output, re.MULTILINE), output
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from users_class import import_file
 
-from common.setup import ROOT, import_file
+from common.setup import ROOT
 from tools.check.adapters import not_written
 from tools.check.check import KINDS
 from tools.check.findings import judge

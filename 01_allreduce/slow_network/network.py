@@ -4,10 +4,10 @@ The ranks of one machine send through its memory, so communication looks cheap. 
 every collective to gloo, and its result out when a network of the given rate and delay would have
 delivered it. Until then the caller computes on, or sleeps in wait(). torch's own DDP runs over it.
 
-    from common import network
-    network.wire.connect("1gbit,1ms")                # on every rank: rate, and delay of one way
+    from network import wire
+    wire.connect("1gbit,1ms")                        # on every rank: rate, and delay of one way
     dist.init_process_group("slow_network")          # or dist.new_group(backend="slow_network")
-    with network.wire:                               # within it calls are slow
+    with wire:                                       # within it calls are slow
         ...
 
 A group has one call under way at a time, as NCCL has one stream; a third field of 2 makes that two,
@@ -16,7 +16,8 @@ as gloo has two threads ("1gbit,1ms,2").
 The network's time can be stretched: with a stretch of 3 rate and delay are three times slower, and
 who divides what a step took by 3 finds the proportions of machines that compute three times as
 fast (time-dilated network emulation: Gupta et al., NSDI 2006). `wire.keep_pace` lets the stretch
-follow the speed of this machine.
+follow the speed of this machine. over.py runs any script on such a network; those of this
+repository find the `wire` at their process group.
 
 Source: torch.distributed, Backend.register_backend; how gloo sends was measured between hosts.
 """
@@ -36,6 +37,7 @@ from torch.utils._pytree import tree_leaves
 
 UNITS = {"mbit": 1e6 / 8, "gbit": 1e9 / 8, "ms": 1e-3, "us": 1e-6}
 DELAYS_PER_STEP = 2  # gloo's receiver says first that it is ready; then the data comes
+MOST_DRIFT = 1.5  # of the machine's speed while it measures
 
 
 class Network(NamedTuple):
@@ -93,9 +95,9 @@ class Wire:
 
     def __init__(self):
         self.is_slow = False  # True within `with wire:`
-        self.network = None  # later: a Network
+        self.text, self.network = None, None  # later: 1gbit,1ms, and the Network
         self.stretch = 1.0  # seconds here for each of the network's
-        self.least_stretch = 0.0  # below it calls would cost more than the network asks for
+        self.drift = 1.0, 1.0  # the lowest and the highest since begin()
         self.pace = 0.0  # what a step without communication counts as, in seconds; 0: as it is
         self.last_steps = deque(maxlen=3)  # how long the last such steps took here
         self.free_at = 0.0  # when the last byte of all calls so far has left; time.monotonic()
@@ -105,8 +107,8 @@ class Wire:
 
     def connect(self, text: str, stretch: float = 1.0) -> None:
         """Be as slow as a text like 1gbit,1ms says, in time that is stretched so many times."""
-        self.network, self.stretch = read_network(text), stretch
-        self.pace = self.least_stretch = 0.0
+        self.text, self.network = text, read_network(text)
+        self.stretch, self.pace = stretch, 0.0
         self.last_steps.clear()
 
     def keep_pace(self, seconds: float) -> None:
@@ -118,10 +120,47 @@ class Wire:
         sum_of_ranks = torch.tensor(seconds, dtype=torch.float64)
         dist.all_reduce(sum_of_ranks)
         self.last_steps.append(sum_of_ranks.item() / dist.get_world_size())
-        self.stretch = max(self.least_stretch, median(self.last_steps) / self.pace)
+        self.stretch = median(self.last_steps) / self.pace
+
+    def begin(self, floor, pace: float) -> None:
+        """Let a step that sends nothing count as `pace` seconds; with 0 the stretch stays.
+
+        None: there is no such step. A few of them tell this machine's speed. All ranks must call.
+        """
+        self.pace = pace if floor else 0.0
+        for _ in range(4 if self.pace else 0):
+            dist.barrier()
+            self.keep_pace(floor()["step_seconds"] * self.stretch)
+        self.drift = self.stretch, self.stretch
+        if floor:
+            counts = f"a step without communication counts as {pace:g} s" if pace else "no pace"
+            say(f"One pace: {counts}; a second of the network takes {self.stretch:.2f} s here")
+
+    def note(self, times: dict | None) -> dict | None:
+        """Add to a step's times what it met: its collectives, and the stretch.
+
+        A step without collectives tells how fast this machine is now.
+        """
+        if times is None:
+            return None
+        low, high = self.drift
+        self.drift = min(low, self.stretch), max(high, self.stretch)
+        collectives = dist.group.WORLD.collectives - self.collectives
+        noted = times | {"collectives": collectives, "stretch": self.stretch}
+        if self.pace and not collectives:
+            self.keep_pace(times["step_seconds"] * self.stretch)
+        return noted
+
+    def end(self) -> None:
+        """Warn if the machine's speed has changed by too much since begin()."""
+        low, high = self.drift
+        if high > MOST_DRIFT * low:
+            seconds = f"a second of the network took {low:.2f} to {high:.2f} s here"
+            say(f"warning: {seconds}: leave the machine alone, and run again")
 
     def __enter__(self):
         self.is_slow = True
+        self.collectives = getattr(dist.group.WORLD, "collectives", 0)  # until now
 
     def __exit__(self, *error):
         self.is_slow = False
@@ -150,6 +189,11 @@ class Wire:
 
 
 wire = Wire()
+
+
+def say(text: str) -> None:
+    if dist.get_rank() == 0:
+        print(text, flush=True)
 
 
 class DelayedWork(dist.Work):
@@ -264,6 +308,8 @@ class SlowProcessGroup(ProcessGroupOverGloo):
 
     A second group of gloo carries the launch times. What has no row in COSTS is gloo's own.
     """
+
+    wire = wire  # by which common/setup.py finds it
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: timedelta):
         member = rank, world_size, timeout
