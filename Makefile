@@ -44,11 +44,15 @@ READER := $(or $(PYTHON),python3)
 RUNTIME := $(if $(PYTHON),check-python,.venv/.installed)
 TESTING := $(if $(PYTHON),check-python,.venv/.installed-dev)
 PYTHON ?= .venv/bin/python
-# What NPROC has besides digits.
-REST := $(NPROC)
-$(foreach digit,0 1 2 3 4 5 6 7 8 9,$(eval REST := $$(subst $(digit),,$$(REST))))
-ifneq ($(if $(NPROC),$(REST)$(filter 0%,$(NPROC)),nothing),)
+ifeq ($(shell test '$(NPROC)' -ge 1 2> /dev/null && echo yes),)
 $(error NPROC='$(NPROC)' is not a whole number of at least 1)
+endif
+TIMES_MINE := compare $(COMPARE) hosts 06 06_sharded_optimizer 06_sharded_optimizer/fsdp
+ifneq ($(and $(MINE),$(filter-out check $(TIMES_MINE),$(MAKECMDGOALS))),)
+$(error MINE='$(MINE)' is for make compare, which times a class, or make check, which judges it)
+endif
+ifneq ($(and $(NETWORK),$(filter 01 01_allreduce 08 08_ddp_rpc hosts check,$(MAKECMDGOALS))),)
+$(error NETWORK='$(NETWORK)' is for what torchrun starts here: see 01_allreduce/slow_network)
 endif
 
 QUOTED = '$(subst ','\'',$(1))'
@@ -78,7 +82,6 @@ $(BY_ITSELF): $(RUNTIME)
 07_resnet_ddp: $(RUNTIME)
 	$(if $(filter -h --help,$(ARGS)),,$(ALONE) $(OVER)$(LESSON)$(FLAGS))
 	$(TORCHRUN) $(OVER)$(LESSON)$(FLAGS)
-TIMES_MINE := $(COMPARE) hosts 06_sharded_optimizer 06_sharded_optimizer/fsdp
 $(TIMES_MINE): OWN = $(call OPTION,mine,MINE)
 compare: $(COMPARE)
 timeline: $(RUNTIME)

@@ -103,8 +103,8 @@ def test_wrong_input_is_one_line(option, refusal):
 
 def test_a_stage_has_the_default_that_its_main_gives(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["bucketed.py"])
-    assert ladder.stage_arguments("", steps=3, bucket_size_mb=25.0).bucket_size_mb == 25.0
-    assert ladder.stage_arguments("", steps=3).bucket_size_mb == 5.0  # for torch's DDP
+    assert ladder.stage_parser("", 3, bucket_size_mb=25.0).parse_args().bucket_size_mb == 25.0
+    assert ladder.stage_parser("", 3).parse_args().bucket_size_mb == 5.0  # for torch's DDP
 
 
 def test_mnist_that_is_cut_short_is_one_line_of_all_ranks(forked, tmp_path):

@@ -56,16 +56,30 @@ def test_a_wrong_number_of_ranks_is_one_line():
 
 
 def test_variables_are_handed_on():
-    given = "NETWORK=1gbit,1ms", "BACKEND=gloo", "MINE=my ddp.py:My", "ARGS=--steps 3"
-    for target in ("05", "compare", "timeline", "07_resnet_ddp", "01_allreduce", "hosts"):
-        command = would_make(target, *given)
-        mine = "--mine 'my ddp.py:My' " if target in ("compare", "hosts") else ""
-        flags = f"{mine}--backend 'gloo' --steps 3"
-        assert f".py {flags}\n" in command, target
-        assert target == "hosts" or "over.py '1gbit,1ms' 0" in command, target
+    for target in ("05", "compare", "timeline", "07_resnet_ddp"):
+        command = would_make(target, "NETWORK=1gbit,1ms", "BACKEND=gloo", "ARGS=--steps 3")
+        assert "over.py '1gbit,1ms' 0" in command, target
+        assert ".py --backend 'gloo' --steps 3\n" in command, target
+    for target in ("compare", "hosts", "06_sharded_optimizer/fsdp"):
+        assert ".py --mine 'my ddp.py:My' " in would_make(target, "MINE=my ddp.py:My"), target
     command = would_make("check", "MINE=my ddp.py:My", "KIND=fsdp", "LAYERS=a.b", "NPROC=3")
     for words in ("'my ddp.py:My'", "--kind 'fsdp'", "--layers 'a.b'", "--nproc 3"):
         assert words in command
+
+
+@pytest.mark.parametrize(
+    "target, variable, instead",
+    [
+        ("02_naive_ddp", "MINE=my.py:My", "make compare"),
+        ("08_ddp_rpc", "NETWORK=1gbit,1ms", "slow_network"),
+        ("hosts", "NETWORK=1gbit,1ms", "slow_network"),
+        ("check", "NETWORK=1gbit,1ms", "slow_network"),
+    ],
+)
+def test_a_variable_that_means_nothing_is_refused(target, variable, instead):
+    status, output = make("-n", target, variable)
+    assert status == 2 and output.count("\n") == 1, output
+    assert variable.partition("=")[2] in output and instead in output
 
 
 def test_a_single_run_is_no_rank_of_another_job():

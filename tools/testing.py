@@ -99,23 +99,24 @@ class Ranks:
 def _serve(rank: int, world_size: int, is_late: bool, folder: Path, pipe) -> None:
     _write_into(folder / "output")
     torch.set_num_threads(1)
-    backend = "gloo"
+    network = contextlib.nullcontext()
     if is_late:
-        from tools.check.late import LATE
+        from tools.check.late import late_network
 
-        backend = LATE
+        network = late_network()
     options = {"rank": rank, "world_size": world_size, "timeout": timedelta(seconds=30)}
-    dist.init_process_group(backend, init_method=f"file://{folder}/store", **options)
-    while True:
-        try:
-            sys.path[:] = pipe.recv()
-            function, arguments = pipe.recv()
-            answer = function(*arguments), None
-        except EOFError:
-            return
-        except BaseException:
-            answer = None, f"rank {rank}: {traceback.format_exc()}"
-        pipe.send(answer)
+    with network:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", **options)
+        while True:
+            try:
+                sys.path[:] = pipe.recv()
+                function, arguments = pipe.recv()
+                answer = function(*arguments), None
+            except EOFError:
+                return
+            except BaseException:
+                answer = None, f"rank {rank}: {traceback.format_exc()}"
+            pipe.send(answer)
 
 
 def _write_into(path: Path) -> None:

@@ -1,23 +1,20 @@
 """A network as slow as you like, on any machine: a backend of your own for torch.distributed.
 
 The ranks of one machine send through its memory, so communication looks cheap. This backend hands
-every collective to gloo, and its result out when a network of the given rate and delay would have
+every call to gloo, and its result out when a network of the given rate and delay would have
 delivered it. Until then the caller computes on, or sleeps in wait(). torch's own DDP runs over it.
 
-    from network import wire
-    wire.connect("1gbit,1ms")                        # on every rank: rate, and delay of one way
-    dist.init_process_group("slow_network")          # or dist.new_group(backend="slow_network")
-    with wire:                                       # within it calls are slow
+    with network.emulated("1gbit,1ms") as wire:      # on every rank: rate, and delay of one way
+        dist.init_process_group("gloo")              # this group and all that follow are slow
         ...
 
-A group has one call under way at a time, as NCCL has one stream; a third field of 2 makes that two,
-as gloo has two threads ("1gbit,1ms,2").
+over.py does that for any script, which need not know. A group has one call under way at a time, as
+NCCL has one stream; a third field of 2 makes that two, as gloo has two threads ("1gbit,1ms,2").
 
 The network's time can be stretched: with a stretch of 3 rate and delay are three times slower, and
 who divides what a step took by 3 finds the proportions of machines that compute three times as
-fast (time-dilated network emulation: Gupta et al., NSDI 2006). `wire.keep_pace` lets the stretch
-follow the speed of this machine. over.py runs any script on such a network; those of this
-repository find the `wire` at their process group.
+fast (time-dilated network emulation: Gupta et al., NSDI 2006). A wire can let its stretch follow
+the speed of this machine.
 
 Source: torch.distributed, Backend.register_backend; how gloo sends was measured between hosts.
 """
@@ -26,18 +23,25 @@ import re
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
+from contextlib import contextmanager
 from datetime import timedelta
-from functools import partialmethod
 from statistics import median
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.utils._pytree import tree_leaves
 
 UNITS = {"mbit": 1e6 / 8, "gbit": 1e9 / 8, "ms": 1e-3, "us": 1e-6}
-DELAYS_PER_STEP = 2  # gloo's receiver says first that it is ready; then the data comes
+DELAYS_PER_MESSAGE = 2  # gloo's receiver says first that it is ready; then the data comes
+LEAST_STRETCH = 0.5  # below it the 0.3 ms that Python takes for a call would count as much more
 MOST_DRIFT = 1.5  # of the machine's speed while it measures
+
+
+class NotEmulated(RuntimeError):
+    """What an emulated network cannot carry."""
 
 
 class Network(NamedTuple):
@@ -60,7 +64,7 @@ def read_network(text: str) -> Network:
 
 
 class Span(NamedTuple):
-    """A collective that the wire has carried; its moments are seconds of time.monotonic()."""
+    """A call that the wire has carried; its moments are seconds of time.monotonic()."""
 
     name: str
     size_bytes: int
@@ -70,24 +74,42 @@ class Span(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """What a rank of n does in a collective of gloo: steps · (n−1) messages, one after another,
-    and share · (n−1)/n of the tensor."""
+    """What a rank of n does in a call of gloo: rounds of messages, one round after another, and
+    share · (n−1)/n of the tensor. A ring has n−1 times as many rounds."""
 
-    steps: int
+    rounds: int
     share: int
+    is_ring: bool = True
 
 
-ALL_REDUCES = ["allreduce", "allreduce_coalesced", "reduce", "reduce_scatter"]
-ALL_REDUCES += ["_reduce_scatter_base", "reduce_scatter_single", "reduce_scatter_single_coalesced"]
-ALL_GATHERS = ["allgather", "allgather_coalesced", "_allgather_base", "all_gather_single"]
-ALL_GATHERS += ["all_gather_single_coalesced", "alltoall", "alltoall_base", "all_to_all_single"]
+ALL_REDUCE = Cost(rounds=2, share=2)
+ALL_GATHER = Cost(rounds=1, share=1)
+ONE_ROUND = Cost(rounds=1, share=1, is_ring=False)
 COSTS = {
-    **dict.fromkeys(ALL_REDUCES, Cost(steps=2, share=2)),  # gloo's reduce-scatter is an all-reduce
-    **dict.fromkeys(ALL_GATHERS, Cost(steps=1, share=1)),
-    "broadcast": Cost(steps=1, share=2),
+    "allreduce": ALL_REDUCE,
+    "allreduce_coalesced": ALL_REDUCE,
+    "reduce": ALL_REDUCE,
+    "reduce_scatter": ALL_REDUCE,  # gloo's is an all-reduce
+    "_reduce_scatter_base": ALL_REDUCE,
+    "reduce_scatter_single": ALL_REDUCE,
+    "reduce_scatter_single_coalesced": ALL_REDUCE,
+    "allgather": ALL_GATHER,
+    "allgather_coalesced": ALL_GATHER,
+    "_allgather_base": ALL_GATHER,
+    "all_gather_single": ALL_GATHER,
+    "all_gather_single_coalesced": ALL_GATHER,
+    "alltoall": ALL_GATHER,
+    "alltoall_base": ALL_GATHER,
+    "all_to_all_single": ALL_GATHER,
+    "broadcast": Cost(rounds=1, share=2),
+    "gather": ONE_ROUND,
+    "gather_single": ONE_ROUND,
+    "gather_into_tensor": ONE_ROUND,
+    "scatter": ONE_ROUND,
+    "barrier": ONE_ROUND,
+    "send": ONE_ROUND,
+    "recv": ONE_ROUND,
 }
-AS_GLOO = ["gather", "gather_single", "gather_into_tensor", "scatter", "send", "recv"]
-AS_GLOO += ["recv_anysource", "barrier", "monitored_barrier"]
 
 
 class Wire:
@@ -95,11 +117,12 @@ class Wire:
 
     def __init__(self):
         self.is_slow = False  # True within `with wire:`
-        self.text, self.network = None, None  # later: 1gbit,1ms, and the Network
+        self.text, self.network = None, None  # later: 1gbit,1ms and the Network
         self.stretch = 1.0  # seconds here for each of the network's
-        self.drift = 1.0, 1.0  # the lowest and the highest since begin()
         self.pace = 0.0  # what a step without communication counts as, in seconds; 0: as it is
         self.last_steps = deque(maxlen=3)  # how long the last such steps took here
+        self.lowest_stretch = self.highest_stretch = 1.0  # since begin()
+        self.collectives_before = 0  # of the first group, when `with wire:` began
         self.free_at = 0.0  # when the last byte of all calls so far has left; time.monotonic()
         self.pending = []  # calls that have no delivery time yet
         self.spans = deque(maxlen=100_000)
@@ -111,6 +134,32 @@ class Wire:
         self.stretch, self.pace = stretch, 0.0
         self.last_steps.clear()
 
+    def __enter__(self):
+        self.is_slow = True
+        self.collectives_before = getattr(dist.group.WORLD, "collectives", 0)
+
+    def __exit__(self, *error):
+        self.is_slow = False
+
+    # The pace
+
+    def begin(self, floor: Callable[[], dict] | None, pace: float) -> None:
+        """Let a step that sends nothing count as `pace` seconds; with 0 the stretch stays.
+
+        None: there is no such step. A few of them tell this machine's speed. All ranks must call.
+        """
+        self.pace = pace if floor else 0.0
+        for _ in range(4 if self.pace else 0):
+            dist.barrier()
+            self.keep_pace(floor()["step_seconds"] * self.stretch)
+        self.lowest_stretch = self.highest_stretch = self.stretch
+        counts = "No pace"
+        if self.pace:
+            seconds = median(self.last_steps) / self.stretch  # over `pace` on a very fast machine
+            counts = f"One pace: a step without communication counts as {seconds:.2g} s"
+        if floor:
+            say(f"{counts}; a second of the network takes {self.stretch:.2f} s here")
+
     def keep_pace(self, seconds: float) -> None:
         """Follow this machine's speed, after a step without communication that took so long here.
 
@@ -120,32 +169,18 @@ class Wire:
         sum_of_ranks = torch.tensor(seconds, dtype=torch.float64)
         dist.all_reduce(sum_of_ranks)
         self.last_steps.append(sum_of_ranks.item() / dist.get_world_size())
-        self.stretch = median(self.last_steps) / self.pace
-
-    def begin(self, floor, pace: float) -> None:
-        """Let a step that sends nothing count as `pace` seconds; with 0 the stretch stays.
-
-        None: there is no such step. A few of them tell this machine's speed. All ranks must call.
-        """
-        self.pace = pace if floor else 0.0
-        for _ in range(4 if self.pace else 0):
-            dist.barrier()
-            self.keep_pace(floor()["step_seconds"] * self.stretch)
-        self.drift = self.stretch, self.stretch
-        if floor:
-            counts = f"a step without communication counts as {pace:g} s" if pace else "no pace"
-            say(f"One pace: {counts}; a second of the network takes {self.stretch:.2f} s here")
+        self.stretch = max(LEAST_STRETCH, median(self.last_steps) / self.pace)
 
     def note(self, times: dict | None) -> dict | None:
-        """Add to a step's times what it met: its collectives, and the stretch.
+        """Return the times of a step that ran within this context, its collectives and stretch.
 
         A step without collectives tells how fast this machine is now.
         """
         if times is None:
             return None
-        low, high = self.drift
-        self.drift = min(low, self.stretch), max(high, self.stretch)
-        collectives = dist.group.WORLD.collectives - self.collectives
+        collectives = dist.group.WORLD.collectives - self.collectives_before
+        self.lowest_stretch = min(self.lowest_stretch, self.stretch)
+        self.highest_stretch = max(self.highest_stretch, self.stretch)
         noted = times | {"collectives": collectives, "stretch": self.stretch}
         if self.pace and not collectives:
             self.keep_pace(times["step_seconds"] * self.stretch)
@@ -153,38 +188,37 @@ class Wire:
 
     def end(self) -> None:
         """Warn if the machine's speed has changed by too much since begin()."""
-        low, high = self.drift
-        if high > MOST_DRIFT * low:
-            seconds = f"a second of the network took {low:.2f} to {high:.2f} s here"
-            say(f"warning: {seconds}: leave the machine alone, and run again")
+        if self.highest_stretch > MOST_DRIFT * self.lowest_stretch:
+            seconds = f"{self.lowest_stretch:.2f} to {self.highest_stretch:.2f} s here"
+            say(f"warning: a second of the network took {seconds}: leave the machine alone")
 
-    def __enter__(self):
-        self.is_slow = True
-        self.collectives = getattr(dist.group.WORLD, "collectives", 0)  # until now
-
-    def __exit__(self, *error):
-        self.is_slow = False
+    # The calls
 
     def cost(self, name: str, size_bytes: int, world_size: int) -> tuple[float, float]:
         """Return the seconds here for which a call takes the wire, and those of its delays."""
-        steps, share = COSTS[name]
-        others = world_size - 1
-        transfer = share * others / world_size * size_bytes / self.network.rate
-        delays = DELAYS_PER_STEP * steps * others * self.network.delay
+        cost, others = COSTS[name], world_size - 1
+        share = cost.share * others / world_size
+        if name in ("send", "recv"):
+            share = 1
+        rounds = cost.rounds * (others if cost.is_ring else 1)
+        transfer = share * size_bytes / self.network.rate
+        delays = DELAYS_PER_MESSAGE * rounds * self.network.delay
         return transfer * self.stretch, delays * self.stretch
 
     def deliver(self) -> None:
         """Find out when calls are delivered that all ranks have launched, in order of launch."""
         with self.lock:
-            launched = [call for call in self.pending if call.launch_times.is_completed()]
-            for call in sorted(launched, key=lambda call: call.last_launch.item()):
+            launched = [call for call in self.pending if call.is_launched()]
+            for call in sorted(launched, key=SlowWork.last_launch):
                 self.pending.remove(call)
-                places = call.group.places
-                begin = max(call.last_launch.item(), places.popleft(), self.free_at)
-                self.free_at = begin + call.transfer
-                call.delivered_at = self.free_at + call.delays
-                places.append(call.delivered_at)
-                moments = call.launched_at, begin, call.delivered_at
+                begins = call.last_launch()
+                if call.name != "recv":  # it takes the sender's wire
+                    begins = max(begins, self.free_at, call.place_is_free_at())
+                    self.free_at = begins + call.transfer
+                call.delivered_at = begins + call.transfer + call.delays
+                if not call.peer_only:
+                    call.group.places.append(call.delivered_at)
+                moments = call.launched_at, begins, call.delivered_at
                 self.spans.append(Span(call.name, call.size_bytes, *moments))
 
 
@@ -192,6 +226,7 @@ wire = Wire()
 
 
 def say(text: str) -> None:
+    """Print on rank 0."""
     if dist.get_rank() == 0:
         print(text, flush=True)
 
@@ -216,7 +251,11 @@ class DelayedWork(dist.Work):
 
 
 class ProcessGroupOverGloo(dist.ProcessGroup):
-    """A backend whose calls gloo makes; a subclass says in launch() what becomes of them."""
+    """A backend whose calls gloo makes; a subclass says in launch() what becomes of them.
+
+    (The methods of ProcessGroup would find gloo, too, but keep Python's lock while they wait for
+    its threads: a deadlock.)
+    """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: timedelta):
         super().__init__(rank, world_size)
@@ -225,19 +264,101 @@ class ProcessGroupOverGloo(dist.ProcessGroup):
         self._set_default_backend(kind)  # for what torch's C++ does without asking this class
         self._register_backend(torch.device("cpu"), kind, self.gloo)
         self.collectives = 0  # so many were launched; torch's tools see none of them
-        dist.get_backend = get_backend  # new_group() asks torch's own, and so keeps its backend
 
     @torch._disable_dynamo  # torch.compile must not look into a group that torch calls meanwhile
     def call(self, name: str, *arguments, **options) -> dist.Work:
-        """Launch a collective, or a call of another kind, by gloo's name of it."""
+        """Launch a call by gloo's name of it."""
         self.collectives += name not in ("send", "recv", "recv_anysource")
         return self.launch(name, *arguments, **options)
 
+    def call_each(self, name: str, outputs: list, inputs: list, *options) -> dist.Work:
+        """Make a call for each tensor, as torch's C++ asks for a DTensor; return the last."""
+        pairs = zip(outputs, inputs, strict=True)
+        *others, last = [self.call(name, *pair, *options) for pair in pairs]
+        for work in others:
+            work.wait()
+        return last
 
-# (The methods of ProcessGroup would find gloo, too, but keep Python's lock while they wait for its
-# threads: a deadlock.)
-for method in (*COSTS, *AS_GLOO):
-    setattr(ProcessGroupOverGloo, method, partialmethod(ProcessGroupOverGloo.call, method))
+    def allreduce(self, *arguments):
+        return self.call("allreduce", *arguments)
+
+    def allreduce_coalesced(self, *arguments):
+        return self.call("allreduce_coalesced", *arguments)
+
+    def reduce(self, *arguments):
+        return self.call("reduce", *arguments)
+
+    def reduce_scatter(self, *arguments):
+        return self.call("reduce_scatter", *arguments)
+
+    def reduce_scatter_single(self, *arguments):
+        return self.call("reduce_scatter_single", *arguments)
+
+    def reduce_scatter_single_coalesced(self, *arguments):
+        return self.call("reduce_scatter_single_coalesced", *arguments)
+
+    def _reduce_scatter_base(self, *arguments):
+        return self.call("_reduce_scatter_base", *arguments)
+
+    def reduce_scatter_tensor_coalesced(self, *arguments):
+        return self.call_each("_reduce_scatter_base", *arguments)
+
+    def allgather(self, *arguments):
+        return self.call("allgather", *arguments)
+
+    def allgather_coalesced(self, *arguments):
+        return self.call("allgather_coalesced", *arguments)
+
+    def all_gather_single(self, *arguments):
+        return self.call("all_gather_single", *arguments)
+
+    def all_gather_single_coalesced(self, *arguments):
+        return self.call("all_gather_single_coalesced", *arguments)
+
+    def _allgather_base(self, *arguments):
+        return self.call("_allgather_base", *arguments)
+
+    def allgather_into_tensor_coalesced(self, *arguments):
+        return self.call_each("_allgather_base", *arguments)
+
+    def alltoall(self, *arguments):
+        return self.call("alltoall", *arguments)
+
+    def alltoall_base(self, *arguments):
+        return self.call("alltoall_base", *arguments)
+
+    def all_to_all_single(self, *arguments):
+        return self.call("all_to_all_single", *arguments)
+
+    def broadcast(self, *arguments):
+        return self.call("broadcast", *arguments)
+
+    def gather(self, *arguments):
+        return self.call("gather", *arguments)
+
+    def gather_single(self, *arguments):
+        return self.call("gather_single", *arguments)
+
+    def gather_into_tensor(self, *arguments):
+        return self.call("gather_into_tensor", *arguments)
+
+    def scatter(self, *arguments):
+        return self.call("scatter", *arguments)
+
+    def send(self, *arguments):
+        return self.call("send", *arguments)
+
+    def recv(self, *arguments):
+        return self.call("recv", *arguments)
+
+    def recv_anysource(self, *arguments):
+        return self.call("recv_anysource", *arguments)
+
+    def barrier(self, *arguments, **options):
+        return self.call("barrier", *arguments, **options)
+
+    def monitored_barrier(self, *arguments, **options):
+        return self.gloo.monitored_barrier(*arguments, **options)  # it looks for a missing rank
 
 
 def tensors_in(argument) -> list[torch.Tensor]:
@@ -245,24 +366,47 @@ def tensors_in(argument) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(argument) if isinstance(leaf, torch.Tensor)]
 
 
-torchs_get_backend = dist.get_backend
-OVER_GLOO = set()  # names of backends
+@contextmanager
+def gloo_carried_by(name: str, group_class: type):
+    """Let a class make every group over gloo within this context; scripts still read "gloo".
+
+    torch looks up by one map which backend a device has, for groups of every kind: with a backend
+    or without, subgroups, those of a device mesh. No public function reaches all of them, so the
+    map is replaced. NotEmulated for a group over NCCL.
+    """
+    torchs_map = getattr(distributed_c10d.BackendConfig, "get_device_backend_map", None)
+    if torchs_map is None:
+        raise NotEmulated("this torch has no BackendConfig.get_device_backend_map: try torch 2.14")
+    if not hasattr(dist.Backend, name.upper()):
+        dist.Backend.register_backend(name, group_class, devices=["cpu"])
+
+    def get_device_backend_map(config) -> dict[str, str]:
+        backends = torchs_map(config)
+        if "nccl" in backends.values() and "gloo" not in backends.values():
+            raise NotEmulated("an emulated network carries gloo's calls and not NCCL's: use gloo")
+        return {device: name if of == "gloo" else of for device, of in backends.items()}
+
+    distributed_c10d.BackendConfig.get_device_backend_map = get_device_backend_map
+    try:
+        yield
+    finally:
+        distributed_c10d.BackendConfig.get_device_backend_map = torchs_map
 
 
-def get_backend(group: dist.ProcessGroup | None = None) -> str:
-    """Return torch's answer, but "gloo" for a backend over gloo: classes ask for it by its name."""
-    name = torchs_get_backend(group)
-    return "gloo" if name in OVER_GLOO else name
-
-
-def register_over_gloo(name: str, group_class: type) -> None:
-    """Register a backend for init_process_group() and new_group()."""
-    dist.Backend.register_backend(name, group_class, devices=["cpu"])
-    OVER_GLOO.add(name)
+@contextmanager
+def emulated(text: str, stretch: float = 1.0):
+    """Within this context all groups over gloo are slow while the wire is, which is yielded."""
+    wire.connect(text, stretch)
+    with gloo_carried_by("slow_network", SlowProcessGroup):
+        yield wire
 
 
 class SlowWork(DelayedWork):
-    """A collective on its way: gloo may have its result already, and the network not yet."""
+    """A call on its way: gloo may have its result already, and the network not yet.
+
+    The network can move data only when the last rank has launched, so ranks tell each other when
+    they did. All clocks are one here.
+    """
 
     def __init__(self, group, name: str, tensors: list, gloos_work: dist.Work, size_bytes: int):
         super().__init__()
@@ -274,39 +418,64 @@ class SlowWork(DelayedWork):
         self.size_bytes = size_bytes
         self.transfer, self.delays = wire.cost(name, size_bytes, group.size())
         self.delivered_at = None
-        # The network can move data only when the last rank has launched. All clocks are one here.
         self.launched_at = time.monotonic()
-        self.last_launch = torch.tensor(self.launched_at, dtype=torch.float64)
+        self.peer_only = name in ("send", "recv")
+        self.launches = [torch.tensor(self.launched_at, dtype=torch.float64)]
+
+    def tell_all(self) -> None:
+        """Let the latest launch of all ranks take the place of this one's."""
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX
-        self.launch_times = group.control.allreduce([self.last_launch], options)
+        self.telling = [self.group.control.allreduce(self.launches, options)]
         wire.pending.append(self)
+
+    def tell_peer(self, peer: int, tag: int) -> None:
+        """Exchange launches with one rank; the tags keep both directions apart."""
+        theirs = torch.zeros(1, dtype=torch.float64)
+        to_peer, from_peer = (2 * tag, 2 * tag + 1)[:: 1 if self.name == "send" else -1]
+        sent = self.group.control.send([self.launches[0].clone().reshape(1)], peer, to_peer)
+        self.telling = [sent, self.group.control.recv([theirs], peer, from_peer)]
+        self.launches.append(theirs)
+        wire.pending.append(self)
+
+    def is_launched(self) -> bool:
+        return all(work.is_completed() for work in self.telling)
+
+    def last_launch(self) -> float:
+        return max(launch.item() for launch in self.launches)
+
+    def place_is_free_at(self) -> float:
+        """Return when one of the group's places for calls is free; a message needs none."""
+        return 0.0 if self.peer_only else self.group.places.popleft()
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Sleep until the network has delivered the result; raise what gloo raises."""
         self.gloos_work.wait(timeout)
-        for call in self.pending_calls():
-            call.launch_times.wait()
+        for call in self.calls_before():
+            for work in call.telling:
+                work.wait()
         wire.deliver()
         time.sleep(max(0.0, self.delivered_at - time.monotonic()))
         return True
 
     def is_completed(self) -> bool:
-        if all(call.launch_times.is_completed() for call in self.pending_calls()):
+        if all(call.is_launched() for call in self.calls_before()):
             wire.deliver()
         is_here = self.delivered_at is not None and self.delivered_at <= time.monotonic()
         return is_here and self.gloos_work.is_completed()
 
-    def pending_calls(self) -> list:
-        """Those of its group that have no delivery time yet, up to this one."""
+    def calls_before(self) -> list:
+        """Return the collectives of its group that have no delivery time yet, up to this one."""
+        if self.peer_only:
+            return [self]
         of_group = [call for call in list(wire.pending) if call.group is self.group]
-        return [call for call in of_group if call.number <= self.number]
+        return [call for call in of_group if not call.peer_only and call.number <= self.number]
 
 
 class SlowProcessGroup(ProcessGroupOverGloo):
-    """gloo's collectives, delivered when the wire of this rank would have; for ranks of one host.
+    """gloo's calls, delivered when the wire of this rank would have; for ranks of one host.
 
-    A second group of gloo carries the launch times. What has no row in COSTS is gloo's own.
+    A second group of gloo carries the times of launch.
     """
 
     wire = wire  # by which common/setup.py finds it
@@ -319,12 +488,16 @@ class SlowProcessGroup(ProcessGroupOverGloo):
 
     def launch(self, name: str, *arguments, **options) -> dist.Work:
         """Make a call of gloo's, which takes its time while the wire is slow."""
+        if wire.is_slow and name == "recv_anysource":
+            raise NotEmulated("an emulated network does not carry recv without a source: name it")
         work = getattr(self.gloo, name)(*arguments, **options)
-        if not wire.is_slow or name not in COSTS or self.size() == 1:
+        if not wire.is_slow or self.size() == 1:
             return work
-        outputs, inputs = map(tensors_in, arguments[:2])
+        outputs, inputs = [tensors_in(argument) for argument in (*arguments, (), ())[:2]]
         size_bytes = max(sum(tensor.nbytes for tensor in each) for each in (outputs, inputs))
-        return SlowWork(self, name, outputs, work, size_bytes)
-
-
-register_over_gloo("slow_network", SlowProcessGroup)
+        slow = SlowWork(self, name, outputs, work, size_bytes)
+        if slow.peer_only:
+            slow.tell_peer(*arguments[1:])
+        else:
+            slow.tell_all()
+        return slow

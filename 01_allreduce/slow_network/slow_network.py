@@ -27,9 +27,7 @@ def all_reduce_together(tensors: list[torch.Tensor], watch) -> dict[str, float]:
 
 
 def main():
-    sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (0, 2)]
-    from network import wire
-
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     from common import report, setup, timing
 
     parser = setup.Parser(__doc__)
@@ -38,13 +36,12 @@ def main():
     setup.add_process_group_arguments(parser)
     parser.set_defaults(device="cpu")
     args = parser.parse_args()
-    if not wire.network:
-        setup.fail("start it over a network: over.py 1gbit,1ms slow_network.py")
     with setup.process_group(args.device, args.backend, args.timeout) as device:
         report.begin("01_allreduce/slow_network", args, device)
+        network = setup.wire().network or setup.fail("start it over.py 1gbit,1ms")
         watch = timing.Stopwatch(device)
         table, ranks = [], dist.get_world_size()
-        rate, delay, calls_at_once = wire.network
+        rate, delay, calls_at_once = network
         for size, calls in [(size, calls) for size in args.sizes_mb for calls in (1, 2)]:
             tensors = [torch.empty(max(1, int(size * 2**18))) for _ in range(calls)]
             candidates = {"calls": partial(all_reduce_together, tensors, watch)}

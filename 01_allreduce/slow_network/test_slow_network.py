@@ -1,6 +1,7 @@
 """Tests of the emulated network: times as asked for, results as over gloo, nothing left behind."""
 
 import re
+import sys
 import time
 from datetime import timedelta
 from functools import partial
@@ -9,11 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from network import read_network, wire
+from network import emulated, read_network, wire
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
+
+from tools.testing import ONLY_RANK
 
 SCRIPT = Path(__file__).with_name("slow_network.py")
 OVER = Path(__file__).with_name("over.py")
@@ -21,9 +24,9 @@ MAXIMUM = dist.ReduceOp.MAX
 
 
 def slow_group(network: str = "1gbit,1ms", timeout: float = 30, stretch: float = 1.0):
-    wire.connect(network, stretch)
     wire.spans.clear()
-    return dist.new_group(backend="slow_network", timeout=timedelta(seconds=timeout))
+    with emulated(network, stretch):
+        return dist.new_group(timeout=timedelta(seconds=timeout))
 
 
 # Times. What is asked for is arithmetic, and checked as such; it must never be undercut.
@@ -41,7 +44,7 @@ def times_of(elements: int, *groups) -> list[float]:
         work.wait()
         assert time.monotonic() >= work.delivered_at and work.is_completed()
     assert not wire.pending
-    return [work.delivered_at - works[0].last_launch.item() for work in works]
+    return [work.delivered_at - works[0].last_launch() for work in works]
 
 
 def takes_what_is_asked_for(network, stretch):
@@ -87,16 +90,63 @@ def test_the_network_keeps_pace_with_the_machine(ranks):
 
 
 def delays_collectives():
-    """reduce and broadcast, too; and nothing outside of the wire."""
+    """Those of one round, too; and nothing outside of the wire."""
     group = slow_group("1gbit,20ms")
+    several = [torch.ones(3), torch.ones(3)]
+    on_rank_0 = several if dist.get_rank() == 0 else None
+    calls = [
+        partial(dist.reduce, torch.ones(3), dst=0),
+        partial(dist.broadcast, torch.ones(3), src=0),
+        partial(dist.gather, torch.ones(3), on_rank_0, dst=0),
+        partial(dist.scatter, torch.ones(3), on_rank_0, src=0),
+        partial(dist.all_gather, several, torch.ones(3)),
+        dist.barrier,
+    ]
     with wire:
-        for call in (partial(dist.reduce, dst=0), partial(dist.broadcast, src=0)):
+        for call in calls:
             start = time.monotonic()
-            call(torch.ones(3), group=group)
-            assert time.monotonic() - start >= 0.04
-    start = time.monotonic()
+            call(group=group)
+            assert time.monotonic() - start >= 0.04, call
     dist.all_reduce(torch.ones(3), group=group)
-    assert time.monotonic() - start < 0.04
+    assert len(wire.spans) == len(calls)  # this one was not on the wire
+
+
+def passes_around(tensor: torch.Tensor, group) -> None:
+    """All-reduce by send and recv: every tensor goes round the whole ring."""
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    passed = tensor.clone()
+    for _ in range(world_size - 1):
+        theirs = torch.empty_like(passed)
+        receiving = dist.irecv(theirs, group=group, group_src=(rank - 1) % world_size)
+        sending = dist.isend(passed, group=group, group_dst=(rank + 1) % world_size)
+        receiving.wait()
+        sending.wait()
+        tensor += theirs
+        passed = theirs
+
+
+def prices_messages():
+    """A round of messages takes two delays and its bytes, in both directions at once."""
+    group = slow_group("100mbit,10ms")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    tensor = torch.full((2**15,), rank + 1.0)
+    dist.barrier()
+    start = time.monotonic()
+    with wire:
+        passes_around(tensor, group)
+    requested = (world_size - 1) * (2 * 0.010 + tensor.nbytes / 12.5e6)
+    assert time.monotonic() - start >= requested - 1e-3
+    assert (tensor == sum(range(world_size + 1))).all()
+    assert {span.name for span in wire.spans} == {"send", "recv"}
+    carried = [span.delivered - span.begins for span in wire.spans]
+    assert carried == pytest.approx([requested / (world_size - 1)] * len(carried))
+    with wire, pytest.raises(RuntimeError, match="without a source"):
+        dist.recv(tensor, group=group)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_messages_are_priced(ranks, world_size):
+    ranks(world_size).run(prices_messages)
 
 
 def waits_for_the_last():
@@ -170,8 +220,92 @@ def test_script(forked):
     assert len(ratios) == 4 and 1 <= min(ratios) and max(ratios) < 2, output  # 0 are wrong
 
 
-@pytest.mark.parametrize("text", ["fast", "1gbit", "1gbit,1", "1gbit,1ms,3", "0gbit,1ms"])
-def test_a_network_that_is_none_is_one_line(forked, text):
-    status, output = forked(2, OVER, text, SCRIPT)
+# over.py: a script that knows nothing of it
+
+OF_EVERY_KIND = """
+import sys, time
+import torch
+import torch.distributed as dist
+from torch.distributed import init_process_group  # by name
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+import network  # the script's own
+
+kind = sys.argv[1]
+group = None
+if kind == "nothing":
+    init_process_group()
+elif kind == "two":
+    init_process_group("cpu:gloo,cuda:nccl")
+elif kind == "mesh":
+    group = init_device_mesh("cpu", (2,)).get_group()
+else:
+    init_process_group("gloo")
+    assert dist.get_backend() == "gloo"
+if kind == "new":
+    group = dist.new_group(backend="gloo")
+if kind == "sub":
+    group = dist.new_group([0, 1])
+layer = torch.nn.Linear(3, 3)
+wrapped = layer
+if kind == "fully_shard":
+    fully_shard(layer)
+else:
+    wrapped = DistributedDataParallel(layer, process_group=group)
+start = time.monotonic()
+wrapped(torch.ones(2, 3)).sum().backward()
+print("a backward took", time.monotonic() - start, network.WHOSE, flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("kind", ["gloo", "nothing", "two", "new", "sub", "mesh", "fully_shard"])
+def test_every_kind_of_group_is_slow(forked, tmp_path, kind):
+    """An all-reduce takes four delays; all that the script imports are its own modules."""
+    (tmp_path / "train.py").write_text(OF_EVERY_KIND)
+    (tmp_path / "network.py").write_text("WHOSE = 'mine'")
+    status, output = forked(2, OVER, "1gbit,50ms", tmp_path / "train.py", kind, cwd=tmp_path)
+    seconds = re.findall(r"a backward took (\S+) mine", output)
+    assert status == 0 and len(seconds) == 2, output
+    assert min(map(float, seconds)) >= 0.2
+
+
+def test_a_module_of_a_package_and_its_error(forked, tmp_path):
+    """Relative imports work; what the script raises is shown, and ends the run."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "helper.py").write_text("WHAT = 'my own mistake'")
+    raises = "import sys\nfrom .helper import WHAT\nraise ValueError(WHAT, *sys.argv[1:])"
+    (tmp_path / "mine" / "train.py").write_text(raises)
+    status, output = forked(2, OVER, "1gbit,1ms", "-m", "mine.train", "--flag", cwd=tmp_path)
+    assert status == 1 and "ValueError: ('my own mistake', '--flag')" in output, output
+
+
+NOT_EMULATED = {
+    "fast": "'fast'",
+    "1gbit": "'1gbit'",
+    "1gbit,1ms,3": "'1gbit,1ms,3'",
+    "0gbit,1ms": "'0gbit,1ms'",
+    "1gbit,1ms": "NCCL",
+}
+
+
+@pytest.mark.parametrize("text", NOT_EMULATED)
+def test_what_cannot_be_emulated_is_one_line(forked, tmp_path, text):
+    nccl = "import torch.distributed as dist\ndist.init_process_group('nccl')"
+    (tmp_path / "train.py").write_text(nccl)
+    status, output = forked(2, OVER, text, tmp_path / "train.py")
     assert status == 2 and output.count("error: ") == output.count("\n") == 1, output
-    assert repr(text) in output, output
+    assert NOT_EMULATED[text] in output
+
+
+@pytest.mark.parametrize(
+    "environment, said",
+    [({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, "2 of 4 ranks"), ({"RANK": ""}, "torchrun")],
+)
+def test_over_runs_under_torchrun_on_one_host(script, environment, said):
+    environment = ONLY_RANK | environment
+    words = [f"{name}={value}" for name, value in environment.items() if value]
+    unset = [f"--unset={name}" for name, value in environment.items() if not value]
+    status, output = script(["env", *unset, *words, sys.executable, OVER, "1gbit,0", "x"]).wait(60)
+    assert status == 2 and output.count("\n") == 1 and said in output, output

@@ -176,7 +176,7 @@ def main():
     week = 7 * 24 * 3600
     with setup.process_group(args.device, "gloo", week) as device:
         _, backend = setup.choose_device(args.device, args.backend)
-        options = {"backend": "slow_network" if setup.wire().text else backend}
+        options = {"backend": backend}
         options["timeout"] = timedelta(seconds=args.timeout)
         result = report.begin("07_resnet_ddp/sweep", args, device)
         result |= {"backend": backend, "distributed_backend": backend}

@@ -8,16 +8,14 @@ import random
 import threading
 import time
 from datetime import timedelta
-from functools import partialmethod
 
 import torch
 import torch.distributed as dist
-from network import DelayedWork, ProcessGroupOverGloo, register_over_gloo, tensors_in
+from network import DelayedWork, ProcessGroupOverGloo, gloo_carried_by, tensors_in
 from torch.utils._pytree import tree_map
 
-LATE = "late"  # the name of this backend, for init_process_group; get_backend() answers gloo
 LONGEST_DELAY = 0.002  # seconds; each rank and call has its own, from 0 on
-IN_TIME = ("barrier", "monitored_barrier", "recv_anysource")  # these stay gloo's own
+IN_TIME = ("barrier", "recv_anysource")  # these stay gloo's own
 
 
 class LateWork(DelayedWork):
@@ -77,20 +75,7 @@ class LateProcessGroup(ProcessGroupOverGloo):
             return getattr(self.gloo, name)(*arguments, **options)
         return LateWork(self, name, arguments, options)
 
-    def launch_each(self, name: str, outputs: list, inputs: list, *options) -> dist.Work:
-        """Make a call for each tensor, as torch's C++ asks for a DTensor; return the last."""
-        pairs = zip(outputs, inputs, strict=True)
-        *others, last = [self.call(name, *pair, *options) for pair in pairs]
-        for work in others:
-            work.wait()
-        return last
 
-
-# Gloo has these in C++ alone.
-for method, one in [
-    ("allgather_into_tensor_coalesced", "_allgather_base"),
-    ("reduce_scatter_tensor_coalesced", "_reduce_scatter_base"),
-]:
-    setattr(LateProcessGroup, method, partialmethod(LateProcessGroup.launch_each, one))
-
-register_over_gloo(LATE, LateProcessGroup)
+def late_network():
+    """Return a context in which every group over gloo is late."""
+    return gloo_carried_by("late", LateProcessGroup)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from common import setup
 from tools.check.findings import FAILED, STUCK, Answer, judge, line_of_user, verdict_of
-from tools.check.late import LATE
+from tools.check.late import late_network
 
 FORKS = sys.platform == "linux"
 SECONDS_TO_START = 0 if FORKS else 30  # in which a rank imports torch
@@ -47,11 +47,12 @@ def serve(rank: int, world_size: int, limit: float, folder: str, pipe, call) -> 
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", world_size)
     member = {"store": store, "rank": rank, "world_size": world_size}
-    with setup.without_gloo_greeting():
-        dist.init_process_group(LATE, timeout=timedelta(seconds=LONGEST_LIFE), **member)
-    pipe.send(judge(*call))
-    with suppress(EOFError):
-        pipe.recv()
+    with late_network():
+        with setup.without_gloo_greeting():
+            dist.init_process_group("gloo", timeout=timedelta(seconds=LONGEST_LIFE), **member)
+        pipe.send(judge(*call))
+        with suppress(EOFError):
+            pipe.recv()
 
 
 def tell_where(thread: int, pipe) -> None:
