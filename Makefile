@@ -62,7 +62,7 @@ NPROC_GIVEN = $(if $(filter file,$(origin NPROC)),, --nproc $(NPROC))
 OVER = $(if $(NETWORK),01_allreduce/slow_network/over.py $(call QUOTED,$(NETWORK)) )
 TORCHRUN = "$(PYTHON)" -m tools.torchrun --standalone --nproc-per-node $(NPROC)
 PIP = .venv/bin/python -m pip install --quiet --disable-pip-version-check
-ALONE = env -u RANK -u LOCAL_RANK -u WORLD_SIZE -u LOCAL_WORLD_SIZE "$(PYTHON)"
+NO_RANK = env -u RANK -u LOCAL_RANK -u WORLD_SIZE -u LOCAL_WORLD_SIZE "$(PYTHON)"
 unexport OMP_PROC_BIND OMP_PLACES GOMP_CPU_AFFINITY  # with them importing torch leaves one core
 LESSON = $@/$(shell echo $(@F) | sed 's/^[0-9]*_//').py
 
@@ -78,9 +78,9 @@ timeline 01_allreduce/slow_network: NETWORK ?= 1gbit,1ms
 $(BY_TORCHRUN): $(RUNTIME)
 	$(TORCHRUN) $(OVER)$(LESSON)$(FLAGS)
 $(BY_ITSELF): $(RUNTIME)
-	$(ALONE) $(LESSON)$(NPROC_GIVEN)$(FLAGS)
+	$(NO_RANK) $(LESSON)$(NPROC_GIVEN)$(FLAGS)
 07_resnet_ddp: $(RUNTIME)
-	$(if $(filter -h --help,$(ARGS)),,$(ALONE) $(OVER)$(LESSON)$(FLAGS))
+	$(if $(filter -h --help,$(ARGS)),,$(NO_RANK) $(OVER)$(LESSON)$(FLAGS))
 	$(TORCHRUN) $(OVER)$(LESSON)$(FLAGS)
 $(TIMES_MINE): OWN = $(call OPTION,mine,MINE)
 compare: $(COMPARE)
@@ -91,7 +91,7 @@ hosts: $(RUNTIME)
 	exec bash tools/hosts.sh "$(PYTHON)" $(CABLE) $(COMPARE)/compare.py$(FLAGS)
 check: MINE_FLAGS = $(call OPTION,kind,KIND)$(call OPTION,level,LEVEL)$(call OPTION,layers,LAYERS)
 check: $(RUNTIME)
-	$(ALONE) tools/check/check.py $(if $(MINE),$(call QUOTED,$(MINE)))$(MINE_FLAGS)$(NPROC_GIVEN) $(ARGS)
+	$(NO_RANK) tools/check/check.py $(if $(MINE),$(call QUOTED,$(MINE)))$(MINE_FLAGS)$(NPROC_GIVEN) $(ARGS)
 read:
 	"$(READER)" -m tools.read
 all: $(STAGES)

@@ -10,6 +10,9 @@ from unittest import mock
 import pytest
 
 pytest.register_assert_rewrite("tools.testing")
+ROOT = Path(__file__).resolve().parent
+LESSONS = sorted({page.parent for page in ROOT.glob("0?_*/**/README.md")})
+sys.path[:0] = [str(folder) for folder in (ROOT, *LESSONS)]  # tests import scripts by their names
 # Nothing here imports torch at once: it takes seconds, and one of pytest's processes runs no test.
 
 # Several tests share the cores: no thread should wait for another one by spinning.

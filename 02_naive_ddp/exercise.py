@@ -2,8 +2,8 @@
 
 from contextlib import contextmanager
 
-import torch  # noqa: F401
-import torch.distributed as dist  # noqa: F401
+import torch
+import torch.distributed as dist
 from torch import nn
 
 

@@ -2,7 +2,7 @@
 
 from contextlib import contextmanager
 
-import torch  # noqa: F401
+import torch
 import torch.distributed as dist
 from torch import nn
 

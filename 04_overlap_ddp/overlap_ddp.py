@@ -140,7 +140,7 @@ class LanguageModel(nn.Module):
 
 
 def train_step(model, optimizer, watch, inputs, targets):
-    """Train on one batch; return the seconds of its phases, by name."""
+    """Train on one batch, and return its loss; the watch knows how long the phases took."""
     with watch.phase("forward"):
         loss = F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
     with watch.phase("backward"):
@@ -151,7 +151,7 @@ def train_step(model, optimizer, watch, inputs, targets):
     with watch.phase("optimizer"):
         optimizer.step()
         optimizer.zero_grad()
-    return watch.times()
+    return loss.detach()
 
 
 def verify(wrap, args, device):
@@ -166,14 +166,18 @@ def verify(wrap, args, device):
     twin_optimizer = torch.optim.Adam(twin.parameters(), lr=1e-3)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     watch = timing.Stopwatch(device)
+    watch.mark_last_gradient(next(module.parameters()))
+    log = ladder.TrainingLog(args.log_every, len(images), 64)
     shuffle = torch.Generator().manual_seed(args.seed)
     for epoch in (1, 2):
         order = torch.randperm(len(images), generator=shuffle)
         for batch in order.split(64 * world_size):
             share = batch[rank::world_size]
             train_step(twin, twin_optimizer, watch, images[batch], labels[batch])
-            train_step(model, optimizer, watch, images[share], labels[share])
+            log.add(train_step(model, optimizer, watch, images[share], labels[share]), watch)
         accuracy = ladder.evaluate(epoch, model, *held_out)
+    if args.save and rank == 0:
+        torch.save(module.state_dict(), args.save)
     return ladder.compare_weights(module, twin) | {"accuracy": accuracy}
 
 
@@ -191,7 +195,12 @@ def make_step(wrap, args, device, described):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     watch = timing.Stopwatch(device)
     watch.mark_last_gradient(next(model.parameters()))  # torch's DDP waits within backward
-    return lambda: train_step(model, optimizer, watch, tokens, targets)
+
+    def step():
+        train_step(model, optimizer, watch, tokens, targets)
+        return watch.times()
+
+    return step
 
 
 def run(wrapper, **options):

@@ -14,8 +14,8 @@ import numpy
 from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from common.report import print_table  # noqa: E402
-from common.setup import Parser, add_plot_arguments, say  # noqa: E402
+from common.report import print_table
+from common.setup import Parser, add_plot_arguments, say
 
 # Of a batch, from bottom to top: what is measured, its name and its colour (of Okabe and Ito's
 # palette, which the colour-blind can tell apart).

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from common import report, setup, timing  # noqa: E402
+from common import report, setup, timing
 
 
 def make_step(device, image_size: int, batch_size: int, ddp: bool = True, synchronize: bool = True):

@@ -1,6 +1,7 @@
 """The benchmark of 02 to 06: model sizes, flags, data to verify on, rows, and their table."""
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -69,8 +70,12 @@ def add_verify_arguments(parser: setup.Parser) -> None:
     add = parser.add_argument
     add("--no-verify", action="store_true", help="only measure")
     add("--no-baseline", action="store_true", help="measure this stage alone, to save memory")
+    save = "save the verified model: the plain module's state_dict, of rank 0"
+    add("--save", type=setup.output_file, metavar="FILE", help=save)
     add("--data", metavar="DIR", help="verify on MNIST from this folder instead of the digits")
     add("--download", action="store_true", help="fetch MNIST into --data first")
+    every = "a line for so many batches while it trains; 0: none"
+    add("--log-every", type=setup.whole_number(0), default=50, metavar="N", help=every)
     trace = "Chrome trace of three more steps of each row, on rank 0; in this machine's time"
     add("--trace", type=setup.output_file, metavar="FILE", help=trace)
 
@@ -133,7 +138,7 @@ def load_images(data: str | None, download: bool) -> list[torch.Tensor]:
     try:
         from torchvision.datasets import MNIST
 
-        if download and dist.get_rank() == 0:
+        if download and os.environ["LOCAL_RANK"] == "0":  # on each host
             MNIST(data, download=True)
         dist.barrier()
         splits = MNIST(data, train=True), MNIST(data, train=False)
@@ -159,6 +164,38 @@ def classifier(seed: int, images: torch.Tensor) -> nn.Module:
     first = nn.Linear(images.shape[1], 50)
     layers = first, nn.ReLU(), nn.Linear(50, 50), nn.ReLU(), nn.Linear(50, 10)
     return nn.Sequential(*layers).to(images)
+
+
+class TrainingLog:
+    """Prints a line for every so many batches: their mean loss, and how long a step takes."""
+
+    def __init__(self, every: int, samples: int, batch_size: int):
+        self.every = every  # 0: it is silent
+        self.batches = 0  # so far
+        self.sums = torch.zeros(3, dtype=torch.float64)  # loss, seconds, exposed seconds
+        ranks = dist.get_world_size()
+        if every:
+            setup.say(
+                f"verify: {ranks} ranks train on {samples // ranks} samples each, in batches of "
+                f"{batch_size}, together {ranks * batch_size}"
+            )
+
+    def add(self, loss: torch.Tensor, watch: timing.Stopwatch) -> None:
+        """Count a batch with its loss, of which the watch knows the times. All ranks must call."""
+        if not self.every:
+            return
+        times = watch.times()
+        of_batch = [loss.item(), times["step_seconds"], times["exposed_comm_seconds"]]
+        self.sums += torch.tensor(of_batch, dtype=torch.float64)
+        self.batches += 1
+        if self.batches % self.every == 0:
+            means = timing.gather(self.sums.tolist())
+            loss, step, exposed = numpy.mean(means, axis=0) / self.every
+            setup.say(
+                f"verify: batch {self.batches}, loss {loss:.4f}, {1000 * step:.1f} ms a step, "
+                f"{1000 * exposed:.1f} of these in communication"
+            )
+            self.sums.zero_()
 
 
 def evaluate(epoch: int, model, images: torch.Tensor, labels: torch.Tensor) -> float:

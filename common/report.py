@@ -46,6 +46,33 @@ def print_row(cells: list[str], widths: list[int]) -> None:
     say(line.rstrip())
 
 
+COLORS = {  # one for one thing in all pictures; those of the stages: 05_bucketed/compare
+    "forward": "#56B4E9",
+    "backward": "#0072B2",
+    "exposed communication": "#F0E442",
+    "optimizer": "#999999",
+    "pack, unpack": "#009E73",
+    "all-reduce": "#D55E00",
+    "all-gather": "#009E73",
+    "reduce-scatter": "#D55E00",
+}
+
+
+def new_figure(width: float, height: float):
+    """Return a figure of this size in inches, and its axes."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=200, layout="constrained")
+    axes = figure.subplots()
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def save_figure(figure, path: Path) -> None:
+    figure.savefig(path, format="png")
+    say(f"written: {path}")
+
+
 def begin(stage: str, args, device: torch.device) -> dict:
     """Print what runs and where; return the head of the JSON, as common/README.md lists it."""
     world_size, threads = dist.get_world_size(), torch.get_num_threads()
@@ -54,6 +81,8 @@ def begin(stage: str, args, device: torch.device) -> dict:
         where += f" behind an emulated network of {wire().text}"
     ranks = f"{world_size} ranks, threads per rank: {threads}"
     say(f"{stage}: torch {torch.__version__}, {where}, {ranks}")
+    if gpus := gpus_of_this_host():
+        say(f"CUDA {torch.version.cuda}, GPUs of this host: {', '.join(gpus)}")
     return head(stage, args, dist.get_backend(), device.type, world_size, threads)
 
 
@@ -67,6 +96,8 @@ def head(stage: str, args, backend, device, world_size, threads: int | None) -> 
         "network": wire().text,
         "stretch": wire().stretch,  # at first; candidates have that of each sample
         "device": device,
+        "cuda": torch.version.cuda,
+        "gpus": gpus_of_this_host(),
         "device_name": torch.cuda.get_device_name() if on_gpu else processor_name(),
         "world_size": world_size,
         "threads_per_rank": threads,
@@ -75,11 +106,21 @@ def head(stage: str, args, backend, device, world_size, threads: int | None) -> 
     }
 
 
+def gpus_of_this_host() -> list[str]:
+    """Return the names of the GPUs that torch can use here."""
+    return [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+
+
 def processor_name() -> str:
     """Return the processor's model, where Linux tells; elsewhere its architecture."""
     system = Path("/proc/cpuinfo")
     found = re.search(r"model name\s*: (.*)", system.read_text()) if system.exists() else None
     return found[1] if found else platform.machine()
+
+
+def as_json(value) -> float | str:
+    """Return what JSON has no form for: a number of numpy's as a number, a path, a time as text."""
+    return value.item() if isinstance(value, numpy.generic) else str(value)
 
 
 def write_json(path: Path | None, result: dict) -> None:
@@ -90,7 +131,7 @@ def write_json(path: Path | None, result: dict) -> None:
     if path is None or not is_rank_0():
         return
     result["seconds"] = (datetime.now(timezone.utc) - result["started"]).total_seconds()
-    finite = json.loads(json.dumps(result, default=str), parse_constant=lambda _: None)
+    finite = json.loads(json.dumps(result, default=as_json), parse_constant=lambda _: None)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     beside.write_text(json.dumps(finite, indent=1) + "\n")
     beside.replace(path)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 # Before a group is there: imported later (by torch's optimizers) it keeps the group as a default
 # argument, so that gloo's threads outlive the group, and Python is sometimes aborted at its end.
-import torch.distributed.nn  # noqa: F401
+import torch.distributed.nn
 import torch.multiprocessing as mp
 from torch import nn
 
@@ -237,7 +237,8 @@ def process_group(device="auto", backend="auto", timeout=300.0):
     except KeyboardInterrupt:  # Ctrl-C reaches all ranks
         sys.exit("interrupted" if is_rank_0() else 1)
     except RuntimeError as error:  # gloo has no other class, and two ways to say timeout
-        if "imed out" in str(error) or "timeout" in str(error):
+        text = str(error)
+        if "/gloo/" in text and ("imed out" in text or "timeout" in text):
             rank = os.environ["RANK"]
             sys.exit(f"error: rank {rank} waited more than --timeout {timeout:g} s for other ranks")
         raise

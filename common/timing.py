@@ -42,12 +42,12 @@ class Stopwatch:
     def times(self) -> dict[str, float]:
         """Return the seconds of a step with the phases forward, backward, sync and optimizer.
 
-        Exposed communication: from the last gradient until all are averaged.
+        Exposed communication: from the last gradient until all are averaged. KeyError if nothing
+        marks the last gradient.
         """
-        last = "last gradient" if "last gradient" in self.marks else "backward ends"
         return {
             "step_seconds": self.seconds("forward starts", "optimizer ends"),
-            "exposed_comm_seconds": self.seconds(last, "sync ends"),
+            "exposed_comm_seconds": self.seconds("last gradient", "sync ends"),
             "optimizer_seconds": self.seconds("optimizer starts", "optimizer ends"),
         }
 
@@ -60,6 +60,13 @@ class Stopwatch:
             self.marks[end].synchronize()
             return self.marks[start].elapsed_time(self.marks[end]) / 1000
         return (self.marks[end] - self.marks[start]) / wire().stretch
+
+
+def gather(value) -> list:
+    """Return what all ranks have, any Python object, by rank. All ranks must call it."""
+    gathered = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
 
 
 def measure(candidates: dict, steps: int, warmup: int, pace: float = 0.0) -> dict[str, dict]:
@@ -81,8 +88,7 @@ def measure(candidates: dict, steps: int, warmup: int, pace: float = 0.0) -> dic
                 times = step()
             local[name].append(network.note(times))
     network.end()
-    all_ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(all_ranks, local)
+    all_ranks = gather(local)
     samples = {}
     for name in candidates:
         of_ranks = [of_rank[name] for of_rank in all_ranks if of_rank[name][0] is not None]

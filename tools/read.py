@@ -8,7 +8,6 @@ from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-LADDER = ["naive_ddp", "flat_ddp", "overlap_ddp", "bucketed"]
 PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>02 to 05, side by side</title>
 <style>
@@ -24,7 +23,7 @@ th { position: sticky; top: 0; padding: .4em .5em; background: #eee; text-align:
 
 
 def main() -> None:
-    paths = [f"{number:02}_{name}/{name}.py" for number, name in enumerate(LADDER, 2)]
+    paths = [f"{folder.name}/{folder.name[3:]}.py" for folder in sorted(ROOT.glob("0[2-5]_*"))]
     texts = [(ROOT / path).read_text(encoding="utf-8") for path in paths]
     lessons = [text.partition("\n# ====")[0].splitlines() for text in texts]
     tables = []

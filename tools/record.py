@@ -25,8 +25,8 @@ from tools import figures
 
 sys.path += [str(ROOT / "05_bucketed" / "compare"), str(ROOT / "01_allreduce" / "slow_network")]
 
-import medians  # noqa: E402
-from network import MOST_DRIFT  # noqa: E402
+import medians
+from network import MOST_DRIFT
 
 SLOW = "NETWORK=1gbit,1ms"
 MEDIANS = "python 05_bucketed/compare/medians.py"

@@ -18,9 +18,9 @@ ROOT = FOLDER.parent.parent
 ITS_PATH = sys.path[1:]  # without this folder
 sys.path = [str(FOLDER), str(ROOT), *ITS_PATH]
 
-import network  # noqa: E402
+import network
 
-from common.setup import OF_TORCHRUN, cores, fail, threads_per_rank  # noqa: E402
+from common.setup import OF_TORCHRUN, cores, fail, threads_per_rank
 
 
 def main() -> None:

@@ -32,10 +32,10 @@ from torch.nn.parallel import DistributedDataParallel
 FOLDER = Path(__file__).resolve().parent
 sys.path[:0] = [str(FOLDER), str(FOLDER.parent / "predict"), str(FOLDER.parent.parent)]
 
-from predict import Link, compare, measure_beside, medians  # noqa: E402
+from predict import Link, compare, measure_beside
 
-from common import ladder, report, setup  # noqa: E402
-from common.setup import say  # noqa: E402
+from common import ladder, report, setup
+from common.setup import say
 
 
 def overhead(buckets: float, size: float, link: Link) -> float:
@@ -111,7 +111,7 @@ def draw(result: dict, link: Link, path: Path) -> None:
     """Overhead over the number of buckets: measured, simulated, and the formula as a curve."""
     rows = [row for row in result["overheads"] if row["simulated"] is not None]
     buckets = [row["buckets"] for row in rows]
-    figure, axes = medians.new_picture(8, 4.5)
+    figure, axes = report.new_figure(8, 4.5)
     measured = [1000 * row["measured"] for row in rows]
     axes.plot(buckets, measured, "o-", color="#332288", linewidth=2.5, label="measured")
     simulated = [1000 * row["simulated"] for row in rows]
@@ -130,7 +130,7 @@ def draw(result: dict, link: Link, path: Path) -> None:
     axes.set_ylabel("overhead: step − no communication, ms")
     axes.set_ylim(bottom=min(0, *measured))
     axes.legend(frameon=False)
-    medians.save(figure, path)
+    report.save_figure(figure, path)
 
 
 def main():

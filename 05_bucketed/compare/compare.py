@@ -15,72 +15,22 @@ backward. What 04 and 05 gain over these is what overlap gains.
 
 import os
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parent.parent
-STAGES = ["02_naive_ddp", "03_flat_ddp", "04_overlap_ddp", "05_bucketed"]
-sys.path[:0] = [str(ROOT), str(FOLDER), *(str(ROOT / stage) for stage in STAGES)]
+sys.path[:0] = [str(ROOT), str(FOLDER)]
 
-import medians  # noqa: E402
-from bucketed import BucketedDDP, LanguageModel, make_step, train_step  # noqa: E402
-from flat_ddp import FlatDDP  # noqa: E402
-from naive_ddp import NaiveDDP  # noqa: E402
-from overlap_ddp import OverlapDDP  # noqa: E402
-from users_class import FINISHES, users_rows  # noqa: E402
+import medians
+from bucketed import LanguageModel, make_step, train_step
+from strategies import strategies
+from users_class import FINISHES, users_rows
 
-from common import ladder, report, setup, timing  # noqa: E402
-
-
-class OverlapAfterBackward(OverlapDDP):
-    """The calls of 04, all launched when backward is over."""
-
-    def _launch_ready(self):
-        if not self.in_step:  # but in the finish
-            super()._launch_ready()
-
-
-class BucketedAfterBackward(BucketedDDP):
-    """The calls of 05, all launched when backward is over; buckets are filled during backward."""
-
-    def _launch_ready(self):
-        if not self.in_step:
-            super()._launch_ready()
-
-
-class Strategy(NamedTuple):
-    """A wrapper, and when it sends what."""
-
-    wrap: Callable[[torch.nn.Module], torch.nn.Module]
-    bucket_size_mb: float | None  # of a call; None: one call for all; 0: one for each gradient
-    overlap: bool = False  # launched when the gradients are ready, and not after backward
-    blocking: bool = False  # launched when the call before has arrived
-
-
-def strategies(size: float, controls: bool = True) -> dict[str, Strategy]:
-    """Return stages 02 to 05 by the names of their rows, each after its control.
-
-    `size` is that of 05's buckets, in MB.
-    """
-    found = {
-        "NaiveDDP": Strategy(NaiveDDP, 0, blocking=True),
-        "FlatDDP": Strategy(FlatDDP, None),
-        "OverlapDDP, after backward": Strategy(OverlapAfterBackward, 0),
-        "OverlapDDP": Strategy(OverlapDDP, 0, overlap=True),
-        "BucketedDDP, after backward": Strategy(
-            partial(BucketedAfterBackward, bucket_size_mb=size), size
-        ),
-        "BucketedDDP": Strategy(partial(BucketedDDP, bucket_size_mb=size), size, overlap=True),
-    }
-    if not controls:
-        del found["OverlapDDP, after backward"], found["BucketedDDP, after backward"]
-    return found
+from common import ladder, report, setup, timing
 
 
 def no_communication(module: torch.nn.Module) -> torch.nn.Module:
@@ -104,7 +54,8 @@ def shared_model(args, device: torch.device, described: dict):
     watch.mark_last_gradient(next(model.parameters()))  # torch's DDP waits within backward
 
     def step(wrapped: torch.nn.Module) -> dict[str, float]:
-        return train_step(wrapped, optimizer, watch, tokens, targets)
+        train_step(wrapped, optimizer, watch, tokens, targets)
+        return watch.times()
 
     return model, watch, step
 
@@ -140,7 +91,7 @@ def main():
         columns = {args.label or result["network"] or dist.get_backend(): [medians.p50s(result)]}
         setup.say()
         floor = timing.NO_COMMUNICATION
-        medians.print_table(f"step ÷ {floor}", columns, medians.ratios, floor)
+        medians.print_runs(f"step ÷ {floor}", columns, medians.ratios, floor)
         ranks = dist.get_world_size()
         setup.say(f"One process needs {ranks} such steps for the samples of {ranks} ranks.")
         report.write_json(args.json, result)

@@ -22,28 +22,16 @@ import sys
 from pathlib import Path
 from statistics import median
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path.insert(0, str(ROOT))
+FOLDER = Path(__file__).resolve().parent
+sys.path[:0] = [str(FOLDER), str(FOLDER.parent.parent)]
 
-from common import report, setup  # noqa: E402
-from common.timing import NO_COMMUNICATION  # noqa: E402
+from strategies import LABELS, STAGES
+
+from common import report, setup
+from common.timing import NO_COMMUNICATION
 
 OF_TORCH = ("torch DDP", "torch ZeRO", "torch ZeRO view", "torch fully_shard")
-LINES = {  # color in the picture of scaling
-    "NaiveDDP": "#E69F00",
-    "FlatDDP": "#009E73",
-    "OverlapDDP": "#CC79A7",
-    "BucketedDDP": "#332288",
-    "torch DDP": "black",
-}
-SHORT = {  # in pictures; other names as they are
-    "NaiveDDP": "02 naive",
-    "OverlapDDP, after backward": "04, after backward",
-    "OverlapDDP": "04 overlap",
-    "FlatDDP": "03 flat",
-    "BucketedDDP, after backward": "05, after backward",
-    "BucketedDDP": "05 buckets",
-}
+LINES = {stage.name: stage.color for stage in STAGES} | {"torch DDP": "black"}  # of scaling
 
 Run = dict[str, dict[str, float]]  # {candidate: {quantity: p50 in seconds}}
 
@@ -68,7 +56,7 @@ def speed_ups(runs: list[Run], name: str, ranks: int) -> list[float]:
     return [ranks / ratio for ratio in ratios(runs, name, NO_COMMUNICATION)]
 
 
-def milliseconds(runs: list[Run], name: str, quantity: str) -> list[float]:
+def in_ms(runs: list[Run], name: str, quantity: str) -> list[float]:
     """Return a quantity of this candidate in each run that has it, in ms."""
     return [1000 * run[name][quantity] for run in runs if quantity in run.get(name, ())]
 
@@ -80,7 +68,7 @@ def cell(values: list[float]) -> str:
     return f"{values[0]:.2f}" if values else "-"
 
 
-def print_table(title: str, columns: dict[str, list[Run]], values, *arguments) -> None:
+def print_runs(title: str, columns: dict[str, list[Run]], values, *arguments) -> None:
     """Print a row per candidate, a column per label: values(runs, candidate, *arguments)."""
     rows = []
     for name in dict.fromkeys(name for runs in columns.values() for name in runs[0]):
@@ -89,41 +77,25 @@ def print_table(title: str, columns: dict[str, list[Run]], values, *arguments) -
     report.print_table([title, *columns], rows)
 
 
-def new_picture(width: float, height: float):
-    """Return a figure of this size in inches, and its axes."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), dpi=200, layout="constrained")
-    axes = figure.subplots()
-    axes.spines[["top", "right"]].set_visible(False)
-    return figure, axes
-
-
-def save(figure, path: Path) -> None:
-    figure.savefig(path, format="png")
-    setup.say(f"written: {path}")
-
-
 def draw(columns: dict[str, list[Run]], path: Path) -> None:
     """Draw a bar for the first candidate, and per label one for each other: median steps ÷ it.
 
     Yellow is communication that nothing hides.
     """
     floor = next(iter(next(iter(columns.values()))[0]))
-    figure, axes = new_picture(max(7, 5 * len(columns)), 4)
+    figure, axes = report.new_figure(max(7, 5 * len(columns)), 4)
+    exposed = "exposed communication"
     ticks = {0: floor}  # place: text
-    axes.bar(0, 1, color="#56B4E9", label="everything else")
+    axes.bar(0, 1, color=report.COLORS["forward"], label="everything else")
     for label, runs in columns.items():
         first = place = max(ticks) + 1.5
         for name in [name for name in runs[0] if name != floor]:
             step = median(ratios(runs, name, floor))
             wait = median(ratios(runs, name, floor, "exposed_comm_seconds"))
-            axes.bar(place, step - wait, color="#56B4E9")
-            axes.bar(
-                place, wait, bottom=step - wait, color="#F0E442", label="exposed communication"
-            )
+            axes.bar(place, step - wait, color=report.COLORS["forward"])
+            axes.bar(place, wait, bottom=step - wait, color=report.COLORS[exposed], label=exposed)
             axes.text(place, step, f"{step:.2f}", ha="center", va="bottom", fontsize=9)
-            ticks[place] = SHORT.get(name, name)
+            ticks[place] = LABELS.get(name, name)
             place += 1
         axes.text((first + place) / 2, 1, label, transform=axes.get_xaxis_transform(), ha="center")
     axes.set_xticks(list(ticks), [text.replace(" ", "\n") for text in ticks.values()], fontsize=8)
@@ -131,12 +103,12 @@ def draw(columns: dict[str, list[Run]], path: Path) -> None:
     axes.margins(x=0.01, y=0.15)
     legend = dict(zip(*axes.get_legend_handles_labels()[::-1], strict=True))  # one of each text
     figure.legend(legend.values(), legend, loc="outside lower center", ncols=2, frameon=False)
-    save(figure, path)
+    report.save_figure(figure, path)
 
 
 def draw_scaling(columns: dict[int, list[Run]], path: Path) -> None:
     """Draw speed-ups over the number of ranks, a line per stage with its name at its end."""
-    figure, axes = new_picture(7, 4)
+    figure, axes = report.new_figure(7, 4)
     ranks = [1, *columns]
     axes.plot(ranks, ranks, "--", color="#BBBBBB")
     axes.plot(ranks, [1] * len(ranks), "--", color="gray")
@@ -145,7 +117,7 @@ def draw_scaling(columns: dict[int, list[Run]], path: Path) -> None:
         heights = [median(speed_ups(runs, name, n)) for n, runs in columns.items()]
         form = "o:" if name == "torch DDP" else "o-"  # it lies on 05's
         axes.plot(ranks, [1, *heights], form, linewidth=2.5, color=color)
-        ends[SHORT.get(name, name)] = heights[-1], color
+        ends[LABELS.get(name, name)] = heights[-1], color
     lowest = -1.0
     for text, (height, color) in sorted(ends.items(), key=lambda end: end[1][0]):
         lowest = max(height, lowest + 0.045 * ranks[-1])  # texts do not cover each other
@@ -156,7 +128,7 @@ def draw_scaling(columns: dict[int, list[Run]], path: Path) -> None:
     axes.set_xlabel("ranks, each a machine")
     axes.set_ylabel("times as fast as one process")
     axes.set_ylim(bottom=0)
-    save(figure, path)
+    report.save_figure(figure, path)
 
 
 def read_run(path: str) -> Run:
@@ -179,14 +151,14 @@ def main() -> None:
         label, _, path = argument.rpartition("=")
         columns.setdefault(label or path, []).append(read_run(path))
     names = list(next(iter(columns.values()))[0])
-    print_table(f"step ÷ {names[0]}", columns, ratios, names[0])
+    print_runs(f"step ÷ {names[0]}", columns, ratios, names[0])
     setup.say()
     for baseline in [name for name in names if name in OF_TORCH]:
-        print_table(f"step ÷ {baseline}", columns, ratios, baseline)
+        print_runs(f"step ÷ {baseline}", columns, ratios, baseline)
         setup.say()
-    print_table("step, ms", columns, milliseconds, "step_seconds")
+    print_runs("step, ms", columns, in_ms, "step_seconds")
     setup.say()
-    print_table("exposed, ms", columns, milliseconds, "exposed_comm_seconds")
+    print_runs("exposed, ms", columns, in_ms, "exposed_comm_seconds")
     if args.plot:
         draw(columns, args.plot)
     if not args.scaling:

@@ -21,29 +21,12 @@ FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "01_allreduce" / "slow_network"), str(FOLDER)]
 
-import compare  # noqa: E402
-import medians  # noqa: E402
-from network import Span, wire  # noqa: E402
+import compare
+from network import Span, wire
+from strategies import STAGES, strategies
 
-from common import ladder, report, setup, timing  # noqa: E402
+from common import ladder, report, setup, timing
 
-STAGES = {
-    timing.NO_COMMUNICATION: compare.no_communication,
-    "02_naive_ddp": compare.NaiveDDP,
-    "03_flat_ddp": compare.FlatDDP,
-    "04_overlap_ddp": compare.OverlapDDP,
-    "05_bucketed": partial(compare.BucketedDDP, bucket_size_mb=5.0),
-}
-COLORS = {
-    "forward": "#56B4E9",
-    "backward": "#0072B2",
-    "exposed communication": "#F0E442",
-    "optimizer": "#999999",
-    "pack, unpack": "#009E73",
-    "all-reduce": "#D55E00",
-    "all-gather": "#009E73",
-    "reduce-scatter": "#D55E00",
-}
 PLACES = [(0.0, 0.9), (0.85, 0.45), (1.3, 0.45)]  # of rows: their middle, and height
 
 
@@ -115,7 +98,7 @@ def draw(steps: dict[str, list[Bar]], path: Path, end: float) -> None:
     """Draw the steps below each other, on one axis until `end`; texts where they fit."""
     from matplotlib.patches import Patch
 
-    figure, axes = medians.new_picture(8, 1 + 0.9 * len(steps))
+    figure, axes = report.new_figure(8, 1 + 0.9 * len(steps))
     ticks = {}  # height: text
     for number, (label, bars) in enumerate(steps.items()):
         top = 2.7 * number
@@ -124,7 +107,7 @@ def draw(steps: dict[str, list[Bar]], path: Path, end: float) -> None:
         for bar in bars:
             shift, height = PLACES[bar.row]
             width, middle = bar.end - bar.start, top + shift
-            look = {"color": COLORS[bar.name], "edgecolor": "white", "linewidth": 0.3}
+            look = {"color": report.COLORS[bar.name], "edgecolor": "white", "linewidth": 0.3}
             axes.barh(middle, width, height, bar.start, **look)
             text = f"{width:.0f} ms" if bar.name == "exposed communication" else bar.text
             if width > 0.011 * len(text) * end:
@@ -139,9 +122,11 @@ def draw(steps: dict[str, list[Bar]], path: Path, end: float) -> None:
     axes.set_xlim(0, end)
     axes.set_xlabel("time of one training step on rank 0, ms")
     drawn = {bar.name for bars in steps.values() for bar in bars}
-    handles = [Patch(color=COLORS[name], label=name) for name in COLORS if name in drawn]
+    handles = [
+        Patch(color=report.COLORS[name], label=name) for name in report.COLORS if name in drawn
+    ]
     figure.legend(handles=handles, loc="outside upper center", ncols=3, fontsize=9, frameon=False)
-    medians.save(figure, path)
+    report.save_figure(figure, path)
 
 
 def read_arguments(description: str, picture: str):
@@ -169,7 +154,10 @@ def main() -> None:
             others = all_reduces(watch.marks, list(wire.spans))
             return times | {"bars": bars_of(watch.marks, watch.marks["last gradient"], others)}
 
-        candidates = {name: partial(step, wrap(model)) for name, wrap in STAGES.items()}
+        candidates = {timing.NO_COMMUNICATION: partial(step, model)}
+        wrappers = strategies(args.bucket_size_mb)
+        for stage in STAGES:
+            candidates[stage.folder] = partial(step, wrappers[stage.name].wrap(model))
         steps = median_steps(candidates, args, result)
         drawn = {}
         for name, bars in steps.items():
@@ -182,9 +170,9 @@ def main() -> None:
         return
     end = 1.08 * max(map(duration, steps.values()))
     draw(steps, args.plot, end)
-    for name in list(STAGES)[1:]:
-        two = {each: steps[each] for each in (timing.NO_COMMUNICATION, name)}
-        draw(two, args.plot.with_name(f"timeline_{name}.png"), end)
+    for stage in STAGES:
+        two = {name: steps[name] for name in (timing.NO_COMMUNICATION, stage.folder)}
+        draw(two, args.plot.with_name(f"timeline_{stage.folder}.png"), end)
 
 
 if __name__ == "__main__":

@@ -28,12 +28,11 @@ from torch import nn
 FOLDER = Path(__file__).resolve().parent
 sys.path[:0] = [str(FOLDER.parent / "compare"), str(FOLDER.parent.parent)]
 
-import compare  # noqa: E402
-import medians  # noqa: E402
-from bucketed import fill_buckets  # noqa: E402
-from compare import Strategy  # noqa: E402
+import compare
+from bucketed import fill_buckets
+from strategies import AFTER_BACKWARD, ONE_BY_ONE, WHEN_READY, Strategy
 
-from common import ladder, report, setup, timing  # noqa: E402
+from common import ladder, report, setup, timing
 
 
 class Link(NamedTuple):
@@ -55,7 +54,8 @@ def simulate(calls: list, backward_ends: float, strategy: Strategy, link: Link) 
     arrived = backward_ends
     spans = []
     for size, ready in calls:
-        launched = ready if strategy.overlap else arrived if strategy.blocking else backward_ends
+        launched = {WHEN_READY: ready, AFTER_BACKWARD: backward_ends, ONE_BY_ONE: arrived}
+        launched = launched[strategy.launches]
         begins = max(launched, places.pop(0), wire_is_free)
         wire_is_free = begins + size / link.bytes_per_second
         arrived = wire_is_free + link.call_seconds
@@ -152,7 +152,7 @@ def print_predicted(result: dict) -> None:
 
 def draw(alone: Alone, path: Path) -> None:
     """Draw the time from each gradient's arrival until backward ends; the last layer's on top."""
-    figure, axes = medians.new_picture(7, 2.8)
+    figure, axes = report.new_figure(7, 2.8)
     forward, backward = 1000 * alone.forward_ends, 1000 * alone.backward_ends
     axes.barh(-14, forward, 10, color="#56B4E9", label="forward")
     axes.barh(-14, backward - forward, 10, forward, color="#0072B2", label="backward")
@@ -165,7 +165,7 @@ def draw(alone: Alone, path: Path) -> None:
     axes.invert_yaxis()
     axes.set_xlabel("ms")
     figure.legend(loc="outside upper center", ncols=3, fontsize=9, frameon=False)
-    medians.save(figure, path)
+    report.save_figure(figure, path)
 
 
 def write_page(alone: Alone, tokens: int, path: Path) -> None:

@@ -13,15 +13,16 @@ import compare
 import predict
 import pytest
 import torch
-from predict import Alone, Link, Strategy, simulate
+from predict import Alone, Link, simulate
+from strategies import AFTER_BACKWARD, ONE_BY_ONE, WHEN_READY, Strategy
 
 from tools import testing
 
 FOLDER = Path(__file__).resolve().parent
 LINK = Link(0.5, 16.0, calls_at_once=2)  # 8 bytes: half a second on the wire
-OVERLAP = Strategy(None, 0, overlap=True)
-CONTROL = Strategy(None, 0)
-BLOCKING = Strategy(None, 0, blocking=True)
+OVERLAP = Strategy(None, 0, WHEN_READY)
+CONTROL = Strategy(None, 0, AFTER_BACKWARD)
+BLOCKING = Strategy(None, 0, ONE_BY_ONE)
 # Backward ends at second 4; a call is (bytes, the second when it is ready).
 LATE = (8.0, 4.0)  # ready when backward ends, and half a second on the wire
 CASES = [
@@ -58,7 +59,7 @@ def test_buckets_are_those_of_stage_05_and_wait_for_their_last_gradient():
 def test_a_step():
     """One call of 2 MB after backward."""
     alone = Alone(gradients(1, 1), [1.0, 4.0], 0.5, 4.0, 0.25, Link(0.5, 2.0 * 2**20))
-    assert alone.step(Strategy(None, None)) == 4.0 + 1.0 + 0.5 + 0.25
+    assert alone.step(Strategy(None, None, AFTER_BACKWARD)) == 4.0 + 1.0 + 0.5 + 0.25
 
 
 def test_the_page_computes_the_same():
@@ -74,7 +75,9 @@ def test_the_page_computes_the_same():
     asked = ["DATA.gradients", "ring(8, 1e9, 0.001, 1)"]
     asked += [f"callsOf(DATA.gradients, {mb})" for mb in ("0", "1", "5", "Infinity")]
     for calls_at_once, way in ways:
-        kind = json.dumps({"overlap": way.overlap, "blocking": way.blocking})
+        kind = json.dumps(
+            {"overlap": way.launches == WHEN_READY, "blocking": way.launches == ONE_BY_ONE}
+        )
         of_page = f"{{ callSeconds: 0.0044, bytesPerSecond: 1.25e8, callsAtOnce: {calls_at_once} }}"
         asked.append(f"simulate({calls}, 0.3, {kind}, {of_page})")
     page = (FOLDER / "step.html").read_text(encoding="utf-8")

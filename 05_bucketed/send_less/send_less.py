@@ -37,7 +37,7 @@ ROOT = FOLDER.parent.parent
 FOLDERS = [FOLDER.parent, FOLDER.parent / "compare", ROOT / "01_allreduce" / "slow_network", ROOT]
 sys.path[:0] = [str(folder) for folder in FOLDERS]
 
-from bucketed import BucketedDDP, LanguageModel, broadcast_from_rank_0  # noqa: E402
+from bucketed import BucketedDDP, LanguageModel, broadcast_from_rank_0
 
 
 class RoundedDDP(BucketedDDP):
@@ -142,11 +142,10 @@ CANDIDATES = {
 # ==================================================================================================
 # Below this line: the text, the clock, the table, the picture.
 
-import medians  # noqa: E402
-import numpy  # noqa: E402
-from network import wire  # noqa: E402
+import numpy
+from network import wire
 
-from common import report, setup  # noqa: E402
+from common import report, setup
 
 MODEL = {"d_model": 128, "d_ff": 512, "layers": 2, "heads": 4, "vocabulary": 256}
 CONTEXT = 64  # tokens of a sequence; a batch is one, so gradients are noisy
@@ -251,7 +250,7 @@ def print_race(found: dict) -> None:
 
 def draw(results: list[dict], path: Path) -> None:
     """Draw the loss of the held-out text over time, each result in a panel of its own."""
-    figure, axes = medians.new_picture(5 * len(results), 4)
+    figure, axes = report.new_figure(5 * len(results), 4)
     axes.remove()
     panels = figure.subplots(1, len(results), sharey=True, squeeze=False)[0]
     for axes, result in zip(panels, results, strict=True):
@@ -264,7 +263,7 @@ def draw(results: list[dict], path: Path) -> None:
         axes.set_xlabel("seconds")
     panels[0].set_ylabel("loss of held-out text")
     panels[-1].legend(frameon=False)
-    medians.save(figure, path)
+    report.save_figure(figure, path)
 
 
 def main():

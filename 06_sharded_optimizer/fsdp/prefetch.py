@@ -19,14 +19,14 @@ FOLDERS = [FOLDER, FOLDER.parent, ROOT / "05_bucketed" / "compare"]
 FOLDERS += [ROOT / "01_allreduce" / "slow_network", ROOT]
 sys.path[:0] = [str(folder) for folder in FOLDERS]
 
-import accounting  # noqa: E402
-import network  # noqa: E402
-import timeline  # noqa: E402
-from fsdp import FSDP  # noqa: E402
-from sharded_optimizer import ADAMW, LanguageModel, Trainee  # noqa: E402
-from timeline import Bar  # noqa: E402
+import accounting
+import network
+import timeline
+from fsdp import FSDP
+from sharded_optimizer import ADAMW, LanguageModel, Trainee
+from timeline import Bar
 
-from common import ladder, report, setup  # noqa: E402
+from common import ladder, report, setup
 
 WRAPS = {"no communication": None, "FSDP, no prefetch": partial(FSDP, prefetch=False), "FSDP": FSDP}
 GATHER, REDUCE = ("all-gather", 1), ("reduce-scatter", 2)  # names of bars, and their rows

@@ -36,11 +36,11 @@ from torch.utils.checkpoint import checkpoint
 
 sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[1:3]]
 
-from compile_models import create  # noqa: E402
-from resnet_ddp import be_the_only_rank  # noqa: E402
+from compile_models import create
+from resnet_ddp import be_the_only_rank
 
-from common import report, setup, timing  # noqa: E402
-from common.setup import say  # noqa: E402
+from common import report, setup, timing
+from common.setup import say
 
 
 class Configuration(NamedTuple):

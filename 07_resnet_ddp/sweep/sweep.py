@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchvision import models
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
-from common import report, setup, timing  # noqa: E402
+from common import report, setup, timing
 
 
 def plan(ranks: int, local_size: int) -> list[tuple[str, list[int], bool]]:

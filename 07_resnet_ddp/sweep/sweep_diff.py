@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
-from common.report import print_table  # noqa: E402
-from common.setup import Parser, fail, say  # noqa: E402
+from common.report import print_table
+from common.setup import Parser, fail, say
 
 
 def read_result(path: str) -> tuple[dict, dict]:
