@@ -70,8 +70,6 @@ def add_verify_arguments(parser: setup.Parser) -> None:
     add = parser.add_argument
     add("--no-verify", action="store_true", help="only measure")
     add("--no-baseline", action="store_true", help="measure this stage alone, to save memory")
-    save = "save the verified model: the plain module's state_dict, of rank 0"
-    add("--save", type=setup.output_file, metavar="FILE", help=save)
     add("--data", metavar="DIR", help="verify on MNIST from this folder instead of the digits")
     add("--download", action="store_true", help="fetch MNIST into --data first")
     every = "a line for so many batches while it trains; 0: none"
@@ -89,6 +87,8 @@ def stage_parser(description: str, steps: int, **options) -> setup.Parser:
             "--" + name.replace("_", "-"), type=setup.positive_number, default=default
         )
     add_verify_arguments(parser)
+    save = "save the verified model: the plain module's state_dict, of rank 0"
+    parser.add_argument("--save", type=setup.output_file, metavar="FILE", help=save)
     return parser
 
 

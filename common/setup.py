@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -141,10 +142,22 @@ def threads_per_rank(ranks: int) -> int:
     return max(1, int(cores() // ranks))
 
 
+def can_compute(gpu: int) -> bool:
+    """Tell whether this torch has kernels for a GPU."""
+    try:
+        torch.zeros(1, device=f"cuda:{gpu}")
+    except RuntimeError:
+        return False
+    return True
+
+
 def choose_device(device: str, backend: str) -> tuple[torch.device, str]:
     """Return this rank's device and the backend, where either may be "auto"."""
     local_size = int(os.environ["LOCAL_WORLD_SIZE"])
     gpus = torch.cuda.device_count()
+    if gpus and not can_compute(int(os.environ["LOCAL_RANK"]) % gpus):
+        say("This torch has no kernels for the GPU of this host, so the CPU computes.")
+        gpus = 0
     if device == "auto":
         device = "cuda" if gpus else "cpu"
     if device == "cuda" and gpus == 0:
@@ -263,8 +276,10 @@ def spawn(world_size: int, function, *arguments) -> None:
         environment[f"{library}_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # ranks inherit it: we end them
-    # On Linux one process imports torch, and the ranks are its copies.
-    method = "forkserver" if sys.platform == "linux" else "spawn"
+    # On Linux one process imports torch, and the ranks are its copies. The path of its socket, in
+    # TMPDIR, has at most 108 characters.
+    can_fork = sys.platform == "linux" and len(tempfile.gettempdir()) < 70
+    method = "forkserver" if can_fork else "spawn"
     multiprocessing.set_forkserver_preload(["torch.distributed.optim"])
     of_ranks = environment, function, arguments
     options = {"join": False, "daemon": True, "start_method": method}

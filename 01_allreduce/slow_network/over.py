@@ -20,14 +20,13 @@ sys.path = [str(FOLDER), str(ROOT), *ITS_PATH]
 
 import network
 
-from common.setup import OF_TORCHRUN, cores, fail, threads_per_rank
+from common.setup import cores, fail, require_torchrun, threads_per_rank
 
 
 def main() -> None:
     if len(sys.argv) < 3 or sys.argv[2:] == ["-m"]:
         fail("it needs a network and a script: over.py 1gbit,1ms train.py [its flags]")
-    if missing := [name for name in OF_TORCHRUN if name not in os.environ]:
-        fail(f"start it with torchrun --standalone --nproc-per-node 2 ({missing[0]} is not set)")
+    require_torchrun()
     text, script = sys.argv[1:3]
     ranks, here = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
     if here < ranks:
