@@ -5,6 +5,7 @@ Below their markers they are the same, so most of it is tried with one of them.
 
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -33,8 +34,8 @@ def check_run(run, path, folder, world_size, *words) -> dict:
     testing.write_mnist(folder / "mnist", 320, 10)
     files = ["--json", folder / "json", "--trace", folder / "trace", "--data", folder / "mnist"]
     words = [*testing.QUICK, "--device", "cpu", *files, *words]
-    status, output = run(world_size, path, *words, cwd=folder)
-    assert status == 0 and "verify: passed" in output, output
+    status, output = run(world_size, path, *words, "--log-every", 0, cwd=folder)
+    assert status == 0 and "verify: passed" in output and "ms a step" not in output, output
     assert "\x1b" not in output, "progress is for terminals"
     result = testing.read_json(folder / "json", path.parent.name)
     assert result["world_size"] == world_size
@@ -56,14 +57,23 @@ def test_run(forked, tmp_path):
     assert names == ["no communication", "OverlapDDP", "torch DDP"]
 
 
-def test_a_stage_copied_with_common_trains_on_the_digits(forked, tmp_path):
+def test_a_stage_copied_with_common_trains_and_saves(forked, monkeypatch, tmp_path):
     shutil.copytree(ROOT / "common", tmp_path / "common")
     copied = shutil.copy(NAIVE, tmp_path)
-    words = [*testing.QUICK, "--device", "cpu", "--json", "json"]
+    words = [*testing.QUICK, "--device", "cpu", "--json", "json", "--save", "digits.pt"]
     status, output = forked(2, copied, *words, cwd=tmp_path)
     assert status == 0, output
     result = testing.read_json(tmp_path / "json", tmp_path.name)
     assert result["verify"]["NaiveDDP"]["accuracy"] > 0.9
+    # 15,000 images in batches of 128: 236 of them in two epochs, and a line for each 50.
+    numbers = re.findall(r"batch (\d+), loss \S+, (\S+) ms a step, (\S+) of these", output)
+    assert [int(batch) for batch, _, _ in numbers] == [50, 100, 150, 200]
+    assert all(0 < float(exposed) < float(step) for _, step, exposed in numbers)
+    assert output.count("2 ranks train on 7500 samples each") == 1
+    page = (ROOT / "02_naive_ddp" / "README.md").read_text()
+    loads, marker, _ = page.partition('torch.load("digits.pt"))\n')
+    monkeypatch.chdir(tmp_path)
+    exec(loads.rpartition("```python\n")[2] + marker)  # it raises if a weight is missing
 
 
 def test_run_by_make_whatever_another_job_has_left_in_the_shell(script, tmp_path):
