@@ -153,6 +153,10 @@ def cost_of(benchmark) -> dict[str, float]:
 
 HEADER = ["ranks  subset   ", "scaling", "p50 sec/iter", "ex/sec", "p75 sec/iter", "ex/sec"]
 HEADER += ["p90 sec/iter", "ex/sec", "p95 sec/iter", "ex/sec"]
+LEGEND = """
+percentiles over all steps of all ranks of a subset; ex/sec: examples per second of one rank;
+scaling: p50 of no ddp, divided by that of the (largest) subset; of a step on one rank: MB of
+gradients, GFLOP of forward and backward (3 times forward's), and both per second without DDP"""
 WIDTHS = [max(9, len(cell)) for cell in HEADER]
 
 
@@ -192,10 +196,13 @@ def print_scaling(results: list[dict]) -> None:
     """Print what the model has to do with how it scales, on the largest subset."""
     rows = []
     for one in results:
-        shown = one["megabytes"], one["gflop"], one["megabytes_per_gflop"], one["scaling"]
+        alone = numpy.median(one["result"][0]["measurements"])
+        shown = [one["megabytes"], one["gflop"], one["megabytes_per_gflop"]]
+        shown += [one["gflop"] / alone, one["megabytes"] / alone, one["scaling"]]
         rows.append([one["model"], *(f"{value:.2f}" for value in shown)])
     setup.say()
-    report.print_table(["model", "MB", "GFLOP", "MB/GFLOP", "scaling"], rows)
+    header = ["model", "MB", "GFLOP", "MB/GFLOP", "GFLOP/s", "MB/s", "scaling"]
+    report.print_table(header, rows)
 
 
 def print_topology() -> None:
@@ -306,11 +313,7 @@ def main():
             # After every model: an interrupted sweep keeps what it has.
             report.write_json(args.json, result)
         print_scaling(result["benchmark_results"])
-        setup.say(
-            "\npercentiles over all steps of all ranks of a subset; ex/sec: examples per second of "
-            "one rank;\nscaling: its p50 against that of no ddp; of a step on one rank: MB of "
-            "gradients,\nGFLOP of forward and backward, 3 times those of forward"
-        )
+        setup.say(LEGEND)
 
 
 if __name__ == "__main__":
