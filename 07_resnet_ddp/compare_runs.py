@@ -93,6 +93,9 @@ def print_comparison(runs: list[dict]) -> None:
         rows.append(row)
     header = ["", "total s", "batch ms", "data", "images/s", "speed-up", "efficiency", "accuracy"]
     print_table(header, rows)
+    first = min(run["start"] for run in runs)
+    last = max(run["end"] for run in runs)
+    say(f"runs of one sitting, {first:%Y-%m-%d %H:%M} to {last:%H:%M} UTC")
 
 
 def draw(runs: list[dict], path: Path) -> None:
