@@ -18,6 +18,7 @@ import pytest
 import resnet_ddp
 import torch
 import torch.distributed as dist
+import waterfall
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
@@ -206,6 +207,7 @@ def result(world_size, ms, **changes):
         seconds[f"{phase}_seconds"] = [[count * ms / 10_000] * 4 for _ in range(world_size)]
     of_both = dict.fromkeys(compare_runs.COMMON) | {"images": 256, "options": {}}
     of_one = {"world_size": world_size, "train_seconds": 4 * ms / 1000}
+    of_one |= {"started": f"2026-11-27 10:{world_size:02}:00+00:00", "seconds": 50.0}
     shown = {"image_size": 64, "global_batch": 64, "evaluations": [{"accuracy": 0.95}]}
     return seconds | of_both | of_one | shown | changes
 
@@ -213,6 +215,8 @@ def result(world_size, ms, **changes):
 def test_runs_are_compared_where_all_that_matters_agrees(tmp_path, capsys):
     runs = [result(1, 600), result(2, 400), result(8, 100)]
     runs += [result(3, 200, workers=2), result(4, 200, network="1gbit,1ms")]
+    yesterday = "2026-11-26 10:00:00+00:00"
+    runs += [result(5, 200, started=yesterday), result(6, 200, started="2026-11-27 13:00:00+00:00")]
     for run in runs:
         (tmp_path / f"07_resnet_ddp_{run['world_size']}.json").write_text(json.dumps(run))
     compare_runs.show_median([tmp_path], tmp_path / "speedup.png")
@@ -220,24 +224,38 @@ def test_runs_are_compared_where_all_that_matters_agrees(tmp_path, capsys):
     rows = {line.split("  ")[0]: line.split()[3:] for line in lines if line.startswith("DDP")}
     assert rows["DDP × 2"] == "1.6 400.0 10.0% 160.0 1.50 75.0% 95.00%".split(), lines
     assert rows["DDP × 8"] == "0.4 100.0 10.0% 640.0 6.00 75.0% 95.00%".split(), lines
-    for name, differs in (("DDP × 3", "workers"), ("DDP × 4", "network")):
+    for name, differs in {
+        "DDP × 3": "workers",
+        "DDP × 4": "network",
+        "DDP × 5": "began at 2026-11-26",  # before one device's run of today
+        "DDP × 6": "began at 2026-11-27 13:00",  # long after it
+    }.items():
         [line] = [line for line in lines if line.startswith(name)]
         assert "not compared" in line and differs in line
     testing.assert_png(tmp_path / "speedup.png")
 
 
-def test_waterfall(forked, tmp_path):
+@pytest.mark.parametrize("more", ["", " --fresh-memory"])
+def test_waterfall(forked, tmp_path, more):
     """Its bars add up to DDP's step; one device is measured on rank 0 alone."""
-    words = "--image-size 16 --global-batch 4 --steps 2 --device cpu --json json --plot png"
+    words = f"--image-size 16 --global-batch 4 --steps 2 --device cpu --json json --plot png{more}"
     status, output = forked(2, SCRIPT.with_name("waterfall.py"), *words.split(), cwd=tmp_path)
     assert status == 0, output
     testing.assert_png(tmp_path / "png")
-    rows = re.findall(r"^\S.* (-?\d+\.\d)$", output, re.MULTILINE)
+    rows = re.findall(r"^\w[^:]* (-?\d+\.\d)$", output, re.MULTILINE)
     *parts, whole = [float(ms) for ms in rows]
-    assert len(parts) == 5 and sum(parts) == pytest.approx(whole, abs=0.5), output
+    assert len(parts) == 4 and sum(parts) == pytest.approx(whole, abs=0.3), output
     candidates = testing.read_json(tmp_path / "json", "07_resnet_ddp/waterfall")["candidates"]
     ranks = [len(times["batch_seconds"]) for times in candidates.values()]
     assert ranks == [1, 1, 2, 2]
+
+
+def test_the_parts_of_waterfall_are_those_of_the_slowest_rank():
+    """Of one device with 8 s and 5 s; of ranks in turn slower, 6 and 7 s; of DDP, 9 s."""
+    seconds = [[[8.0] * 3], [[5.0] * 3], [[6.0, 7.0, 7.0], [7.0, 6.0, 6.0]], 2 * [[9.0] * 3]]
+    candidates = {str(i): {"batch_seconds": each} for i, each in enumerate(seconds)}
+    reasons = waterfall.reasons_of({"world_size": 2, "candidates": candidates})
+    assert [*reasons.values()] == [4000, 1000, 2000, 2000, 9000]
 
 
 # Bad input

@@ -121,7 +121,8 @@ RECORDINGS = {  # besides those below that are one command
         "python 07_resnet_ddp/compare_runs.py results/pair_{1..3} --plot 07_resnet_ddp/speedup.png",
     ],
     "07_resnet_ddp/reference_output_waterfall.txt": [
-        f"{WATERFALL} --plot 07_resnet_ddp/waterfall.png",
+        *[f"{WATERFALL} --plot 07_resnet_ddp/waterfall.png"] * 3,
+        f"{WATERFALL} --image-size 224 --steps 3 --no-plot --fresh-memory",
         f"{WATERFALL} --image-size 224 --steps 3 --no-plot",
     ],
     "07_resnet_ddp/compile_ddp/reference_output_variants.txt": [
@@ -149,7 +150,7 @@ for folder, variants in {
     "05_bucketed/predict": {"": ""},
     "06_sharded_optimizer": {"_1gbit": f'{SLOW} ARGS="--no-verify --json results/stage.json"'},
     "07_resnet_ddp/compile_ddp": {"": "", "_1gbit": f'{SLOW} ARGS="--steps 5"'},
-    "07_resnet_ddp/sweep": {"": ""},
+    "07_resnet_ddp/sweep": {"": "", "_full": 'ARGS="--full --batch-size 2 --steps 5 --warmup 2"'},
     "08_ddp_rpc": {"": "", "_8": 'NPROC=8 ARGS="--steps 100"'},
 }.items():
     for suffix, words in variants.items():

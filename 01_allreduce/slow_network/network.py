@@ -361,6 +361,12 @@ class ProcessGroupOverGloo(dist.ProcessGroup):
         return self.gloo.monitored_barrier(*arguments, **options)  # it looks for a missing rank
 
 
+# torch's C++ calls these also from within a compiled model, where torch.compile must not look in.
+for method in [name for name in vars(ProcessGroupOverGloo) if not name.startswith("__")]:
+    disabled = torch._disable_dynamo(getattr(ProcessGroupOverGloo, method))
+    setattr(ProcessGroupOverGloo, method, disabled)
+
+
 def tensors_in(argument) -> list[torch.Tensor]:
     """Return all, however they are nested; none in the options of a call."""
     return [leaf for leaf in tree_leaves(argument) if isinstance(leaf, torch.Tensor)]

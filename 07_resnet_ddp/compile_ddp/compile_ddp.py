@@ -13,12 +13,16 @@ measured side by side; --bare, --ddp or --fsdp measures one of them alone.
     torchrun --nnodes 2 --node-rank R --nproc-per-node 8 --master-addr HOST0 --master-port 29400 \
         07_resnet_ddp/compile_ddp/compile_ddp.py --fsdp    (two hosts; R is 0 on HOST0, else 1)
 
+On an emulated network each step is also measured without it, in turn.
+
 Source: PyTorch's benchmarks/dynamo/distributed.py, here with today's fully_shard in place of
-FullyShardedDataParallel; most of its flags are understood. The models are in compile_models.py.
+FullyShardedDataParallel; its flags are understood. The models are in compile_models.py.
 """
 
+import importlib.util
 import logging
 import os
+import shutil
 import sys
 from functools import partial
 from pathlib import Path
@@ -32,11 +36,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[1:3]]
 
-from compile_models import create
+from compile_models import blocks_of, create
 from resnet_ddp import be_the_only_rank
 
 from common import report, setup, timing
@@ -101,7 +106,13 @@ def shard(model: nn.Module, configuration: Configuration, compiled) -> nn.Module
     compiled by itself; without it the model is the only one. `checkpoint` keeps no activations
     inside a block and computes them again in backward.
     """
-    for block in model.blocks():
+    blocks = blocks_of(model)
+    if not blocks and (configuration.wrap or configuration.checkpoint):
+        setup.fail(
+            "argument --torchbench-model: only the blocks of hf_Bert and hf_T5 are known here: "
+            "measure others with --bare, with --ddp, or with --fsdp alone"
+        )
+    for block in blocks:
         if configuration.wrap:
             # Not the module, because FSDP gathers in its hooks, and no graph crosses a hook.
             block.forward = compiled(block.forward)
@@ -113,11 +124,17 @@ def shard(model: nn.Module, configuration: Configuration, compiled) -> nn.Module
     return model if configuration.wrap else compiled(model)
 
 
-def forward_backward(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
-    """Run what is measured; return the outputs. Their mean square serves as the loss."""
+def forward(model: nn.Module, inputs: tuple) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Return all outputs that have gradients, and the loss, the sum of their mean squares."""
+    leaves = tree_leaves(model(*inputs))
+    outputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    return outputs, sum(output.square().mean() for output in outputs)
+
+
+def forward_backward(model: nn.Module, inputs: tuple) -> list[torch.Tensor]:
+    """Run what is measured; return the outputs."""
     with record_function("Forward"):
-        outputs = model(inputs)
-        loss = outputs.square().mean()
+        outputs, loss = forward(model, inputs)
     with record_function("Backward"):
         loss.backward()
     return outputs
@@ -128,8 +145,8 @@ def forward_backward(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
 
 
 def gradients_of(model: nn.Module) -> list[torch.Tensor]:
-    """Return all gradients; FSDP's shards are gathered."""
-    gradients = [parameter.grad for parameter in model.parameters()]
+    """Return all gradients that there are; FSDP's shards are gathered."""
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
     return [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in gradients]
 
 
@@ -143,8 +160,8 @@ def reference(args, device) -> dict[str, list[torch.Tensor]]:
     averaged = [gradient / dist.get_world_size() for gradient in gradients_of(model)]
     for gradient in averaged:
         dist.all_reduce(gradient)
-    of_all = [outputs, *averaged]
-    return {"bare": [outputs, *gradients_of(model)], "ddp": of_all, "fsdp": of_all}
+    of_all = [*outputs, *averaged]
+    return {"bare": [*outputs, *gradients_of(model)], "ddp": of_all, "fsdp": of_all}
 
 
 def difference(tensors: list, expected: list) -> float:
@@ -164,15 +181,18 @@ TOLERANCE = 1e-3
 def first_steps(args, device, configuration: Configuration, expected: dict) -> tuple:
     """Take a configuration's first steps; return its step, to be measured, and what they show.
 
-    Ends the run if outputs or gradients are too far from those expected.
+    Ends the run if outputs or gradients are too far from those expected. Those of a model of
+    torchbench may be, because it may have dropout.
     """
     from torch._inductor.utils import fresh_cache
 
     model, inputs = create(args, device)
     model, graphs = distribute(model, configuration)
+    if args.verbose:
+        say(f"{configuration.name}:\n{model}")
     watch = timing.Stopwatch(device)
 
-    def timed() -> torch.Tensor:
+    def timed() -> list[torch.Tensor]:
         watch.mark("start")
         outputs = forward_backward(model, inputs)
         watch.mark("end")
@@ -185,10 +205,10 @@ def first_steps(args, device, configuration: Configuration, expected: dict) -> t
 
     with fresh_cache():  # else the first call would find the kernels of another configuration
         outputs = timed()
-        deviation = difference([outputs, *gradients_of(model)], expected[configuration.how])
+        deviation = difference([*outputs, *gradients_of(model)], expected[configuration.how])
         name = configuration.name
         compared = f"{name}: outputs and gradients within {deviation:.1e} of eager single-device"
-        if not deviation <= TOLERANCE:  # so that nan is caught, too
+        if not (deviation <= TOLERANCE or args.torchbench_model):  # so that nan is caught, too
             sys.exit(f"error: rank {dist.get_rank()}: only {compared} (allowed: {TOLERANCE:.0e})")
         say(compared)
         model.zero_grad()
@@ -197,6 +217,8 @@ def first_steps(args, device, configuration: Configuration, expected: dict) -> t
         step()  # after its first backward DDP arranges the buckets anew
         # The least is right: the profiler may miss what gloo's thread releases, and counts more.
         peak = min(report.peak_bytes(step, device) for _ in range(3))
+    if args.torchviz:
+        draw_graph(model, inputs, args.torchviz, name)
     parameters = list(model.parameters())
     held = report.held_bytes(parameters)
     copies = 2 if configuration.how == "ddp" else 1  # DDP's buckets hold each gradient
@@ -206,10 +228,40 @@ def first_steps(args, device, configuration: Configuration, expected: dict) -> t
     return step, found
 
 
+def draw_graph(model: nn.Module, inputs: tuple, folder: Path, name: str) -> None:
+    """Draw what backward walks through, by torchviz: a PDF, or its text without graphviz's dot."""
+    from torchviz import make_dot
+
+    _, loss = forward(model, inputs)
+    names = dict(model.named_parameters())
+    drawing = make_dot(loss, params=names, show_attrs=True, show_saved=True)
+    loss.backward()  # DDP wants one after each forward
+    model.zero_grad()
+    if dist.get_rank() > 0:
+        return
+    folder.mkdir(exist_ok=True)
+    path = folder / f"torchviz_{name.replace(' ', '_')}.dot"
+    path.write_text(drawing.source)
+    if shutil.which("dot"):
+        path = drawing.render(path, format="pdf")  # beside it
+    say(f"written: {path}")
+
+
+def without_network(step):
+    """Return the step as it is without the emulated network, which carries every step at first."""
+
+    def run() -> dict[str, float]:
+        setup.wire().is_slow = False
+        return step()
+
+    return run
+
+
 LEGEND = """\
 mean and percentiles over all steps of all ranks; /bare eager: ratio of the p50s;
 first call: with compilation and an empty cache; graphs: how many were compiled;
 peak memory (of tensors) and parameters: what rank 0 holds"""
+LOOPBACK = "loopback_seconds"  # of the same steps without the emulated network
 
 
 def print_results(results: list[dict]) -> None:
@@ -223,6 +275,7 @@ def print_results(results: list[dict]) -> None:
             f"{1000 * seconds.mean():.1f}",
             *report.milliseconds(seconds),
             report.ratio(samples[result["name"]], samples.get("bare eager")),
+            report.milliseconds(result[LOOPBACK])[0] if LOOPBACK in result else "-",
             f"{result['first_call_seconds']:.1f}",
             str(result["graphs"]),
             f"{result['peak_bytes'] / 2**20:.1f}",
@@ -230,7 +283,7 @@ def print_results(results: list[dict]) -> None:
         ]
         rows.append(row)
     header = ["forward + backward, ms", "mean", "p50", "p75", "p90", "p95", "/bare eager"]
-    header += ["first call, s", "graphs", "peak memory, MB", "parameters, M"]
+    header += ["p50 loopback", "first call, s", "graphs", "peak memory, MB", "parameters, M"]
     say()
     report.print_table(header, rows)
     say(LEGEND)
@@ -254,7 +307,7 @@ def configurations_of(args) -> list[Configuration]:
 
 
 def add_arguments(parser) -> None:
-    """Add the flags; most of upstream's are among them, in both of its spellings."""
+    """Add the flags; upstream's are among them, in both of its spellings."""
     one_of = parser.add_mutually_exclusive_group()
     for how in ("bare", "ddp", "fsdp"):
         alone = {"action": "store_const", "const": how, "help": "measure it alone"}
@@ -264,7 +317,9 @@ def add_arguments(parser) -> None:
     add("--model", choices=["toy", "lm"], default="lm")
     toy = {"dest": "model", "action": "store_const", "const": "toy", "help": "--model toy"}
     add("--toy-model", "--toy_model", **toy)
-    size = "per rank (default: toy 20, lm 4)"
+    name = "torchbench's model of this name, such as hf_Bert, where torchbench is installed"
+    add("--torchbench-model", "--torchbench_model", metavar="NAME", help=name)
+    size = "per rank (default: toy 20, lm 4, or torchbench's)"
     add("--batch-size", "--batch_size", type=whole(1), help=size)
     known = [*torch.compiler.list_backends(exclude_tags=()), "print"]
     backends = "torch.compile's backend: inductor, aot_eager, eager, …; print: print the graphs"
@@ -273,6 +328,9 @@ def add_arguments(parser) -> None:
         "--dynamo-no-optimize-ddp": "--ddp: don't split the graph where buckets end",
         "--fsdp-wrap": "--fsdp: make each block a unit; otherwise the model is the only one",
         "--fsdp-checkpoint": "--fsdp: compute each block's activations again in backward",
+        "--gpu-memory-stats": "nothing more, because peak memory is always measured",
+        "--profile": "--trace profile.json",
+        "--verbose": "print each model as it is run, and what dynamo logs",
     }
     for switch, text in switches.items():
         spellings = {switch, "--" + switch[2:].replace("-", "_")}
@@ -283,6 +341,10 @@ def add_arguments(parser) -> None:
     trace = "Chrome trace of three more steps of rank 0"
     traces = ["--trace", "--trace-file", "--trace_file"]
     add(*traces, type=setup.output_file, metavar="FILE", help=trace)
+    folder = setup.checked(Path, Path.is_dir, "a folder")
+    drawn = "draw the graph of backward by torchviz, where it is installed (default: into results/)"
+    results = setup.ROOT / "results"
+    add("--torchviz", type=folder, nargs="?", const=results, metavar="DIR", help=drawn)
     setup.add_process_group_arguments(parser)
 
 
@@ -292,11 +354,19 @@ def main():
     args = parser.parse_args()
     if "RANK" not in os.environ:  # no torchrun
         be_the_only_rank()
-    torch._logging.set_logs(all=logging.ERROR)  # unless the variable TORCH_LOGS says otherwise
+    if args.torchviz and not importlib.util.find_spec("torchviz"):
+        setup.fail("argument --torchviz: pip install torchviz, and for a PDF also graphviz's dot")
+    if args.profile and not args.trace:
+        args.trace = Path("profile.json")
+    levels = {"dynamo": logging.DEBUG} if args.verbose else {}
+    torch._logging.set_logs(all=logging.ERROR, **levels)  # unless TORCH_LOGS says otherwise
+    torch._dynamo.config.verbose = args.verbose
+    torch._dynamo.reset()  # once: what a configuration has compiled is still needed by its steps
 
     with setup.process_group(args.device, args.backend, args.timeout) as device:
         result = report.begin("07_resnet_ddp/compile_ddp", args, device)
-        say(f"{args.model}; {args.steps} steps are measured, after {args.warmup} to warm up\n")
+        model = args.torchbench_model or args.model
+        say(f"{model}; {args.steps} steps are measured, after {args.warmup} to warm up\n")
         expected = reference(args, device)
         steps = {}
         result["configurations"] = []
@@ -304,9 +374,17 @@ def main():
             setup.progress(f"{configuration.name}: its first steps")
             steps[configuration.name], found = first_steps(args, device, configuration, expected)
             result["configurations"].append(found)
-        samples = timing.measure(steps, args.steps, args.warmup)
+        in_turn = {}
+        for name, step in steps.items():
+            in_turn[name] = step
+            if setup.wire().text:
+                in_turn[f"{name}, loopback"] = without_network(step)
+        samples = timing.measure(in_turn, args.steps, args.warmup)
         for found in result["configurations"]:
             found |= samples[found["name"]]
+            if setup.wire().text:
+                loopback = samples[f"{found['name']}, loopback"]
+                found[LOOPBACK] = loopback["forward_backward_seconds"]
         print_results(result["configurations"])
         timing.profile(steps, args.trace)
         report.write_json(args.json, result)

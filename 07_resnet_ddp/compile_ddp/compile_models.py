@@ -1,10 +1,14 @@
 """07: the models that compile_ddp.py measures, and inputs for them."""
 
+import importlib
 from itertools import pairwise
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from common import setup
 
 TOY_WIDTHS = {"cpu": 1000, "cuda": 10_000}
 D_MODEL = 512  # of lm
@@ -55,16 +59,51 @@ class LanguageModel(nn.Module):
         return self.head(self.encoder(x, mask, is_causal=True))
 
 
-def create(args, device: torch.device) -> tuple[nn.Module, torch.Tensor]:
-    """Return the model that args.model names, and its inputs, args.batch_size examples.
+def torchbench(args, device: torch.device) -> tuple[nn.Module, tuple]:
+    """Return torchbench's model of this name and its inputs, the same on all ranks."""
+    name = args.torchbench_model
+    for package in ("torchbenchmark", "torchbench"):
+        try:
+            module = importlib.import_module(f"{package}.models.{name}")
+        except ImportError as error:
+            reason = error
+            continue
+        batch_size = args.batch_size  # None: its own
+        benchmark = module.Model(test="train", device=device.type, batch_size=batch_size)
+        model, inputs = benchmark.get_module()
+        to_device = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), inputs)
+        return model.to(device), to_device
+    setup.fail(
+        f"argument --torchbench-model: '{name}' cannot be imported ({reason}): "
+        "git clone https://github.com/pytorch/benchmark, run its install.py with the model's name, "
+        "and set PYTHONPATH to its folder"
+    )
+
+
+# Names of the classes that upstream makes units of FSDP in torchbench's hf_Bert and hf_T5; but for
+# BertLMPredictionHead, because its weight is the embedding's, and a weight belongs to one unit.
+BLOCKS = {"BertLayer", "T5Block"}
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """Return what is repeated in the model, [] if nobody knows it."""
+    if hasattr(model, "blocks"):
+        return list(model.blocks())
+    return [module for module in model.modules() if type(module).__name__ in BLOCKS]
+
+
+def create(args, device: torch.device) -> tuple[nn.Module, tuple]:
+    """Return the model that args.model names, and what its forward takes, args.batch_size examples.
 
     All ranks get the same weights, and each gets inputs of its own.
     """
     torch.manual_seed(0)
+    if args.torchbench_model:
+        return torchbench(args, device)
     random = torch.Generator(device).manual_seed(1 + dist.get_rank())
     with device:
         if args.model == "toy":
             model = ToyModel(TOY_WIDTHS[device.type])
-            return model, torch.randn(args.batch_size or 20, 10, generator=random)
+            return model, (torch.randn(args.batch_size or 20, 10, generator=random),)
         tokens = torch.randint(10_000, (args.batch_size or 4, 64), generator=random)
-        return LanguageModel(D_MODEL), tokens
+        return LanguageModel(D_MODEL), (tokens,)

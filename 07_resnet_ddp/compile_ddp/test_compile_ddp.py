@@ -21,7 +21,8 @@ TOY = ["--model", "toy", "--steps", 2, "--device", "cpu"]
 
 def compared(model, configuration):
     """On a rank, what a small model in float64 shows, and how many parameters eager mode has."""
-    args = argparse.Namespace(model=model, batch_size=None)
+    args = argparse.Namespace(model=model, batch_size=None, torchbench_model=None)
+    args.verbose, args.torchviz = False, None
     compile_models.TOY_WIDTHS["cpu"] = 400
     compile_models.D_MODEL = 64
     torch._dynamo.reset()
@@ -90,6 +91,10 @@ def test_run_on_a_slow_network(forked, tmp_path, only, names):
         assert one["first_call_seconds"] > 0 and one["peak_bytes"] > 4 * one["parameters"] > 0
         if one["name"].startswith("ddp"):  # 8.7 MB and four messages
             assert min(one["forward_backward_seconds"][0]) > 0.08
+            # In turn with it, the same without the network: a step of it takes no 80 ms more.
+            loopback = one[compile_ddp.LOOPBACK]
+            assert [len(times) for times in loopback] == [2, 2]
+            assert min(loopback[0]) < min(one["forward_backward_seconds"][0]) - 0.04
 
 
 def test_trace_and_printed_graph_of_one_process_without_torchrun(forked, tmp_path):
@@ -101,10 +106,86 @@ def test_trace_and_printed_graph_of_one_process_without_torchrun(forked, tmp_pat
     assert names.count("Forward") >= 2 and names.count("Backward") >= 2
 
 
+BENCHMARK = """
+import torch
+
+
+class BertLayer(torch.nn.Linear):
+    def forward(self, inputs):
+        return super().forward(torch.nn.functional.dropout(inputs))
+
+
+class Outputs(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(BertLayer(5, 4), BertLayer(4, 2))
+
+    def forward(self, inputs):
+        return {"logits": self.layers(inputs), "number": 1}
+
+
+class Model:
+    def __init__(self, test, device, batch_size):
+        assert (test, device, batch_size) == ("train", "cpu", 3)
+        self.inputs = torch.ones(batch_size, 5)
+
+    def get_module(self):
+        return Outputs(), (self.inputs,)
+"""
+
+
+@pytest.mark.parametrize("words", ["--bare", "--ddp --compile eager", "--fsdp --fsdp_wrap"])
+def test_a_model_of_torchbench(forked, tmp_path, monkeypatch, words):
+    """Of a small package of that name: with outputs in a dictionary, and with dropout."""
+    folder = tmp_path / "torchbenchmark" / "models"
+    folder.mkdir(parents=True)
+    (folder / "hf_Bert.py").write_text(BENCHMARK)
+    words = f"--torchbench_model hf_Bert --batch_size 3 --steps 1 --verbose {words}".split()
+    monkeypatch.syspath_prepend(tmp_path)
+    status, output = forked(2, SCRIPT, *words, "--device", "cpu")
+    assert status == 0 and "BertLayer" in output, output
+
+
+def test_without_torchbench_or_torchviz_a_line_says_how_to_get_it(refusal):
+    for words, how in ((["--torchbench-model", "hf_Bert"], "git clone"), (["--torchviz"], "pip")):
+        said = refusal(compile_ddp.main, SCRIPT, *words, "--device", "cpu")
+        assert said.startswith(f"argument {words[0]}: ") and how in said
+
+
+TORCHVIZ = """
+class make_dot:
+    def __init__(self, loss, params, show_attrs, show_saved):
+        assert loss.grad_fn and params and show_attrs and show_saved
+        self.source = "digraph {}"
+
+    def render(self, path, format):
+        path.with_suffix(f".dot.{format}").write_text("drawn")
+        return f"{path}.{format}"
+"""
+
+
+@pytest.mark.parametrize("has_dot", [False, True])
+@pytest.mark.parametrize("how", ["--bare", "--ddp", "--fsdp"])
+def test_the_graph_is_drawn(forked, tmp_path, monkeypatch, how, has_dot):
+    """By a small package of torchviz's name, as text; as PDF where graphviz's dot is there."""
+    (tmp_path / "torchviz.py").write_text(TORCHVIZ)
+    if has_dot:
+        (tmp_path / "dot").write_text("")
+        (tmp_path / "dot").chmod(0o755)
+    monkeypatch.syspath_prepend(tmp_path)
+    status, output = forked(2, SCRIPT, *TOY, how, "--torchviz", tmp_path, PATH=tmp_path)
+    name = f"torchviz_{how[2:]}_eager.dot"
+    assert status == 0 and f"written: {tmp_path / name}" in output, output
+    assert (tmp_path / name).read_text() == "digraph {}"
+    assert (tmp_path / f"{name}.pdf").exists() == has_dot
+
+
 def test_upstreams_flags_are_understood():
     parser = setup.Parser("")
     compile_ddp.add_arguments(parser)
-    line = "--toy_model --batch_size=8 --fsdp --fsdp_wrap --dynamo eager --repeat 2"
+    line = "--toy_model --batch_size=8 --fsdp --fsdp_wrap --dynamo eager --repeat 2 --verbose "
+    line += "--profile --trace_file x --gpu_memory_stats --torchviz"
     args = parser.parse_args(line.split())
     assert (args.model, args.batch_size, args.steps) == ("toy", 8, 2)
+    assert args.verbose and args.trace.name == "x" and args.torchviz.name == "results"
     assert compile_ddp.configurations_of(args) == [Configuration("fsdp", "eager", wrap=True)]

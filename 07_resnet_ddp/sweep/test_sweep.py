@@ -1,18 +1,21 @@
-"""sweep.py: the plan, a real sweep, the JSON, bad input; sweep_diff.py."""
+"""sweep.py: the plan, a real sweep, the JSON, a model of one's own, topologies, flags."""
 
 import argparse
-import json
+import inspect
+import os
+import socket
+import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import sweep
 import torch
 
 from common import setup
 from tools.testing import OVER, read_json
 
 FOLDER = Path(__file__).resolve().parent
-import sweep
-import sweep_diff
 
 TINY = ["--model", "squeezenet1_1", "--batch-size", 2, "--image-size", 32]
 TINY += ["--warmup", 1, "--steps", 3, "--device", "cpu"]
@@ -28,12 +31,32 @@ def test_plan():
     assert [label for label, _, _ in sweep.plan(3, 1)] == ["no ddp", "1M/1G", "2M/1G", "3M/1G"]
 
 
+class Tiny:
+    """A benchmark of one's own: a Linear of two classes, and its name."""
+
+    model = "tiny"
+
+    def __init__(self, device, distributed_backend, bucket_size):
+        assert distributed_backend == "gloo" and bucket_size == 25
+        self.device = device
+        self.batch_size = 4
+
+    def create_model(self):
+        return torch.nn.Linear(3, 2).to(self.device)
+
+    def generate_inputs(self):
+        return [torch.rand(self.batch_size, 3)]
+
+    def generate_target(self):
+        return torch.zeros(self.batch_size, dtype=torch.long)
+
+
 def first_weights(members, use_ddp):
     """measure_subset, with a first weight of each rank's model in place of the times."""
-    sweep.train = lambda args, model, device: [next(model.parameters()).item()]
-    sweep.new_model = lambda name, device: torch.nn.Linear(1, 1)
-    args = argparse.Namespace(bucket_size_mb=25)
-    return sweep.measure_subset(args, "", None, members, use_ddp, {"backend": "gloo"})
+    sweep.train = lambda benchmark, model, steps: [next(model.parameters())[0, 0].item()]
+    args = argparse.Namespace(bucket_size_mb=25, steps=1, warmup=0)
+    benchmark = Tiny("cpu", "gloo", 25)
+    return sweep.measure_subset(args, benchmark, members, use_ddp, {"backend": "gloo"})
 
 
 def test_only_a_subset_trains_and_with_ddp_its_models_are_one(ranks):
@@ -64,38 +87,62 @@ def test_two_models_on_a_slow_network(forked, tmp_path):
     assert both > 0.4  # four delays, longer than a step takes here
 
 
+def test_what_a_step_sends_and_computes():
+    """Of a Linear of 3 to 2: eight floats; on 4 examples 4 * 3 * 2 products and sums, thrice."""
+    cost = sweep.cost_of(Tiny("cpu", "gloo", 25))
+    assert cost["megabytes"] * 1e6 == pytest.approx(8 * 4)
+    assert cost["gflop"] * 1e9 == pytest.approx(3 * 2 * 4 * 3 * 2)
+    assert cost["megabytes_per_gflop"] == pytest.approx(1e3 * 32 / 144)
+
+
+def test_a_model_of_ones_own_without_torchrun(tmp_path):
+    """By upstream's flags, each rank by itself; with the batch size that its class says."""
+    source = inspect.getsource(Tiny)
+    (tmp_path / "mine.py").write_text(f"import torch\n\n\n{source}")
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    words = f"--world-size 2 --master-addr localhost --master-port {port} --json json".split()
+    words += ["--model", "mine.py:Tiny", "--steps", "2", "--device", "cpu"]
+    started = [
+        subprocess.Popen(
+            [sys.executable, FOLDER / "sweep.py", "--rank", str(rank), *words],
+            cwd=tmp_path,
+            text=True,
+            stdout=subprocess.PIPE,
+        )
+        for rank in (0, 1)
+    ]
+    outputs = [process.communicate(timeout=100)[0] for process in started]
+    assert [process.returncode for process in started] == [0, 0]
+    assert measured(outputs[0]) == ["no", "1M/1G", "1M/2G"] and not outputs[1], outputs
+    [benchmark] = read_json(tmp_path / "json", "07_resnet_ddp/sweep")["benchmark_results"]
+    assert benchmark["model"] == "tiny" and benchmark["batch_size"] == 4
+    assert [len(entry["measurements"]) for entry in benchmark["result"]] == [2, 2, 4]
+
+
+@pytest.mark.parametrize("said", ["the same everywhere", "GPU0 of $RANK"])
+def test_hosts_with_different_topologies_are_not_compared(forked, tmp_path, said):
+    """A nvidia-smi that is a script; two hosts differ where it says which rank has called it."""
+    file = tmp_path / "nvidia-smi"
+    file.write_text(f'#!/bin/sh\necho "$@: {said}"\n')
+    file.chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    status, output = forked(2, FOLDER / "sweep.py", *TINY, PATH=path)
+    if "RANK" in said:
+        assert status == 2 and "topo -m" in output and "rank 1's host" in output, output
+        assert not measured(output), output
+    else:
+        assert status == 0 and f"topo -m: {said}" in output, output
+
+
 def test_upstreams_flags_are_understood():
     parser = setup.Parser("")
     sweep.add_arguments(parser)
-    line = "--bucket_size=9 --distributed_backend gloo --model resnet50"
+    line = "--bucket_size=9 --distributed_backend gloo --model resnet50 --json x "
+    line += "--rank 9 --world-size=16 --master-addr HOST --master-port 29500"
     args = parser.parse_args(line.split())
     assert (args.bucket_size_mb, args.backend, args.model) == (9, "gloo", ["resnet50"])
-
-
-def write(path, bucket_size, times):
-    """A result file by hand; times: {number of ranks: seconds}."""
-    entries = [{"ranks": [0], "measurements": [0.1] * 10}]
-    for ranks, seconds in times.items():
-        entries.append({"ranks": list(range(ranks)), "measurements": [seconds] * 10})
-    result = dict.fromkeys(["pytorch_version", "cuda_version", "distributed_backend"])
-    benchmark = {"model": "resnet18", "batch_size": 8, "result": entries}
-    written = result | {"bucket_size": bucket_size, "benchmark_results": [benchmark]}
-    path.write_text(json.dumps(written))
-    return path
-
-
-def test_diff(tmp_path, monkeypatch, capsys):
-    """Equal, faster and slower; and what only one of them has."""
-    baseline = write(tmp_path / "a", 25, {1: 0.1, 2: 0.2, 4: 1.0})
-    other = write(tmp_path / "b", 9, {1: 0.05, 2: 0.25})
-    monkeypatch.setattr(sys, "argv", ["sweep_diff.py", str(baseline), str(other)])
-    sweep_diff.main()
-    rows = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    for row in (
-        "bucket_size 25 9",
-        "resnet18 8 no ddp 0.1000s 80.0/s +0.0% 0.1000s 80.0/s +0.0%",
-        "resnet18 8 1 ranks 0.0500s 160.0/s +50.0% 0.0500s 160.0/s +50.0%",
-        "resnet18 8 2 ranks 0.2500s 32.0/s -25.0% 0.2500s 32.0/s -25.0%",
-        "only in the baseline: resnet18 8 4 ranks",
-    ):
-        assert row in rows, rows
+    sweep.be_started_as_upstream(args)
+    names = "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
+    assert [os.environ[name] for name in names] == ["9", "16", "HOST", "29500"]
