@@ -438,7 +438,7 @@ def compare_tables(args, trainers, servers, result):
 
     print_header()
     result["sizes"] = []
-    for rows in args.tables:
+    for rows in sorted(args.tables):
         progress(f"training: tables of {rows} rows")
         args.embeddings = rows
         shape = (rows, args.embedding_dim, True)

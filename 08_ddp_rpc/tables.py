@@ -113,18 +113,13 @@ def verify_replicas(sizes: list[dict]) -> dict:
     from common.setup import say
 
     tolerance = 1e-4
-    found = max_difference(sizes, "dense", "sparse")
+    differences = [numpy.subtract(size["dense"]["loss"], size["sparse"]["loss"]) for size in sizes]
+    found = float(numpy.abs(differences).max())  # nan if there is one
     text = f"losses with dense and with sparse gradients differ by {found:.1e} at most"
     if not found <= tolerance:
         sys.exit(f"verify FAILED: {text}; allowed: {tolerance}")
     say(f"verify: passed, {text}; allowed: {tolerance}")
     return {"replicas": {"max_abs_diff": found, "tolerance": tolerance, "passed": True}}
-
-
-def max_difference(sizes: list[dict], one: str, other: str) -> float:
-    """Return by how much two ways' losses differ at most; nan if one is nan."""
-    differences = [numpy.subtract(size[one]["loss"], size[other]["loss"]) for size in sizes]
-    return float(numpy.abs(differences).max())
 
 
 def crossing(sizes: list[dict], one: str, other: str) -> float | None:
@@ -156,12 +151,12 @@ def draw(sizes: list[dict], path: Path | None) -> None:
         axes.annotate(f"  {label}", (rows[-1], times[-1]), color=color, va="center")
     where = crossing(sizes, "dense", "servers")
     if where:
-        text = (
-            f"from {float(f'{where:.2g}'):,.0f} rows on\ndense gradients\ntake longer than servers"
-        )
+        rounded = float(f"{where:.2g}")
+        text = f"From {rounded:,.0f} rows on\ndense gradients\ntake longer than servers."
         say(text.replace("\n", " "))
         axes.axvline(where, color="gray", linestyle=":")
-        axes.annotate(text, (0.9 * where, max(times_of_all(sizes))), ha="right", va="top")
+        top_left = {"ha": "right", "va": "top", "transform": axes.get_xaxis_transform()}
+        axes.text(0.9 * where, 0.97, text, **top_left)
     axes.set_xticks(rows, [f"{size['rows']:,}\n{megabytes(size):.1f} MB" for size in sizes])
     axes.minorticks_off()
     axes.yaxis.set_major_formatter("{x:,.0f}")
@@ -169,7 +164,3 @@ def draw(sizes: list[dict], path: Path | None) -> None:
     if path:
         figure.savefig(path, dpi=120)
         say(f"written: {path}")
-
-
-def times_of_all(sizes: list[dict]) -> list[float]:
-    return [p50_ms(size, way) for size in sizes for way in WAYS]
