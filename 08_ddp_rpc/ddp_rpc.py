@@ -431,13 +431,12 @@ def train_three_ways(args, tables):
 
 def compare_tables(args, trainers, servers, result):
     """Have the trainers train tables of all sizes in three ways, on the master; print and draw."""
-    from tables import LEGEND, draw, print_header, print_size, verify_replicas
+    from tables import draw, print_sizes
 
     from common import report
-    from common.setup import progress, say
+    from common.setup import progress
 
-    print_header()
-    result["sizes"] = []
+    sizes = result["sizes"] = []
     for rows in sorted(args.tables):
         progress(f"training: tables of {rows} rows")
         args.embeddings = rows
@@ -447,14 +446,10 @@ def compare_tables(args, trainers, servers, result):
             rpc.rpc_async(name, train_three_ways, (args, tables), timeout=0) for name in trainers
         ]
         ways, *_ = torch.futures.wait_all(answers)  # each has those of all
-        size = {"rows": rows, "columns": args.servers * args.embedding_dim, **ways}
-        result["sizes"].append(size)
-        print_size(size)
+        sizes.append({"rows": rows, "columns": args.servers * args.embedding_dim, **ways})
         report.write_json(args.json, result)
-    say(LEGEND)
-    result["verify"] = verify_replicas(result["sizes"])
-    draw(result["sizes"], args.plot)
-    report.write_json(args.json, result)
+    print_sizes(sizes)
+    draw(sizes, args.plot)
 
 
 def by_quantity(epochs):
