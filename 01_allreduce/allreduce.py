@@ -7,7 +7,8 @@ mean. Unlike most later stages this script starts its ranks itself.
 
     make 01_allreduce                       (0.01 to 100 MB on 2, 4 and 6 ranks: a minute or two)
     make 01_allreduce NPROC=4               (only 4 ranks)
-    python 01_allreduce/allreduce.py --sizes-mb 1,10,100,1000           (the course's sizes, 9 GB)
+    python 01_allreduce/allreduce.py --sizes-mb 1,10,100,1000 --steps 10 --warmup 2
+                                            (the course's sizes, 9 GB; with 10 calls, as recorded)
     python 01_allreduce/allreduce.py --backends gloo,nccl --nproc 2     (with a GPU for each rank)
 
 The JSON has a row for each size, algorithm and world size. Its "seconds" are those of the slowest

@@ -3,12 +3,12 @@
 Tables too large for one process are not replicated: every parameter server keeps its own, and
 trainers ask for the rows they need by remote procedure call. The dense net is small: every trainer
 has a replica, and DDP keeps them equal. One distributed backward pass serves both. Epochs that ask
-all servers at once take turns with epochs that ask one after another.
+all servers at once take turns with epochs that ask one after another. With --tables, a table on
+servers is compared with replicas under DDP, by its size.
 
+    make 08_ddp_rpc ARGS="--tables"                     (three ways to train an embedding)
     make 08_ddp_rpc                                     (2 trainers and 2 servers)
     make 08_ddp_rpc NPROC=8                             (8 and 8, as upstream)
-    python 08_ddp_rpc/ddp_rpc.py --trainers 1 --servers 8 --round-trip-ms 2
-                                                        (each lookup takes at least 2 ms)
 
 The processes, all on this host, are a master, the trainers and the servers, in this order of ranks.
 All join one RPC world, and the trainers a process group, too. Only the master acts by itself: the
@@ -21,9 +21,12 @@ Machine Learning with the Parameter Server", OSDI 2014.
 import copy
 import logging
 import math
+import socket
+import subprocess
 import sys
 import time
 from datetime import timedelta
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -47,10 +50,13 @@ LOOKUPS = ["parallel", "sequential"]
 
 # Three functions that run on a parameter server when a trainer calls them. A table is an object on
 # its server; all others hold a remote reference (RRef) to it.
-def new_table(embeddings: int, embedding_dim: int) -> nn.EmbeddingBag:
-    """Make this server's table, float32 [embeddings, embedding_dim]."""
+def new_table(embeddings: int, embedding_dim: int, sparse: bool = False) -> nn.EmbeddingBag:
+    """Make this server's table, float32 [embeddings, embedding_dim].
+
+    With sparse gradients a step touches the rows that were looked up, else the whole table.
+    """
     torch.manual_seed(rpc.get_worker_info().id)  # each server's table is another one
-    return nn.EmbeddingBag(embeddings, embedding_dim, mode="sum")
+    return nn.EmbeddingBag(embeddings, embedding_dim, mode="sum", sparse=sparse)
 
 
 def look_up(table: rpc.RRef, indices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
@@ -166,7 +172,7 @@ def run_rank(rank, args, names):
     with without_gloo_greeting():  # RPC has a group of gloo's, too
         if is_trainer:
             limit = timedelta(seconds=args.timeout)
-            dist.init_process_group(args.backend, None, limit, args.trainers, rank - 1)
+            dist.init_process_group("gloo", None, limit, args.trainers, rank - 1)
         rpc.init_rpc(names[rank], None, rank, len(names), options)
     if rank == 0:
         run_master(args, names)
@@ -176,10 +182,13 @@ def run_rank(rank, args, names):
 
 
 def read_arguments():
-    """Read the command line, check and complete it; upstream's names of flags work, too."""
+    """Read the command line, check and complete it; all of upstream's flags work, too."""
+    from tables import ROWS
+
     from common import setup
 
     count, one = setup.whole_number(1, 64), setup.whole_number(1)
+    milliseconds = setup.checked(float, lambda n: 0 <= n <= 1e6, "a number from 0 to 1e6")
     gpus = torch.cuda.device_count()
     devices = ["auto", "cpu", "cuda"] if gpus else ["auto", "cpu"]
     parser = setup.Parser(__doc__)
@@ -189,26 +198,40 @@ def read_arguments():
     add("--servers", "--number-ps", type=count, help="(default: --nproc)")
     add("--embeddings", "--number-embeddings", type=one, default=300, help="rows of each table")
     add("--embedding-dim", type=one, help="its columns (default: the fewest that are enough)")
-    add("--steps", type=one, default=500, help=f"for each lookup, in epochs of {EPOCH}")
-    add("--warmup-cycles", type=setup.whole_number(0), default=5, help="epochs before them")
-    add("--round-trip-ms", type=float, default=0.0, help="the least that a round trip takes")
+    sizes = {"nargs": "?", "type": setup.list_of(one), "const": ROWS, "metavar": "ROWS,ROWS,…"}
+    add("--tables", **sizes, help="train tables of so many rows in three ways")
+    add(
+        "--steps", type=one, help=f"in epochs of {EPOCH} (default: 500; of --tables one by one, 15)"
+    )
+    add("--warmup-cycles", type=setup.whole_number(0), default=5, help="epochs, steps before them")
+    add("--round-trip-ms", type=milliseconds, default=0.0, help="the least that a round trip takes")
+    add("--master-addr", default="127.0.0.1", help="where the processes meet on this host")
+    add("--master-port", type=setup.whole_number(0, 65535), default=0, help="0: any free port")
     add("--device", choices=devices, default="auto", help="where the dense net is")
     add("--timeout", type=setup.positive_number, default=300.0, help="seconds to wait for others")
     add("--no-verify", action="store_true", help="only measure; verify copies all tables")
     add("--json", type=setup.output_file, metavar="FILE", help="everything measured, raw")
+    setup.add_plot_arguments(parser, "08_ddp_rpc.png")
     args = parser.parse_args()
     args.trainers = args.trainers or args.nproc
     args.servers = args.servers or args.nproc
     if args.device == "auto":
         args.device = "cuda" if gpus else "cpu"
-    gpu_per_trainer = args.device == "cuda" and gpus >= args.trainers
-    args.backend = "nccl" if gpu_per_trainer else "gloo"  # of the trainers' process group
+    args.steps = args.steps or (15 if args.tables else 500)
     multiple = DENSE_INPUT // math.gcd(DENSE_INPUT, args.servers)
     args.embedding_dim = args.embedding_dim or multiple
     if args.embedding_dim % multiple:
         setup.fail(
             f"argument --embedding-dim: '{args.embedding_dim}' is not a multiple of {multiple}: "
             f"the columns of {args.servers} servers have to make rows of {DENSE_INPUT}"
+        )
+    meeting_point = args.master_addr, args.master_port
+    try:
+        socket.create_server(meeting_point).close()
+    except OSError as error:
+        setup.fail(
+            f"argument --master-addr, --master-port: this host cannot listen on {meeting_point}: "
+            f"{error.strerror}"
         )
     return args
 
@@ -305,9 +328,9 @@ def train(args, tables):
     for number in range(rounds):
         if rank == 0:
             rpc.rpc_async("master", progress, (f"training: epoch {number + 1} of {rounds}",))
+        batches = list(islice(all_batches, EPOCH))  # the same for both
         for lookup in LOOKUPS:
             model.lookup = lookup
-            batches = list(islice(all_batches, EPOCH))
             model.lookup_seconds, model.message_bytes = 0.0, 0
             start = time.perf_counter()
             losses = [training_step(model, optimizer, batch) for batch in batches]
@@ -330,13 +353,18 @@ def run_master(args, names):
 
     trainers, servers = names[1 : 1 + args.trainers], names[1 + args.trainers :]
     threads = torch.get_num_threads()
-    result = report.head("08_ddp_rpc", args, args.backend, args.device, len(names), threads)
+    result = report.head("08_ddp_rpc", args, "gloo", args.device, len(names), threads)
     say(
-        f"08_ddp_rpc: torch {torch.__version__}, {args.backend} on {args.device}, "
+        f"08_ddp_rpc: torch {torch.__version__}, gloo on {args.device}, "
         f"{len(names)} ranks, threads per rank: {threads}\n"
-        f"trainers: {args.trainers}, DDP over {args.backend}; servers: {args.servers}, "
-        f"each with a table of {args.embeddings} × {args.embedding_dim}"
+        f"CUDA: {torch.version.cuda}, GPUs of this host: {torch.cuda.device_count()}{topology()}"
     )
+    layout = f"trainers: {args.trainers}, DDP over gloo; servers: {args.servers}, "
+    if args.tables:
+        say(f"{layout}each with {args.embedding_dim} columns of each table\n")
+        compare_tables(args, trainers, servers, result)
+        return
+    say(f"{layout}each with a table of {args.embeddings} × {args.embedding_dim}")
     shape = (args.embeddings, args.embedding_dim)
     tables = [rpc.remote(name, new_table, shape) for name in servers]
     result["verify"] = {}
@@ -356,6 +384,74 @@ def run_master(args, names):
     report.write_json(args.json, result)
 
 
+def topology() -> str:
+    """Return how this host's GPUs are connected, as `nvidia-smi topo -m` says; "" without it."""
+    try:
+        found = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True)
+    except OSError:
+        return ""
+    return f"\nnvidia-smi topo -m:\n{found.stdout.rstrip()}" if found.returncode == 0 else ""
+
+
+def train_three_ways(args, tables):
+    """Train on a trainer with the servers' tables and with two replicas of them, in turn.
+
+    Returns {way: {quantity: [trainer][step]}}: the seconds of a step, its loss, and the bytes of
+    the parameters and gradients that the trainer holds.
+    """
+    from tables import Replica, bytes_of
+
+    from common.timing import Stopwatch, measure
+
+    served, optimizer = new_model(args, tables)
+    weights = torch.cat([table.to_here().weight.detach() for table in tables], dim=1)
+    new_replica = partial(Replica, weights, served.dense.module, LEARNING_RATE)
+    watch = Stopwatch(served.device)
+
+    def train_with_servers(batch):
+        loss = training_step(served, optimizer, batch)
+        return loss, 2 * bytes_of(served.dense.parameters())  # and as many gradients
+
+    def step(train, batches):
+        batch = next(batches)
+        watch.mark("start")
+        loss, held = train(batch)
+        watch.mark("end")
+        return {"seconds": watch.seconds("start", "end"), "loss": loss.item(), "bytes": held}
+
+    ways = {
+        "dense": new_replica(sparse=False).train,
+        "sparse": new_replica(sparse=True).train,
+        "servers": train_with_servers,
+    }
+    same_batches = {way: random_batches(args, seed=dist.get_rank()) for way in ways}
+    candidates = {way: partial(step, ways[way], same_batches[way]) for way in ways}
+    return measure(candidates, args.steps, args.warmup_cycles)
+
+
+def compare_tables(args, trainers, servers, result):
+    """Have the trainers train tables of all sizes in three ways, on the master; print and draw."""
+    from tables import draw, print_sizes
+
+    from common import report
+    from common.setup import progress
+
+    sizes = result["sizes"] = []
+    for rows in sorted(args.tables):
+        progress(f"training: tables of {rows} rows")
+        args.embeddings = rows
+        shape = (rows, args.embedding_dim, True)
+        tables = [rpc.remote(name, new_table, shape) for name in servers]
+        answers = [
+            rpc.rpc_async(name, train_three_ways, (args, tables), timeout=0) for name in trainers
+        ]
+        ways, *_ = torch.futures.wait_all(answers)  # each has those of all
+        sizes.append({"rows": rows, "columns": args.servers * args.embedding_dim, **ways})
+        report.write_json(args.json, result)
+    print_sizes(sizes)
+    draw(sizes, args.plot)
+
+
 def by_quantity(epochs):
     """Return {quantity: [trainer][epoch]} of a list of epochs for each trainer."""
     return {
@@ -365,7 +461,7 @@ def by_quantity(epochs):
 
 
 def print_result(candidates):
-    """Print a row of the table for each lookup, of all trainers together."""
+    """Print rows of the table for each lookup: of each trainer, and of all together."""
     import numpy
 
     from common.report import percentiles, print_table
@@ -373,18 +469,23 @@ def print_result(candidates):
 
     rows = []
     for measured in candidates:
-        seconds = measured["seconds"]
-        examples = len(seconds) * numpy.mean(measured["examples"])  # in an epoch of all trainers
-        cells = [f"all {measured['name']}"]
-        for percentile in percentiles(seconds):
-            cells += [f"{percentile:.3f}", f"{examples / percentile:.0f}"]
-        share = numpy.sum(measured["lookup_seconds"]) / numpy.sum(seconds)
-        rows.append([*cells, f"{100 * share:.0f} %"])
+        trainers = range(len(measured["seconds"]))
+        groups = {f"trainer{number}": [number] for number in trainers} | {"All": list(trainers)}
+        for name, members in groups.items():
+            seconds, examples, lookups = [
+                numpy.array(measured[quantity])[members]
+                for quantity in ("seconds", "examples", "lookup_seconds")
+            ]
+            cells = [f"{name}, {measured['name']}"]
+            for percentile in percentiles(seconds):
+                rate = len(members) * examples.mean() / percentile
+                cells += [f"{percentile:.3f}", f"{rate:.0f}"]
+            rows.append([*cells, f"{100 * lookups.sum() / seconds.sum():.0f} %"])
     header = ["", "p50", "ex./s", "p75", "ex./s", "p90", "ex./s", "p95", "ex./s", "lookups"]
     print_table(header, rows)
     say(
         "Seconds per epoch (ten steps) at each percentile, and examples (bags) per second at that\n"
-        "pace; lookups: their share of the time. All trainers: samples pooled, examples summed."
+        "pace; lookups: their share of the time. All: samples pooled, trainers' examples summed."
     )
     at_once, in_turn = [numpy.sum(c["examples"]) / numpy.sum(c["seconds"]) for c in candidates]
     say(f"parallel / sequential: {at_once / in_turn:.3f} × the examples per second, all epochs")
@@ -399,16 +500,20 @@ def main():
     folder = Path(__file__).resolve().parent
     sys.path[:0] = [str(folder), str(folder.parent)]
     try:
+        import tables  # noqa: F401
+
         from common import setup
     except ModuleNotFoundError as error:
-        sys.exit(f"error: {error}: copy the repository's folder common/ beside {folder} or into it")
+        files = "the repository's folder common/, and tables.py"
+        sys.exit(f"error: {error}: copy {files} beside this script")
 
     args = read_arguments()
     trainers = [f"trainer{number}" for number in range(args.trainers)]
     names = ["master", *trainers, *[f"ps{number}" for number in range(args.servers)]]
     setup.progress(f"starting {len(names)} processes")
     try:
-        setup.spawn(len(names), run_rank, args, names)
+        meeting_point = args.master_addr, args.master_port
+        setup.spawn(len(names), run_rank, args, names, at=meeting_point)
     except KeyboardInterrupt:
         sys.exit("interrupted")
     except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:

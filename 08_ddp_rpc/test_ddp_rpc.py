@@ -1,9 +1,11 @@
-"""Stage 08: layouts, verify (and that it can fail), how a run ends, bad options, the file alone."""
+"""Stage 08: layouts, verify (and that it can fail), three ways to train, how a run ends, flags."""
 
 import math
 import os
+import re
 import shutil
 import signal
+import socket
 import sys
 from itertools import islice
 from pathlib import Path
@@ -11,6 +13,7 @@ from types import SimpleNamespace
 
 import ddp_rpc
 import pytest
+import tables
 import torch
 
 from tools import testing
@@ -43,12 +46,16 @@ def test_what_is_verified_trained_and_counted(forked, tmp_path, trainers, server
     assert status == 0 and output.count("verify: passed") == 2 and "Warning" not in output, output
     result = testing.read_json(tmp_path / "out.json", "08_ddp_rpc")
     assert result["verify"]["trainer0"]["max_abs_diff"] <= 1e-5
+    for number in [*range(trainers), "All"]:
+        for lookup in ddp_rpc.LOOKUPS:
+            name = f"trainer{number}" if number != "All" else number
+            assert re.search(f"^{name}, {lookup} ", output, re.MULTILINE), output
     args = SimpleNamespace(**result["options"])
-    all_batches = islice(ddp_rpc.random_batches(args, 0), 20, None)  # 20 were to warm up
+    all_batches = islice(ddp_rpc.random_batches(args, 0), 10, None)  # ten were to warm up
     for epoch in range(2):
+        batches = [batch[:2] for batch in islice(all_batches, 10)]
         for lookup, round_trips in zip(result["candidates"], (1, servers), strict=True):
             measured = {name: lookup[name][0][epoch] for name in lookup if name != "name"}
-            batches = [batch[:2] for batch in islice(all_batches, 10)]
             assert measured["examples"] == sum(len(offsets) for _, offsets in batches)
             steps = [bytes_of_a_step(*batch, servers, args.embedding_dim) for batch in batches]
             assert measured["message_bytes"] == sum(steps)
@@ -68,10 +75,64 @@ def test_verify_notices_wrong_training(script, tmp_path):
     text = SCRIPT.read_text()
     assert text.count(right) == 1
     (tmp_path / "ddp_rpc.py").write_text(text.replace(right, wrong))
+    shutil.copy(FOLDER / "tables.py", tmp_path)
     shutil.copytree(FOLDER.parent / "common", tmp_path / "common")
     words = ["--servers", 1, "--steps", 10]
     status, output = script([sys.executable, tmp_path / "ddp_rpc.py", *words]).wait()
     assert status == 1 and "verify FAILED" in output, output
+
+
+# Three ways to train a table.
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+@pytest.mark.parametrize("trainers", [1, 2])
+def test_three_ways_train_the_same_model(forked, tmp_path, trainers):
+    """With one trainer all lose the same; servers add up several trainers' gradients, in any order.
+
+    And what it holds: parameters and gradients, of a sparse one the rows of all trainers.
+    """
+    nvidia_smi = tmp_path / "nvidia-smi"
+    nvidia_smi.write_text('#!/bin/sh\n[ "$*" = "topo -m" ] && echo "GPU0 X NV12"')
+    nvidia_smi.chmod(0o755)
+    words = f"--tables 40,90 --trainers {trainers} --servers 2 --steps 4 --warmup-cycles 0".split()
+    words += ["--master-addr", "localhost", "--master-port", free_port()]
+    files = {"--json": tmp_path / "out.json", "--plot": tmp_path / "out.png"}
+    words += [word for pair in files.items() for word in pair]
+    status, output = forked(None, SCRIPT, *words, PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert status == 0 and "\nGPU0 X NV12\n" in output, output
+    testing.assert_png(files["--plot"])
+    net = tables.bytes_of(ddp_rpc.dense_net().parameters())
+    for size in testing.read_json(files["--json"], "08_ddp_rpc")["sizes"]:
+        losses = {way: torch.tensor(size[way]["loss"]) for way in tables.WAYS}
+        assert losses["dense"].shape == (trainers, 4) and losses["dense"].unique().numel() > 3
+        torch.testing.assert_close(losses["sparse"], losses["dense"])
+        if trainers == 1:
+            torch.testing.assert_close(losses["servers"], losses["dense"])
+        args = SimpleNamespace(servers=2, embedding_dim=256, embeddings=size["rows"])
+        of_trainers = [islice(ddp_rpc.random_batches(args, seed), 4) for seed in range(trainers)]
+        for step, batches in enumerate(zip(*of_trainers, strict=True)):
+            held = {way: size[way]["bytes"][0][step] for way in tables.WAYS}
+            touched = torch.cat([indices for indices, _, _ in batches]).unique().numel()
+            row = 4 * 512
+            assert held["dense"] == 2 * (net + size["rows"] * row)
+            assert held["sparse"] == 2 * net + size["rows"] * row + touched * (row + 8)
+            assert held["servers"] == 2 * net
+
+
+def one_size(rows: int, **seconds: float) -> dict:
+    return {"rows": rows, **{way: {"seconds": [[one, one]]} for way, one in seconds.items()}}
+
+
+def test_where_lines_cross():
+    """On logarithmic scales: a line from 1 to 100 s over 10 to 1,000 rows meets √10 s at 10·√10."""
+    sizes = [one_size(10, a=1, b=10**0.5), one_size(1000, a=100, b=10**0.5)]
+    assert tables.crossing(sizes, "a", "b") == pytest.approx(10**1.5)
+    assert tables.crossing(sizes, "b", "a") is None
 
 
 # How a run ends.
@@ -126,3 +187,10 @@ def test_layouts_and_upstreams_names_of_flags(monkeypatch):
         args = ddp_rpc.read_arguments()
         assert (args.trainers, args.servers, args.embedding_dim) == expected
         assert args.embeddings == 300
+
+
+def test_a_port_that_is_taken(refusal):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        said = refusal(ddp_rpc.main, SCRIPT, "--master-port", port)
+    assert said.startswith("argument --master-addr, --master-port") and str(port) in said

@@ -260,16 +260,16 @@ def process_group(device="auto", backend="auto", timeout=300.0):
         dist.destroy_process_group()
 
 
-def spawn(world_size: int, function, *arguments) -> None:
+def spawn(world_size: int, function, *arguments, at: tuple[str, int] = ("127.0.0.1", 0)) -> None:
     """Call function(rank, *arguments) in a process of this host for each rank, and wait for all.
 
     The function must be at the top level of a module. The environment tells process_group() and
-    init_rpc() where to meet: on loopback, at a port that the system has chosen. Raises
-    KeyboardInterrupt for Ctrl-C once all have started, and torch's ProcessRaisedException or
+    init_rpc() where to meet: at this host's address and port `at` (0: the system chooses one).
+    Raises KeyboardInterrupt for Ctrl-C once all have started, and torch's ProcessRaisedException or
     ProcessExitedException when a rank fails; no process is left then.
     """
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    store = dist.TCPStore(*at, is_master=True, wait_for_workers=False)
+    environment = {"MASTER_ADDR": at[0], "MASTER_PORT": str(store.port)}
     environment |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
     environment["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the ranks join the store that is there
     for library in ("GLOO", "NCCL", "TP"):

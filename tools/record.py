@@ -129,8 +129,10 @@ RECORDINGS = {  # besides those below that are one command
         f'make 07_resnet_ddp/compile_ddp ARGS="--batch-size 8 --steps 3 --fsdp{more}"'
         for more in ("", " --fsdp-wrap", " --fsdp-checkpoint", " --fsdp-wrap --fsdp-checkpoint")
     ],
-    "08_ddp_rpc/reference_output_round_trip.txt": 3
-    * ['make 08_ddp_rpc ARGS="--trainers 1 --servers 8 --round-trip-ms 2 --steps 100"'],
+    "08_ddp_rpc/reference_output_tables.txt": [
+        'make 08_ddp_rpc ARGS="--tables --plot 08_ddp_rpc/tables.png"',
+        *2 * ['make 08_ddp_rpc ARGS="--tables --no-plot"'],
+    ],
     "docs/reference_output_hang.txt": ["bash docs/hang.sh python"],
 }
 SIZES = "0.01,0.1,1,10,100,1000"

@@ -42,6 +42,7 @@ def test_by_torchrun(launched, tmp_path, name, world_size):
             "nccl",
         ),
         ("08_ddp_rpc/ddp_rpc", "--device cuda --steps 20", "verify: passed"),
+        ("08_ddp_rpc/ddp_rpc", "--device cuda --tables 300 --no-plot", "servers, ms"),
     ],
 )
 def test_by_itself(script, name, words, expected):
