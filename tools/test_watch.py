@@ -3,6 +3,7 @@
 A program runs on two ranks that stay alive; what it does wrong stands in its name.
 """
 
+import os
 from contextlib import nullcontext
 
 import pytest
@@ -752,7 +753,7 @@ def test_an_error_inside_ends_the_watch_alone(ranks):
 
 
 TO_THE_END = """
-import os, pathlib, torch, torch.distributed as dist
+import os, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 from watch import watch
 
@@ -763,10 +764,9 @@ watch(model, optimizer, every=5)
 for step in range(20):
     model(torch.randn(4, 2)).sum().backward()
     optimizer.step()
-    if step == 7 and dist.get_rank() == 0:
-        pathlib.Path("half").touch()
-    while step == 7 and not os.path.exists("on"):
-        pass
+    if step == 7:
+        for mode in "wr":  # tell the test, then wait for it
+            open(f"pipe{dist.get_rank()}", mode).close()
 print("trained", flush=True)
 os._exit(0)  # the store is gone: torch would wait for it
 """
@@ -779,11 +779,15 @@ def write_script(folder, text):
 
 
 def test_a_store_that_dies_ends_the_watch_alone(tmp_path):
+    pipes = [tmp_path / "pipe0", tmp_path / "pipe1"]
+    for pipe in pipes:
+        os.mkfifo(pipe)
     run = Forked(2, write_script(tmp_path, TO_THE_END), cwd=tmp_path)
-    while not (tmp_path / "half").exists() and all(rank.is_alive() for rank in run.ranks):
-        pass
+    for pipe in pipes:
+        pipe.read_text()
     del run.store
-    (tmp_path / "on").touch()
+    for pipe in pipes:
+        pipe.write_text("")
     status, output = run.wait()
     assert status == 0 and output.count("trained") == 2, output
     assert output.count("watch 1 ends") == 2, output

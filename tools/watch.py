@@ -120,7 +120,8 @@ class watch:
             return self.end("this process trains alone (world size 1), so start it with torchrun")
         if not hasattr(group, "get_group_store"):
             return self.end("this torch has no ProcessGroup.get_group_store")
-        self.store = group.get_group_store().clone()  # a connection of its own
+        store = group.get_group_store()
+        self.store = store.clone() if hasattr(store, "clone") else store  # its own connection
         self.rank, self.world_size = group.rank(), group.size()
         self.samples = [[] for _ in range(self.world_size)]  # batches of their numbers
         # Ranks that share a copy's work (tensor parallelism) have the same samples.
