@@ -377,9 +377,10 @@ def sparse_gradients():
 def other_dtypes_and_formats():
     net = nn.Sequential(nn.Conv2d(3, 5, 3), nn.Flatten(), nn.Linear(20, 2))
     net = net.to(memory_format=torch.channels_last).to(torch.bfloat16)
-    net.register_parameter("shift", nn.Parameter(torch.tensor(0.0, dtype=torch.complex128)))
-    net.register_parameter("empty", nn.Parameter(torch.zeros(0)))
-    model = DDP(net, find_unused_parameters=True)
+    net.register_buffer("choice", torch.tensor([True, False]))
+    net.register_buffer("phase", torch.tensor([1j], dtype=torch.complex128))
+    net.register_buffer("none", torch.zeros(0))
+    model = DDP(net, broadcast_buffers=False)
     _, optimizer = watched(model, SGD(model.parameters(), lr=0.1))
     torch.manual_seed(dist.get_rank())
     for _ in range(12):
