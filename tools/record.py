@@ -46,13 +46,12 @@ RUNS = {  # of compare, three of each
     "of_8": f'make compare NPROC=8 {SLOW} ARGS="--json {{}}"',
 }
 TCP_RUNS = {  # three of each; the last two are four times slower, as docs/hosts.md says
-    "emulated": 'make compare NETWORK=1gbit,0,2 ARGS="--pace 0 {}"',
-    "hosts": 'make hosts RATE=1gbit ARGS="{}"',
-    "emulated_delay": 'make compare NETWORK=250mbit,4ms,2 ARGS="--batch-size 40 --pace 0 {}"',
-    "hosts_delay": 'make hosts RATE=1gbit DELAY=1ms ARGS="{}"',
+    "emulated": 'make compare NETWORK=1gbit,0,2 ARGS="--pace 0 --steps 3 --warmup 1 --json {}"',
+    "hosts": 'make hosts RATE=1gbit ARGS="--steps 3 --warmup 1 --json {}"',
+    "emulated_delay": "make compare NETWORK=250mbit,4ms,2 "
+    'ARGS="--batch-size 40 --pace 0 --steps 2 --warmup 1 --json {}"',
+    "hosts_delay": 'make hosts RATE=1gbit DELAY=1ms ARGS="--steps 2 --warmup 1 --json {}"',
 }
-for name, command in TCP_RUNS.items():
-    TCP_RUNS[name] = command.format("--steps 3 --warmup 1 --json {}")
 TCP_COLUMNS = {"emulated": "emulated", "hosts": "TCP"}
 TCP_COLUMNS |= {"emulated_delay": "emulated, 1 ms", "hosts_delay": "TCP, 1 ms"}
 
