@@ -12,7 +12,8 @@ mean. Unlike most later stages this script starts its ranks itself.
     python 01_allreduce/allreduce.py --backends gloo,nccl --nproc 2     (with a GPU for each rank)
 
 The JSON has a row for each size, algorithm and world size. Its "seconds" are those of the slowest
-rank, a number for each call, where later stages have [rank][step].
+rank, a number for each call, where later stages have [rank][step]; "seconds_in_a_row" are a call's
+of 20 without a barrier between them.
 
 Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
 JPDC 2009; bandwidths as nccl-tests defines them (doc/PERFORMANCE.md); Stanford CS336, assignment 2,
@@ -99,13 +100,16 @@ def ring_all_reduce(tensor: torch.Tensor) -> None:
 # Below this line: the demonstration, the benchmark, main.
 
 RINGS = {"plain ring": plain_ring_all_reduce, "ring": ring_all_reduce}
-HEADER = ["algorithm", "ranks", "MB", "p50, ms", "p75", "p90", "p95"]
+IN_A_ROW = 20  # calls without a barrier between them, as nccl-tests makes them
+HEADER = ["algorithm", "ranks", "MB", "p50, ms", "p75", "p90", "p95", "of 20"]
 HEADER += ["algbw", "busbw", "ratio", "#wrong"]
-WIDTHS = [10, 5, 6, 7, 7, 7, 7, 5, 5, 5, 6]
+WIDTHS = [10, 5, 6, 7, 7, 7, 7, 7, 5, 5, 5, 6]
 LEGEND = """\
-Times are the slowest rank's, in ms: percentiles over the measured calls. MB = 2^20 bytes, GB/s =
-10^9 bytes per second; algbw = size / p50, busbw = algbw · 2(n-1)/n, both in GB/s; ratio: busbw
-divided by that of the backend's own; #wrong: wrong elements, over all measured calls and ranks"""
+Times are the slowest rank's, in ms. p50 to p95: percentiles over calls that each follow a barrier,
+which ranks leave one after another, so they hold this wait, too. of 20: p50 of a call below 1 MB,
+of 20 after one barrier. MB = 2^20 bytes, GB/s = 10^9 bytes per second; algbw = size / p50, busbw =
+algbw · 2(n-1)/n, both in GB/s; ratio: busbw divided by that of the backend's own; #wrong: wrong
+elements, over all calls with a barrier and ranks"""
 
 
 def demonstrate() -> None:
@@ -129,7 +133,8 @@ def measure_size(algorithms: dict, tensor: torch.Tensor, steps: int, warmup: int
     """Call the algorithms in turn (A B A B …), so that noise meets them alike, and check each call.
 
     Returns a row of each for the JSON: the "seconds" of the slowest rank for each measured call,
-    and how many elements were "wrong", over all these calls and ranks.
+    and how many elements were "wrong", over all these calls and ranks. Below 1 MB there is a second
+    measurement, "seconds_in_a_row".
     """
     import numpy
 
@@ -154,6 +159,13 @@ def measure_size(algorithms: dict, tensor: torch.Tensor, steps: int, warmup: int
         wrong = sum((period != expected[: len(period)]).sum().item() for period in periods)
         return {"seconds": watch.seconds("start", "end"), "wrong": wrong}
 
+    def timed_in_a_row(all_reduce) -> dict:
+        watch.mark("start")
+        for _ in range(IN_A_ROW):
+            all_reduce(tensor)
+        watch.mark("end")
+        return {"seconds": watch.seconds("start", "end") / IN_A_ROW}
+
     candidates = {name: partial(timed, algorithms[name]) for name in algorithms}
     rows = []
     for name, samples in measure(candidates, steps, warmup).items():
@@ -163,6 +175,13 @@ def measure_size(algorithms: dict, tensor: torch.Tensor, steps: int, warmup: int
         row["p50"] = percentiles(row["seconds"])[0]
         row["wrong"] = int(numpy.sum(samples["wrong"]))
         rows.append(row)
+    if tensor.nbytes < 2**20:
+        tensor.zero_()  # which stays as it is, however often it is summed
+        candidates = {name: partial(timed_in_a_row, algorithms[name]) for name in algorithms}
+        in_a_row = measure(candidates, steps=max(1, steps // 4), warmup=1)
+        for row in rows:
+            seconds = in_a_row[row["algorithm"]]["seconds"]
+            row["seconds_in_a_row"] = numpy.max(seconds, axis=0).tolist()
     return rows
 
 
@@ -175,6 +194,8 @@ def print_measured(row: dict, backend_p50: float) -> None:
     rates = algbw, algbw * 2 * (world_size - 1) / world_size, backend_p50 / row["p50"]
     cells = [row["algorithm"], str(world_size), f"{round(size / 2**20, 4):g}"]
     cells += [f"{1000 * time:.2f}" for time in percentiles(row["seconds"])]
+    in_a_row = row.get("seconds_in_a_row")
+    cells.append(f"{1000 * percentiles(in_a_row)[0]:.2f}" if in_a_row else "-")
     print_row([*cells, *[f"{rate:.2f}" for rate in rates], str(row["wrong"])], WIDTHS)
 
 

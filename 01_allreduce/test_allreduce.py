@@ -75,23 +75,40 @@ def test_sums_equal_all_reduce_and_are_the_same_on_all_ranks(ranks, world_size):
 # The measurement and the model
 
 
-def seconds_and_wrong():
+def seconds_and_wrong(elements: int):
+    calls = dict.fromkeys(["gloo", "one out", "swapped"], 0)
+
+    def gloo(tensor):
+        calls["gloo"] += 1
+        dist.all_reduce(tensor)
+
     def leaves_one_out(tensor):
+        calls["one out"] += 1
         dist.all_reduce(tensor[:-1])
         time.sleep(0.02 * dist.get_rank())
 
     def swaps_chunks(tensor):
+        calls["swapped"] += 1
         dist.all_reduce(tensor)
         tensor.copy_(tensor.roll(len(tensor) // 2))
 
-    algorithms = {"gloo": dist.all_reduce, "one out": leaves_one_out, "swapped": swaps_chunks}
-    return allreduce.measure_size(algorithms, torch.empty(2**18), 2, 1)
+    algorithms = {"gloo": gloo, "one out": leaves_one_out, "swapped": swaps_chunks}
+    return allreduce.measure_size(algorithms, torch.empty(elements), 2, 1), calls
 
 
 def test_wrong_elements_are_counted_and_the_slowest_rank_is_timed(ranks):
-    for gloo, one_out, swapped in ranks(2).run(seconds_and_wrong):
+    for (gloo, one_out, swapped), calls in ranks(2).run(seconds_and_wrong, 2**18):
         assert gloo["wrong"] == 0 and one_out["wrong"] == 2 * 2 and swapped["wrong"] > 2**18
         assert len(one_out["seconds"]) == 2 and min(one_out["seconds"]) > 0.02
+        assert set(calls.values()) == {3} and "seconds_in_a_row" not in one_out
+
+
+def test_small_tensors_are_timed_twenty_calls_in_a_row_too(ranks):
+    """Twice, the first time to warm up; the times are a call's, and the tensor is never wrong."""
+    for (gloo, one_out, _), calls in ranks(2).run(seconds_and_wrong, 2**10):
+        assert set(calls.values()) == {3 + 2 * 20}
+        assert gloo["wrong"] == 0 and len(gloo["seconds_in_a_row"]) == 1
+        assert min(one_out["seconds_in_a_row"]) > 0.02
 
 
 def test_a_row_of_the_table(capsys):
@@ -99,7 +116,9 @@ def test_a_row_of_the_table(capsys):
     row = {"algorithm": "ring", "world_size": 4, "size_bytes": 10**8, "wrong": 7}
     allreduce.print_measured(row | {"seconds": [0.1] * 20, "p50": 0.1}, 0.05)
     cells = capsys.readouterr().out.split()
-    assert cells[3] == "100.00" and cells[-4:] == ["1.00", "1.50", "0.50", "7"]
+    assert cells[3] == "100.00" and cells[-5:] == ["-", "1.00", "1.50", "0.50", "7"]
+    allreduce.print_measured(row | {"seconds": [0.1], "p50": 0.1, "seconds_in_a_row": [0.02]}, 0.05)
+    assert capsys.readouterr().out.split()[-5] == "20.00"
 
 
 def test_fit():

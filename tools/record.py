@@ -42,11 +42,18 @@ RUNS = {  # of compare, three of each
     "loopback": 'make compare ARGS="--json {}"',
     "slow": f'make compare {SLOW} ARGS="--json {{}}"',
     "two_calls": f'make compare {SLOW},2 ARGS="--json {{}}"',
-    "rate": 'make compare NETWORK=1gbit,0,2 ARGS="--json {} --pace 0"',
-    "hosts": 'make hosts RATE=1gbit ARGS="--json {}"',
     "of_4": f'make compare NPROC=4 {SLOW} ARGS="--json {{}}"',
     "of_8": f'make compare NPROC=8 {SLOW} ARGS="--json {{}}"',
 }
+TCP_RUNS = {  # three of each; the last two are four times slower, as docs/hosts.md says
+    "emulated": 'make compare NETWORK=1gbit,0,2 ARGS="--pace 0 --steps 3 --warmup 1 --json {}"',
+    "hosts": 'make hosts RATE=1gbit ARGS="--steps 3 --warmup 1 --json {}"',
+    "emulated_delay": "make compare NETWORK=250mbit,4ms,2 "
+    'ARGS="--batch-size 40 --pace 0 --steps 2 --warmup 1 --json {}"',
+    "hosts_delay": 'make hosts RATE=1gbit DELAY=1ms ARGS="--steps 2 --warmup 1 --json {}"',
+}
+TCP_COLUMNS = {"emulated": "emulated", "hosts": "TCP"}
+TCP_COLUMNS |= {"emulated_delay": "emulated, 1 ms", "hosts_delay": "TCP, 1 ms"}
 
 
 def in_turn(count: int, **runs: str) -> list[str]:
@@ -64,6 +71,7 @@ def left_by(name: str, label: str) -> str:
 
 
 COMPARE = "05_bucketed/compare/reference_output.txt"
+TCP = "05_bucketed/compare/reference_output_tcp.txt"
 TIMELINE = "05_bucketed/compare/reference_output_timeline.txt"
 STAGES = {
     "02_naive_ddp": "NaiveDDP",
@@ -76,10 +84,13 @@ RECORDINGS = {  # besides those below that are one command
     COMPARE: [
         *in_turn(3, **RUNS),
         f"{MEDIANS} {left_by('loopback', 'loopback')} {ON_1GBIT}",
-        f"{MEDIANS} {left_by('rate', '1 Gbit/s, pace 0')} {left_by('hosts', 'hosts')}",
         f"{MEDIANS} {ON_1GBIT} --plot 05_bucketed/compare/compare.png > /dev/null",
         f"{MEDIANS} {left_by('slow', '2')} {left_by('of_4', '4')} {left_by('of_8', '8')} "
         "--scaling 05_bucketed/compare/scaling.png",
+    ],
+    TCP: [
+        *in_turn(3, **TCP_RUNS),
+        " ".join([MEDIANS, *[left_by(*column) for column in TCP_COLUMNS.items()]]),
     ],
     TIMELINE: 3 * [f'make timeline {SLOW} ARGS="--json results/timeline.json"'],
     "05_bucketed/predict/reference_output_1gbit.txt": [

@@ -7,24 +7,28 @@ import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from tools.cable import Line
 from tools.testing import ROOT, rank_1, wait_for_line
 
 TRIAL = "ip link add name x type veth peer name y"
 TRIAL += " && tc qdisc add dev x root tbf rate 1mbit burst 9k latency 9ms"
 CAN = ["unshare", "--net", "--pid", "--fork", "--mount-proc", "bash", "-c", TRIAL]
+TUN = ["unshare", "--net", "ip", "tuntap", "add", "x", "mode", "tun"]
 PROBE = """
-import os, sys, time, torch, torch.distributed as dist
+import os, time, torch, torch.distributed as dist
 dist.init_process_group("gloo")
-numbers = torch.ones(10 * 2**18)
-dist.all_reduce(numbers)
-start = time.perf_counter()
-dist.all_reduce(numbers)
-if os.environ["RANK"] == "0":
-    print(time.perf_counter() - start, flush=True)
-time.sleep(float(os.environ["LONGER"]))
+for elements in (1, 5 * 2**18):
+    numbers = torch.ones(elements)
+    dist.all_reduce(numbers)
+    start = time.perf_counter()
+    dist.all_reduce(numbers)
+    if os.environ["RANK"] == "0":
+        print("took", time.perf_counter() - start, flush=True)
+time.sleep(float(os.environ.get("LONGER", 0)))
 dist.destroy_process_group()
 """
 SAYS_ITS_CORES = f"{sys.executable} -c 'import os; print(sorted(os.sched_getaffinity(0)))'"
@@ -32,19 +36,42 @@ SAYS_ITS_CORES = f"{sys.executable} -c 'import os; print(sorted(os.sched_getaffi
 
 @pytest.fixture
 def hosts(script, tmp_path):
-    """hosts(…): two hosts that all-reduce 10 MB and stay for so many seconds."""
+    """hosts(rate, delay, …): `make hosts` with a script that all-reduces 4 bytes, then 5 MB."""
     try:
         subprocess.run(CAN, check=True, capture_output=True)
+        subprocess.run(TUN, check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError):
-        pytest.skip("this system gives no network namespaces, or has no tc with tbf")
-    (tmp_path / "probe.py").write_text(PROBE)
+        pytest.skip(
+            "this system gives no network namespaces, has no tc with tbf, or no TUN devices"
+        )
+    (tmp_path / "compare.py").write_text(PROBE)
 
-    def start(rate: str, longer="0", delay="", python=sys.executable, cores=()):
-        command = ["bash", "tools/hosts.sh", python, rate, delay, tmp_path / "probe.py"]
+    def start(rate: str, delay="", python=sys.executable, cores=(), **variables):
+        command = ["make", "--silent", "hosts", f"PYTHON={python}", f"COMPARE={tmp_path}"]
         limit = ["taskset", "-c", ",".join(map(str, cores))] if cores else []
-        return script([*limit, *command], cwd=ROOT, env={"LONGER": longer})
+        words = [*limit, *command, f"RATE={rate}", f"DELAY={delay}"]
+        return script(words, cwd=ROOT, env=variables)
 
     return start
+
+
+def arrivals(line: Line, sent: list[tuple[float, int]]) -> list[tuple[float, int]]:
+    """Send packets of so many bytes at these moments; return when each arrives, and its bytes."""
+    for now, size in sent:
+        line.send(bytes(size), now)
+    return [(at, len(packet)) for at, packet in line.packets]
+
+
+def test_a_cable_has_a_rate_a_delay_and_a_queue_that_drops():
+    """1000 bytes a second, half a second of delay, and two seconds of bytes that may wait."""
+    line = Line(1000, 0.5, 2.0)
+    sent = [(0.0, 1000), (0.0, 2000), (10.0, 500)]
+    assert arrivals(line, sent) == [(1.5, 1000), (3.5, 2000), (11.0, 500)]
+    assert line.arrived(1.4) == [] and line.arrived(3.5) == [bytes(1000), bytes(2000)]
+    line = Line(1000, 0.5, 2.0)
+    assert len(arrivals(line, [(0.0, 1000)] * 9)) == 3, "one leaves, two wait"
+    line.send(b"after a second there is room again", 1.0)
+    assert len(line.packets) == 4
 
 
 def test_hosts_share_the_cores_that_may_be_used(hosts, tmp_path):
@@ -59,31 +86,53 @@ def test_hosts_share_the_cores_that_may_be_used(hosts, tmp_path):
     assert abs(len(shares[0]) - len(shares[1])) <= 1
 
 
-@pytest.mark.parametrize("words", [("1 gbit",), ("1gbit", "0", "soon")])
+@pytest.mark.parametrize("words", [("1 gbit", ""), ("1gbit", "soon")])
 def test_a_wrong_rate_or_delay_is_one_line(hosts, words):
     status, output = hosts(*words).wait()
-    assert status == 2 and output.startswith("error: ") and output.count("\n") == 1, output
+    said = [line for line in output.splitlines() if not line.startswith("make: ")]
+    assert status == 2 and len(said) == 1 and said[0].startswith("error: "), output
 
 
 @pytest.mark.full
-def test_the_rate_is_the_one_asked_for(hosts):
-    """10 MB at 100 Mbit/s take no less than their bits; how much more is a question of the CPU."""
-    status, output = hosts("100mbit").wait()
-    least = 10 * 2**20 * 8 / 100e6
-    assert status == 0 and 0.99 * least < float(output.split()[-1]) < 2 * least, output
+@pytest.mark.parametrize("delay, dilation", [("", 1), ("20ms", 4)])
+def test_a_call_takes_no_less_than_its_rate_and_delay(hosts, delay, dilation):
+    """Two delays there and back, and the bytes of 5 MB but for the burst that tc lets through.
+
+    (A call has four delays, but this rank may find the other waiting.)
+    """
+    status, output = hosts("200mbit", delay).wait()
+    small, large = [float(seconds) for seconds in re.findall("^took (.*)$", output, re.M)]
+    delays = 2 * 0.020 * dilation if delay else 0
+    assert status == 0 and small >= delays, output
+    assert large >= delays + 0.95 * 5 * 2**20 / (200e6 / 8) * dilation, output
+
+
+def holders(namespace: str) -> list[str]:
+    """The processes that are in this network namespace."""
+    found = []
+    for link in Path("/proc").glob("[0-9]*/ns/net"):
+        try:
+            if os.readlink(link) == namespace:
+                found.append(link.parts[2])
+        except OSError:
+            continue  # it ended meanwhile
+    return found
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("fault", ["SIGKILL", "SIGTERM", "SIGINT", "a rank"])
 def test_nothing_is_left_behind(hosts, fault):
-    """No process and no device."""
+    """No process, no device, no namespace; whatever happens to make, or to a rank."""
     before = socket.if_nameindex()
-    run = hosts("1gbit", longer="1000")
-    wait_for_line(run, "0.")
+    run = hosts("1gbit", "1ms", LONGER="1000")
+    wait_for_line(run, "took ")
+    namespace = os.readlink(f"/proc/{rank_1(run)}/ns/net")
+    assert holders(namespace)
     if fault == "a rank":
         os.kill(rank_1(run), signal.SIGKILL)
     elif fault == "SIGINT":
         os.killpg(run.process.pid, signal.SIGINT)  # what a terminal does
     else:
         run.process.send_signal(getattr(signal, fault))
-    assert run.wait(30)[0] != 0 and socket.if_nameindex() == before
+    assert run.wait(30)[0] != 0  # fails if a process is left
+    assert socket.if_nameindex() == before and not holders(namespace)

@@ -50,19 +50,32 @@ def test_wrong_input_names_flag_and_value(refusal, line):
     assert said.startswith(f"argument {flag}") and words[-1] in said
 
 
+BEGINS = """
+import os, sys, time
+os.chdir(os.path.dirname(__file__))
+if os.environ["RANK"] == "1":
+    open("1", "w").close()
+    time.sleep(100)
+"""
+
+
 @pytest.mark.parametrize(
     "code, status, said",
     [
         ("print('error: rank 0'); sys.exit(2)", 2, "error: rank 0\n"),
         ("os.kill(os.getpid(), 9)", 9, "error: rank 0 was ended by SIGKILL, then all others\n"),
-        # Ctrl-C once torch's agent, which can hang while it starts ranks, watches them.
-        ("time.sleep(3); print('waits'); time.sleep(100)", 128 + signal.SIGINT, "interrupted\n"),
+        # Ctrl-C once both ranks run: while torch's agent starts them, it can hang.
+        (
+            "while not os.path.exists('1'): time.sleep(0.01)\nprint('waits'); time.sleep(100)",
+            128 + signal.SIGINT,
+            "interrupted\n",
+        ),
     ],
 )
 def test_our_torchrun_is_short(script, tmp_path, code, status, said):
     """Rank 0 fails, or all are interrupted, and rank 1 waits; no log stays."""
     path = tmp_path / "ends.py"
-    path.write_text(f"import os, sys, time\nos.environ['RANK'] == '0' or time.sleep(100)\n{code}")
+    path.write_text(f"{BEGINS}{code}")
     command = torchrun(2, path)
     command[2] = "tools.torchrun"  # what `make` starts
     run = script(command, cwd=ROOT, env={"TMPDIR": str(tmp_path)})

@@ -117,7 +117,7 @@ SLOW = ["--size", "nano", "--device", "cpu", "--json", "x"]
 
 
 def test_all_stages_with_a_class_of_the_users_own_at_one_pace(forked, tmp_path):
-    """A step that sends nothing counts as 20 ms, and the network keeps the proportion to it."""
+    """A step that sends nothing counts as 20 ms; 15 calls take at least 15 times 4 of these ms."""
     (tmp_path / "mine.py").write_text("class Mine(__import__('bucketed').BucketedDDP): pass\n")
     words = [*SLOW, "--pace", "0.02", "--steps", "4", "--warmup", "3", "--plot", "png"]
     status, output = forked(
@@ -132,8 +132,7 @@ def test_all_stages_with_a_class_of_the_users_own_at_one_pace(forked, tmp_path):
         own, others = one["stretch"]
         assert own == others and len(own) == 4 and min(own) > 0, "ranks disagree"
     steps = {name: of["step_seconds"] for name, of in medians.p50s(found).items()}
-    assert 0.005 < steps["no communication"] < 0.08 and steps["NaiveDDP"] > 15 * 0.004
-    assert 0.004 <= found["all_reduce"]["call_seconds"] < 0.02
+    assert steps["NaiveDDP"] > 15 * 0.004 and found["all_reduce"]["call_seconds"] >= 0.004
     assert tables(output)["step ÷ no communication"]["no communication"] == ["1.00"]
     assert_png(tmp_path / "png")
 
@@ -149,7 +148,7 @@ def test_many_ranks_share_the_cores(forked, tmp_path):
     stretches = {value for one in found["candidates"] for value in sum(one["stretch"], [])}
     assert stretches == {max(1, 4 / setup.cores())}  # nano has no pace
     assert [len(one["step_seconds"][0]) for one in found["candidates"]] == 6 * [3]
-    assert 0.18 < medians.p50s(found)["NaiveDDP"]["step_seconds"] < 0.5
+    assert medians.p50s(found)["NaiveDDP"]["step_seconds"] > 15 * 0.012
 
 
 @pytest.mark.parametrize(
