@@ -19,7 +19,7 @@ from torch import nn
 from users_class import FINISHES, GATHERS, import_file
 
 from tools.check import checks_of_losses as losses
-from tools.check.findings import NOT_THE_USERS, Failed, NotTried, is_within
+from tools.check.findings import LIBRARIES, Failed, NotTried, is_within
 from tools.check.models import Around, layout_for
 
 OF_COURSES = re.compile(r"get_.*(ddp|fsdp|sharded)")
@@ -190,7 +190,7 @@ def find(text: str, kind: str | None, layers: str) -> Found:
     new = [
         (name, getattr(sys.modules[name], "__file__", None)) for name in set(sys.modules) - before
     ]
-    libraries = [name for name, file in new if file and is_within(file, NOT_THE_USERS)]
+    libraries = [name for name, file in new if file and is_within(file, LIBRARIES)]
     return Found(found, absent, libraries)
 
 

@@ -20,7 +20,9 @@ NOT_WAITED = "read before it arrived: an asynchronous call is not waited for, or
 OF_TORCH = "an error from within torch: no line of the class was being run"
 OWN_PART = "save one file per rank, and load it on the same rank, of as many"
 UNUSABLE = "it cannot be called as the checks call it"
-NOT_THE_USERS = Path(__file__).parent, Path(os.__file__).parent, Path(torch.__file__).parents[1]
+CHECK = Path(__file__).parent
+LIBRARIES = Path(os.__file__).parent, Path(torch.__file__).parents[1]
+OURS = CHECK, CHECK.parents[1] / "common", CHECK.parents[1] / "01_allreduce" / "slow_network"
 
 
 class Answer(NamedTuple):
@@ -110,7 +112,7 @@ def line_of_user(stack: traceback.StackSummary) -> str:
     """Return the user's own innermost line; empty if all are ours, torch's or Python's."""
     for frame in reversed(stack):
         path = Path(frame.filename)
-        is_ours = is_within(path, NOT_THE_USERS) and path.name != "mistakes.py"
+        is_ours = is_within(path, (*LIBRARIES, *OURS)) and path.name != "mistakes.py"
         if path.is_file() and not is_ours:
             return f"{path.name}:{frame.lineno} in {frame.name}: {frame.line}"
     return ""

@@ -26,6 +26,7 @@ class Layout(NamedTuple):
 
 
 PLAIN = Layout()
+WIDTHS_WITH_A_REST = 7, 8  # of 7 rows: a weight with or without its bias, on most ranks
 
 
 def layout_for(layers: str, is_sharded: bool) -> Layout:
