@@ -52,13 +52,23 @@ FINISHES = """finish_gradient_synchronization finish_gradient_sync finish synchr
 average_gradients reduce_gradients all_reduce_gradients allreduce_gradients""".split()
 
 
-def finish_of(model):
-    """Return its method that ends the averaging, by one of the usual names; None without one."""
-    for name in FINISHES:
+GATHERS = """gather_full_params gather_full_parameters gather_full_state_dict full_state_dict
+gather_params gather_parameters gather_weights gather_state_dict full_params full_parameters
+get_full_params get_full_parameters get_full_state_dict consolidated_state_dict""".split()
+
+
+def method_of(model, names: list[str]):
+    """Return its first method of these names that needs no argument; None without one."""
+    for name in names:
         with suppress(AttributeError, TypeError, ValueError):  # not there, or it needs arguments
             method = getattr(model, name)
             inspect.signature(method).bind()
             return method
+
+
+def finish_of(model):
+    """Return its method that ends the averaging, by one of the usual names; None without one."""
+    return method_of(model, FINISHES)
 
 
 def bucket_options(wrapper, size_mb: float) -> dict[str, float]:

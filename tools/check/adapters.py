@@ -7,38 +7,142 @@ ddp_on_after_backward(model, optimizer) is called after backward().
 import importlib
 import inspect
 import re
+import sys
 import textwrap
 from functools import wraps
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import NamedTuple
 
+import torch
 from torch import nn
-from users_class import import_file, load
+from users_class import FINISHES, GATHERS, import_file
 
 from tools.check import checks_of_losses as losses
+from tools.check.findings import LIBRARIES, Failed, NotTried, is_within
 from tools.check.models import Around, layout_for
 
 OF_COURSES = re.compile(r"get_.*(ddp|fsdp|sharded)")
 AROUND = ("on_after_backward", "on_train_batch_start", "gather_full_params")
+FORMS = "a wrapper as Mine(module), an optimizer as Mine(params, optimizer_cls, **options)"
+ENGINE = f"""\
+it has a backward() or step() of its own, as an engine has. make check takes {FORMS}: so give it \
+MINE=FILE.py:averaged with these lines in FILE.py (its step() may not clear the gradients)
+
+def averaged(module):
+    engine = NAME(ARGUMENTS)
+    module.finish = lambda: engine.CALL
+    return module"""
+
+
+class Found(NamedTuple):
+    """Holds all that MINE names, and what was imported for it."""
+
+    classes: list[tuple[str, str, list[str]]]  # FILE.py:NAME, its kind, what is not written yet
+    absent: list[str]  # modules that are not installed
+    libraries: list[str]  # modules that are not the user's
+
+
+class NotInstalled(ModuleType):
+    """Stands for a module that is not installed, and for all in it, while a file is imported."""
+
+    __path__ = []
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return NotInstalled(f"{self.__name__}.{name}")
+
+    def __call__(self, *arguments, **options):  # what it decorates stays as it is
+        given = arguments[0] if arguments else None
+        return given if inspect.isfunction(given) or inspect.isclass(given) else self
+
+    def __mro_entries__(self, bases):
+        return ()
+
+    def __getitem__(self, key):
+        return self
+
+    def __or__(self, other):
+        return self
+
+    __ror__ = __or__
+
+
+class StandIns:
+    """Finds and loads, for Python's import, what is not installed: a NotInstalled."""
+
+    def __init__(self):
+        self.absent = []
+
+    def find_spec(self, name, path=None, target=None):
+        if any(f"{name}.".startswith(f"{each}.") for each in self.absent):
+            return ModuleSpec(name, self)
+
+    def create_module(self, spec):
+        return NotInstalled(spec.name)
+
+    def exec_module(self, module):
+        pass
+
+
+def import_mine(file: str) -> tuple[ModuleType, list[str]]:
+    """Import a file, though modules that it imports may be missing: return it, and their names."""
+    stand_ins = StandIns()
+    sys.meta_path.insert(0, stand_ins)
+    try:
+        while True:
+            try:
+                return import_file(file), stand_ins.absent
+            except ModuleNotFoundError as error:
+                if not error.name or error.name in stand_ins.absent:
+                    raise
+                stand_ins.absent.append(error.name)
+    finally:
+        sys.meta_path.remove(stand_ins)
+        for name, module in list(sys.modules.items()):
+            if isinstance(module, NotInstalled):
+                del sys.modules[name]
 
 
 def with_functions_around(text: str) -> list:
-    """Return what FILE.py:NAME names, and the functions AROUND it; None for those not there."""
-    mine = load(text)
+    """Return what FILE.py:NAME names, and the functions AROUND it; None for those not there.
+
+    A finish and a gather may be functions beside the class, if it has none.
+    """
     file, _, name = text.rpartition(":")
+    if not file.endswith(".py"):
+        raise ValueError("it is not FILE.py:NAME")
+    module, _ = import_mine(file)
+    mine = getattr(module, name)
     name = name.removeprefix("get_")
-    module = import_file(file)
-    return [mine, *[getattr(module, f"{name}_{each}", None) for each in AROUND]]
+    around = [getattr(module, f"{name}_{each}", None) for each in AROUND]
+    finish, gather = function_of(module, mine, FINISHES), function_of(module, mine, GATHERS)
+    if finish and not around[0]:
+        around[0] = lambda model, optimizer: finish(model)
+    return [mine, *around[:2], around[2] or gather]
+
+
+def function_of(module: ModuleType, mine, names: list[str]):
+    """Return a function of the file that takes a model alone; None if the class has a method."""
+    for name in names:
+        function = getattr(module, name, None)
+        if hasattr(mine, name) or function is mine:
+            return None
+        if inspect.isfunction(function) and len(inspect.signature(function).parameters) == 1:
+            return function
 
 
 def prepare(text: str, kind: str, layers: str = "") -> tuple:
     """Return, on a rank, the arguments of a check of this kind for what FILE.py:NAME names."""
     mine, *around = with_functions_around(text)
     if kind == "loss":
-        module = import_file(text.rpartition(":")[0])
+        module, _ = import_mine(text.rpartition(":")[0])
         loss = mine() if isinstance(mine, type) and issubclass(mine, nn.Module) else mine
         return ((loss, getattr(module, "batch", losses.batch)),)
 
     if kind == "optimizer":
-        return (mine,)
+        return (as_if_sharding(mine),)
 
     @wraps(mine)
     def adapted(*arguments, **options):
@@ -47,16 +151,32 @@ def prepare(text: str, kind: str, layers: str = "") -> tuple:
     return (adapted if any(around) else mine, layout_for(layers, kind == "fsdp"))
 
 
+def as_if_sharding(mine):
+    """Return an AdamW of the user's own as if it took an optimizer's class; others as they are."""
+    first, *others = inspect.signature(mine).parameters
+    if "betas" not in others or "optim" in others[0]:
+        return mine
+
+    def adapted(params, optimizer_cls, **options):
+        if optimizer_cls is not torch.optim.AdamW:
+            raise NotTried("it is an AdamW of its own")
+        groups = params if isinstance(params[0], dict) else [{"params": params}]
+        return mine(groups if "group" in first else params, **options)
+
+    return adapted
+
+
 def call(check, *form):
     """Call a check, on a rank, with what `prepare` makes of this."""
     return check(*prepare(*form))
 
 
-def find(text: str, kind: str | None, layers: str) -> list[tuple[str, str, list[str]]]:
-    """Return of all that MINE names: FILE.py:NAME, its kind, and what is not written yet."""
+def find(text: str, kind: str | None, layers: str) -> Found:
+    """Import what MINE names, and say what it is."""
+    before = set(sys.modules)
     texts = [text]
+    module, absent = import_mine(text if text.endswith(".py") else text.rpartition(":")[0])
     if text.endswith(".py"):
-        module = import_file(text)
         texts = [f"{text}:{name}" for name in vars(module) if OF_COURSES.match(name)]
         if not texts:
             raise ValueError("has no get_ddp or another adapter; a class is FILE.py:NAME")
@@ -67,14 +187,27 @@ def find(text: str, kind: str | None, layers: str) -> list[tuple[str, str, list[
         found.append((each, kind or kind_of(mine), missing))
     if layers:
         importlib.import_module(layers).Linear(2, 2)
-    return found
+    new = [
+        (name, getattr(sys.modules[name], "__file__", None)) for name in set(sys.modules) - before
+    ]
+    libraries = [name for name, file in new if file and is_within(file, LIBRARIES)]
+    return Found(found, absent, libraries)
 
 
 def kind_of(mine) -> str:
-    names = list(inspect.signature(mine).parameters)
-    if "params" in names[:1]:
+    """Return the kind that its arguments, methods and name say; raise Failed for an engine."""
+    arguments = inspect.signature(mine).parameters
+    names = list(arguments)
+    has = [name for name in (*FINISHES, *GATHERS, "backward", "step") if hasattr(mine, name)]
+    if names and names[0].startswith("param"):
         return "optimizer"
-    is_fsdp = "compute_dtype" in names or hasattr(mine, "gather_full_params")
+    given = [name for name, each in arguments.items() if each.default is each.empty]
+    if "backward" in has[:1] or "step" in has[:1]:
+        own = ", torch.optim.SGD(module.parameters(), lr=0.0)" if "optim" in given[-1] else ""
+        text = ENGINE.replace("NAME", mine.__name__).replace("ARGUMENTS", f"module{own}")
+        sent = "backward(torch.zeros((), requires_grad=True))" if "backward" in has else "step()"
+        raise Failed(text.replace("CALL", sent), "")
+    is_fsdp = "compute_dtype" in names or set(has).intersection(GATHERS)
     return "fsdp" if is_fsdp or "fsdp" in getattr(mine, "__name__", "").lower() else "wrapper"
 
 

@@ -3,6 +3,7 @@
 Whole weights are read with gather_full_params(), or from torch's DTensors.
 """
 
+import re
 from inspect import signature
 
 import torch
@@ -11,9 +12,19 @@ from torch import nn
 
 from common.report import held_bytes
 from tools.check import checks_of_wrappers as wrappers
-from tools.check.checks_of_wrappers import can_be_used, trains_with_sgd
-from tools.check.findings import NOT_REDUCED, Failed, NotTried, alive, is_close
-from tools.check.models import PLAIN, embedding, finish, new, wrap
+from tools.check.checks_of_wrappers import can_be_used, trains_with_sgd, weights_of
+from tools.check.findings import (
+    NOT_REDUCED,
+    OWN_PART,
+    Failed,
+    NotTried,
+    Warned,
+    is_close,
+    may_be_refused,
+    storages,
+)
+from tools.check.gradients import check_gradients
+from tools.check.models import PLAIN, Plain, embedding, finish, new, of_user, wrap
 
 NOT_SPLIT = "none of torch's layers was split"
 OWN_LAYERS = "if yours splits layers of its own, say LAYERS=my.model"
@@ -21,21 +32,20 @@ NOT_FREED = "weights or gradients are not split, or whole ones are not freed aft
 ROUNDED = (
     "shards are cut from weights already cast, or cast back: the optimizer's small steps are lost"
 )
+IN_16_BITS = "small gradients are lost where many are added: reduce in float32, after a cast"
+NOT_WHOLE = "it is no checkpoint: save what gather_full_params() returns"
 
 
-def large(layout):
-    return nn.Sequential(*[layout.layers.Linear(64, 64) for _ in range(8)])
+def large(layout, layers=16):
+    return nn.Sequential(*[layout.layers.Linear(64, 64) for _ in range(layers)])
+
+
+def short(layout):
+    return large(layout, layers=2)
 
 
 def of_tokens(layout):
-    return nn.Sequential(embedding(layout, 64, 64), *large(layout))
-
-
-def storages() -> dict[int, int]:
-    """Return {address: bytes} of the memory of all tensors that Python knows of."""
-    tensors = [tensor for tensor in alive(torch.Tensor) if not hasattr(tensor, "to_local")]
-    found = [tensor.untyped_storage() for tensor in tensors]
-    return {storage.data_ptr(): storage.nbytes() for storage in found}
+    return nn.Sequential(embedding(layout, 64, 64), *short(layout))
 
 
 def keeps_a_part_of_the_weights(mine, layout=PLAIN):
@@ -54,30 +64,58 @@ def keeps_a_part_of_the_weights(mine, layout=PLAIN):
         raise Failed(f"{seen}, and a rank keeps {new_bytes / whole:.0%}", NOT_FREED)
 
 
+def computes_in_float16(mine, layout=PLAIN):
+    """compute_dtype=torch.float16 computes in it; weights and gradients stay float32, unrounded"""
+    compute_in(torch.float16, mine, layout, of_tokens, tokens_of)
+
+
 def computes_in_another_dtype(mine, layout=PLAIN):
     """compute_dtype=torch.bfloat16 computes in it; weights and gradients stay float32, unrounded"""
-    compute_in_bfloat16(mine, layout, of_tokens, torch.arange(64))
+    compute_in(torch.bfloat16, mine, layout, of_tokens, tokens_of)
 
 
 def casts_inputs_to_another_dtype(mine, layout=PLAIN):
     """compute_dtype=torch.bfloat16 casts inputs, too, where the first layer is no embedding"""
-    compute_in_bfloat16(mine, layout, large, torch.linspace(-1, 1, 512).view(8, 64))
+    compute_in(torch.bfloat16, mine, layout, short, floats_of)
 
 
-def compute_in_bfloat16(mine, layout, build, inputs) -> None:
-    if "compute_dtype" not in signature(mine).parameters:
-        raise NotTried("there is no argument compute_dtype")
+def tokens_of(rank: int) -> torch.Tensor:
+    return torch.arange(64) * (1 + rank) % 64
+
+
+def floats_of(rank: int) -> torch.Tensor:
+    return torch.linspace(-1 - rank, 1, 512).view(8, 64)
+
+
+def name_of_dtype(mine) -> str:
+    """Return the argument in whose dtype it computes: compute_dtype, or what looks like it."""
+    names = [name for name in signature(mine).parameters if not name.startswith("reduc")]
+    for form in (
+        "compute_?d?type",
+        "(param|forward|mp|amp|autocast|low)_?d?type",
+        r"(\w+_)?d?type",
+    ):
+        for name in names:
+            if re.fullmatch(form, name):
+                return name
+    raise NotTried(f"there is no argument compute_dtype among {', '.join(names)}")
+
+
+def compute_in(dtype: torch.dtype, mine, layout, build, inputs_of) -> None:
+    """Raise Failed unless a step's gradients are the mean of what each rank computes in a dtype."""
+    option = {name_of_dtype(mine): dtype}
     twin = new(build, layout)
     given = torch.cat([weight.detach().flatten() for weight in twin.parameters()])
-    cast = inputs.bfloat16() if inputs.is_floating_point() else inputs
-    expected = twin.bfloat16()(cast).float()
-    model = mine(new(build, layout), compute_dtype=torch.bfloat16)
-    output = model(inputs).float()
-    output.square().mean().backward()
+    with may_be_refused():
+        model = mine(new(build, layout), **option)
+    before = weights_of(model, twin)
+    output = model(inputs_of(dist.get_rank())).float()
+    output.square().sum().backward()
     finish(model)
-    if not is_close(output, expected):
+    outputs, gradients = in_one_process(twin.to(dtype), dtype, inputs_of)
+    if not is_close(output, outputs[dist.get_rank()]):
         means = "the weights or the inputs are not cast before the forward"
-        raise Failed("the output is not bfloat16's", means)
+        raise Failed(f"the output is not that of {dtype}", means)
     if any(weight.grad is None for weight in model.parameters()):
         raise Failed("a weight has no gradient after the finish", NOT_REDUCED)
     dtypes = {tensor.dtype for each in model.parameters() for tensor in (each, each.grad)}
@@ -87,19 +125,56 @@ def compute_in_bfloat16(mine, layout, build, inputs) -> None:
         local = getattr(weight, "to_local", lambda weight=weight: weight)().detach()
         if not torch.isin(local[local != 0], given).all():  # shards may be padded with zeros
             raise Failed("before the first step weights are no longer those that it got", ROUNDED)
+    wrappers.sgd(model.parameters()).step()
+    after = weights_of(model, twin)
+    found = {name: (before[name] - after[name]) / wrappers.LR for name in before}
+    if check_gradients(found, gradients, NOT_REDUCED, may_round_to="bfloat16"):
+        raise Warned(f"gradients are averaged in {dtype}, as torch's unless asked", IN_16_BITS)
 
 
-COURSE = [
-    can_be_used,
-    keeps_a_part_of_the_weights,
-    trains_with_sgd,
-    wrappers.trains_tied_and_frozen_weights,
-    computes_in_another_dtype,
-]
+def in_one_process(twin: nn.Module, dtype: torch.dtype, inputs_of) -> tuple[list, dict]:
+    """Return the outputs of all ranks, and gradients as gradients_of_ranks returns them."""
+    outputs, of_ranks = [], []
+    for rank in range(dist.get_world_size()):
+        inputs = inputs_of(rank)
+        cast = inputs.to(dtype) if inputs.is_floating_point() else inputs
+        outputs.append(twin(cast).float())
+        of_ranks.append(torch.autograd.grad(outputs[-1].square().sum(), list(twin.parameters())))
+    names = [name for name, _ in twin.named_parameters()]
+    stacked = [torch.stack(each)[None].float() for each in zip(*of_ranks, strict=True)]
+    return outputs, dict(zip(names, stacked, strict=True))
+
+
+def loads_what_it_saves(mine, layout=PLAIN):
+    """state_dict(), loaded into another model on as many ranks, brings all weights back"""
+    twin = new(Plain, layout)
+    model, other = wrap(mine, new(Plain, layout)), wrap(mine, new(Plain, layout, seed=1))
+    wrappers.backward_each(model, step=0)
+    wrappers.sgd(model.parameters()).step()
+    with may_be_refused():
+        state = dict(model.state_dict())
+        if any(each.untyped_storage().nbytes() == 0 for each in state.values()):
+            raise Warned("state_dict() has weights whose memory is freed", NOT_WHOLE)
+        other.load_state_dict({name: each.clone() for name, each in state.items()})
+    found, expected = weights_of(other, twin), weights_of(model, twin)
+    wrong = [name for name in expected if not torch.equal(found[name], expected[name])]
+    if wrong:
+        is_torchs = type(of_user(model)).state_dict is nn.Module.state_dict
+        raise (Warned if is_torchs else Failed)(f"{', '.join(wrong)} are not in it", NOT_WHOLE)
+    if sum(each.numel() for each in state.values()) < sum(p.numel() for p in twin.parameters()):
+        raise Warned("each rank's has its own part of the weights alone", OWN_PART)
+
+
+COURSE = [can_be_used, trains_with_sgd, computes_in_float16]
 MEANING = [
+    keeps_a_part_of_the_weights,
+    wrappers.trains_tied_and_frozen_weights,
+    wrappers.trains_sizes_that_ranks_cannot_divide,
+    computes_in_another_dtype,
     wrappers.accumulates_without_no_sync,
     wrappers.trains_after_two_forwards,
     wrappers.evaluates_in_between,
+    loads_what_it_saves,
 ]
 # torch's FSDP does not take rank 0's values; a course's model begins with an embedding.
 BEYOND = [wrappers.starts_with_the_parameters_of_rank_0, casts_inputs_to_another_dtype]

@@ -281,6 +281,33 @@ class SendsNothing(RightShards):
         pass
 
 
+class SumsInStep(RightShards):
+    """Adds the ranks' gradients up in step(), and does not divide."""
+
+    def step(self, closure=None):
+        for parameter in self.every:
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad)
+        super().step(closure)
+
+
+class LosesTheRest(RightShards):
+    """Sends as many numbers as all ranks can divide; the others keep the rest as it was."""
+
+    def send(self):
+        ranks = dist.get_world_size()
+        for number, parameter in enumerate(self.every):
+            sent = parameter.detach().view(-1)[: parameter.numel() // ranks * ranks]
+            dist.broadcast(sent, src=number % ranks)
+
+
+class ForgetsState(RightShards):
+    """Saves the options alone."""
+
+    def state_dict(self):
+        return {**super().state_dict(), "state": {}}
+
+
 class SplitsNothing(Right):
     """Calls itself FSDP, and keeps everything on every rank."""
 

@@ -1,17 +1,19 @@
 """The small models of the checks, the loss of a share of a batch, and how a class is called."""
 
 import importlib
+import re
 from types import ModuleType
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from users_class import FINISHES, bucket_options, finish_of
+from users_class import FINISHES, GATHERS, bucket_options, finish_of, method_of
 
 from tools.check.findings import NOT_REDUCED
 
 SMALL_BUCKET_MB = 0.0005  # so that our models fill several
+RESETS = ["zero_grad_buffer", "zero_grad_buffers", "reset_gradients", "reset"]
 
 
 class Layout(NamedTuple):
@@ -24,6 +26,7 @@ class Layout(NamedTuple):
 
 
 PLAIN = Layout()
+WIDTHS_WITH_A_REST = 7, 8  # of 7 rows: a weight with or without its bias, on most ranks
 
 
 def layout_for(layers: str, is_sharded: bool) -> Layout:
@@ -32,11 +35,14 @@ def layout_for(layers: str, is_sharded: bool) -> Layout:
     It is float32 there, because many an FSDP keeps its weights so, whatever the module's are.
     """
     layout = Layout(importlib.import_module(layers)) if layers else PLAIN
-    if not is_sharded:
-        return layout
+    return divisible(layout)._replace(dtype=torch.float32) if is_sharded else layout
+
+
+def divisible(layout: Layout) -> Layout:
+    """Return sizes that all ranks can divide; not larger: float32 rounds small gradients."""
     ranks = dist.get_world_size()
-    divisible = -(-6 // ranks) * ranks  # not larger: float32 rounds small gradients
-    return layout._replace(dtype=torch.float32, rows=divisible, width=divisible)
+    size = -(-6 // ranks) * ranks
+    return layout._replace(rows=size, width=size)
 
 
 def embedding(layout: Layout, rows: int, width: int) -> nn.Module:
@@ -150,13 +156,16 @@ class Around(nn.Module):
         self.inner = wrapper if isinstance(wrapper, nn.Module) else wrapper.module
         self.optimizer = torch.optim.SGD(self.inner.parameters(), lr=0.0)
         self.before_forward = before_forward
-        for name in (*FINISHES, "no_sync", "gather_full_params"):
-            if hasattr(wrapper, name):
-                setattr(self, name, getattr(wrapper, name))
         if after_backward:
             self.finish_gradient_synchronization = lambda: after_backward(wrapper, self.optimizer)
         if gather:
             self.gather_full_params = lambda: gather(wrapper)
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.wrapper[0], name)
 
     def forward(self, *inputs):
         [wrapper] = self.wrapper
@@ -177,11 +186,31 @@ def finish(model: nn.Module) -> None:
         method()
 
 
+def reset(model: nn.Module) -> None:
+    """Call what a wrapper has to empty its own gradients after a step."""
+    if method := method_of(model, RESETS):
+        method()
+
+
+def gather_of(model: nn.Module):
+    """Return the method that returns whole weights, by a usual name or by what a name says."""
+    alike = re.compile("(?=.*(gather|full|whole|unshard|consolidate))(?=.*(param|weight|state))")
+    return method_of(model, [*GATHERS, *filter(alike.match, public_names(model))])
+
+
+def of_user(model: nn.Module):
+    return model.wrapper[0] if isinstance(model, Around) else model
+
+
+def public_names(model: nn.Module) -> list[str]:
+    """Return the names of the user's own methods, and not those of every module."""
+    names = [name for name in dir(type(of_user(model))) if name[0] != "_"]
+    return [name for name in names if not hasattr(nn.Module, name)]
+
+
 def why_not_reduced(model: nn.Module) -> str:
     """Return what it means that gradients are a rank's own."""
-    wrapper = model.wrapper[0] if isinstance(model, Around) else model
-    public = [name for name in dir(type(wrapper)) if name[0] != "_"]
-    others = [name for name in public if not hasattr(nn.Module, name)]
+    others = public_names(model)
     if finish_of(model) or not others:
         return NOT_REDUCED
     return f"nobody calls its finish, {FINISHES[0]}(): perhaps it is one of {', '.join(others)}"

@@ -3,6 +3,7 @@
 On Linux the ranks are forked from this process, which has torch already; elsewhere each imports it.
 """
 
+import itertools
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -19,14 +20,17 @@ import torch
 import torch.distributed as dist
 
 from common import setup
-from tools.check.findings import FAILED, STUCK, Answer, judge, line_of_user, verdict_of
+from tools.check.findings import FAILED, NOT_TRIED, STUCK, Answer, judge, line_of_user, verdict_of
 from tools.check.late import late_network
 
 FORKS = sys.platform == "linux"
 SECONDS_TO_START = 0 if FORKS else 30  # in which a rank imports torch
-SECONDS_TO_TELL = 0.5  # where a rank hangs
-LONGEST_LIFE = 300  # seconds of a rank, whatever becomes of the process that started it
+LOOKS = 8  # at a rank, in the time in which it has to move
+PATIENCE = 4  # times that time, for a rank that moves
+LONGEST_LIFE = 600  # seconds of a rank, whatever becomes of the process that started it
 WAITS = "a rank waits for a collective that another one does not make"
+SLOW = 'a slow or busy machine, or a loop without end: ARGS="--seconds {:.0f}" gives it more time'
+MOVES = "moves"  # a rank that was stuck
 ENDED = "the class ended it, or gloo did: do all ranks make the same calls in the same order?"
 
 
@@ -39,33 +43,64 @@ def serve(rank: int, world_size: int, limit: float, folder: str, pipe, call) -> 
     signal.alarm(LONGEST_LIFE)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # warnings of torch
     sys.stdout.reconfigure(line_buffering=True)  # what the class prints is shown
-    # Not faulthandler's own timer: it reads a running thread's frames without Python's lock.
-    where = threading.Timer(limit, tell_where, (threading.get_ident(), pipe))
-    where.daemon = True
-    where.start()
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    os.environ.update(LOCAL_WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1")
+    os.environ.update(MASTER_PORT="29500")  # as torchrun; nobody listens there
     torch.set_num_threads(1)
+    is_done = threading.Event()
+    # Not faulthandler's own timer: it reads a running thread's frames without Python's lock.
+    of_thread = threading.get_ident(), limit, is_done, pipe
+    watch = threading.Thread(target=tell_where_it_stands, args=of_thread, daemon=True)
+    watch.start()
     store = dist.FileStore(f"{folder}/store", world_size)
     member = {"store": store, "rank": rank, "world_size": world_size}
     with late_network():
         with setup.without_gloo_greeting():
             dist.init_process_group("gloo", timeout=timedelta(seconds=LONGEST_LIFE), **member)
-        pipe.send(judge(*call))
+        answer = judge(*call)
+        is_done.set()
+        watch.join()
+        pipe.send(answer)
         with suppress(EOFError):
             pipe.recv()
 
 
-def tell_where(thread: int, pipe) -> None:
-    """Send where a thread stands, as the rank's answer."""
+def tell_where_it_stands(thread: int, limit: float, is_done: threading.Event, pipe) -> None:
+    """Say that this rank is stuck where a thread has not moved for `limit` seconds, or moves again.
+
+    If it moves for PATIENCE times as long it is slow. A busy machine wakes this late, too: so looks
+    are counted, and not seconds.
+    """
+    place, looks = None, 0
+    for number in itertools.count():
+        if is_done.wait(limit / LOOKS):
+            return
+        was_stuck, was_at, place = looks >= LOOKS, place, place_of(thread)
+        looks = looks + 1 if place == was_at else 0
+        line = line_of_user(place) or "a call of the check's own"
+        if looks == LOOKS:
+            pipe.send(Answer(STUCK, f"hangs at {line}", f"{WAITS}: see {line}"))
+        elif was_stuck and looks == 0:
+            pipe.send(Answer(MOVES))
+        if number == PATIENCE * LOOKS and looks < LOOKS:
+            seen = f"it still computes after {PATIENCE * limit:.0f} s, at {line}"
+            pipe.send(Answer(NOT_TRIED, seen, SLOW.format(2 * limit)))
+
+
+def place_of(thread: int) -> list[traceback.FrameSummary]:
+    """Return where a thread stands: at the user's innermost line, or else in all that it calls."""
     stack = traceback.extract_stack(sys._current_frames()[thread])
-    line = line_of_user(stack) or "a call of the check's own"
-    pipe.send(Answer(STUCK, f"hangs at {line}", f"{WAITS}: see {line}"))
+    [begin] = [number for number, frame in enumerate(stack) if frame.name == serve.__name__]
+    stack = stack[begin:]  # a fork has the frames of its parent, too
+    return [frame for frame in stack if line_of_user([frame])][-1:] or stack
 
 
 def run(world_size: int, limit: float, check, *arguments) -> Answer:
-    """Call check(*arguments) on ranks that are processes of their own, for at most limit seconds.
+    """Call check(*arguments) on ranks that are processes of their own, and have to move.
 
-    Ranks that have to take turns on a core are given more time.
+        A rank is stuck if it stays at one line for `limit` seconds.
+    Ranks that take turns on a core are
+        given more time.
     """
     limit *= max(1, world_size / setup.threads_per_rank(1))
     context = multiprocessing.get_context("fork" if FORKS else "spawn")
@@ -79,28 +114,39 @@ def run(world_size: int, limit: float, check, *arguments) -> Answer:
                 processes.append(context.Process(target=serve, args=member))
                 processes[-1].start()
                 theirs.close()
-            answers = collect(processes, pipes, SECONDS_TO_START + limit + SECONDS_TO_TELL)
+            answers = collect(processes, pipes, SECONDS_TO_START + (PATIENCE + 1) * limit)
         finally:
             end(processes)
     return verdict_of(answers)
 
 
 def collect(processes: list, pipes: dict, limit: float) -> dict[int, Answer]:
-    """Return what ranks answer until one has failed. Who is silent until the limit is stuck."""
-    answers = {}
+    """Return what ranks answer until one has failed, or until all that are left are stuck.
+
+    Who is silent until the limit is stuck, too.
+    """
+    answers, stuck = {}, {}
     deadline = time.monotonic() + limit
-    while pipes and (left := deadline - time.monotonic()) > 0:
+    while stuck.keys() < set(pipes.values()) and (left := deadline - time.monotonic()) > 0:
         for pipe in multiprocessing.connection.wait(list(pipes), left):
-            rank = pipes.pop(pipe)
+            rank = pipes[pipe]
+            stuck.pop(rank, None)
             try:
-                answers[rank] = pipe.recv()
+                answer = pipe.recv()
             except EOFError:  # it is no longer there
                 processes[rank].join()
                 seen = f"it ended with status {processes[rank].exitcode}"
-                answers[rank] = Answer(FAILED, seen, ENDED)
-            if answers[rank].verdict == FAILED:
+                answer = Answer(FAILED, seen, ENDED)
+            if answer.verdict == STUCK:
+                stuck[rank] = answer
+            elif answer.verdict != MOVES:
+                answers[rank] = answer
+                del pipes[pipe]
+            if answer.verdict in (FAILED, NOT_TRIED):
                 return answers
-    return answers | {rank: Answer(STUCK, "hangs", WAITS) for rank in pipes.values()}
+    return answers | {
+        rank: stuck.get(rank, Answer(STUCK, "hangs", WAITS)) for rank in pipes.values()
+    }
 
 
 def end(processes: list) -> None:

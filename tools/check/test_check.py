@@ -39,6 +39,8 @@ PARAMETERS = "starts_with_the_parameters_of_rank_0"
 WEIGHTS = "leaves_weights_to_the_optimizer"
 MEAN = "trains_with_sgd"
 TIED = "trains_tied_and_frozen_weights"
+REST = "steps_sizes_that_ranks_cannot_divide"
+SAVES = "goes_on_from_its_state_dict"
 BRANCHES = "keeps_one_order_on_any_branch"
 FAILS = {  # class: the first check that it fails, and what that says
     "Right": (None, ""),
@@ -78,8 +80,9 @@ def test_a_wrong_wrapper_fails_what_sees_its_mistake(late_ranks, name):
 
 def test_the_page_has_a_row_of_every_wrong_wrapper():
     names = re.findall(r"^\| `(\w+)` \|", "\n".join(ROWS), re.MULTILINE)
-    # The one hangs, the other is an FSDP.
-    assert sorted(names) == sorted([*FAILS, "SkipsUnused", "RoundsMaster"])
+    # One hangs, the others are an FSDP and optimizers.
+    others = ["SkipsUnused", "RoundsMaster", "SumsInStep", "LosesTheRest", "ForgetsState"]
+    assert sorted(names) == sorted([*FAILS, *others])
 
 
 def fully_sharded(module):
@@ -103,6 +106,10 @@ class KeepsCopies(FSDP):
         (checks_of_optimizers, mistakes.ForgetsOptions, "steps_like_adamw", "learning rate"),
         (checks_of_optimizers, mistakes.KeepsAllState, "shares_the_state_out", "steps all"),
         (checks_of_optimizers, mistakes.SendsNothing, "steps_like_adamw", "do not reach"),
+        (checks_of_optimizers, mistakes.SumsInStep, "says_who_averages", "summed, not averaged"),
+        (checks_of_optimizers, mistakes.LosesTheRest, REST, "do not reach all ranks"),
+        (checks_of_optimizers, mistakes.ForgetsState, SAVES, "moments begin at zero"),
+        (checks_of_optimizers, mistakes.RightShards, None, ""),
         (checks_of_optimizers, ZeroRedundancyOptimizer, None, ""),
         (checks_of_fsdp, fully_sharded, None, ""),
     ],
@@ -331,7 +338,7 @@ def test_a_row_of_a_stage_without_a_collective_says_so(forked, tmp_path):
 
 
 ODD = f"""
-import os, sys, warnings
+import os, sys, time, warnings
 import torch
 import torch.distributed as dist
 sys.path.insert(0, {str(CHECK.parent)!r})
@@ -348,13 +355,7 @@ def pair(one, other):
 def batch(n):
     return torch.randn(n, 3), torch.randn(n, 3)
 """
-IN_HASTE = f"""
-import sys
-sys.path.append({str(ROOT)!r})
-from tools.check import check
-check.SECONDS = 3.0
-sys.exit(check.main())
-"""
+COMPUTES = "while dist.get_rank() == 1:" + 6 * "\n            time.sleep(0.05)"
 
 
 @pytest.mark.parametrize(
@@ -365,7 +366,8 @@ sys.exit(check.main())
         ("Odd", "assert dist.get_rank() != 1, 'no'", 1, ["rank 1: AssertionError: no"]),
         ("Odd", "os._exit(3)", 1, ["it ended with status 3"]),
         ("Odd", "while dist.get_rank() == 1: pass", 1, ["rank 1: hangs at odd.py:10"]),
-        ("Odd", "warnings.warn('renamed'); print('mine')", 0, ["mine", "12 of 12", "FAILED"]),
+        pytest.param("Odd", COMPUTES, 1, ["still computes after"], marks=pytest.mark.full),
+        ("Odd", "warnings.warn('renamed'); print('mine')", 0, ["mine", "12 of 12", "warning"]),
     ],
 )
 def test_the_command(forked, tmp_path, name, code, status, said):
@@ -374,8 +376,8 @@ def test_the_command(forked, tmp_path, name, code, status, said):
     One that prints passes; what it fails beyond does not count.
     """
     (tmp_path / "odd.py").write_text(ODD.replace("CODE", code or "pass"))
-    (tmp_path / "check.py").write_text(IN_HASTE)
-    found, output = forked(None, tmp_path / "check.py", *f"{tmp_path}/odd.py:{name}".split())
+    words = f"{tmp_path}/odd.py:{name} --seconds 3".split()
+    found, output = forked(None, CHECK, *words)
     assert found == status and "renamed" not in output, output
     assert all(each in output for each in said), output
 
