@@ -74,7 +74,6 @@ help:
 # make 05 and make 05_bucketed/ are make 05_bucketed.
 $(foreach stage,$(STAGES),$(eval $(firstword $(subst _, ,$(stage))) $(stage)/: $(stage)))
 timeline 01_allreduce/slow_network: NETWORK ?= 1gbit,1ms
-05_bucketed/send_less: NETWORK ?= 100mbit,1ms
 $(BY_TORCHRUN): $(RUNTIME)
 	$(TORCHRUN) $(OVER)$(LESSON)$(FLAGS)
 $(BY_ITSELF): $(RUNTIME)

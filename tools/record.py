@@ -35,8 +35,6 @@ OVER = "01_allreduce/slow_network/over.py"
 WATERFALL = f"{TORCHRUN} 07_resnet_ddp/waterfall.py"
 PREFETCH = "06_sharded_optimizer/fsdp/prefetch.png"
 LESS = "make 05_bucketed/send_less NPROC=4"
-LESS_SLOW = "results/less_slow.json"
-LESS_PLOT = "05_bucketed/send_less/send_less.png"
 COURSE = "--size medium --bucket-sizes-mb 1,10,100,1000 --batch-size 1 --steps 3 --warmup 1"
 RUNS = {  # of compare, three of each
     "loopback": 'make compare ARGS="--json {}"',
@@ -98,15 +96,15 @@ RECORDINGS = {  # besides those below that are one command
         "cp results/step.html 05_bucketed/predict/step.html",
         "cp results/gradients.png 04_overlap_ddp/gradients.png",
     ],
-    "05_bucketed/send_less/reference_output.txt": [
-        f'{LESS} NETWORK=100mbit,1ms ARGS="--json {LESS_SLOW} --no-plot"',
-        f'{LESS} NETWORK=1gbit,1ms ARGS="--beside {LESS_SLOW} --plot {LESS_PLOT}"',
-        *[
-            f'{LESS} NETWORK={rate},1ms ARGS="--seed {seed} --no-plot"'
-            for seed in (1, 2)
-            for rate in ("100mbit", "1gbit")
-        ],
+    "05_bucketed/predict/reference_output_ranks.txt": [
+        f'make 05_bucketed/predict {SLOW} NPROC={ranks} ARGS="--steps 2 --warmup 1"'
+        for ranks in (4, 8)
     ],
+    "05_bucketed/send_less/reference_output.txt": [
+        f'{LESS} ARGS="--seeds 3 --plot 05_bucketed/send_less/send_less.png"',
+        *[f'{LESS} ARGS="--lr-times {times} --no-plot"' for times in (2, 4)],
+    ],
+    "05_bucketed/send_less/reference_output_check.txt": [f'{LESS} {SLOW} ARGS="--seconds 30"'],
     "06_sharded_optimizer/reference_output.txt": [
         *in_turn(2, sharded='make 06_sharded_optimizer ARGS="--json {}"'),
         'make 06_sharded_optimizer ARGS="--json results/sharded_3.json"',

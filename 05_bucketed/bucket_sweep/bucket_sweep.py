@@ -10,6 +10,7 @@ w and its fixed cost o. Both take o and w from all-reduces that run alone, in th
     make 05_bucketed/bucket_sweep NETWORK=1gbit,1ms
     torchrun --standalone --nproc-per-node 2 05_bucketed/bucket_sweep/bucket_sweep.py
 
+A trace of one size: make 05_bucketed ARGS="--bucket-size-mb 1 --trace results/1mb.json".
 The sizes of the course's experiment need a large model. Of a model larger than `mini` every wrapper
 is built, measured and freed before the next one is built, and torch's DDP is left out:
 
@@ -43,12 +44,12 @@ def overhead(buckets: float, size: float, link: Link) -> float:
 
     Nothing hides the transfer of the last bucket any more, because backward is over.
     """
-    return size / (buckets * link.bytes_per_second) + buckets * link.call_seconds
+    return size / (buckets * link.bytes_per_second) + buckets * link.blocking_call_seconds
 
 
 def best_number_of_buckets(size: float, link: Link) -> float:
     """Return where `overhead` is smallest: its derivative, o − s / (n²·w), is 0 at √(s / (w·o))."""
-    return math.sqrt(size / (link.bytes_per_second * link.call_seconds))
+    return math.sqrt(size / (link.bytes_per_second * link.blocking_call_seconds))
 
 
 # ==================================================================================================
@@ -85,6 +86,8 @@ def sweep(args, device: torch.device, result: dict) -> Link:
         if name in ours:
             row["simulated"] = alone.step(ours[name]) - rows[0]["step"]
         row["formula"] = overhead(buckets, size, link) if buckets else None
+        of_ranks = candidate["step_seconds"]
+        row["ranks"] = [{"min": min(r), "mean": numpy.mean(r), "max": max(r)} for r in of_ranks]
         rows.append(row)
     return link
 
@@ -102,26 +105,27 @@ def print_rows(rows: list[dict]) -> None:
     report.print_table(header, table)
     say(
         "p50: of all steps of all ranks; overhead: p50 minus that of no communication; simulated:\n"
-        "by predict.py, with the o and w above; formula: s/(n·w) + n·o with the row's n buckets;\n"
-        "speed-up: over one bucket for all."
+        "by predict.py; formula: s/(n·w) + n·o with the row's n buckets, and the o and w of\n"
+        "all-reduces one after another; speed-up: over one bucket for all."
     )
 
 
 def draw(result: dict, link: Link, path: Path) -> None:
-    """Overhead over the number of buckets: measured, simulated, and the formula as a curve."""
+    """Draw the overhead of each size, from small to large: measured, simulated; the formula."""
     rows = [row for row in result["overheads"] if row["simulated"] is not None]
     buckets = [row["buckets"] for row in rows]
     figure, axes = report.new_figure(8, 4.5)
-    measured = [1000 * row["measured"] for row in rows]
-    axes.plot(buckets, measured, "o-", color="#332288", linewidth=2.5, label="measured")
-    simulated = [1000 * row["simulated"] for row in rows]
-    axes.plot(buckets, simulated, "x--", color="#332288", label="simulated")
     numbers = numpy.geomspace(1, max(buckets), 100)
     curve = [1000 * overhead(number, result["gradient_bytes"], link) for number in numbers]
     axes.plot(numbers, curve, ":", color="black", label="formula")
+    simulated = [1000 * row["simulated"] for row in rows]
+    axes.plot(buckets, simulated, "x", color="#CC79A7", ms=10, mew=2.5, label="simulated")
+    measured = [1000 * row["measured"] for row in rows]
+    axes.plot(buckets, measured, "o", color="#332288", ms=8, label="measured")
     best = min(rows, key=lambda row: row["measured"])
-    axes.plot(best["buckets"], 1000 * best["measured"], "o", ms=16, mfc="none", color="#D55E00")
+    axes.plot(best["buckets"], 1000 * best["measured"], "o", ms=18, mfc="none", color="#D55E00")
     axes.set_xscale("log")
+    axes.invert_xaxis()  # many calls are small buckets
     sizes = [row["name"].partition(", ")[2] for row in rows]
     calls = [f"{n} calls" if n > 1 else "1 call" for n in buckets]
     axes.set_xticks(buckets, [f"{size}\n{n}" for size, n in zip(sizes, calls, strict=True)])

@@ -13,7 +13,7 @@ SCRIPT = Path(__file__).with_name("bucket_sweep.py")
 
 
 def test_best_number_of_buckets_is_the_minimum_of_the_overhead():
-    link = Link(5e-4, 1e9)
+    link = Link(0.0, 1e9, blocking_call_seconds=5e-4)
     best = bucket_sweep.best_number_of_buckets(1e8, link)
     numbers = [best, 0.99 * best, 1.01 * best]
     least, *others = [bucket_sweep.overhead(n, 1e8, link) for n in numbers]
@@ -32,4 +32,8 @@ def test_run(forked, tmp_path):
     _, *rows = result["overheads"]
     assert [row["measured"] for row in rows] == pytest.approx([p50 - none for p50 in p50s])
     assert all(row["formula"] > 0 for row in rows)
+    for candidate, row in zip(result["candidates"], result["overheads"], strict=True):
+        for samples, each in zip(candidate["step_seconds"], row["ranks"], strict=True):
+            assert [each["min"], each["max"]] == [min(samples), max(samples)]
+            assert each["mean"] == pytest.approx(sum(samples) / len(samples))
     assert [row["buckets"] for row in rows][:3] == [1, 1, 4]

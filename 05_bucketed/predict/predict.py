@@ -1,8 +1,9 @@
-r"""05: how long does a step of 02 to 05 take? Predicted from three measurements, and measured.
+r"""05: how long does a step of 02 to 05 take? Predicted from four measurements, and measured.
 
-What an all-reduce costs alone (o for the call, 1/w for each byte), when each gradient is there in a
-step that sends nothing, and what the optimizer takes. From these `simulate` plays a step, call
-after call. No step that communicates goes in; those are measured beside.
+What an all-reduce costs alone (o for the call, 1/w for each byte), how long it keeps a processor
+busy, when each gradient is there in a step that sends nothing, and what the optimizer takes. From
+these `simulate` plays a step, call after call. No step that communicates goes in; those are
+measured beside.
 
     make 05_bucketed/predict NPROC=2                                    (see also ARGS="--help")
     make 05_bucketed/predict NETWORK=1gbit,1ms
@@ -15,13 +16,16 @@ Source: Li et al., "PyTorch Distributed", VLDB 2020.
 """
 
 import json
+import os
 import re
 import sys
+import time
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -36,31 +40,42 @@ from common import ladder, report, setup, timing
 
 
 class Link(NamedTuple):
-    """What an all-reduce costs: o, and a second for each w bytes; so many are under way at once."""
+    """What an all-reduce costs: o, and a second for each w bytes; so many are under way at once.
+
+    One that is waited for before the next is launched has an o of its own, and one that is under
+    way during backward takes processor time from it.
+    """
 
     call_seconds: float
     bytes_per_second: float
     calls_at_once: int = 1
+    blocking_call_seconds: float = 0.0
+    processor_per_call: float = 0.0  # seconds
+    processor_per_byte: float = 0.0
 
 
 def simulate(calls: list, backward_ends: float, strategy: Strategy, link: Link) -> list:
-    """Return when each all-reduce begins and arrives, in seconds from a step's begin.
+    """Return when each all-reduce is launched, begins and arrives, in seconds from a step's begin.
 
-    `calls`: (bytes, when the gradients are there) of each, in launch order. They send their bytes
-    in that order, one after another; o passes beside those of others.
+    `calls`: (bytes, when the gradients are there without communication) of each, in launch order.
+    They send their bytes in that order, one after another; o passes beside those of others.
     """
     places = [0.0] * link.calls_at_once  # when each is free for another call
-    wire_is_free = 0.0
+    wire_is_free = late = 0.0
+    one_by_one = strategy.launches == ONE_BY_ONE
+    call_seconds = link.blocking_call_seconds if one_by_one else link.call_seconds
     arrived = backward_ends
     spans = []
     for size, ready in calls:
-        launched = {WHEN_READY: ready, AFTER_BACKWARD: backward_ends, ONE_BY_ONE: arrived}
+        launched = {WHEN_READY: ready + late, AFTER_BACKWARD: backward_ends, ONE_BY_ONE: arrived}
         launched = launched[strategy.launches]
+        if strategy.launches == WHEN_READY:
+            late += link.processor_per_call + size * link.processor_per_byte
         begins = max(launched, places.pop(0), wire_is_free)
         wire_is_free = begins + size / link.bytes_per_second
-        arrived = wire_is_free + link.call_seconds
+        arrived = wire_is_free + call_seconds
         places.append(arrived)
-        spans.append((begins, arrived))
+        spans.append((launched, begins, arrived))
     return spans
 
 
@@ -84,8 +99,48 @@ class Alone(NamedTuple):
     def step(self, strategy: Strategy) -> float:
         """Return the seconds of a step that sends, as simulated."""
         calls = calls_of(self.gradients, self.ready, strategy.bucket_size_mb)
-        _, arrived = simulate(calls, self.backward_ends, strategy, self.link)[-1]
+        _, _, arrived = simulate(calls, self.backward_ends, strategy, self.link)[-1]
         return max(arrived, self.backward_ends) + self.optimizer
+
+
+def measure_link(device, call_seconds: float, bytes_per_second: float) -> Link:
+    """Measure what calls cost that are launched together; the arguments are of blocking ones.
+
+    Where a GPU computes they take no processor time from backward.
+    """
+    wire = setup.wire()
+    calls_at_once = 2 if dist.get_backend() == "gloo" else 1
+    if wire.text:
+        calls_at_once = wire.network.calls_at_once
+    small = [torch.zeros(2**10, device=device) for _ in range(10)]
+    large = [torch.zeros(2**21, device=device) for _ in range(2)]
+    watch = timing.Stopwatch(device)
+    # The ranks of a host share its cores: what one takes of them delays one with a part of a core.
+    ranks_per_core = max(1.0, int(os.environ["LOCAL_WORLD_SIZE"]) / setup.cores())
+
+    def all_reduces(tensors: list[torch.Tensor]) -> dict[str, float]:
+        watch.mark("start")
+        processor = time.process_time()
+        for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
+            work.wait()
+        processor = (time.process_time() - processor) * ranks_per_core / wire.stretch
+        watch.mark("end")
+        times = {"seconds": watch.seconds("start", "end"), "processor": processor}
+        return {name: seconds / len(tensors) for name, seconds in times.items()}
+
+    candidates = {"small": partial(all_reduces, small), "large": partial(all_reduces, large)}
+    samples = timing.measure(candidates, steps=5, warmup=1)
+
+    def median(size: str, quantity: str) -> float:
+        return float(numpy.median(samples[size][quantity]))
+
+    together = median("small", "seconds") * calls_at_once
+    link = Link(together, bytes_per_second, calls_at_once, call_seconds)
+    if device.type == "cuda":
+        return link
+    per_call = median("small", "processor")
+    per_byte = max(0.0, median("large", "processor") - per_call) / large[0].nbytes
+    return link._replace(processor_per_call=per_call, processor_per_byte=per_byte)
 
 
 def measure_beside(args, device, wrappers: dict, result: dict, in_turn=True) -> Alone:
@@ -127,10 +182,8 @@ def measure_beside(args, device, wrappers: dict, result: dict, in_turn=True) -> 
     keys = ("ready", "forward_ends", "backward_ends", "optimizer_seconds")
     moments = [numpy.max(candidates[0][key], axis=0) for key in keys]
     moments = [numpy.median(each, axis=0).tolist() for each in moments]
-    calls_at_once = 2 if dist.get_backend() == "gloo" else 1
-    if setup.wire().text:
-        calls_at_once = setup.wire().network.calls_at_once
-    return Alone(gradients, *moments, Link(*measured[0]["all_reduce"].values(), calls_at_once))
+    result["link"] = measure_link(device, **measured[0]["all_reduce"])._asdict()
+    return Alone(gradients, *moments, Link(**result["link"]))
 
 
 def print_predicted(result: dict) -> None:
@@ -141,9 +194,15 @@ def print_predicted(result: dict) -> None:
         measured = report.percentiles(candidate["step_seconds"])[0]
         predicted = result["predicted"][name]
         row = [name, str(calls), f"{1000 * predicted:.1f}", f"{1000 * measured:.1f}"]
-        rows.append([*row, f"{100 * (predicted / measured - 1):+.1f} %"])
-    report.print_table(["step, ms", "all-reduces", "predicted", "measured", "error"], rows)
-    setup.say("measured: p50 of all steps of all ranks")
+        for seconds in (predicted, result["without_contention"][name]):
+            row.append(f"{100 * (seconds / measured - 1):+.1f} %")
+        rows.append(row)
+    header = ["step, ms", "all-reduces", "predicted", "measured", "error", "without contention"]
+    report.print_table(header, rows)
+    setup.say(
+        "measured: p50 of all steps of all ranks; without contention: the error if calls took no\n"
+        "processor time from backward"
+    )
 
 
 # ==================================================================================================
@@ -188,7 +247,10 @@ def main():
         result = report.begin("05_bucketed/predict", args, device)
         stages = compare.strategies(args.bucket_size_mb).items()
         alone = measure_beside(args, device, {name: each.wrap for name, each in stages}, result)
+        link = alone.link._replace(processor_per_call=0.0, processor_per_byte=0.0)
+        free = alone._replace(link=link)
         result["predicted"] = {name: alone.step(strategy) for name, strategy in stages}
+        result["without_contention"] = {name: free.step(strategy) for name, strategy in stages}
         print_predicted(result)
         report.write_json(args.json, result)
     if args.json and setup.is_rank_0():

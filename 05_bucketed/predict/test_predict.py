@@ -19,7 +19,7 @@ from strategies import AFTER_BACKWARD, ONE_BY_ONE, WHEN_READY, Strategy
 from tools import testing
 
 FOLDER = Path(__file__).resolve().parent
-LINK = Link(0.5, 16.0, calls_at_once=2)  # 8 bytes: half a second on the wire
+LINK = Link(0.5, 16.0, calls_at_once=2, blocking_call_seconds=0.5)  # 8 bytes: 0.5 s on the wire
 OVERLAP = Strategy(None, 0, WHEN_READY)
 CONTROL = Strategy(None, 0, AFTER_BACKWARD)
 BLOCKING = Strategy(None, 0, ONE_BY_ONE)
@@ -34,16 +34,33 @@ CASES = [
 ]
 
 
+def times(calls: list, way: Strategy, link: Link) -> list:
+    """When each begins and arrives; backward ends at second 4."""
+    return [(begins, arrived) for _, begins, arrived in simulate(calls, 4.0, way, link)]
+
+
 def test_calls_during_and_after_backward():
     """Two at a time, or each when the one before has arrived, or where the network takes one."""
     for calls, spans in CASES:
-        assert simulate(calls, 4.0, OVERLAP, LINK) == spans
+        assert times(calls, OVERLAP, LINK) == spans
     early = [(8.0, 1.0)] * 3
     two = [(4.0, 5.0), (4.5, 5.5), (5.0, 6.0)]
     one = [(4.0, 5.0), (5.0, 6.0), (6.0, 7.0)]
-    assert simulate(early, 4.0, CONTROL, LINK) == two
-    assert simulate(early, 4.0, BLOCKING, LINK) == one
-    assert simulate(early, 4.0, CONTROL, LINK._replace(calls_at_once=1)) == one
+    assert times(early, CONTROL, LINK) == two
+    assert times(early, BLOCKING, LINK) == one
+    assert times(early, CONTROL, LINK._replace(calls_at_once=1)) == one
+    slower = LINK._replace(blocking_call_seconds=1.0)
+    assert times(early[:2], BLOCKING, slower) == [(4.0, 5.5), (5.5, 7.0)]
+
+
+def test_calls_during_backward_take_processor_time_from_it():
+    """Each delays all gradients that come later; after backward there is nothing to delay."""
+    link = LINK._replace(processor_per_call=0.25, processor_per_byte=1 / 32)  # 0.5 s for 8 bytes
+    calls = [(8.0, 1.0), (8.0, 3.0), (8.0, 4.0)]
+    launched = [span[0] for span in simulate(calls, 4.0, OVERLAP, link)]
+    assert launched == [1.0, 3.5, 5.0]
+    for way in (CONTROL, BLOCKING):
+        assert simulate(calls, 4.0, way, link) == simulate(calls, 4.0, way, LINK)
 
 
 def gradients(*sizes_mb: int) -> list[torch.nn.Parameter]:
@@ -62,10 +79,15 @@ def test_a_step():
     assert alone.step(Strategy(None, None, AFTER_BACKWARD)) == 4.0 + 1.0 + 0.5 + 0.25
 
 
+NAMES_ON_THE_PAGE = "callSeconds bytesPerSecond callsAtOnce blockingCallSeconds".split()
+NAMES_ON_THE_PAGE += ["processorPerCall", "processorPerByte"]
+MORE = 0.0045, 0.001, 6e-10  # of a link
+
+
 def test_the_page_computes_the_same():
     """Every strategy on random calls, one and two at once; the buckets; the ring.
 
-    The ring is of a network of 1 GB/s and 1 ms, whose calls cost 0.4 ms besides.
+    The ring is of a network of 1 GB/s and 1 ms, and of 8 ranks.
     """
     torch.manual_seed(0)
     calls = torch.rand(30, 2).mul(torch.tensor([1e7, 0.3])).tolist()
@@ -78,20 +100,22 @@ def test_the_page_computes_the_same():
         kind = json.dumps(
             {"overlap": way.launches == WHEN_READY, "blocking": way.launches == ONE_BY_ONE}
         )
-        of_page = f"{{ callSeconds: 0.0044, bytesPerSecond: 1.25e8, callsAtOnce: {calls_at_once} }}"
-        asked.append(f"simulate({calls}, 0.3, {kind}, {of_page})")
+        of_page = dict(zip(NAMES_ON_THE_PAGE, (0.0041, 1.25e8, calls_at_once, *MORE), strict=True))
+        asked.append(f"simulate({calls}, 0.3, {kind}, {json.dumps(of_page)})")
     page = (FOLDER / "step.html").read_text(encoding="utf-8")
     model = re.search(r'<script id="model">(.*?)</script>', page, re.DOTALL)[1]
     program = f"{model}\nconsole.log(JSON.stringify([{', '.join(asked)}]))"
     command = [shutil.which("node") or pytest.skip("no node"), "-e", program]
     data, ring, *said = json.loads(subprocess.run(command, stdout=subprocess.PIPE).stdout)
     # 14 steps of two delays, and 14/8 of the bytes.
-    assert list(ring.values()) == pytest.approx([0.0284, 1e9 / 1.75, 1])
+    assert 0.028 < ring["callSeconds"] < ring["blockingCallSeconds"] < 0.029
+    assert ring["bytesPerSecond"] == pytest.approx(1e9 / 1.75)
+    assert ring.keys() == {*NAMES_ON_THE_PAGE}
     sizes, ready = zip(*data, strict=True)
     parameters = [torch.nn.Parameter(torch.empty(n // 4, device="meta")) for n in sizes]
     here = [predict.calls_of(parameters, ready, mb) for mb in (0, 1, 5, None)]
-    here += [simulate(calls, 0.3, way, Link(0.0044, 1.25e8, n)) for n, way in ways]
-    assert said == [[list(pair) for pair in pairs] for pairs in here]
+    here += [simulate(calls, 0.3, way, Link(0.0041, 1.25e8, n, *MORE)) for n, way in ways]
+    assert said == [[list(times) for times in of_calls] for of_calls in here]
 
 
 def test_run(forked, tmp_path):
@@ -104,6 +128,7 @@ def test_run(forked, tmp_path):
     for ready, ends in zip(alone["ready"], alone["backward_ends"], strict=True):
         assert max(map(max, ready)) <= max(ends) and {len(moments) for moments in ready} == {15}
     assert list(result["predicted"]) == list(compare.strategies(5.0))
+    assert result["link"]["processor_per_call"] > 0
     testing.assert_png(tmp_path / "gradients.png")
     data = re.search(r"const DATA = (.*);", (tmp_path / "step.html").read_text())[1]
     assert len(json.loads(data)["gradients"]) == 15

@@ -1,25 +1,31 @@
-r"""05: send less, and see what it costs. Loss over time, on a network as slow as you like.
+r"""05: send less, and see what it costs. Loss over time, on any network, by a calculated clock.
 
 Stages 02 to 05 send every gradient of every step. On a slow network one sends less: numbers of 16
 bits, matrices of a low rank, the sum of several batches, or nothing for many steps and then the
 mean of the weights. Each gives something up. Here all train one small transformer from the same
-weights, on the sources of Python's standard library, for the same time. `alone` never sends
-anything: what does not beat it should not communicate.
+weights, on the sources of Python's standard library. `alone` never sends anything: what does not
+beat it should not communicate.
 
-    make 05_bucketed/send_less NPROC=4 NETWORK=100mbit,1ms                  (see also ARGS="--help")
+A loss needs no network, so each candidate trains once, and the script notes what it sends. From
+that it calculates when each loss would be reached, on as many networks as you like:
+
+    make 05_bucketed/send_less NPROC=4                                      (see also ARGS="--help")
+    make 05_bucketed/send_less NPROC=4 ARGS="--networks 10mbit,20ms 5gbit,0 --seeds 3"
+    torchrun --standalone --nproc-per-node 4 05_bucketed/send_less/send_less.py
+
+Over the emulated network it checks the clock: some train there, with batches as long as calculated.
+
     make 05_bucketed/send_less NPROC=4 NETWORK=1gbit,1ms
-    torchrun --standalone --nproc-per-node 4 01_allreduce/slow_network/over.py 1gbit,1ms \
-        05_bucketed/send_less/send_less.py
 
 Source: Stich, "Local SGD Converges Fast and Communicates Little", 2019; Vogels et al., "PowerSGD",
 2019; Douillard et al., "DiLoCo", 2023.
 """
 
-import json
 import sys
 import sysconfig
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -38,6 +44,7 @@ FOLDERS = [FOLDER.parent, FOLDER.parent / "compare", ROOT / "01_allreduce" / "sl
 sys.path[:0] = [str(folder) for folder in FOLDERS]
 
 from bucketed import BucketedDDP, LanguageModel, broadcast_from_rank_0
+from network import Network, read_network
 
 
 class RoundedDDP(BucketedDDP):
@@ -47,7 +54,8 @@ class RoundedDDP(BucketedDDP):
         while self.waiting and self.ready.issuperset(self.waiting[0].views):
             bucket = self.waiting.pop(0)
             bucket.rounded = bucket.flat.bfloat16()
-            self.works.append(dist.all_reduce(bucket.rounded, async_op=True))
+            work = dist.all_reduce(bucket.rounded, group=self.process_group, async_op=True)
+            self.works.append(work)
 
     def finish_gradient_synchronization(self) -> None:
         super().finish_gradient_synchronization()
@@ -63,17 +71,18 @@ class DiLoCo:
     with Nesterov momentum. With lr=1 and momentum=0 the new weights are their mean: local SGD.
     """
 
-    def __init__(self, module: nn.Module, lr: float = 0.7, momentum: float = 0.9):
-        broadcast_from_rank_0(module, None)
+    def __init__(self, module: nn.Module, lr=0.7, momentum=0.9, process_group=None):
+        broadcast_from_rank_0(module, process_group)
         self.module = module
+        self.process_group = process_group  # the ranks that train together; None: all of them
         self.shared = parameters_to_vector(module.parameters()).detach()  # as of the last average
         self.outer = torch.optim.SGD([self.shared], lr, momentum, nesterov=momentum > 0)
 
     def average(self) -> None:
         """Take the outer step from the weights of the last average, the same on all ranks."""
         local = parameters_to_vector(self.module.parameters()).detach()
-        self.shared.grad = (self.shared - local) / dist.get_world_size()
-        dist.all_reduce(self.shared.grad)
+        self.shared.grad = (self.shared - local) / dist.get_world_size(self.process_group)
+        dist.all_reduce(self.shared.grad, group=self.process_group)
         self.outer.step()
         # A copy, because the parameters become views of it.
         vector_to_parameters(self.shared.clone(), self.module.parameters())
@@ -88,6 +97,12 @@ def power_sgd_ddp(module: nn.Module, min_compression_rate: float = 2.0, rank: in
     state = power_sgd.PowerSGDState(None, rank, 10, min_compression_rate)
     model.register_comm_hook(state, power_sgd.powerSGD_hook)
     return model
+
+
+def diloco_on_one_rank(module: nn.Module) -> DiLoCo:
+    """Return DiLoCo in a group of this rank alone: its outer optimizer without an average."""
+    group, _ = dist.new_subgroups(group_size=1)
+    return DiLoCo(module, process_group=group)
 
 
 def loss_of(model: nn.Module, batch: tuple) -> torch.Tensor:
@@ -127,31 +142,57 @@ class Candidate(NamedTuple):
     train: Callable
     batches: int = 1
     lr: float = 1.5e-3
+    besides: float = 0.0  # seconds of computing that a batch costs besides; measured once
 
 
 CANDIDATES = {
     "alone": Candidate(lambda module: module, train_alone, 20),
     "every step": Candidate(BucketedDDP, train_together),
     "bfloat16": Candidate(RoundedDDP, train_together),
-    "PowerSGD": Candidate(power_sgd_ddp, train_alone),
+    "PowerSGD": Candidate(power_sgd_ddp, train_alone, besides=0.006),
     "every 8 batches": Candidate(BucketedDDP, train_together, 8, 4e-3),
     "local SGD": Candidate(partial(DiLoCo, lr=1.0, momentum=0.0), train_apart, 20),
     "DiLoCo": Candidate(DiLoCo, train_apart, 50),
+    "DiLoCo on one rank": Candidate(diloco_on_one_rank, train_apart, 50),
 }
 
-# ==================================================================================================
-# Below this line: the text, the clock, the table, the picture.
 
+class Point(NamedTuple):
+    """How far a candidate has come: its batches, its all-reduces, their bytes, and the loss."""
+
+    batches: int
+    calls: int
+    size_bytes: int
+    loss: float
+
+
+def clock(point: Point, candidate: Candidate, network: Network, ranks: int) -> float:
+    """Return the seconds after which a candidate has come so far on a network.
+
+    A ring all-reduce takes 2(n-1) steps of two delays each, and 2(n-1)/n of the bytes. Nothing
+    hides it, because the only bucket is full when backward ends.
+    """
+    steps = 2 * (ranks - 1)
+    computing = point.batches * (NOMINAL + candidate.besides)
+    delays = point.calls * steps * 2 * network.delay
+    return computing + delays + steps / ranks * point.size_bytes / network.rate
+
+
+# ==================================================================================================
+# Below this line: the text, the race, the table, the picture.
+
+import medians
 import numpy
-from network import wire
 
 from common import report, setup
 
 MODEL = {"d_model": 128, "d_ff": 512, "layers": 2, "heads": 4, "vocabulary": 256}
 CONTEXT = 64  # tokens of a sequence; a batch is one, so gradients are noisy
-NOMINAL = 0.06  # seconds that a batch of `alone` counts as
-SLICES = 12  # of the time; candidates take turns
-COLORS = ["black", "#332288", "#56B4E9", "#117733", "#A6761D", "#E69F00", "#D55E00"]
+HELD_OUT = 128  # sequences
+NOMINAL = 0.06  # seconds that the computing of a batch counts as
+EVERY = 20  # batches, or a turn: then the loss is taken
+CHECKED = ["alone", "every step", "PowerSGD", "local SGD"]  # over the emulated network
+COLORS = ["black", "#332288", "#56B4E9", "#117733", "#A6761D", "#E69F00", "#D55E00", "#999999"]
 
 
 def read_text() -> list[torch.Tensor]:
@@ -172,119 +213,162 @@ def draw_batch(text: torch.Tensor, sequences: int, generator: torch.Generator) -
     return tokens[:, :-1], tokens[:, 1:]
 
 
-class Racer:
-    """A candidate's model and optimizer, the batches of this rank, and a clock."""
+@contextmanager
+def noted_calls() -> Iterator[list[int]]:
+    """Yield a list that gets the bytes of each all-reduce of several ranks."""
+    calls, all_reduce = [], dist.all_reduce
 
-    def __init__(self, candidate: Candidate, text: torch.Tensor, seed: int):
-        torch.manual_seed(seed)
-        self.candidate = candidate
-        self.module = LanguageModel(**MODEL)
-        self.model = candidate.wrap(self.module)
-        parameters = self.module.parameters()
-        self.optimizer = torch.optim.AdamW(parameters, candidate.lr, (0.9, 0.99), fused=True)
-        self.text = text
-        self.generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
-        self.turn = NOMINAL * candidate.batches  # seconds of the last one, on the clock
-        self.clock = self.sent = 0.0  # seconds; bytes that this rank has sent
-        self.batches = 0
-        self.curve = []  # [seconds, batches, loss of the held-out text]
+    def note(tensor, *arguments, group=None, **options):
+        if dist.get_world_size(group) > 1:
+            calls.append(tensor.nbytes)
+        return all_reduce(tensor, *arguments, group=group, **options)
 
-    def train(self) -> float:
-        """Take a turn on the network; returns seconds of this machine, the mean of the ranks."""
-        count = self.candidate.batches
-        batches = [draw_batch(self.text, 1, self.generator) for _ in range(count)]
-        start = time.perf_counter()
-        with wire:
-            self.candidate.train(self.model, self.optimizer, batches)
-        self.batches += count
-        seconds = torch.tensor(time.perf_counter() - start)
-        dist.all_reduce(seconds)
-        for call in wire.spans:
-            transfer, _ = wire.cost(call.name, call.size_bytes, dist.get_world_size())
-            self.sent += transfer / wire.stretch * wire.network.rate
-        wire.spans.clear()
-        return seconds.item() / dist.get_world_size()
+    dist.all_reduce = note
+    yield calls
+    dist.all_reduce = all_reduce
 
 
-def race(args) -> dict:
-    """Train all in slices of time, in turn; returns {name: its curve, and bytes sent}.
+def race(candidate: Candidate, text, held_out: tuple, args, seed: int, sleep: float) -> dict:
+    """Train until --seconds have passed on every network, by the calculated clock.
 
-    A batch of `alone` counts as NOMINAL seconds, on any machine at any load. What it has really
-    taken in its slice says how far time is stretched: the network's, and all clocks.
+    Returns "points", and the seconds that a batch has taken of the "processor", and "here" in all.
+    """
+    torch.manual_seed(seed)
+    module = LanguageModel(**MODEL)
+    model = candidate.wrap(module)
+    lr = args.lr_times * candidate.lr
+    optimizer = torch.optim.AdamW(module.parameters(), lr, (0.9, 0.99), fused=True)
+    ranks = dist.get_world_size()
+    generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
+    networks = [read_network(each) for each in args.networks]
+    points, calls = [], []
+    batches = processor = here = first_clock = 0
+    while first_clock < args.seconds:
+        if batches >= EVERY * len(points):
+            with torch.no_grad():
+                loss = loss_of(module, held_out) / ranks  # of this rank's share
+            dist.all_reduce(loss)
+            points.append(Point(batches, len(calls), sum(calls), loss.item()))
+            first_clock = min(clock(points[-1], candidate, each, ranks) for each in networks)
+        drawn = [draw_batch(text, 1, generator) for _ in range(candidate.batches)]
+        processor -= time.process_time()
+        here -= time.perf_counter()
+        time.sleep(candidate.batches * sleep)
+        with setup.wire(), noted_calls() as of_turn:
+            candidate.train(model, optimizer, drawn)
+        processor += time.process_time()
+        here += time.perf_counter()
+        batches += candidate.batches
+        calls += of_turn
+    return {"points": points, "processor": processor / batches, "here": here / batches}
+
+
+def race_all(args) -> list[dict]:
+    """Let the candidates race, once with each seed; returns {candidate: what race() found}.
+
+    Over the emulated network only some do, and a batch sleeps for what it lacks of NOMINAL.
     """
     text, held_out = read_text()
-    held_out = draw_batch(held_out, 128, torch.Generator().manual_seed(0))
-    racers = {name: Racer(each, text, args.seed) for name, each in CANDIDATES.items()}
-    wire.pace = racers["alone"].turn
-    for goal in numpy.linspace(0, args.seconds, SLICES + 1)[1:]:
-        for name, racer in racers.items():
-            setup.progress(f"{goal:.0f} of {args.seconds:.0f} s: {name}")
-            while racer.batches == 0 or racer.clock + racer.turn / 2 < goal:
-                seconds = racer.train()
-                if name == "alone":  # its turn takes as long as NOMINAL says, by definition
-                    wire.keep_pace(seconds)
-                else:
-                    racer.turn = seconds / wire.stretch
-                racer.clock += racer.turn
-            with torch.no_grad():
-                loss = loss_of(racer.module, held_out).item() if setup.is_rank_0() else 0.0
-            racer.curve.append([racer.clock, racer.batches, loss])
-            dist.barrier()
-    pace = f"One pace: a batch of alone counts as {NOMINAL:g} s"
-    setup.say(f"{pace}, so a second took {wire.stretch:.2f} s here at the end")
-    return {name: {"curve": each.curve, "sent": each.sent} for name, each in racers.items()}
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    held_out = draw_batch(held_out, HELD_OUT // dist.get_world_size(), generator)
+    names, sleep = list(CANDIDATES), 0.0
+    wire = setup.wire()
+    if wire.text:
+        names, args.networks = CHECKED, [wire.text]
+        wire.connect(wire.text)  # without a stretch, because ranks sleep more than they compute
+        alone = race(CANDIDATES["alone"], text, held_out, args, 0, 0.0)
+        sleep = max(0.0, NOMINAL - alone["here"])
+    races = []
+    for seed in range(args.seeds):
+        found = {}
+        for name in names:
+            setup.progress(f"seed {seed}: {name}")
+            found[name] = race(CANDIDATES[name], text, held_out, args, seed, sleep)
+        races.append(found)
+    return races
 
 
-def print_race(found: dict) -> None:
-    """Print a row for each: batches, what a rank sent, loss at the end, and at equal batches."""
-    same = min(each["curve"][-1][1] for each in found.values())
-    rows = []
-    for name, each in found.items():
-        _, batches, losses = zip(*each["curve"], strict=True)
-        at_same = numpy.interp(same, batches, losses)
-        sent = f"{each['sent'] / 2**20:.1f}"
-        rows.append([name, str(batches[-1]), sent, f"{losses[-1]:.3f}", f"{at_same:.3f}"])
-    report.print_table(["", "batches", "MB sent", "loss", f"after {same} batches"], rows)
-    setup.say("batches, MB sent: of a rank; loss: of held-out text, at the end, and at that number")
+def seconds_on(network: str, name: str, points: list[Point]) -> list[float]:
+    """Return the candidate's clock at each point."""
+    link, ranks = read_network(network), dist.get_world_size()
+    return [clock(point, CANDIDATES[name], link, ranks) for point in points]
 
 
-def draw(results: list[dict], path: Path) -> None:
-    """Draw the loss of the held-out text over time, each result in a panel of its own."""
-    figure, axes = report.new_figure(5 * len(results), 4)
+def losses_of(name: str, races: list[dict]) -> list[list[float]]:
+    """Return the losses at the points, for each seed."""
+    return [[point.loss for point in found[name]["points"]] for found in races]
+
+
+def print_races(races: list[dict], args) -> None:
+    """Print how far each comes on every network, and what a batch takes."""
+    same = min(each["points"][-1].batches for each in races[0].values())
+    others = dist.get_world_size() - 1
+    for network in args.networks:
+        rows = []
+        for name, each in races[0].items():
+            batches, _, sizes, _ = zip(*each["points"], strict=True)
+            seconds = seconds_on(network, name, each["points"])
+            reached = numpy.interp(args.seconds, seconds, batches)
+            sent = 2 * others / (others + 1) * numpy.interp(args.seconds, seconds, sizes)
+            losses = losses_of(name, races)
+            ends = [numpy.interp(args.seconds, seconds, of_seed) for of_seed in losses]
+            at_same = [numpy.interp(same, batches, of_seed) for of_seed in losses]
+            cells = [f"{reached:.0f}", f"{sent / 2**20:.1f}", medians.cell(ends)]
+            times = seconds[-1] / batches[-1], each["here"], each["processor"]
+            cells += [medians.cell(at_same), *[f"{1000 * one:.1f}" for one in times]]
+            rows.append([name, *cells])
+        header = [network, "batches", "MB sent", "loss", f"after {same} batches"]
+        report.print_table([*header, "ms a batch", "here", "processor"], rows)
+        setup.say()
+    setup.say(
+        f"batches, MB sent: of a rank in {args.seconds:g} s; loss: of held-out text, then;\n"
+        "ms a batch: calculated; here, processor: of this machine's time and of its processor.\n"
+        "Losses of several seeds: the median, the lowest and the highest."
+    )
+
+
+def draw(races: list[dict], args, path: Path) -> None:
+    """Draw the median loss of the held-out text over time, each network in a panel of its own."""
+    networks = args.networks
+    figure, axes = report.new_figure(5 * len(networks), 4.5)
     axes.remove()
-    panels = figure.subplots(1, len(results), sharey=True, squeeze=False)[0]
-    for axes, result in zip(panels, results, strict=True):
-        for (name, each), color in zip(result["race"].items(), COLORS, strict=True):
-            seconds, _, losses = zip(*each["curve"], strict=True)
+    panels = figure.subplots(1, len(networks), sharex=True, sharey=True, squeeze=False)[0]
+    for axes, network in zip(panels, networks, strict=True):
+        for (name, each), color in zip(races[0].items(), COLORS, strict=True):
+            losses = numpy.median(losses_of(name, races), axis=0)
             style = "--" if name == "alone" else "-"
-            width = 2.5 if name in ("alone", "every step", "DiLoCo") else 1
-            axes.plot(seconds, losses, style, color=color, linewidth=width, label=name)
-        axes.set_title(result["network"])
-        axes.set_xlabel("seconds")
+            width = 2.5 if name in ("alone", "every step", "local SGD") else 1
+            look = {"color": color, "linewidth": width, "label": name}
+            axes.plot(seconds_on(network, name, each["points"]), losses, style, **look)
+        axes.set_title(network.replace("bit,", "bit/s, "))
+        axes.set_xlabel("seconds, calculated")
     panels[0].set_ylabel("loss of held-out text")
-    panels[-1].legend(frameon=False)
+    panels[0].set_xlim(0, args.seconds)
+    lowest = min(point.loss for each in races[0].values() for point in each["points"])
+    panels[0].set_ylim(0.97 * lowest, 1.35 * lowest)
+    legend = axes.get_legend_handles_labels()
+    figure.legend(*legend, loc="outside lower center", ncols=4, frameon=False)
     report.save_figure(figure, path)
 
 
 def main():
     parser = setup.Parser(__doc__)
     add = parser.add_argument
+    a_network = setup.checked(str, read_network, "a network, as 1gbit,1ms")
+    networks = ["100mbit,1ms", "1gbit,1ms"]
+    add("--networks", type=a_network, nargs="+", default=networks, help="rate, delay of one way")
     add("--seconds", type=setup.positive_number, default=40.0, help="for each, by its own clock")
-    add("--seed", type=setup.whole_number(0), default=0)
+    add("--seeds", type=setup.whole_number(1), default=1, help="train each so many times")
+    add("--lr-times", type=setup.positive_number, default=1.0, help="of every learning rate")
     add("--json", type=setup.output_file, metavar="FILE", help="everything measured, raw")
-    a_file = setup.checked(Path, Path.is_file, "a file")
-    add("--beside", type=a_file, metavar="FILE", help="another run's --json, for the picture")
     setup.add_plot_arguments(parser, "send_less.png")
     args = parser.parse_args()
-    if not wire.network:
-        setup.fail("start it over a network: over.py 100mbit,1ms send_less.py")
     with setup.process_group("cpu", "gloo") as device:
         result = report.begin("05_bucketed/send_less", args, device)
-        result["race"] = race(args)
-        print_race(result["race"])
-        if args.plot and setup.is_rank_0():
-            others = [json.loads(args.beside.read_text())] if args.beside else []
-            draw([*others, result], args.plot)
+        races = result["races"] = race_all(args)
+        print_races(races, args)
+        if args.plot and setup.is_rank_0() and not setup.wire().text:
+            draw(races, args, args.plot)
         report.write_json(args.json, result)
 
 

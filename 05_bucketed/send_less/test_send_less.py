@@ -1,6 +1,5 @@
-"""05/send_less: what each candidate promises, and the script from outside."""
+"""05/send_less: what each candidate promises, the clock, and the script from outside."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -102,7 +101,41 @@ def check_diloco():
         torch.testing.assert_close(averaged[0], shared)
 
 
+def check_two_groups_of_two():
+    """Each group has its own mean, of gradients and of weights."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    rank = dist.get_rank()
+    group = groups[rank // 2]
+    mean = [0.5, 0.5, 2.5, 2.5][rank]
+    rounded = send_less.RoundedDDP(nn.Linear(1, 1, bias=False), process_group=group)
+    rounded(torch.tensor([[float(rank)]])).sum().backward()
+    rounded.finish_gradient_synchronization()
+    assert rounded.module.weight.grad.item() == mean
+    local = send_less.DiLoCo(nn.Linear(1, 1, bias=False), 1.0, 0.0, group)
+    nn.init.constant_(local.module.weight, rank)
+    local.average()
+    assert local.module.weight.item() == pytest.approx(mean)
+
+
+def check_diloco_on_one_rank():
+    """Ranks stay apart, and take the outer step from their own weights."""
+    model = send_less.diloco_on_one_rank(small())
+    before = flat_weights(model.module)
+    optimizer = torch.optim.SGD(model.module.parameters(), lr=0.5)
+    with send_less.noted_calls() as calls:
+        send_less.train_apart(model, optimizer, [batch_of(0)])
+    assert calls == []
+    of_ranks = of_all_ranks(flat_weights(model.module))
+    assert not torch.equal(*of_ranks)
+    alone = small()
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.5)
+    send_less.train_alone(alone, optimizer, [batch_of(0)])
+    change = flat_weights(alone) - before
+    torch.testing.assert_close(flat_weights(model.module), before + 0.7 * 1.9 * change)
+
+
 CHECKS = [check_bfloat16, check_power_sgd, check_diloco_that_averages_each_step, check_diloco]
+CHECKS += [check_diloco_on_one_rank]
 
 
 @pytest.mark.parametrize("check", CHECKS)
@@ -117,35 +150,55 @@ def test_held_out_text_is_held_out():
     assert len(text) > 5 * len(held_out)
 
 
+def test_groups(ranks):
+    ranks(4).run(check_two_groups_of_two)
+
+
+def test_clock():
+    """Three batches, and two calls on 8 ranks: 14 steps of two delays each, 14/8 of the bytes."""
+    network = send_less.read_network("8mbit,10ms")
+    candidate = send_less.Candidate(None, None, besides=0.04)
+    point = send_less.Point(3, 2, 2_000_000, 0.0)
+    assert send_less.clock(point, candidate, network, 8) == pytest.approx(0.3 + 0.56 + 3.5)
+
+
 IN_SHORT = f"""
 import sys
 sys.path.append({str(SCRIPT.parent)!r})
 import send_less
-send_less.SLICES = 1
 send_less.MODEL.update(d_model=64, d_ff=128, layers=1)
 send_less.main()
 """
 PARTS = {"alone": 0, "every step": 1, "bfloat16": 1 / 2, "every 8 batches": 1 / 8}
-PARTS |= {"local SGD": 1 / 20, "DiLoCo": 1 / 50}  # of the gradients, sent for each batch
+PARTS |= {"local SGD": 1 / 20, "DiLoCo": 1 / 50, "DiLoCo on one rank": 0}  # of all gradients
 
 
 def test_run(forked, tmp_path):
-    """Every candidate has trained and sent what it says; another result is drawn beside it."""
+    """Every candidate has trained and sent what it says, with each seed."""
     (tmp_path / "short.py").write_text(IN_SHORT)
-    race = {name: {"curve": [[1.0, 1, 3.0], [2.0, 2, 2.0]]} for name in send_less.CANDIDATES}
-    (tmp_path / "other").write_text(json.dumps({"network": "1gbit,0", "race": race}))
-    words = "--seconds 1 --beside other --json json --plot png".split()
-    status, output = forked(
-        2, testing.OVER, "1gbit,1ms", tmp_path / "short.py", *words, cwd=tmp_path
-    )
+    words = "--networks 1gbit,0 20mbit,5ms --seconds 2 --seeds 2 --json json --plot png".split()
+    status, output = forked(2, tmp_path / "short.py", *words, cwd=tmp_path)
     assert status == 0, output
     testing.assert_png(tmp_path / "png")
-    race = testing.read_json(tmp_path / "json", "05_bucketed/send_less")["race"]
-    assert list(race) == list(send_less.CANDIDATES)
-    sent = {}
-    for name, each in race.items():
-        _, batches, loss = each["curve"][-1]
-        sent[name] = each["sent"] / batches
-        assert loss < 5.5  # ln 256 is 5.55
-    found = {name: sent[name] / sent["every step"] for name in PARTS}
-    assert sent["every step"] > 0 and found == pytest.approx(PARTS)
+    races = testing.read_json(tmp_path / "json", "05_bucketed/send_less")["races"]
+    for race in races:
+        assert list(race) == list(send_less.CANDIDATES)
+        sent = {}
+        for name, each in race.items():
+            batches, _, size_bytes, loss = each["points"][-1]
+            sent[name] = size_bytes / batches
+            assert loss < 5.5  # ln 256 is 5.55
+        parts = {name: sent[name] / sent["every step"] for name in PARTS}
+        assert sent["every step"] > 0 and parts == pytest.approx(PARTS)
+    assert races[0]["alone"]["points"] != races[1]["alone"]["points"]
+
+
+def test_check_of_the_clock(forked, tmp_path):
+    """Over the emulated network, where a step that sends takes longer than one that does not."""
+    (tmp_path / "short.py").write_text(IN_SHORT)
+    words = testing.OVER, "10mbit,5ms", tmp_path / "short.py", *"--seconds 1 --json json".split()
+    status, output = forked(2, *words, cwd=tmp_path)
+    assert status == 0, output
+    [race] = testing.read_json(tmp_path / "json", "05_bucketed/send_less")["races"]
+    assert list(race) == send_less.CHECKED
+    assert race["every step"]["here"] > race["local SGD"]["here"] > 0
