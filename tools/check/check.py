@@ -56,6 +56,8 @@ def main() -> int:
             setup.say(f"not written yet: {name}")
         if not missing:
             passed.append(run_checks(args, text, kind, ranks))
+        elif kind == "fsdp":
+            run_steps(args, text, ranks)
     return 0 if passed and all(passed) else 1
 
 
@@ -100,6 +102,17 @@ def run_checks(args, text: str, kind: str, ranks: int) -> bool:
     counted = [answer for answer in answers if answer.verdict != NOT_TRIED or answer.means]
     setup.say(f"\nhas to hold: {len(passed)} of {len(counted)} passed")
     return passed == counted
+
+
+def run_steps(args, text: str, ranks: int) -> None:
+    """Run and print the checks of the steps that are written of an FSDP."""
+    for check in fsdp.STEPS:
+        answer = runner.run(ranks, SECONDS, adapters.call, check, text, "fsdp", args.layers)
+        if NotImplementedError.__name__ in answer.seen:
+            answer = Answer(NOT_TRIED, "not written yet")
+        show(inspect.getdoc(check), answer)
+        if answer.verdict != PASSED:
+            return
 
 
 def show(promise: str, answer: Answer) -> None:
