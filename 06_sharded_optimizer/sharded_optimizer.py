@@ -14,6 +14,7 @@ Source: Rajbhandari et al., "ZeRO", SC 2020, section 5.1 (P_os); Stanford CS336,
 """
 
 import sys
+from collections import ChainMap
 from functools import partial
 from pathlib import Path
 
@@ -39,36 +40,32 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def __init__(self, params, optimizer_cls, *, process_group=None, **options):
         check_can_be_sharded(optimizer_cls)
-        self.optimizer_cls = optimizer_cls
         self.process_group, self.rank = process_group, dist.get_rank(process_group)
-        self.local = None  # later: the optimizer of the parameters that this rank owns
+        self.local = None  # later: an optimizer_cls with the same groups and state
         self.owners = {}  # parameter -> the rank that keeps its state and updates it
         self.loads = [0] * dist.get_world_size(process_group)  # bytes that each rank owns
-        self.flats = []  # (owner, some parameters that it owns, one flat buffer of their values)
-        self.views = {}  # parameter -> its part of a flat buffer
+        self.flats = []  # what is broadcast, on all ranks in this order
         super().__init__(params, {})  # calls add_param_group() for each group
-        self.local = optimizer_cls([self._own(group) for group in self.param_groups], **options)
+        self.local = optimizer_cls(self.param_groups, **options)
         self.defaults, self.state = self.local.defaults, self.local.state
-        self._sync_from_local()  # the options left at their defaults
+        self.param_groups = self.local.param_groups  # both have what a scheduler changes in them
+        for parameter, owner in self.owners.items():
+            if owner != self.rank:
+                self.state.pop(parameter, None)  # Adagrad makes it at once
 
     def add_param_group(self, param_group: dict) -> None:
         """Assign owners to a new group, also in mid-training; older ones keep owner and state."""
-        if self.local is not None:
-            self._sync_to_local()
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]  # has all its parameters, as schedulers and zero_grad() need
-        if any(hasattr(parameter, "is_shard") for parameter in group["params"]):
+        add = self.local.add_param_group if self.local else super().add_param_group
+        add(param_group)  # to the list that both optimizers have
+        parameters = self.param_groups[-1]["params"]
+        if any(hasattr(parameter, "is_shard") for parameter in parameters):
             self.param_groups.pop()  # what is refused leaves no trace
             raise ValueError("these are FSDP's shards: their state is split already")
-        self._choose_owners(group["params"])
-        self._flatten(group["params"])
-        if self.local is not None:
-            self.local.add_param_group(self._own(group))
-            self._sync_from_local()
-
-    def _own(self, group: dict) -> dict:
-        """Return the same group with only the parameters that this rank owns, maybe none."""
-        return {**group, "params": [p for p in group["params"] if self.owners[p] == self.rank]}
+        self._choose_owners(parameters)
+        alike = {}  # what one buffer can hold; frozen ones, in their own, are not sent
+        for p in parameters:
+            alike.setdefault((self.owners[p], p.requires_grad, p.dtype, p.device), []).append(p)
+        self.flats += [FlatBuffer(self.owners[each[0]], each) for each in alike.values()]
 
     def _choose_owners(self, parameters: list[nn.Parameter]) -> None:
         """Give the largest first, frozen ones last, to the rank with the fewest bytes."""
@@ -78,77 +75,52 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.loads[owner] += parameter.nbytes
             self.owners[parameter] = owner
 
-    def _flatten(self, parameters: list[nn.Parameter]) -> None:
-        """Make parameters of one owner views into one buffer, so that one broadcast sends them."""
-        alike = {}  # kind -> the parameters of a flat buffer; frozen ones, in their own, stay here
-        for parameter in parameters:
-            look = parameter.requires_grad, parameter.dtype, parameter.device
-            alike.setdefault((self.owners[parameter], *look), []).append(parameter)
-        for (owner, *_), members in alike.items():
-            sizes = [parameter.numel() for parameter in members]
-            flat = members[0].detach().new_empty(sum(sizes))
-            self.flats.append((owner, members, flat))
-            for parameter, piece in zip(members, flat.split(sizes), strict=True):
-                strides = torch.empty_like(parameter, device="meta").stride()  # channels_last, too
-                view = piece.as_strided(parameter.shape, strides).copy_(parameter.detach())
-                self.views[parameter] = parameter.data = view
-
     @torch.no_grad()
     def step(self, closure=None):
         """Update this rank's parameters, and send them. All ranks call a closure."""
         with torch.enable_grad():  # a closure runs backward
             loss = closure() if closure is not None else None
-        self._sync_to_local()
-        self.local.step()
-        self._sync_from_local()
-        send = partial(dist.broadcast, group=self.process_group, async_op=True)
+        for flat in self.flats:
+            flat.check()
+        hidden = {p: p.grad for p, owner in self.owners.items() if owner != self.rank}
+        try:
+            for parameter in hidden:
+                parameter.grad = None  # the local optimizer skips it, and makes no state
+            self.local.step()
+        finally:
+            for parameter, gradient in hidden.items():
+                parameter.grad = gradient
         works = []
-        for owner, members, flat in self.flats:  # on all ranks in this order
-            if any(p.requires_grad or p.grad is not None for p in members):
-                works.append(send(flat, group_src=owner))
+        for flat in self.flats:
+            if any(p.requires_grad or p.grad is not None for p in flat.parameters):
+                root = {"group": self.process_group, "group_src": flat.owner}
+                works.append(dist.broadcast(flat.values, **root, async_op=True))
         for work in works:
             work.wait()
         return loss
 
-    def _sync_to_local(self) -> None:
-        """Hand over what a scheduler has changed, or load_state_dict() has replaced."""
-        for parameter, view in self.views.items():
-            if parameter.data_ptr() != view.data_ptr():
-                raise RuntimeError("a parameter has left its flat buffer: move or cast it before")
-        for group, local in zip(self.param_groups, self.local.param_groups, strict=True):
-            local.update({**group, "params": local["params"]})
-        self.local.state = self.state
-
-    def _sync_from_local(self) -> None:
-        """Show in all groups what the local optimizer has in its own, such as a step counter."""
-        for group, local in zip(self.param_groups, self.local.param_groups, strict=True):
-            group.update({**local, "params": group["params"]})
+    def _own(self, state: dict) -> dict:
+        """Return what a state_dict has of this rank's parameters, which are numbers there."""
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        return {n: each for n, each in state.items() if self.owners[parameters[n]] == self.rank}
 
     def state_dict(self) -> dict:
         """Return the whole state on rank 0, on CPU, as without sharding; elsewhere the groups."""
-        groups = super().state_dict()
-        of_ranks = [{} for _ in self.loads]
-        own, received = on_cpu(groups["state"]), of_ranks if self.rank == 0 else None
+        saved, of_ranks = self.local.state_dict(), [{} for _ in self.loads]
+        own, received = on_cpu(self._own(saved["state"])), of_ranks if self.rank == 0 else None
         dist.gather_object(own, received, group=self.process_group, group_dst=0)
-        whole = {}
-        for state in of_ranks:
-            whole.update(state)
-        return {**groups, "state": dict(sorted(whole.items()))}
+        return {**saved, "state": dict(sorted(ChainMap(*of_ranks).items()))}
 
     def load_state_dict(self, state_dict: dict | None) -> None:
         """Load what rank 0 passes: a whole state, saved at any world size or without sharding."""
         received = [on_cpu(state_dict)]
         dist.broadcast_object_list(received, group=self.process_group, group_src=0)
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        own = {}
-        for number, state in received[0]["state"].items():
-            if self.owners[parameters[number]] == self.rank:
-                own[number] = state
-        super().load_state_dict({**received[0], "state": own})
+        self.local.load_state_dict({**received[0], "state": self._own(received[0]["state"])})
+        self.param_groups, self.state = self.local.param_groups, self.local.state  # new ones
 
 
 # ==================================================================================================
-# Below this line: what is refused, the model, verify, the benchmark, main.
+# Below this line: what is refused, flat buffers, the model, verify, the benchmark, main.
 
 
 def check_can_be_sharded(optimizer_cls) -> None:
@@ -157,6 +129,24 @@ def check_can_be_sharded(optimizer_cls) -> None:
         raise ValueError("LBFGS looks at all parameters at once: use it without sharding")
     if hasattr(optimizer_cls, "train"):
         raise ValueError("its train() and eval() would change the parameters of one rank alone")
+
+
+class FlatBuffer:
+    """Holds the values of alike parameters of one owner: they become views into it."""
+
+    def __init__(self, owner: int, parameters: list[nn.Parameter]):
+        self.owner, self.parameters = owner, parameters
+        sizes = [parameter.numel() for parameter in parameters]
+        self.values = parameters[0].detach().new_empty(sum(sizes))
+        for parameter, piece in zip(parameters, self.values.split(sizes), strict=True):
+            strides = torch.empty_like(parameter, device="meta").stride()  # channels_last, too
+            view = piece.as_strided(parameter.shape, strides)
+            parameter.data = view.copy_(parameter.detach())
+
+    def check(self) -> None:
+        address = self.values.untyped_storage().data_ptr()
+        if any(p.untyped_storage().data_ptr() != address for p in self.parameters):
+            raise RuntimeError("a parameter has left its flat buffer: move or cast it before")
 
 
 def on_cpu(state: dict) -> dict:
@@ -180,13 +170,10 @@ ADAMW = torch.optim.AdamW
 SHARDED_ADAMW = partial(ShardedOptimizer, optimizer_cls=ADAMW)
 
 TOLERANCE = 1e-12  # of the weights in verify: the same updates by the same gradients give 0
-MEMORY_LEGEND = "MB: 2^20 bytes, of the rank that has most, after a step\n"
 LEGEND = """\
-Percentiles over all steps of all ranks; forward, backward with the average of gradients, optimizer:
-p50; sent: by rank 0 to its sockets in a step; /: ratio of the p50s, below 1 is faster."""
-OPTIMIZERS_LEGEND = """\
-optimizer: optimizer.step() alone (ZeRO1 averages gradients within it); torch ZeRO: torch's
-ZeroRedundancyOptimizer; view: with its option parameters_as_bucket_view."""
+Percentiles over all steps of all ranks; {}
+sent: by rank 0 to its sockets in a step; /: ratio of the p50s, below 1 is faster."""
+EXPOSED = "exposed: p50 from the last gradient until all are averaged; optimizer: p50 of step();"
 
 
 class LanguageModel(nn.Module):
@@ -255,35 +242,31 @@ def compare(weights: dict, expected: dict, tolerance: float, theirs: str) -> dic
 
     distances = [(weights[name] - weight).abs().max() for name, weight in expected.items()]
     of_ranks = gather_objects(torch.stack(distances).max().item())
-    for distance in of_ranks:  # one by one, because max() may lose a NaN
-        if not distance <= tolerance:
-            sys.exit(f"verify: FAILED, a weight is {distance:.1e} away from {theirs}")
-    worst = max(of_ranks)
-    setup.say(
-        f"verify: passed, all ranks are at most {worst:.1e} away from {theirs}"
-        f" (allowed: {tolerance:.0e})\n"
-    )
+    worst = torch.tensor(of_ranks, dtype=torch.float64).max().item()  # which keeps a NaN
+    if not worst <= tolerance:
+        sys.exit(f"verify: FAILED, a weight is {worst:.1e} away from {theirs}")
+    away = f"at most {worst:.1e} away from {theirs} (allowed: {tolerance:.0e})"
+    setup.say(f"verify: passed, all ranks are {away}\n")
     return {"max_abs_diff": worst, "tolerance": tolerance, "passed": True}
 
 
 class Trainee:
     """Train a language model with averaged gradients, and note what a step takes."""
 
-    def __init__(
-        self, args, device, batch_shape, make_optimizer, wrap=None, finish=average_gradients
-    ):
+    def __init__(self, args, device, batch, make_optimizer, wrap=None, finish=average_gradients):
         from common import ladder, timing
 
+        self.watch = timing.Stopwatch(device)
         shape = ladder.SIZES[args.size][:5]
         torch.manual_seed(args.seed + dist.get_rank())
-        self.tokens, self.targets = torch.randint(shape[-1], (2, *batch_shape), device=device)
+        self.tokens, self.targets = torch.randint(shape[-1], (2, *batch), device=device)
         torch.manual_seed(args.seed)
         with device:
             model = LanguageModel(*shape).to(getattr(torch, args.dtype))
+            self.watch.mark_last_gradient(next(model.parameters()))
             self.model = wrap(model) if wrap else model
         self.optimizer = make_optimizer(self.model.parameters(), lr=1e-4, fused=True)
-        self.finish = finish
-        self.watch = timing.Stopwatch(device)
+        self.is_wrapped, self.finish = wrap is not None, finish
 
     def compute_gradients(self) -> None:
         with self.watch.phase("forward"):
@@ -299,9 +282,12 @@ class Trainee:
         self.compute_gradients()
         with self.watch.phase("optimizer"):
             self.optimizer.step()
-        times = self.watch.times()
-        times["forward_seconds"] = self.watch.seconds("forward starts", "forward ends")
-        times["backward_seconds"] = self.watch.seconds("backward starts", "sync ends")
+        times = {
+            "step_seconds": self.watch.seconds("forward starts", "optimizer ends"),
+            "optimizer_seconds": self.watch.seconds("optimizer starts", "optimizer ends"),
+        }
+        if not self.is_wrapped:  # a wrapper may wait before the last gradient, and have others
+            times["exposed_comm_seconds"] = self.watch.seconds("last gradient", "sync ends")
         return times
 
     def held_parts(self) -> list[int]:
@@ -317,17 +303,13 @@ class Trainee:
 
 def sent_bytes(step) -> float:
     """Return what this rank writes in one more step, to sockets too; nan where no counter is."""
-    dist.barrier()
-    before = written_bytes()
-    step()
-    return written_bytes() - before
-
-
-def written_bytes() -> float:
-    counters = Path("/proc/self/io")  # on Linux
+    counters = Path("/proc/self/io")  # on Linux; the second is of bytes that were written
     if not counters.exists():
         return float("nan")
-    return int(counters.read_text().partition("wchar: ")[2].split()[0])
+    dist.barrier()
+    before = int(counters.read_text().split()[3])
+    step()
+    return int(counters.read_text().split()[3]) - before
 
 
 def print_memory(memory: dict[str, list], parts: list[str]) -> None:
@@ -343,8 +325,6 @@ def print_memory(memory: dict[str, list], parts: list[str]) -> None:
 
 def benchmark(optimizers: dict, args, device, batch_shape) -> dict:
     """Measure unsharded AdamW, this stage, torch's ZeRO: what ranks hold, how long steps take."""
-    from zero1 import ZeRO1
-
     from common import setup
 
     if not args.no_baseline:
@@ -356,22 +336,19 @@ def benchmark(optimizers: dict, args, device, batch_shape) -> dict:
         trainee.step()  # the first one makes the state
         memory[name] = gather_objects(trainee.held_parts())
     print_memory(memory, ["parameters", "gradients", "optimizer state"])
-    setup.say(MEMORY_LEGEND)
+    setup.say("MB: 2^20 bytes, of the rank that has most, after a step\n")
     if not args.no_baseline:
-        alone = new(ADAMW, finish=lambda _: None)
-        candidates = {"no communication": alone, **candidates}
+        candidates = {"no communication": new(ADAMW, finish=lambda _: None), **candidates}
         zero = partial(ZeroRedundancyOptimizer, optimizer_class=ADAMW)
         candidates["torch ZeRO"] = new(zero)
         candidates["torch ZeRO view"] = new(partial(zero, parameters_as_bucket_view=True))
-        zero1 = partial(ZeRO1, optimizer_cls=ADAMW)  # it averages gradients itself
-        candidates["ZeRO1"] = new(zero1, finish=lambda _: None)
-    rows = time_steps(candidates, args, "torch ZeRO")
-    setup.say(OPTIMIZERS_LEGEND)
+    samples = measure_steps(candidates, args)
+    rows = print_steps(samples, "torch ZeRO", "exposed", EXPOSED)
     return {"memory_bytes": memory, "candidates": rows}
 
 
-def time_steps(candidates: dict[str, Trainee], args, baseline: str) -> list[dict]:
-    """Measure their steps in turn, and print them; returns rows of the JSON."""
+def measure_steps(candidates: dict[str, Trainee], args) -> dict[str, dict]:
+    """Measure their steps in turn: {candidate: {quantity: [rank][step]}}, as the JSON has them."""
     from common import ladder, timing
 
     steps = {name: trainee.step for name, trainee in candidates.items()}
@@ -379,25 +356,25 @@ def time_steps(candidates: dict[str, Trainee], args, baseline: str) -> list[dict
     for name, step in steps.items():
         samples[name]["sent_bytes"] = sent_bytes(step)
     timing.profile(steps, args.trace)
-    print_steps(samples, baseline)
-    return [{"name": name, **times} for name, times in samples.items()]
+    return samples
 
 
-def print_steps(samples: dict[str, dict], baseline: str) -> None:
-    """Print a row per candidate."""
+def print_steps(samples: dict[str, dict], baseline: str, exposed: str, legend: str) -> list[dict]:
+    """Print a row per candidate; returns them for the JSON. `exposed`: the title of its column."""
     from common import report, setup
 
     theirs = samples.get(baseline, {}).get("step_seconds")
     rows = []
     for name, times in samples.items():
         row = [name, *report.milliseconds(times["step_seconds"])]
-        for part in ("forward", "backward", "optimizer"):
-            row += report.milliseconds(times[f"{part}_seconds"])[:1]
+        row += report.milliseconds(times["exposed_comm_seconds"])[:1]
+        row += report.milliseconds(times["optimizer_seconds"])[:1]
         sent = f"{times['sent_bytes'] / 2**20:.1f}"
         rows.append([*row, sent, report.ratio(times["step_seconds"], theirs)])
-    header = ["step, ms", "p50", "p75", "p90", "p95", "forward", "backward", "optimizer"]
-    report.print_table([*header, "sent MB", f"/{baseline}"], rows)
-    setup.say(LEGEND)
+    header = ["step, ms", "p50", "p75", "p90", "p95", exposed, "optimizer", "sent MB"]
+    report.print_table([*header, f"/{baseline}"], rows)
+    setup.say(LEGEND.format(legend))
+    return [{"name": name, **times} for name, times in samples.items()]
 
 
 def main():

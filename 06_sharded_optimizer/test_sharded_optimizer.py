@@ -6,15 +6,15 @@ The checks themselves on two ranks: tools/check/test_check.py.
 import io
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from sharded_optimizer import LanguageModel, ShardedOptimizer, compare, gather_objects
+from sharded_optimizer import LanguageModel, ShardedOptimizer, Trainee, compare, gather_objects
 from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
-from zero1 import ZeRO1
 
 from tools import testing
 
@@ -181,6 +181,75 @@ def verify_fails_when_a_rank_has_nan():
         compare(weights, {"w": torch.zeros(2)}, 1.0, "zeros")
 
 
+class FailsOnce(ADAM):
+    """Its first step raises on every rank."""
+
+    fails = True
+
+    def step(self):
+        if self.fails:
+            self.fails = False
+            raise ArithmeticError
+        super().step()
+
+
+def shows_all_gradients_again():
+    """After an error within a step, too: the next one goes on with all of them."""
+    mine, plain = parameters(*SHAPES), parameters(*SHAPES)
+    sharded, unsharded = optimizers_of(FailsOnce, mine, plain)
+    for optimizer, owned in ((sharded, mine), (unsharded, plain)):
+        give_gradients(owned, 0)
+        with pytest.raises(ArithmeticError):
+            optimizer.step()
+        assert all(parameter.grad is not None for parameter in owned)
+        optimizer.step()
+    assert_equal(mine, plain)
+
+
+def follows_its_groups():
+    """Rates that a scheduler sets after loading, and those of a group that was added after it."""
+    mine, plain = parameters(*SHAPES), parameters(*SHAPES)
+    sharded, unsharded = optimizers_of(ADAM, mine[:4], plain[:4], lr=0.1)
+    for optimizer, owned in ((sharded, mine), (unsharded, plain)):
+        train(optimizer, owned, [0])
+        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.param_groups[0]["lr"] = 0.2
+        train(optimizer, owned, [1])
+        optimizer.add_param_group({"params": owned[4:], "lr": 0.3})
+        for group in optimizer.param_groups:
+            group["lr"] /= 2
+        train(optimizer, owned, [2])
+    assert sharded.local.param_groups is sharded.param_groups
+    assert_equal(mine, plain)
+
+
+class DecaysByName(torch.optim.SGD):
+    """Decays what is no bias, by the names that torch keeps in a group."""
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for name, parameter in zip(group["param_names"], group["params"], strict=True):
+                if not name.endswith("bias"):
+                    parameter.mul_(1 - group["lr"])
+        super().step()
+
+
+def keeps_names_with_their_parameters():
+    model, plain = unusual_model(), unusual_model()
+    optimizers = optimizers_of(DecaysByName, model.named_parameters(), plain.named_parameters())
+    for step in range(2):
+        for trained, optimizer in zip((model, plain), optimizers, strict=True):
+            train(optimizer, list(trained.parameters()), [step])
+    assert_equal(list(model.parameters()), list(plain.parameters()))
+
+
+def keeps_no_state_of_others():
+    """Not even that which Adagrad has before the first step."""
+    optimizer = ShardedOptimizer(parameters(*SHAPES), torch.optim.Adagrad)
+    assert optimizer.state and all(optimizer.owners[p] == optimizer.rank for p in optimizer.state)
+
+
 def says_what_is_wrong():
     class Switching(ADAM):
         def train(self):
@@ -226,19 +295,23 @@ def test_state_dict_goes_from_2_to_3_to_1_ranks(ranks):
         assert_same_state(state, unsharded.state_dict())
 
 
-def zero1_of_the_paper_equals_adam_of_averaged_gradients():
-    mine, plain = parameters(*SHAPES), parameters(*SHAPES)
-    sharded, unsharded = ZeRO1(mine, ADAM, lr=0.1), ADAM(plain, lr=0.1)
-    for step in range(3):
-        give_gradients(mine, 10 * step + dist.get_rank())
-        of_ranks = gather_objects([parameter.grad for parameter in mine])
-        for parameter, gradients in zip(plain, zip(*of_ranks, strict=True), strict=True):
-            parameter.grad = sum(gradients) / len(gradients)
-        for optimizer in (sharded, unsharded):
-            optimizer.step()
-        sharded.zero_grad()
-        assert mine[0].grad is None
-    assert_equal(mine, plain)
+def exposed_by_the_marks():
+    """Of a step: its exposed communication, the same by the marks, and the whole step."""
+    args = SimpleNamespace(size="nano", seed=0, dtype="float32")
+    trainee = Trainee(args, torch.device("cpu"), (1, 8), ADAM)
+    times = trainee.step()
+    expected = trainee.watch.seconds("last gradient", "sync ends")
+    return (
+        times["exposed_comm_seconds"],
+        expected,
+        trainee.watch.seconds("sync starts", "sync ends"),
+    )
+
+
+def test_exposed_communication_begins_with_the_last_gradient(ranks):
+    """And has all of the average, which begins after backward."""
+    for found, expected, average in ranks(2).run(exposed_by_the_marks):
+        assert found == expected > average
 
 
 def works_in_a_group_of_two_ranks():
@@ -259,9 +332,12 @@ PROMISES = [
     shares_the_state_out_evenly,
     sends_no_frozen_parameters,
     refuses_a_group_without_a_trace,
+    shows_all_gradients_again,
+    follows_its_groups,
+    keeps_names_with_their_parameters,
+    keeps_no_state_of_others,
     verify_fails_when_a_rank_has_nan,
     says_what_is_wrong,
-    zero1_of_the_paper_equals_adam_of_averaged_gradients,
 ]
 
 
@@ -302,7 +378,7 @@ def test_script(run, tmp_path):
         assert 2 * whole <= sum(state) and max(state) <= most * whole
     if sys.platform == "linux":
         sent = {one["name"]: one["sent_bytes"] / whole for one in result["candidates"]}
-        assert 0.95 < sent["ZeRO1"] < 1.2 and 1.4 < sent["ShardedOptimizer"] < 1.7, sent
+        assert 0.95 < sent["AdamW"] < 1.2 and 1.4 < sent["ShardedOptimizer"] < 1.7, sent
     assert "RightShards (mine)" in output and "traceEvents" in (tmp_path / "trace").read_text()
 
 

@@ -20,7 +20,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 
@@ -32,37 +31,34 @@ class FlatParameter:
     through `.data` is a write: backward finds the same tensor with the same values.
     """
 
-    def __init__(self, name: str, number: int, weights, dtype: torch.dtype, process_group):
-        self.name, self.group = name, process_group
+    def __init__(self, weights: list[nn.Parameter], dtype: torch.dtype, process_group):
+        self.group, self.world_size = process_group, dist.get_world_size(process_group)
         self.requires_grad = weights[0].requires_grad  # that of all
-        world_size = dist.get_world_size(process_group)
-        flat = flatten(weights, world_size)
-        self.local_shard = flat.view(world_size, -1)[dist.get_rank(process_group)].clone()
+        flat = flatten(weights, self.world_size)
+        self.local_shard = flat.view(self.world_size, -1)[dist.get_rank(process_group)].clone()
         self.unsharded = torch.empty_like(flat, dtype=dtype)  # weights travel in this dtype
         self.sharded_params = slices_of(weights, self.local_shard, process_group)  # to be optimized
         views = split_like(weights, self.unsharded)  # modules compute with them
         self.unsharded_params = [v.detach().requires_grad_(self.requires_grad) for v in views]
         self.readers = []  # modules that compute with them: (module, name, whole weight)
-        self.number = torch.tensor([number], device=flat.device)  # of this unit, on all ranks
-        self.numbers = self.number.repeat(world_size)  # of the units that the ranks have gathered
-        self.gathering = []  # calls under way
+        self.gathering = None  # the call under way
         self.missing = set(self.unsharded_params)  # those still without a gradient
         self.reduction = None  # the call under way, what it sends, and what it receives
         self.reshard()
 
     def unshard(self) -> None:
-        """Begin to gather the whole weights. The unit's number travels beside them."""
+        """Begin to gather the whole weights, unless they are here or on their way."""
         if self.unsharded.untyped_storage().size() > 0:
             return
         self.unsharded.untyped_storage().resize_(self.unsharded.nbytes)
-        local = self.local_shard.to(self.unsharded.dtype)
-        gather = partial(all_gather_single, group=self.group, async_op=True)
-        self.gathering = [gather(self.numbers, self.number), gather(self.unsharded.data, local)]
+        local, whole = self.local_shard.to(self.unsharded.dtype), self.unsharded.data
+        self.gathering = all_gather_single(whole, local, group=self.group, async_op=True)
 
     def wait(self) -> None:
         """Wait until the whole weights are here."""
-        while self.gathering:
-            self.gathering.pop().wait()
+        if self.gathering:
+            self.gathering.wait()
+        self.gathering = None
         set_version(self.unsharded, self.local_shard._version)  # a backward of an older step raises
 
     def show_whole(self) -> None:
@@ -82,11 +78,8 @@ class FlatParameter:
         set_version(self.unsharded, NO_MEMORY)  # autograd refuses to read it until it is filled
 
     def begin_reduction(self) -> None:
-        """Begin to send each rank its slice of the gradients, zeros for weights without one.
-
-        This reduce-scatter is an all-to-all and a sum, because gloo's own sends twice as much.
-        """
-        sent = flatten(map(gradient_or_zeros, self.unsharded_params), len(self.numbers))
+        """Begin to send each rank its slice; gloo's own reduce-scatter would send twice as much."""
+        sent = flatten(map(gradient_or_zeros, self.unsharded_params), self.world_size)
         for weight in self.unsharded_params:
             weight.grad = None
         self.missing = set(self.unsharded_params)  # the next ones
@@ -95,11 +88,13 @@ class FlatParameter:
         self.reduction = work, sent, received
 
     def end_reduction(self) -> None:
-        """Add the mean of all ranks to the gradients of the shards."""
+        """Add the mean of all ranks, if it is on its way, to the gradients of the shards."""
+        if self.reduction is None:
+            return
         work, _, received = self.reduction
         self.reduction = None
         work.wait()
-        mean = received.view(len(self.numbers), -1).mean(0, dtype=self.local_shard.dtype)
+        mean = received.view(self.world_size, -1).mean(0, dtype=self.local_shard.dtype)
         gradients = split_like(self.sharded_params, mean)
         for shard, gradient in zip(self.sharded_params, gradients, strict=True):
             shard.grad = gradient if shard.grad is None else shard.grad + gradient
@@ -117,78 +112,57 @@ class FSDP(nn.Module):
 
     def __init__(self, module, compute_dtype=None, process_group=None, prefetch=True, units=None):
         super().__init__()
-        units = units or choose_units(module)
         check_and_broadcast(module, process_group)
         self.module, self.process_group, self.prefetch = module, process_group, prefetch
         self.flats, uses = shard_weights(module, units, compute_dtype, process_group)
         self.uses = [None, *[flat for _, flat in uses], None]  # usually forward's order
         self.order = [flat for flat in reversed(self.flats) if flat.requires_grad]
         self.waiting = self.order.copy()  # all ranks reduce their gradients in this order
-        self.reducing = None  # the one whose gradients travel
         self.in_backward = self.has_gradients = False  # both are False after the finish
         for flat in self.order:
             for weight in flat.unsharded_params:
-                weight.register_post_accumulate_grad_hook(partial(self._gradient_is_there, flat))
+                weight.register_post_accumulate_grad_hook(partial(self.gradient_is_there, flat))
         for number, (unit, _) in enumerate(uses, start=1):
-            unit.register_forward_pre_hook(partial(self._before_forward, number), prepend=True)
-            unit.register_forward_hook(partial(self._after_forward, number), always_call=True)
+            unit.register_forward_pre_hook(partial(self.before_forward, number), prepend=True)
+            unit.register_forward_hook(partial(self.after_forward, number), always_call=True)
         self.layout = layout_of(module)  # which parameters there are; forward compares
 
     def forward(self, *inputs, **kwargs):
         if self.has_gradients:
             raise RuntimeError("call finish_gradient_synchronization() after every backward()")
         check_layout(self)
-        for flat in self.flats:  # what an earlier forward has gathered in vain
+        for flat in self.flats:  # what an earlier forward has gathered and not used
             flat.reshard()
         self.in_backward = False
         return self.module(*inputs, **kwargs)
 
     def _unshard(self, number: int) -> None:
         """Gather the weights of this use, and begin to gather those of the next (prefetch)."""
-        current = self.uses[number]
+        self.uses[number].unshard()  # nothing if it was prefetched
+        self.uses[number].wait()
         following = self.uses[number - 1 if self.in_backward else number + 1]
-        current.unshard()  # nothing if it was prefetched
-        current.wait()
-        if current.numbers.device.type == "cpu":  # elsewhere reading them would stop the host
-            self._check_numbers([current])
         if following and self.prefetch:
             following.unshard()
 
-    def _check_numbers(self, flats: list[FlatParameter]) -> None:
-        """Raise RuntimeError, on all ranks, if they have gathered different units of one size."""
-        for flat in flats:
-            numbers = flat.numbers.tolist()
-            if len(set(numbers)) > 1:
-                names = [self.flats[number].name for number in numbers]
-                todo = "use the same modules in one order, or units=[the module that has them]"
-                raise RuntimeError(f"rank by rank {names} were gathered: {todo}")
-
-    def _before_forward(self, number: int, *_) -> None:
+    def before_forward(self, number: int, *_) -> None:
         """Hook 1, before a module's forward; torch.utils.checkpoint repeats it in backward."""
         self._unshard(number)
         self.uses[number].show_whole()  # now module.weight is the whole weight
 
-    def _after_forward(self, number: int, module: nn.Module, inputs, outputs) -> None:
+    def after_forward(self, number: int, module: nn.Module, inputs, outputs) -> None:
         """Hook 2, after a module's forward."""
-        flat = self.uses[number]
-        flat.show_shards()  # module.weight is this rank's shard again
+        self.uses[number].show_shards()  # module.weight is this rank's shard again
         for tensor in trained_in(outputs):
-            tensor.register_hook(partial(self._before_backward, number))
-            if tensor._base is not None:  # a view that is changed in place loses its hooks
-                tensor._base.register_hook(partial(self._before_backward, number))
-        given = trained_in(inputs)
-        if given and torch.is_grad_enabled() and not flat.requires_grad:
-            # No gradient says when backward is done with frozen weights: those of the inputs do.
-            register_multi_grad_hook(given, lambda _: flat.reshard())
+            tensor.register_hook(partial(self.before_backward, number))
         if not self.in_backward:  # in backward a checkpoint needs them next
-            flat.reshard()
+            self.uses[number].reshard()
 
-    def _before_backward(self, number: int, _) -> None:
+    def before_backward(self, number: int, _) -> None:
         """Hook 3, when the gradient of what a module returned arrives: its backward is next."""
         self.in_backward = True
         self._unshard(number)
 
-    def _gradient_is_there(self, flat: FlatParameter, weight: torch.Tensor) -> None:
+    def gradient_is_there(self, flat: FlatParameter, weight: torch.Tensor) -> None:
         """Hook 4, when a weight's gradient is complete. All ranks reduce in one order."""
         refuse_second_gradient(self, flat, weight)
         self.has_gradients = True
@@ -200,23 +174,17 @@ class FSDP(nn.Module):
 
     def _reduce_next(self) -> None:
         """Begin to reduce the next unit's gradients; to save memory those before arrive first."""
-        self._end_reduction()
-        self.reducing = self.waiting.pop(0)
-        self.reducing.begin_reduction()
-
-    def _end_reduction(self) -> None:
-        if self.reducing:
-            self.reducing.end_reduction()
-        self.reducing = None
+        for flat in self.order:
+            flat.end_reduction()
+        self.waiting.pop(0).begin_reduction()
 
     def finish_gradient_synchronization(self) -> None:
         """Complete all gradients. Call it after backward(), before optimizer.step()."""
         while self.waiting:
             self._reduce_next()  # with zeros for what is missing
-        self._end_reduction()
-        for flat in self.flats:  # frozen ones, and what was gathered in vain
-            flat.reshard()
-        self._check_numbers(self.flats)
+        for flat in self.flats:
+            flat.end_reduction()
+            flat.reshard()  # frozen ones, and what was gathered but not used
         self._average_replicated()
         self.waiting = self.order.copy()
         self.in_backward = self.has_gradients = False
@@ -227,7 +195,6 @@ class FSDP(nn.Module):
         replicated = [parameter for parameter in trained if not hasattr(parameter, "is_shard")]
         if not replicated:
             return
-        check_replicas(replicated, self.process_group)
         gradients = [gradient_or_zeros(parameter) for parameter in replicated]
         mean = flatten(gradients, 1) / dist.get_world_size(self.process_group)
         dist.all_reduce(mean, group=self.process_group)
@@ -321,17 +288,6 @@ def refuse_second_gradient(model: FSDP, flat: FlatParameter, weight: torch.Tenso
         raise RuntimeError(f"a weight's gradient came twice: {todo}")
 
 
-def check_replicas(replicated: list[nn.Parameter], process_group) -> None:
-    """Raise RuntimeError, on all ranks, if a bias or a norm is no longer the same on all."""
-    bits = flatten(replicated, 1).view(torch.int16)  # whole numbers: NaN equals NaN, sums are exact
-    local = bits.sum().view(1)
-    everyones = local.repeat(dist.get_world_size(process_group))
-    all_gather_single(everyones, local, group=process_group)
-    if (everyones != local).any():
-        todo = "clip by model.clip_grad_norm_(), with the same learning rates and seeds everywhere"
-        raise RuntimeError(f"biases and norms differ between ranks since the last step: {todo}")
-
-
 @torch.no_grad()
 def clip(model: FSDP, max_norm: float) -> torch.Tensor:
     """Clip in float32 at least; inf and nan as in torch. Of shards each rank adds its own."""
@@ -369,10 +325,10 @@ def shard_weights(module, units, compute_dtype, process_group) -> tuple[list, li
     Weights of one FlatParameter are alike in dtype and in whether they are trained. Returns all,
     and who needs which: (unit, flat). A tied weight is needed by several units.
     """
+    units = units or choose_units(module)
     in_units = {weight for unit in units for weight in unit.parameters()}
     rest = [weight for weight in module.parameters() if weight not in in_units]
     weights_of = [(module, rest), *[(unit, unit.parameters()) for unit in units]]
-    names = {submodule: name or "the module" for name, submodule in module.named_modules()}
     flats, uses = [], []
     shards = {}  # weight -> (its FlatParameter, this rank's slice, the whole)
     for unit, parameters in weights_of:
@@ -382,8 +338,7 @@ def shard_weights(module, units, compute_dtype, process_group) -> tuple[list, li
             if weight not in shards:
                 alike.setdefault((weight.dtype, weight.requires_grad), []).append(weight)
         for (dtype, _), members in alike.items():
-            dtype = compute_dtype or dtype
-            flat = FlatParameter(names[unit], len(flats), members, dtype, process_group)
+            flat = FlatParameter(members, compute_dtype or dtype, process_group)
             flats.append(flat)
             for number, weight in enumerate(members):
                 shards[weight] = flat, flat.sharded_params[number], flat.unsharded_params[number]
@@ -452,7 +407,7 @@ def load_full_state(model: FSDP, state: dict[str, torch.Tensor]) -> None:
         weights = split_like(flat.unsharded_params, whole)
         for weight, shard in zip(weights, flat.sharded_params, strict=True):
             copy_same(weight, values.pop(shard))
-        flat.local_shard.copy_(whole.view(len(flat.numbers), -1)[dist.get_rank(flat.group)])
+        flat.local_shard.copy_(whole.view(flat.world_size, -1)[dist.get_rank(flat.group)])
     for tensor, value in values.items():
         copy_same(tensor, value)
 

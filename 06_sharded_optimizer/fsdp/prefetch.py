@@ -37,7 +37,6 @@ KINDS = {  # what collectives do, by their names on the network, of which torch 
     "all_to_all_single": REDUCE,
     "allreduce": REDUCE,  # of biases and norms: the only one of its kind, and small
 }
-SMALL = 1000  # bytes: the units' numbers are not drawn
 WAITS = []  # bars of a step
 WAIT = network.SlowWork.wait
 
@@ -57,10 +56,9 @@ def step(trainee: Trainee) -> dict:
     spans.clear()
     times = trainee.step()
     bars = WAITS.copy()
-    for name, size_bytes, _, begins, delivered in spans:
-        if size_bytes > SMALL:
-            kind, row = KINDS[name]
-            bars.append(Bar(kind, begins, delivered, row))
+    for span in spans:
+        kind, row = KINDS[span.name]
+        bars.append(Bar(kind, span.begins, span.delivered, row))
     marks = trainee.watch.marks
     return times | {"bars": timeline.bars_of(marks, marks["sync ends"], bars)}
 

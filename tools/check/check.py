@@ -78,6 +78,8 @@ def main() -> int:
             setup.say(f"not written yet: {name}")
         if not missing:
             passed.append(run_checks(args, text, kind, ranks))
+        elif kind == "fsdp":
+            run_steps(args, text, ranks)
     return 0 if passed and all(passed) else 1
 
 
@@ -126,6 +128,17 @@ def run_checks(args, text: str, kind: str, ranks: int) -> bool:
     rest = f", {len(untried)} not tried" if untried else ""
     setup.say(f"\nhas to hold: {len(passed)} of {counted} passed{rest}")
     return len(passed) == counted
+
+
+def run_steps(args, text: str, ranks: int) -> None:
+    """Run and print the checks of the steps that are written of an FSDP."""
+    for check in fsdp.STEPS:
+        answer = runner.run(ranks, args.seconds, adapters.call, check, text, "fsdp", args.layers)
+        if NotImplementedError.__name__ in answer.seen:
+            answer = Answer(NOT_TRIED, "not written yet")
+        show(inspect.getdoc(check), answer, has_to_hold=True)
+        if answer.verdict != PASSED:
+            return
 
 
 def show(promise: str, answer: Answer, has_to_hold: bool) -> None:

@@ -165,6 +165,40 @@ def loads_what_it_saves(mine, layout=PLAIN):
         raise Warned("each rank's has its own part of the weights alone", OWN_PART)
 
 
+def frees_after_forward(mine, layout=PLAIN):
+    """step 1: forward computes with whole weights, and frees them"""
+    before, model, inputs = storages(), wrap(mine, new(large, layout)), torch.ones(2, 64)
+    with torch.no_grad():
+        output = model(inputs)
+    check_freed(before, layout)
+    if not is_close(output, new(large, layout)(inputs)):
+        raise Failed("the output is not that of whole weights", "they are read before they arrive")
+
+
+def gathers_again_in_backward(mine, layout=PLAIN):
+    """step 2: weights that forward has freed are whole again in backward: inputs' gradients"""
+    before, model = storages(), wrap(mine, new(large, layout))
+    inputs = torch.ones(2, 64, requires_grad=True)
+    loss, expected = (each(inputs).square().mean() for each in (model, new(large, layout)))
+    check_freed(before, layout, twins=1)
+    [found] = torch.autograd.grad(loss, inputs)
+    if not is_close(found, torch.autograd.grad(expected, inputs)[0]):
+        raise Failed(
+            "the inputs' gradient is not that of whole weights", "a weight is gathered late"
+        )
+
+
+def check_freed(before: dict[int, int], layout, twins=0) -> None:
+    """Raise Failed if there is more new memory than shards, and than twins that are whole."""
+    whole = held_bytes(large(layout).parameters())
+    new_bytes = sum(size for address, size in storages().items() if address not in before)
+    if new_bytes > (1 / dist.get_world_size() + twins + 0.4) * whole:
+        raise Failed(
+            f"after forward a rank keeps {new_bytes / whole:.0%} of the weights", NOT_FREED
+        )
+
+
+STEPS = [frees_after_forward, gathers_again_in_backward, trains_with_sgd]  # of exercise.py
 COURSE = [can_be_used, trains_with_sgd, computes_in_float16]
 MEANING = [
     keeps_a_part_of_the_weights,

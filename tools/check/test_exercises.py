@@ -5,6 +5,7 @@ import importlib
 import inspect
 import re
 import sys
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -48,6 +49,106 @@ def judge_filled(folder: str, name: str, checks: list) -> list[tuple]:
 def test_an_exercise_filled_with_the_lesson_holds(late_ranks, folder, name, kind):
     for answers in late_ranks(2).run(judge_filled, folder, name, KINDS[kind].HAS_TO_HOLD):
         assert not [answer for answer in answers if answer.verdict != "passed"], answers
+
+
+def unshard(self):
+    parts = list(self.unsharded.data.view(dist.get_world_size(), -1))
+    self.unsharded.untyped_storage().resize_(self.unsharded.nbytes)
+    dist.all_gather(parts, self.local_shard.data)
+
+
+def reshard(self):
+    self.unsharded.untyped_storage().resize_(0)
+
+
+def before_forward(self, layer, inputs):
+    self.unshard()
+    layer.__dict__["weight"] = self.unsharded
+
+
+def after_forward(self, layer, inputs, output):
+    del layer.__dict__["weight"]
+    self.reshard()
+
+
+def after_forward_in_training(self, layer, inputs, output):
+    after_forward(self, layer, inputs, output)
+    if output.requires_grad:
+        output.register_hook(self.before_backward)
+
+
+def before_backward(self, gradient):
+    self.unshard()
+
+
+def gradient_is_there(self, unsharded):
+    mean = torch.zeros_like(self.local_shard)
+    dist.reduce_scatter(mean, list(unsharded.grad.view(dist.get_world_size(), -1)))
+    mean /= dist.get_world_size()
+    gradient = self.local_shard.grad
+    self.local_shard.grad = mean if gradient is None else gradient + mean
+    unsharded.grad = None
+    self.reshard()
+
+
+def finish_gradient_synchronization(self):
+    shards = {weight.local_shard for weight in self.weights}
+    for parameter in self.module.parameters():
+        if parameter.requires_grad and parameter not in shards:
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+    for weight in self.weights:
+        weight.reshard()
+
+
+def gather_full_params(self):
+    whole = {}
+    for weight in self.weights:
+        weight.unshard()
+        whole[weight.local_shard] = weight.unsharded.detach().clone()
+        weight.reshard()
+    named = self.module.named_parameters(remove_duplicate=False)
+    return {name: whole.get(parameter, parameter) for name, parameter in named}
+
+
+STEPS = [  # methods of the exercise's ShardedWeight, and in the last step of its FSDP
+    [unshard, reshard, before_forward, after_forward],
+    [unshard, reshard, before_forward, after_forward_in_training, before_backward],
+    [gradient_is_there],
+]
+OF_FSDP = [finish_gradient_synchronization, gather_full_params]
+
+
+def filled(cls: type, functions: list) -> type:
+    """A class with these methods, too."""
+    return type(
+        cls.__name__,
+        (cls,),
+        {each.__name__.removesuffix("_in_training"): each for each in functions},
+    )
+
+
+def judge_steps(written: int) -> list:
+    """On a rank: FSDP's exercise with so many steps written; with the last all has to hold."""
+    exercise = import_file(str(ROOT / "06_sharded_optimizer" / "fsdp" / "exercise.py"))
+    weight, mine, checks = exercise.ShardedWeight, exercise.FSDP, KINDS["fsdp"].STEPS
+    assert not_written(mine) == [f"FSDP.{each.__name__}" for each in OF_FSDP]
+    for step in STEPS[:written]:
+        weight = filled(weight, step)
+    if written == len(STEPS):
+        mine, checks = filled(mine, OF_FSDP), checks + KINDS["fsdp"].HAS_TO_HOLD
+    with patch.object(exercise, "ShardedWeight", weight):
+        return [judge(check, mine) for check in checks]
+
+
+@pytest.mark.parametrize("written", [0, 1, 2, 3])
+def test_fsdps_exercise_has_steps_with_checks_that_pass_alone(late_ranks, written):
+    for answers in late_ranks(2).run(judge_steps, written):
+        passed = [answer.verdict == "passed" for answer in answers]
+        assert passed[:3] == [True] * written + [False] * (3 - written), answers
+        assert all("NotImplementedError" in answer.seen for answer in answers[written:3]), answers
+        failed_ones = [answer for answer in answers[3:] if answer.verdict != "passed"]
+        assert {answer.seen for answer in failed_ones} <= {"there is no argument compute_dtype"}
 
 
 def shown(folder: str, line: str) -> dict:
