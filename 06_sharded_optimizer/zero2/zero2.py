@@ -287,16 +287,111 @@ def broadcast_from_rank_0(module: nn.Module, process_group) -> None:
         tensor.detach().copy_(contiguous)
 
 
+class ZeRO2WithoutOverlap(ZeRO2):
+    """The same calls: gradients leave after backward, and all weights are there before forward."""
+
+    def forward(self, *inputs, **kwargs):
+        if self.stale:
+            self.gather()
+        return super().forward(*inputs, **kwargs)
+
+    def _launch_ready(self):
+        if not self.in_step:  # but in the finish
+            super()._launch_ready()
+
+
+LEGEND = """\
+Percentiles over all steps of all ranks. A step gathers what the one before it has changed.
+MB: 2^20 bytes of tensors that a rank holds at most in a step with AdamW and a batch of 8 tokens."""
+
+
+def candidates_of(args) -> dict:
+    """Return what wraps a model, by the names of the rows."""
+    import accounting
+    import fsdp
+    from bucketed import BucketedDDP
+
+    from common import ladder
+
+    options = {"bucket_size_mb": args.bucket_size_mb}
+    if args.no_baseline:
+        return {"ZeRO2": partial(ZeRO2, **options)}
+    return {
+        "no communication": lambda module: module,
+        "BucketedDDP": partial(BucketedDDP, **options),
+        **ladder.torch_ddp(args),
+        "ZeRO2, no overlap": partial(ZeRO2WithoutOverlap, **options),
+        "ZeRO2": partial(ZeRO2, **options),
+        "FSDP": fsdp.FSDP,
+        "torch, no reshard": accounting.torch_fsdp(fsdp.choose_units)["torch, no reshard"],
+    }
+
+
+def most_bytes(make_step, device) -> list[int]:
+    """Return by rank what a model that is made and trained for two steps holds at most."""
+    from common import report
+
+    def train():
+        step = make_step()
+        step()
+        step()
+
+    # gloo lags on a busy machine, so the least counts.
+    of_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, min(report.peak_bytes(train, device) for _ in range(3)))
+    return of_ranks
+
+
+def print_rows(rows: list[dict]) -> None:
+    """Print what a step takes, and what a rank holds; ÷: ratios to rows of this table."""
+    from common import report, setup
+
+    by_name = {row["name"]: row for row in rows}
+    table = []
+    for row in rows:
+        cells = [row["name"], *report.milliseconds(row["step_seconds"])]
+        for other in ("no communication", "torch DDP"):
+            cells.append(report.ratio(row["step_seconds"], by_name.get(other, row)["step_seconds"]))
+        most = max(row["memory_bytes"])
+        of_05 = max(by_name.get("BucketedDDP", row)["memory_bytes"])
+        table.append([*cells, f"{most / 2**20:.1f}", f"{most / of_05:.2f}"])
+    header = ["step, ms", "p50", "p75", "p90", "p95", "÷ no communication", "÷ torch DDP"]
+    report.print_table([*header, "MB", "÷ 05"], table)
+    setup.say(LEGEND)
+
+
 def main():
     root = Path(__file__).resolve().parent.parent.parent
     stage = root / "06_sharded_optimizer"
     sys.path[:0] = [str(folder) for folder in (root, root / "05_bucketed", stage, stage / "fsdp")]
     try:
         import bucketed
+
         from common import ladder, report, setup, timing
     except ModuleNotFoundError as error:
         sys.exit(f"error: {error}: copy the repository's folders common/, 05_* and 06_*, too")
-    args = ladder.stage_parser(__doc__, steps=5, bucket_size_mb=5.0).parse_args()
+    parser = ladder.stage_parser(__doc__, steps=6, bucket_size_mb=5.0)
+    parser.set_defaults(warmup=2)  # seven candidates, and all within a minute
+    args = parser.parse_args()
+    with setup.process_group(args.device, args.backend, args.timeout) as device:
+        result = report.begin("06_sharded_optimizer/zero2", args, device)
+        model = result["model"] = ladder.describe(bucketed.LanguageModel, args)
+        wraps = candidates_of(args)
+        if not args.no_verify:
+            result["verify"] = {"ZeRO2": bucketed.verify(wraps["ZeRO2"], args, device)}
+        tiny = model | {"batch_size": 1, "context_length": 8}
+        memory, steps = {}, {}
+        for name, wrap in wraps.items():
+            setup.progress(f"memory of {name}")
+            memory[name] = most_bytes(partial(bucketed.make_step, wrap, args, device, tiny), device)
+            steps[name] = bucketed.make_step(wrap, args, device, model)
+        samples = timing.measure(steps, args.steps, args.warmup, ladder.pace_of(args))
+        timing.profile(steps, args.trace)
+        result["candidates"] = [
+            {"name": name, "memory_bytes": memory[name], **times} for name, times in samples.items()
+        ]
+        print_rows(result["candidates"])
+        report.write_json(args.json, result)
 
 
 if __name__ == "__main__":
