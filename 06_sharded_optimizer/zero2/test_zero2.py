@@ -3,6 +3,7 @@
 The network that is late leaves NaN in weights and gradients that nobody has waited for.
 """
 
+import re
 from functools import partial
 from pathlib import Path
 
@@ -292,3 +293,33 @@ def trains_in_a_group():
 
 def test_a_group_of_some_ranks(ranks):
     ranks(3).run(trains_in_a_group)
+
+
+QUICK = "--size nano --device cpu --batch-size 1 --context-length 8 --steps 1 --warmup 0".split()
+
+
+@pytest.mark.parametrize("words", [["--no-baseline"], pytest.param([], marks=FULL)])
+def test_script(forked, tmp_path, words):
+    """It trains as one process does; a rank holds less than with stage 05."""
+    testing.write_mnist(tmp_path / "data", 700, 10)  # the last batch is not full
+    words = [*QUICK, *words, "--bucket-size-mb", "0.05"]
+    words += "--data data --json json --trace trace".split()
+    status, output = forked(2, SCRIPT, *words, cwd=tmp_path)
+    assert status == 0, output
+    result = testing.read_json(tmp_path / "json", "06_sharded_optimizer/zero2")
+    assert result["verify"]["ZeRO2"]["max_abs_diff"] <= 1e-10
+    most = {one["name"]: max(one["memory_bytes"]) for one in result["candidates"]}
+    held = 4 * result["model"]["parameters"] * (1 + 3 / 2)
+    assert held < most["ZeRO2"] < 1.3 * held
+    assert most["ZeRO2"] < 0.9 * most.get("BucketedDDP", 4 / 2.5 * held)
+
+
+def test_the_two_steps(forked, tmp_path):
+    """Only without communication nobody waits."""
+    words = ["1gbit,1ms", SCRIPT.with_name("two_steps.py"), *QUICK, "--plot", "plot"]
+    status, output = forked(2, testing.OVER, *words, cwd=tmp_path)
+    assert status == 0, output
+    testing.assert_png(tmp_path / "plot")
+    waits = re.findall(r"^(.*): two steps take \d+ ms; it waits for (\d+)$", output, re.MULTILINE)
+    names = ["no communication", "BucketedDDP", "ZeRO2"]
+    assert [name for name, _ in waits] == names and int(waits[0][1]) == 0 < int(waits[2][1])

@@ -12,6 +12,7 @@ are gathered during the next forward, first layers first. So forward hides half 
 Source: Rajbhandari et al., "ZeRO", SC 2020, 5.2; Zhang et al., "DeAR", ICDCS 2023.
 """
 
+import os
 import sys
 from collections.abc import Iterable
 from functools import partial
@@ -28,8 +29,8 @@ class Bucket:
     def __init__(self, weights: list[nn.Parameter], process_group):
         self.group, self.rank = process_group, dist.get_rank(process_group)
         self.world_size = dist.get_world_size(process_group)
-        self.size = sum(weight.numel() for weight in weights)
-        self.flat = weights[0].new_zeros(self.size + -self.size % self.world_size)  # equal slices
+        size = sum(weight.numel() for weight in weights)
+        self.flat = weights[0].new_zeros(size + -size % self.world_size)  # N slices of one size
         for weight, view in zip(weights, views_like(weights, self.flat), strict=True):
             weight.data = view.copy_(weight.detach())
         self.slice = self.flat.view(self.world_size, -1)[self.rank]  # this rank updates it
@@ -43,7 +44,6 @@ class Bucket:
         for weight, view in zip(self.shards, views_like(self.shards, sent), strict=True):
             torch.mul(gradient_or_zeros(weight), 1 / self.world_size, out=view)
             weight.grad = None
-        sent[self.size :] = 0
         self.buffers = buffers
         self.reducing, self.parts = reduce_scatter(received, sent, self.group)
 
@@ -336,9 +336,9 @@ def most_bytes(make_step, device) -> list[int]:
         step()
         step()
 
-    # gloo lags on a busy machine, so the least counts.
+    peaks = [report.peak_bytes(train, device) for _ in range(2)]  # gloo lags on a busy machine
     of_ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, min(report.peak_bytes(train, device) for _ in range(3)))
+    dist.all_gather_object(of_ranks, min(peaks))
     return of_ranks
 
 
@@ -370,8 +370,9 @@ def main():
         from common import ladder, report, setup, timing
     except ModuleNotFoundError as error:
         sys.exit(f"error: {error}: copy the repository's folders common/, 05_* and 06_*, too")
-    parser = ladder.stage_parser(__doc__, steps=6, bucket_size_mb=5.0)
-    parser.set_defaults(warmup=2)  # seven candidates, and all within a minute
+    many = int(os.environ.get("WORLD_SIZE", 2)) > 2
+    parser = ladder.stage_parser(__doc__, steps=3 if many else 5, bucket_size_mb=5.0)
+    parser.set_defaults(warmup=1 if many else 2)  # seven candidates, and all within a minute
     args = parser.parse_args()
     with setup.process_group(args.device, args.backend, args.timeout) as device:
         result = report.begin("06_sharded_optimizer/zero2", args, device)
