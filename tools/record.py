@@ -34,6 +34,7 @@ TORCHRUN = "python -m tools.torchrun --standalone --nproc-per-node 2"
 OVER = "01_allreduce/slow_network/over.py"
 WATERFALL = f"{TORCHRUN} 07_resnet_ddp/waterfall.py"
 PREFETCH = "06_sharded_optimizer/fsdp/prefetch.png"
+ZERO2 = "make 06_sharded_optimizer/zero2"
 TWO_STEPS = "06_sharded_optimizer/zero2/zero2.png"
 LESS = "make 05_bucketed/send_less NPROC=4"
 LESS_SLOW = "results/less_slow.json"
@@ -113,19 +114,20 @@ RECORDINGS = {  # besides those below that are one command
         f"{TORCHRUN} {OVER} 1gbit,1ms 06_sharded_optimizer/fsdp/prefetch.py --plot {PREFETCH}",
     ],
     "06_sharded_optimizer/zero2/reference_output.txt": [
-        *in_turn(3, zero2='make 06_sharded_optimizer/zero2 ARGS="--no-verify --json {}"'),
+        *in_turn(2, zero2=f'{ZERO2} ARGS="--no-verify --json {{}}"'),
+        f'{ZERO2} ARGS="--json results/zero2_3.json"',
         f"{MEDIANS} {left_by('zero2', 'loopback')}",
-        'make 06_sharded_optimizer/zero2 ARGS="--steps 2"',
     ],
     "06_sharded_optimizer/zero2/reference_output_1gbit.txt": [
-        *in_turn(
-            3,
-            zero2_slow=f'make 06_sharded_optimizer/zero2 {SLOW} ARGS="--no-verify --json {{}}"',
-            zero2_of_4=f"make 06_sharded_optimizer/zero2 {SLOW} NPROC=4 "
-            'ARGS="--no-verify --json {}"',
-        ),
-        f"{MEDIANS} {left_by('zero2_slow', '2 ranks')} {left_by('zero2_of_4', '4 ranks')}",
+        *in_turn(2, zero2_slow=f'{ZERO2} {SLOW} ARGS="--no-verify --json {{}}"'),
+        f'{ZERO2} {SLOW} ARGS="--no-verify --json results/zero2_slow_3.json"',
+        f"{MEDIANS} {left_by('zero2_slow', '1 Gbit/s, 1 ms')}",
         f"{TORCHRUN} {OVER} 1gbit,1ms 06_sharded_optimizer/zero2/two_steps.py --plot {TWO_STEPS}",
+    ],
+    "06_sharded_optimizer/zero2/reference_output_4_ranks.txt": [
+        *in_turn(2, zero2_of_4=f'{ZERO2} {SLOW} NPROC=4 ARGS="--no-verify --json {{}}"'),
+        f'{ZERO2} {SLOW} NPROC=4 ARGS="--no-verify --json results/zero2_of_4_3.json"',
+        f"{MEDIANS} {left_by('zero2_of_4', '4 ranks at 1 Gbit/s, 1 ms')}",
     ],
     "06_sharded_optimizer/fsdp/reference_output_accounting.txt": [
         'make 06_sharded_optimizer/fsdp ARGS="--accounting --size xl"',
