@@ -15,19 +15,17 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parent.parent
-FOLDERS = [FOLDER, FOLDER.parent, FOLDER.parent / "fsdp", ROOT / "05_bucketed" / "compare"]
+FOLDERS = [FOLDER, ROOT / "05_bucketed", ROOT / "05_bucketed" / "compare"]
 FOLDERS += [ROOT / "01_allreduce" / "slow_network", ROOT]
 sys.path[:0] = [str(folder) for folder in FOLDERS]
 
-import accounting  # noqa: E402
-import network  # noqa: E402
-import timeline  # noqa: E402
-from compare import BucketedDDP, no_communication  # noqa: E402
-from sharded_optimizer import ADAMW, LanguageModel, Trainee  # noqa: E402
-from timeline import Bar  # noqa: E402
-from zero2 import ZeRO2  # noqa: E402
+import network
+import timeline
+import zero2
+from bucketed import BucketedDDP, LanguageModel
+from timeline import Bar
 
-from common import ladder, report, setup, timing  # noqa: E402
+from common import ladder, report, setup, timing
 
 GATHER, REDUCE = ("all-gather", 1), ("reduce-scatter", 2)  # names of bars, and their rows
 KINDS = {  # what collectives do, by their names on the network, of which torch has changed some
@@ -49,16 +47,15 @@ def noting_wait(*arguments) -> bool:
     return is_done
 
 
-def two_steps(trainee: Trainee) -> dict:
+def two_steps(step, watch: timing.Stopwatch) -> dict:
     """Train; return the seconds of a step, and the bars of two, in ms."""
     network.wire.spans.clear()
     WAITS.clear()
     bars, seconds = [], []
     for _ in range(2):
-        seconds.append(trainee.step()["step_seconds"])
+        seconds.append(step()["step_seconds"])
         for phase in ("forward", "backward", "optimizer"):
-            marks = [trainee.watch.marks[f"{phase} {end}"] for end in ("starts", "ends")]
-            bars.append(Bar(phase, *marks))
+            bars.append(Bar(phase, watch.marks[f"{phase} starts"], watch.marks[f"{phase} ends"]))
     bars += WAITS
     for span in network.wire.spans:
         kind, row = KINDS[span.name]
@@ -75,9 +72,9 @@ def main() -> None:
     network.SlowWork.wait = noting_wait
     options = {"bucket_size_mb": args.bucket_size_mb}
     wraps = {
-        timing.NO_COMMUNICATION: no_communication,
+        timing.NO_COMMUNICATION: lambda module: module,
         "BucketedDDP": partial(BucketedDDP, **options),
-        "ZeRO2": partial(ZeRO2, **options),
+        "ZeRO2": partial(zero2.ZeRO2, **options),
     }
     with setup.process_group(args.device, args.backend, args.timeout) as device:
         result = report.begin("06_sharded_optimizer/zero2", args, device)
@@ -85,8 +82,7 @@ def main() -> None:
         batch_shape = model["batch_size"], model["context_length"]
         candidates = {}
         for name, wrap in wraps.items():
-            trainee = Trainee(args, device, batch_shape, ADAMW, wrap, accounting.finish)
-            candidates[name] = partial(two_steps, trainee)
+            candidates[name] = partial(two_steps, *zero2.make_step(wrap, args, device, batch_shape))
         drawn = timeline.median_steps(candidates, args, result)
         report.write_json(args.json, result)
     labelled = {}

@@ -327,19 +327,39 @@ def candidates_of(args) -> dict:
     }
 
 
-def most_bytes(make_step, device) -> list[int]:
+def make_step(wrap, args, device, batch_shape):
+    """Return a function that trains a model of its own for a step, and its stopwatch."""
+    from bucketed import LanguageModel, train_step
+
+    from common import ladder, timing
+
+    size = ladder.SIZES[args.size]
+    torch.manual_seed(args.seed + dist.get_rank())
+    tokens, targets = torch.randint(size.vocabulary, (2, *batch_shape), device=device)
+    torch.manual_seed(args.seed)
+    with device:
+        model = wrap(LanguageModel(*size[:5]).to(getattr(torch, args.dtype)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    watch = timing.Stopwatch(device)
+
+    def step() -> dict[str, float]:
+        train_step(model, optimizer, watch, tokens, targets)
+        return {"step_seconds": watch.seconds("forward starts", "optimizer ends")}
+
+    return step, watch
+
+
+def most_bytes(wrap, args, device) -> list[int]:
     """Return by rank what a model that is made and trained for two steps holds at most."""
-    from common import report
+    from common import report, timing
 
     def train():
-        step = make_step()
+        step, _ = make_step(wrap, args, device, (1, 8))
         step()
         step()
 
-    peaks = [report.peak_bytes(train, device) for _ in range(2)]  # gloo lags on a busy machine
-    of_ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, min(peaks))
-    return of_ranks
+    # On a busy machine gloo lags, so the least counts.
+    return timing.gather(min(report.peak_bytes(train, device) for _ in range(2)))
 
 
 def print_rows(rows: list[dict]) -> None:
@@ -380,12 +400,12 @@ def main():
         wraps = candidates_of(args)
         if not args.no_verify:
             result["verify"] = {"ZeRO2": bucketed.verify(wraps["ZeRO2"], args, device)}
-        tiny = model | {"batch_size": 1, "context_length": 8}
+        batch_shape = model["batch_size"], model["context_length"]
         memory, steps = {}, {}
         for name, wrap in wraps.items():
             setup.progress(f"memory of {name}")
-            memory[name] = most_bytes(partial(bucketed.make_step, wrap, args, device, tiny), device)
-            steps[name] = bucketed.make_step(wrap, args, device, model)
+            memory[name] = most_bytes(wrap, args, device)
+            steps[name], _ = make_step(wrap, args, device, batch_shape)
         samples = timing.measure(steps, args.steps, args.warmup, ladder.pace_of(args))
         timing.profile(steps, args.trace)
         result["candidates"] = [
