@@ -11,6 +11,7 @@
 ##   make 05_bucketed/compare                02 to 05 beside each other: make compare
 ##   make 05_bucketed/predict                what a model of the step predicts, and what is measured
 ##   make 06_sharded_optimizer               optimizer state split over the ranks (ZeRO stage 1)
+##   make 06_sharded_optimizer/zero2         gradients split too, and as fast as DDP (ZeRO stage 2)
 ##   make 06_sharded_optimizer/fsdp          gradients and parameters split too (ZeRO stage 3)
 ##   make 07_resnet_ddp                      ResNet-18 on one device against torch DDP on NPROC
 ##   make 07_resnet_ddp/sweep                iteration time over models and numbers of ranks

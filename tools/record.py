@@ -34,6 +34,8 @@ TORCHRUN = "python -m tools.torchrun --standalone --nproc-per-node 2"
 OVER = "01_allreduce/slow_network/over.py"
 WATERFALL = f"{TORCHRUN} 07_resnet_ddp/waterfall.py"
 PREFETCH = "06_sharded_optimizer/fsdp/prefetch.png"
+ZERO2 = "make 06_sharded_optimizer/zero2"
+TWO_STEPS = "06_sharded_optimizer/zero2/zero2.png"
 LESS = "make 05_bucketed/send_less NPROC=4"
 COURSE = "--size medium --bucket-sizes-mb 1,10,100,1000 --batch-size 1 --steps 3 --warmup 1"
 RUNS = {  # of compare, three of each
@@ -119,6 +121,22 @@ RECORDINGS = {  # besides those below that are one command
     "06_sharded_optimizer/fsdp/reference_output_1gbit.txt": [
         f'make 06_sharded_optimizer/fsdp {SLOW} ARGS="--no-verify --json results/fsdp_slow.json"',
         f"{TORCHRUN} {OVER} 1gbit,1ms 06_sharded_optimizer/fsdp/prefetch.py --plot {PREFETCH}",
+    ],
+    "06_sharded_optimizer/zero2/reference_output.txt": [
+        *in_turn(2, zero2=f'{ZERO2} ARGS="--no-verify --json {{}}"'),
+        f'{ZERO2} ARGS="--json results/zero2_3.json"',
+        f"{MEDIANS} {left_by('zero2', 'loopback')}",
+    ],
+    "06_sharded_optimizer/zero2/reference_output_1gbit.txt": [
+        *in_turn(2, zero2_slow=f'{ZERO2} {SLOW} ARGS="--no-verify --json {{}}"'),
+        f'{ZERO2} {SLOW} ARGS="--no-verify --json results/zero2_slow_3.json"',
+        f"{MEDIANS} {left_by('zero2_slow', '1 Gbit/s, 1 ms')}",
+        f"{TORCHRUN} {OVER} 1gbit,1ms 06_sharded_optimizer/zero2/two_steps.py --plot {TWO_STEPS}",
+    ],
+    "06_sharded_optimizer/zero2/reference_output_4_ranks.txt": [
+        *in_turn(2, zero2_of_4=f'{ZERO2} {SLOW} NPROC=4 ARGS="--no-verify --json {{}}"'),
+        f'{ZERO2} {SLOW} NPROC=4 ARGS="--no-verify --json results/zero2_of_4_3.json"',
+        f"{MEDIANS} {left_by('zero2_of_4', '4 ranks at 1 Gbit/s, 1 ms')}",
     ],
     "06_sharded_optimizer/fsdp/reference_output_accounting.txt": [
         'make 06_sharded_optimizer/fsdp ARGS="--accounting --size xl"',

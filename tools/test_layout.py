@@ -12,6 +12,7 @@ from tools.testing import ROOT
 
 LESSONS = sorted({path.parent for path in ROOT.glob("0?_*/**/*.py")})
 COMPARING = [ROOT / "05_bucketed" / name for name in ("compare", "bucket_sweep", "predict")]
+COMPARING.append(ROOT / "06_sharded_optimizer" / "zero2")
 MARKER = "\n# " + 98 * "=" + "\n"  # below it is what is not the lesson
 LADDER = {  # script: lines at most above the marker, in all, and changed by the next one
     "02_naive_ddp/naive_ddp.py": (65, 215, 40),
@@ -22,6 +23,7 @@ LADDER = {  # script: lines at most above the marker, in all, and changed by the
 SHORT = LADDER | {
     "06_sharded_optimizer/sharded_optimizer.py": (120, 410, None),
     "06_sharded_optimizer/fsdp/fsdp.py": (215, 450, None),
+    "06_sharded_optimizer/zero2/zero2.py": (180, 430, None),
 }
 
 

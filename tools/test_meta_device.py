@@ -1,4 +1,4 @@
-"""The training steps of 02 to 06 and FSDP on a device whose tensors nobody may ask for a value.
+"""Training steps of 02 to 06, ZeRO2 and FSDP on a device whose tensors nobody may ask for a value.
 
 The device is `meta`, which has shapes and no values, in torch's fake process group, which sends
 nothing. `.item()`, `bool()` and an `if` on a tensor are errors there. On a GPU they would make the
@@ -19,6 +19,7 @@ from overlap_ddp import OverlapDDP
 from sharded_optimizer import ShardedOptimizer, average_gradients
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from zero2 import ZeRO2
 
 from common.ladder import SIZES
 
@@ -87,6 +88,22 @@ def test_a_frozen_fsdp_asks_no_tensor_for_its_value(device):
     model = fsdp.FSDP(layers)
     with nobody_asks(device):
         model(x).sum().backward()
+
+
+def test_zero2_asks_no_tensor_for_its_value(device):
+    """Over more buckets than have buffers, and with clipping."""
+    model, tokens = language_model(device)
+    model = ZeRO2(model, 0.1)
+    optimizer = torch.optim.AdamW(model.shards)
+    with nobody_asks(device):
+        for _ in range(3):
+            model(tokens).sum().backward()
+            model.finish_gradient_synchronization()
+            model.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert len(model.buckets) > len(model.free) > 1
+    assert {shard.device.type for shard in model.shards} == {device.type}
 
 
 def test_the_sharded_optimizer_asks_no_tensor_for_its_value(device):

@@ -14,7 +14,7 @@ from tools.testing import torchrun, wait_for_line
 
 LESSONS = sorted(page.parent for page in ROOT.glob("0?_*/**/README.md"))
 SCRIPTS = [lesson / f"{lesson.name.lstrip('0123456789_')}.py" for lesson in LESSONS]
-COPIED = ["allreduce", "naive_ddp", "sharded_optimizer", "fsdp", "resnet_ddp", "ddp_rpc"]
+COPIED = ["allreduce", "naive_ddp", "sharded_optimizer", "fsdp", "zero2", "resnet_ddp", "ddp_rpc"]
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)

@@ -1,0 +1,325 @@
+"""What ZeRO2 promises, on real ranks: the same weights as stage 05's, slice by slice.
+
+The network that is late leaves NaN in weights and gradients that nobody has waited for.
+"""
+
+import re
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from bucketed import BucketedDDP
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from zero2 import ZeRO2
+
+from tools import testing
+from tools.check import checks_of_wrappers as wrappers
+
+SCRIPT = Path(__file__).with_name("zero2.py")
+FULL = pytest.mark.full
+
+
+class Readable(ZeRO2):
+    """Has all weights whole whenever a check reads them."""
+
+    def gather_full_params(self):
+        self.gather()
+        return dict(self.module.named_parameters())
+
+
+CHECKS = [*wrappers.HAS_TO_HOLD, *wrappers.BEYOND]
+CHECKS.remove(wrappers.accumulates_with_no_sync)
+
+
+@pytest.mark.parametrize("world_size", [3, pytest.param(2, marks=FULL)])
+def test_keeps_promises_of_wrappers(late_ranks, world_size):
+    """Slices of three ranks begin and end within weights."""
+    verdicts = testing.judged(late_ranks, Readable, CHECKS, world_size)
+    assert {verdict.verdict for verdict in verdicts.values()} == {"passed"}, verdicts
+
+
+class Net(nn.Module):
+    """Tied and unused weights, odd sizes, channels_last, attention, a checkpoint, a layer twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(11, 6), nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embedding.weight
+        self.conv = nn.Conv2d(1, 3, 3, padding=1).to(memory_format=torch.channels_last)
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+        self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 13), nn.Linear(13, 6)
+        self.twice, self.never = nn.Linear(6, 6), nn.Linear(5, 3)
+        self.sometimes = nn.Linear(6, 6)
+        self.register_buffer("offset", torch.ones(()))
+
+    def block(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+    def forward(self, tokens, branch=False):
+        x = self.twice(self.embedding(tokens) + self.offset)
+        x = x + self.conv(x.unsqueeze(1)).mean(1)
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        x = self.sometimes(x) if branch else x
+        x = checkpoint(self.block, x, use_reentrant=False)
+        return self.head(self.twice(x))
+
+
+def tokens_of(step):
+    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    return torch.randint(11, (2, 5), generator=generator)
+
+
+def compute_gradients(model, step):
+    tokens = tokens_of(step)
+    output = model(tokens, branch=(step + dist.get_rank()) % 2 == 0)
+    F.cross_entropy(output.flatten(0, 1), tokens.flatten()).backward()
+    model.finish_gradient_synchronization()
+
+
+def twins(bucket_size_mb=0.001, dtype=torch.float64, build=Net, group=None):
+    """A module in ZeRO2, and the same in stage 05's wrapper; an AdamW for each.
+
+    The weights of both lie in memory alike: a matrix product of other addresses is rounded
+    otherwise.
+    """
+    torch.manual_seed(dist.get_rank())
+    modules = [ZeRO2(build().to(dtype), bucket_size_mb, group).module for _ in range(2)]
+    modules[1].load_state_dict(modules[0].state_dict())
+    pairs = []
+    for wrapper, module in zip((ZeRO2, BucketedDDP), modules, strict=True):
+        model = wrapper(module, bucket_size_mb, group)
+        pairs.append((model, torch.optim.AdamW(model.parameters(), lr=0.01)))
+    return pairs
+
+
+def assert_same_weights(model, other, tolerance=0.0):
+    """In each bit if there is no tolerance."""
+    model.gather()
+    found, expected = model.module.state_dict(), other.module.state_dict()
+    torch.testing.assert_close(dict(found), dict(expected), rtol=0, atol=tolerance)
+
+
+def evaluate(model):
+    with torch.no_grad():
+        return model(tokens_of(0))
+
+
+def trains_as_stage_05(tolerance, bucket_size_mb, dtype):
+    """An evaluation after a step, or between the finish and a step, sees the weights of then."""
+    pairs = twins(bucket_size_mb, dtype)
+    for step in range(20):
+        seen = []
+        for model, optimizer in pairs:
+            compute_gradients(model, step)
+            seen += [evaluate(model)] if step % 5 == 0 else []
+            optimizer.step()
+            seen += [evaluate(model)] if step % 5 == 1 else []
+            optimizer.zero_grad(set_to_none=step % 5 != 2)
+            seen += [evaluate(model), evaluate(model)] if step % 5 == 3 else []
+        half = len(seen) // 2
+        torch.testing.assert_close(seen[:half], seen[half:], rtol=0, atol=tolerance)
+    (model, _), (other, _) = pairs
+    assert_same_weights(model, other, tolerance)
+
+
+BUCKETS = [(0, torch.float64), (0.001, torch.float32), (None, torch.float64)]
+
+
+@pytest.mark.parametrize("bucket_size_mb, dtype", BUCKETS)
+def test_trains_as_stage_05_in_each_bit(late_ranks, bucket_size_mb, dtype):
+    late_ranks(2).run(trains_as_stage_05, 0.0, bucket_size_mb, dtype)
+
+
+@pytest.mark.parametrize("world_size", [3, 4])
+def test_more_ranks_train_as_stage_05_within_rounding(late_ranks, world_size):
+    """gloo's all-reduce adds in another order."""
+    late_ranks(world_size).run(trains_as_stage_05, 1e-12, 0.001, torch.float64)
+
+
+class Sums(nn.Module):
+    """Gradients are whole numbers that the number of ranks divides: no sum is rounded."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(5, width) for width in (7, 3, 11))
+
+    def forward(self, x):
+        return sum(layer(x).sum() for layer in self.layers)
+
+
+def adds_without_rounding():
+    pairs = twins(build=Sums)
+    world_size = dist.get_world_size()
+    for step in range(20):
+        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        x = world_size * torch.randint(-9, 9, (2, 5), generator=generator).double()
+        for model, optimizer in pairs:
+            model(x).backward()
+            model.finish_gradient_synchronization()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_weights(pairs[0][0], pairs[1][0])
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 4])
+def test_whole_numbers_are_added_in_each_bit(ranks, world_size):
+    ranks(world_size).run(adds_without_rounding)
+
+
+def layers_with_a_note(model, notes):
+    """Note at each layer's forward how many buckets nobody has waited for yet."""
+    for layer in model.module:
+        layer.register_forward_hook(
+            lambda *_: notes.append(sum(len(b.gathering) for b in model.buckets))
+        )
+
+
+def overlaps():
+    """Each layer waits for its own bucket alone; a bucket's gradients leave when they are there."""
+    model = ZeRO2(nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(6)]), 0)
+    optimizer = torch.optim.SGD(model.shards, lr=0.1)
+    gathers, launched = [], []
+    layers_with_a_note(model, gathers)
+    for layer in model.module:
+        layer.register_full_backward_hook(lambda *_: launched.append(6 - len(model.waiting)))
+    for _ in range(2):
+        gathers.clear(), launched.clear()
+        model(torch.ones(2, 4, requires_grad=True)).sum().backward()
+        assert len(model.reducing) == 3 and len(model.waiting) == 0
+        assert all(layer.weight.grad is None for layer in model.module)
+        model.finish_gradient_synchronization()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert gathers == [5, 4, 3, 2, 1, 0]
+    assert sorted(launched) == launched and launched[0] <= 1 and launched[-1] >= 5
+
+
+def keeps_parts():
+    """Between steps no gradient of a weight, and 1/N of state and of the shards' gradients."""
+    world_size = dist.get_world_size()
+    [(model, optimizer), _] = twins()
+    compute_gradients(model, 0)
+    optimizer.step()
+    weights = list(model.module.parameters())
+    whole = sum(weight.numel() for weight in weights)
+    most = whole / world_size + len(model.buckets)
+    state = [value for of_one in optimizer.state.values() for value in of_one.values()]
+    assert all(weight.grad is None for weight in weights)
+    assert sum(shard.grad.numel() for shard in model.shards) <= most
+    assert sum(value.numel() for value in state) <= 2 * most + len(weights)
+    assert [shard.ndim for shard in model.shards] == [weight.ndim for weight in model.order]
+    total = torch.tensor(sum(shard.numel() for shard in model.shards))
+    dist.all_reduce(total)
+    assert total == whole
+
+
+def clips_as_torch():
+    pairs = twins()
+    norms = []
+    for model, optimizer in pairs:
+        compute_gradients(model, 0)
+        clip = getattr(
+            model, "clip_grad_norm_", partial(nn.utils.clip_grad_norm_, model.parameters())
+        )
+        norms.append(clip(0.01))
+        optimizer.step()
+    torch.testing.assert_close(*norms, rtol=1e-12, atol=0)
+    assert_same_weights(pairs[0][0], pairs[1][0], 1e-12)
+
+
+def accumulates_by_adding():
+    """Two backwards, with a finish after each, as two with gradients that are kept in 05."""
+    (model, optimizer), (other, other_optimizer) = twins()
+    for step in range(3):
+        for part in (0, 1):
+            compute_gradients(model, 2 * step + part)
+            compute_gradients(other, 2 * step + part)
+        for each in (optimizer, other_optimizer):
+            each.step()
+            each.zero_grad()
+    assert_same_weights(model, other, 1e-12)
+
+
+def refuses_wrong_use():
+    [(model, _), _] = twins()
+    for parameters in (model.parameters(), model.module.parameters()):
+        assert all(parameter.requires_grad for parameter in parameters)
+    loss = model(tokens_of(0)).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="twice"):
+        loss.backward()
+    model.finish_gradient_synchronization()
+    model.zero_grad()
+    compute_gradients(model, 0)
+    with pytest.raises(RuntimeError, match="no_sync"):
+        model.no_sync()
+    with pytest.raises(ValueError, match="only once"):
+        ZeRO2(nn.Sequential(model))
+    for change in (lambda net: net.up.requires_grad_(False), lambda net: net.float()):
+        [(model, _), _] = twins()
+        model(tokens_of(0)).sum().backward()
+        change(model.module)
+        with pytest.raises(RuntimeError, match="wrap again"):
+            model.finish_gradient_synchronization()
+
+
+PROMISES = [overlaps, keeps_parts, clips_as_torch, accumulates_by_adding, refuses_wrong_use]
+
+
+@pytest.mark.parametrize("promise", PROMISES)
+def test_promise(ranks, promise):
+    ranks(2).run(promise)
+
+
+def trains_in_a_group():
+    """Ranks 0 and 2 together, rank 1 alone."""
+    groups = [dist.new_group(members) for members in ([0, 2], [1])]
+    group = groups[dist.get_rank() % 2]
+    pairs = twins(
+        0.0001, group=group, build=lambda: nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1))
+    )
+    for step in range(4):
+        for model, optimizer in pairs:
+            model(torch.full((2, 3), step + dist.get_rank()).double()).sum().backward()
+            model.finish_gradient_synchronization()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_weights(pairs[0][0], pairs[1][0])
+
+
+def test_a_group_of_some_ranks(ranks):
+    ranks(3).run(trains_in_a_group)
+
+
+QUICK = "--size nano --device cpu --batch-size 1 --context-length 8 --steps 1 --warmup 0".split()
+
+
+@pytest.mark.parametrize("words", [["--no-baseline"], pytest.param([], marks=FULL)])
+def test_script(forked, tmp_path, words):
+    """It trains as one process does; a rank holds less than with stage 05."""
+    testing.write_mnist(tmp_path / "data", 700, 10)  # the last batch is not full
+    words = [*QUICK, *words, "--bucket-size-mb", "0.05"]
+    words += "--data data --json json --trace trace".split()
+    status, output = forked(2, SCRIPT, *words, cwd=tmp_path)
+    assert status == 0, output
+    result = testing.read_json(tmp_path / "json", "06_sharded_optimizer/zero2")
+    assert result["verify"]["ZeRO2"]["max_abs_diff"] <= 1e-10
+    most = {one["name"]: max(one["memory_bytes"]) for one in result["candidates"]}
+    held = 4 * result["model"]["parameters"] * (1 + 3 / 2)
+    assert held < most["ZeRO2"] < 1.3 * held
+    assert most["ZeRO2"] < 0.9 * most.get("BucketedDDP", 4 / 2.5 * held)
+
+
+def test_the_two_steps(forked, tmp_path):
+    """Only without communication nobody waits."""
+    words = ["1gbit,1ms", SCRIPT.with_name("two_steps.py"), *QUICK, "--plot", "plot"]
+    status, output = forked(2, testing.OVER, *words, cwd=tmp_path)
+    assert status == 0, output
+    testing.assert_png(tmp_path / "plot")
+    waits = re.findall(r"^(.*): two steps take \d+ ms; it waits for (\d+)$", output, re.MULTILINE)
+    names = ["no communication", "BucketedDDP", "ZeRO2"]
+    assert [name for name, _ in waits] == names and int(waits[0][1]) == 0 < int(waits[2][1])
