@@ -556,7 +556,7 @@ def scheduler_on_rank_0():
 
 def bad_batch_skipped_by_one_rank():
     """Afterwards weights are equal, and one rank's batches lag behind."""
-    model, optimizer = start()
+    model, optimizer = start(lambda net: DDP(net.first))  # with buffers it would hang
     for step in range(13):
         loss = loss_of(model, step)
         if (dist.get_rank(), step) == (1, 4):
@@ -812,5 +812,5 @@ print("trained")
 """
     for words in ([], ["group"]):
         status, output = forked(None, write_script(tmp_path, program), *words)
-        assert status == 0 and output.count("\n") == 2, output
-        assert "world size 1" in output and output.endswith("trained\n")
+        assert status == 0 and output.endswith("trained\n"), output
+        assert output.count("watch 1") == output.count("world size 1") == 1, output
