@@ -148,7 +148,8 @@ def verify(wrap, args, device):
         for batch in order.split(64 * world_size):
             share = batch[rank::world_size]
             train_step(twin, twin_optimizer, watch, images[batch], labels[batch])
-            log.add(train_step(model, optimizer, watch, images[share], labels[share]), watch)
+            loss = train_step(model, optimizer, watch, images[share], labels[share])
+            log.add(loss, watch.times())
         accuracy = ladder.evaluate(epoch, model, *held_out)
     if args.save and rank == 0:
         torch.save(module.state_dict(), args.save)

@@ -154,13 +154,6 @@ def on_cpu(state: dict) -> dict:
     return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), state)
 
 
-def gather_objects(mine) -> list:
-    """Return what all ranks have, by rank."""
-    gathered = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, mine)
-    return gathered
-
-
 def of_adamw(mine, params, **options):
     """Shard AdamW by the user's own class, which takes it by position, as in `make check`."""
     return mine(params, ADAMW, **options)
@@ -212,36 +205,52 @@ def verify(name, make_sharded, args, device) -> dict:
     for make_optimizer in (make_sharded, ADAMW):
         model = ladder.classifier(args.seed, data[0])
         twins.append((model, make_optimizer(model.parameters(), lr=1e-3), average_gradients))
-    train_twins(twins, data, args.seed)
+    train_twins(twins, data, args.seed, args.log_every)
     weights, expected = [model.state_dict() for model, _, _ in twins]
+    if args.save and dist.get_rank() == 0:
+        torch.save(weights, args.save)
     return compare(weights, expected, TOLERANCE, "unsharded AdamW")
 
 
-def train_twins(twins: list[tuple], data: list, seed: int) -> None:
-    """Train models on the same shares of data: (model, its optimizer, what averages gradients)."""
-    from common import ladder
+def train_twins(twins: list[tuple], data: list, seed: int, log_every: int = 0) -> None:
+    """Train models on the same shares of data: (model, its optimizer, what averages gradients).
+
+    With `log_every` it prints how the first one gets on.
+    """
+    from common import ladder, timing
 
     images, labels, *held_out = data
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    watch = timing.Stopwatch(images.device)
+    log = ladder.TrainingLog(log_every, len(images), 64)
     shuffle = torch.Generator().manual_seed(seed)
     for epoch in (1, 2):
         order = torch.randperm(len(images), generator=shuffle)
         for union in order.split(64 * world_size):
             share = union[rank::world_size]
             for model, optimizer, average in twins:
+                watch.mark("step starts")
                 optimizer.zero_grad()
-                F.cross_entropy(model(images[share]), labels[share]).backward()
+                loss = F.cross_entropy(model(images[share]), labels[share])
+                loss.backward()
+                watch.mark("sync starts")
                 average(model)
+                watch.mark("sync ends")
                 optimizer.step()
+                watch.mark("step ends")
+                if model is twins[0][0]:
+                    times = {"step_seconds": watch.seconds("step starts", "step ends")}
+                    times["exposed_comm_seconds"] = watch.seconds("sync starts", "sync ends")
+                    log.add(loss.detach(), times)
         ladder.evaluate(epoch, twins[0][0], *held_out)
 
 
 def compare(weights: dict, expected: dict, tolerance: float, theirs: str) -> dict:
     """Say how far apart any weights are, on any rank; above the tolerance end the run."""
-    from common import setup
+    from common import setup, timing
 
     distances = [(weights[name] - weight).abs().max() for name, weight in expected.items()]
-    of_ranks = gather_objects(torch.stack(distances).max().item())
+    of_ranks = timing.gather(torch.stack(distances).max().item())
     worst = torch.tensor(of_ranks, dtype=torch.float64).max().item()  # which keeps a NaN
     if not worst <= tolerance:
         sys.exit(f"verify: FAILED, a weight is {worst:.1e} away from {theirs}")
@@ -325,7 +334,7 @@ def print_memory(memory: dict[str, list], parts: list[str]) -> None:
 
 def benchmark(optimizers: dict, args, device, batch_shape) -> dict:
     """Measure unsharded AdamW, this stage, torch's ZeRO: what ranks hold, how long steps take."""
-    from common import setup
+    from common import setup, timing
 
     if not args.no_baseline:
         optimizers = {"AdamW": ADAMW, **optimizers}
@@ -334,7 +343,7 @@ def benchmark(optimizers: dict, args, device, batch_shape) -> dict:
     memory = {}
     for name, trainee in candidates.items():
         trainee.step()  # the first one makes the state
-        memory[name] = gather_objects(trainee.held_parts())
+        memory[name] = timing.gather(trainee.held_parts())
     print_memory(memory, ["parameters", "gradients", "optimizer state"])
     setup.say("MB: 2^20 bytes, of the rank that has most, after a step\n")
     if not args.no_baseline:

@@ -12,10 +12,11 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from sharded_optimizer import LanguageModel, ShardedOptimizer, Trainee, compare, gather_objects
+from sharded_optimizer import LanguageModel, ShardedOptimizer, Trainee, compare
 from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 
+from common.timing import gather
 from tools import testing
 
 SCRIPT = Path(__file__).with_name("sharded_optimizer.py")
@@ -57,7 +58,7 @@ def train(optimizer, parameters, steps):
 def assert_equal(mine, expected):
     """The same on all ranks to the last bit, and within 1e-12 of the unsharded optimizer's."""
     values = [parameter.detach().clone() for parameter in mine]
-    for all_values in zip(*gather_objects(values), strict=True):
+    for all_values in zip(*gather(values), strict=True):
         assert all(torch.equal(value, all_values[0]) for value in all_values), "ranks differ"
     assert [value.stride() for value in mine] == [value.stride() for value in expected]
     torch.testing.assert_close(list(mine), list(expected), rtol=0, atol=1e-12)
@@ -155,7 +156,7 @@ def sends_no_frozen_parameters():
         assert sum(call.args[0].numel() for call in broadcast.call_args_list) == expected
         body.requires_grad_()
     for tensor in owned:
-        assert all(torch.equal(tensor, other) for other in gather_objects(tensor.detach()))
+        assert all(torch.equal(tensor, other) for other in gather(tensor.detach()))
 
 
 def refuses_a_group_without_a_trace():

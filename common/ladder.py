@@ -72,8 +72,6 @@ def add_verify_arguments(parser: setup.Parser) -> None:
     add("--no-baseline", action="store_true", help="measure this stage alone, to save memory")
     add("--data", metavar="DIR", help="verify on MNIST from this folder instead of the digits")
     add("--download", action="store_true", help="fetch MNIST into --data first")
-    every = "a line for so many batches while it trains; 0: none"
-    add("--log-every", type=setup.whole_number(0), default=50, metavar="N", help=every)
     trace = "Chrome trace of three more steps of each row, on rank 0; in this machine's time"
     add("--trace", type=setup.output_file, metavar="FILE", help=trace)
 
@@ -81,14 +79,17 @@ def add_verify_arguments(parser: setup.Parser) -> None:
 def stage_parser(description: str, steps: int, **options) -> setup.Parser:
     """Return the command line of stages 02 to 06; `options` are more flags, numbers above 0."""
     parser = setup.Parser(description)
+    add = parser.add_argument
     add_training_arguments(parser, steps)
     for name, default in options.items():
         parser.add_argument(
             "--" + name.replace("_", "-"), type=setup.positive_number, default=default
         )
     add_verify_arguments(parser)
+    every = "a line for so many batches while it trains; 0: none"
+    add("--log-every", type=setup.whole_number(0), default=50, metavar="N", help=every)
     save = "save the verified model: the plain module's state_dict, of rank 0"
-    parser.add_argument("--save", type=setup.output_file, metavar="FILE", help=save)
+    add("--save", type=setup.output_file, metavar="FILE", help=save)
     return parser
 
 
@@ -180,11 +181,10 @@ class TrainingLog:
                 f"{batch_size}, together {ranks * batch_size}"
             )
 
-    def add(self, loss: torch.Tensor, watch: timing.Stopwatch) -> None:
-        """Count a batch with its loss, of which the watch knows the times. All ranks must call."""
+    def add(self, loss: torch.Tensor, times: dict[str, float]) -> None:
+        """Count a batch: its loss, and the seconds of its step. All ranks must call."""
         if not self.every:
             return
-        times = watch.times()
         of_batch = [loss.item(), times["step_seconds"], times["exposed_comm_seconds"]]
         self.sums += torch.tensor(of_batch, dtype=torch.float64)
         self.batches += 1

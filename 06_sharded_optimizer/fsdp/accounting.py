@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from common import ladder, report, setup
-from common.timing import NO_COMMUNICATION
+from common.timing import NO_COMMUNICATION, gather
 
 
 def fully_sharded(choose_units, model: nn.Module, **options) -> nn.Module:
@@ -108,7 +108,7 @@ def measure_memory(args, device, wrap, choose_units) -> dict:
     for name, (make_optimizer, wrapper) in candidates.items():
         if name == "FSDP" or not args.no_baseline:
             trainee = Trainee(args, device, (1, 8), make_optimizer, wrapper, finish)
-            memory[name] = stage.gather_objects(kept_and_in_flight(trainee, device))
+            memory[name] = gather(kept_and_in_flight(trainee, device))
     return memory
 
 
