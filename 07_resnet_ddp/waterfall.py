@@ -1,9 +1,9 @@
 r"""07: from half of one device's time to DDP's: where the rest of the speed-up goes.
 
-N ranks could do a step in an N-th of one device's time. Four kinds of step take turns here: one
-device with the whole batch, one device with a rank's batch, all ranks at once without their
-all-reduces, and DDP. A bar of the picture shows how much longer each takes than the one before. All
-are resnet_ddp.py's train_step, on one batch of noise, and as fast as the slowest rank.
+N ranks could do a step in an N-th of one device's time. One device with the whole batch and DDP
+take turns here. The bars between them show what makes DDP's step longer: that every rank changes
+all weights, what it waits for after its last gradient, and the rest, by which its computing is
+slower. All are resnet_ddp.py's train_step, on one batch of noise.
 
     torchrun --standalone --nproc-per-node 2 07_resnet_ddp/waterfall.py
 """
@@ -11,7 +11,6 @@ are resnet_ddp.py's train_step, on one batch of noise, and as fast as the slowes
 import ctypes
 import sys
 import time
-from contextlib import nullcontext
 from pathlib import Path
 
 import numpy
@@ -28,7 +27,7 @@ def other_threads_seconds() -> float:
     return time.process_time() - time.thread_time()
 
 
-def make_step(device, image_size: int, batch_size: int, ddp: bool = True, synchronize: bool = True):
+def make_step(device, image_size: int, batch_size: int, ddp: bool):
     """Return a step of a model of its own, on so many images; without `ddp` of rank 0 alone."""
     training = resnet_ddp.build(device, ddp, learning_rate=1e-3)
     images = torch.randn(batch_size, 3, image_size, image_size, device=device)
@@ -41,8 +40,7 @@ def make_step(device, image_size: int, batch_size: int, ddp: bool = True, synchr
         watch.mark("start")
         watch.mark("data")  # at once: it lies there
         before = other_threads_seconds()
-        with nullcontext() if synchronize else training.model.no_sync():
-            resnet_ddp.train_step(training, images, labels, watch)
+        resnet_ddp.train_step(training, images, labels, watch)
         of_others = other_threads_seconds() - before
         return resnet_ddp.seconds_of(watch) | {"other_threads_seconds": of_others}
 
@@ -63,18 +61,26 @@ def keep_freed_memory() -> None:
 
 
 def reasons_of(result: dict) -> dict[str, float]:
-    """Return the ms of DDP's step, by what takes them, and their sum, last; of p50s."""
-    one, part, no_all_reduce, ddp = [
-        1000 * numpy.median(numpy.max(times["batch_seconds"], axis=0))  # of the slowest rank
-        for times in result["candidates"].values()
-    ]
-    ideal = one / result["world_size"]
+    """Return the ms of DDP's step, by what takes them, and their sum, last; of p50s.
+
+    Exposed is what the rank that waits least waits: the others also wait for that rank.
+    """
+    one, ddp = result["candidates"].values()
+
+    def p50(times: dict, name: str, of_ranks=numpy.max) -> float:
+        return 1000 * numpy.median(of_ranks(times[name], axis=0))
+
+    ranks = result["world_size"]
+    ideal = p50(one, "batch_seconds") / ranks
+    optimizer = p50(ddp, "optimizer_seconds", numpy.mean) * (1 - 1 / ranks)
+    exposed = p50(ddp, "exposed_comm_seconds", numpy.min)
+    whole = p50(ddp, "batch_seconds")
     return {
-        f"one device ÷ {result['world_size']}": ideal,
-        "smaller batch": part - ideal,
-        "all ranks at once": no_all_reduce - part,
-        "all-reduce": ddp - no_all_reduce,
-        "DDP": ddp,
+        f"one device ÷ {ranks}": ideal,
+        "whole optimizer": optimizer,
+        "slower computing": whole - ideal - optimizer - exposed,
+        "exposed all-reduce": exposed,
+        "DDP": whole,
     }
 
 
@@ -117,23 +123,19 @@ def main():
         batch = resnet_ddp.choose_sizes(args, device)
         result = report.begin("07_resnet_ddp/waterfall", args, device)
         size = args.image_size
+        ddp = make_step(device, size, batch, ddp=True)
         steps = {
             "one device": make_step(device, size, args.global_batch, ddp=False),
-            "one device, a rank's batch": make_step(device, size, batch, ddp=False),
-            "uncounted": make_step(device, size, batch, synchronize=False),  # wakes all ranks up
-            "no all-reduce": make_step(device, size, batch, synchronize=False),
-            "DDP": make_step(device, size, batch),
+            "uncounted": ddp,  # wakes up the ranks that have slept meanwhile
+            "DDP": ddp,
         }
         result["candidates"] = timing.measure(steps, args.steps, 2)
         del result["candidates"]["uncounted"]
         reasons = reasons_of(result)
         report.print_table(["p50, ms", ""], [[name, f"{ms:.1f}"] for name, ms in reasons.items()])
-        ddp = result["candidates"]["DDP"]
-        exposed = 1000 * numpy.median(numpy.min(ddp["exposed_comm_seconds"], axis=0))
-        of_others = 1000 * numpy.median(ddp["other_threads_seconds"])
-        setup.say(f"of the all-reduce are exposed: {exposed:.1f}")
         if device.type == "cpu":
-            setup.say(f"meanwhile gloo's threads have had a core for: {of_others:.1f}")
+            seconds = result["candidates"]["DDP"]["other_threads_seconds"]
+            setup.say(f"gloo's threads had a rank's core for: {1000 * numpy.median(seconds):.1f}")
         ranks = result["world_size"]
         speed_up = ranks * reasons[f"one device ÷ {ranks}"] / reasons["DDP"]
         title = f"{ranks} ranks are {speed_up:.2f} times as fast as one device, not {ranks}"
