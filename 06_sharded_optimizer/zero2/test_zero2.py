@@ -50,7 +50,7 @@ class Net(nn.Module):
         self.embedding, self.head = nn.Embedding(11, 6), nn.Linear(6, 11, bias=False)
         self.head.weight = self.embedding.weight
         self.conv = nn.Conv2d(1, 3, 3, padding=1).to(memory_format=torch.channels_last)
-        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+        self.attention = nn.MultiheadAttention(6, 2, bias=False, batch_first=True)
         self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 13), nn.Linear(13, 6)
         self.twice, self.never = nn.Linear(6, 6), nn.Linear(5, 3)
         self.sometimes = nn.Linear(6, 6)
@@ -300,7 +300,10 @@ QUICK = "--size nano --device cpu --batch-size 1 --context-length 8 --steps 1 --
 
 @pytest.mark.parametrize("words", [["--no-baseline"], pytest.param([], marks=FULL)])
 def test_script(forked, tmp_path, words):
-    """It trains as one process does; a rank holds less than with stage 05."""
+    """It trains as one process does; a rank holds whole weights, and 1/N of what is thrice that.
+
+    Beside that it has three pairs of buffers for the largest weight, which is an embedding.
+    """
     testing.write_mnist(tmp_path / "data", 700, 10)  # the last batch is not full
     words = [*QUICK, *words, "--bucket-size-mb", "0.05"]
     words += "--data data --json json --trace trace".split()
@@ -309,9 +312,8 @@ def test_script(forked, tmp_path, words):
     result = testing.read_json(tmp_path / "json", "06_sharded_optimizer/zero2")
     assert result["verify"]["ZeRO2"]["max_abs_diff"] <= 1e-10
     most = {one["name"]: max(one["memory_bytes"]) for one in result["candidates"]}
-    held = 4 * result["model"]["parameters"] * (1 + 3 / 2)
-    assert held < most["ZeRO2"] < 1.3 * held
-    assert most["ZeRO2"] < 0.9 * most.get("BucketedDDP", 4 / 2.5 * held)
+    held = 4 * (result["model"]["parameters"] * (1 + 3 / 2) + 6 * 64 * 1000)
+    assert 0.95 * held < most["ZeRO2"] < 1.1 * held
 
 
 def test_the_two_steps(forked, tmp_path):
