@@ -260,6 +260,7 @@ def goes_on_from_its_state_dict(mine):
         raise Warned("each rank's has the state of its own part alone", OWN_PART)
 
 
+RANKS = 2
 COURSE = [can_be_used, steps_like_adamw, skips_frozen_parameters]
 MEANING = [
     shares_the_state_out,
