@@ -154,10 +154,10 @@ def find(text: str, kind: str | None, layers: str) -> Found:
         found.append((each, kind or kind_of(mine), missing))
     if layers:
         importlib.import_module(layers).Linear(2, 2)
-    new = [
-        (name, getattr(sys.modules[name], "__file__", None)) for name in set(sys.modules) - before
-    ]
-    libraries = [name for name, file in new if file and is_within(file, LIBRARIES)]
+    libraries = []
+    for name in sys.modules.keys() - before:
+        if is_within(getattr(sys.modules[name], "__file__", None) or "", LIBRARIES):
+            libraries.append(name)
     return Found(found, absent, libraries)
 
 

@@ -89,16 +89,14 @@ def floats_of(rank: int) -> torch.Tensor:
 
 def name_of_dtype(mine) -> str:
     """Return the argument in whose dtype it computes: compute_dtype, or what looks like it."""
-    names = [name for name in signature(mine).parameters if not name.startswith("reduc")]
-    for form in (
-        "compute_?d?type",
-        "(param|forward|mp|amp|autocast|low)_?d?type",
-        r"(\w+_)?d?type",
-    ):
-        for name in names:
-            if re.fullmatch(form, name):
-                return name
-    raise NotTried("there is no argument compute_dtype")
+    alike = []
+    for name, argument in signature(mine).parameters.items():
+        is_dtype = argument.default is None or isinstance(argument.default, torch.dtype)
+        if is_dtype and re.fullmatch(r"(?!reduc)(\w+_)?d?type", name):
+            alike.append(name)
+    if not alike:
+        raise NotTried("there is no argument compute_dtype")
+    return max(alike, key=lambda name: "compute" in name)
 
 
 def compute_in(dtype: torch.dtype, mine, layout, build, inputs_of) -> None:
