@@ -10,17 +10,17 @@ import re
 import sys
 import textwrap
 from functools import wraps
-from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import NamedTuple
+from unittest.mock import MagicMock
 
 import torch
 from torch import nn
-from users_class import FINISHES, GATHERS, import_file
+from users_class import FINISHES, GATHERS, finish_of, import_file
 
 from tools.check import checks_of_losses as losses
 from tools.check.findings import LIBRARIES, Failed, NotTried, is_within
-from tools.check.models import Around, layout_for
+from tools.check.models import Around, gather_of, layout_for
 
 OF_COURSES = re.compile(r"get_.*(ddp|fsdp|sharded)")
 AROUND = ("on_after_backward", "on_train_batch_start", "gather_full_params")
@@ -43,92 +43,44 @@ class Found(NamedTuple):
     libraries: list[str]  # modules that are not the user's
 
 
-class NotInstalled(ModuleType):
+class NotInstalled(MagicMock):
     """Stands for a module that is not installed, and for all in it, while a file is imported."""
 
-    __path__ = []
-
-    def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return NotInstalled(f"{self.__name__}.{name}")
-
-    def __call__(self, *arguments, **options):  # what it decorates stays as it is
-        given = arguments[0] if arguments else None
+    def __call__(self, given=None, *arguments, **options):
+        """Return what is decorated, as it is."""
         return given if inspect.isfunction(given) or inspect.isclass(given) else self
-
-    def __mro_entries__(self, bases):
-        return ()
-
-    def __getitem__(self, key):
-        return self
-
-    def __or__(self, other):
-        return self
-
-    __ror__ = __or__
-
-
-class StandIns:
-    """Finds and loads, for Python's import, what is not installed: a NotInstalled."""
-
-    def __init__(self):
-        self.absent = []
-
-    def find_spec(self, name, path=None, target=None):
-        if any(f"{name}.".startswith(f"{each}.") for each in self.absent):
-            return ModuleSpec(name, self)
-
-    def create_module(self, spec):
-        return NotInstalled(spec.name)
-
-    def exec_module(self, module):
-        pass
 
 
 def import_mine(file: str) -> tuple[ModuleType, list[str]]:
-    """Import a file, though modules that it imports may be missing: return it, and their names."""
-    stand_ins = StandIns()
-    sys.meta_path.insert(0, stand_ins)
+    """Import a file, though modules that it imports may be missing; return it, and their names."""
+    absent = []
     try:
         while True:
             try:
-                return import_file(file), stand_ins.absent
+                return import_file(file), absent
             except ModuleNotFoundError as error:
-                if not error.name or error.name in stand_ins.absent:
+                if not error.name or error.name in absent:
                     raise
-                stand_ins.absent.append(error.name)
+                absent.append(error.name)
+                sys.modules[error.name] = NotInstalled()
     finally:
-        sys.meta_path.remove(stand_ins)
-        for name, module in list(sys.modules.items()):
-            if isinstance(module, NotInstalled):
-                del sys.modules[name]
+        for name in absent:
+            sys.modules.pop(name, None)
 
 
 def with_functions_around(text: str) -> list:
-    """Return what FILE.py:NAME names, and the functions AROUND it; None for those not there.
-
-    A finish and a gather may be functions beside the class, if it has none.
-    """
+    """Return what FILE.py:NAME names, and the functions AROUND it; None for those not there."""
     file, _, name = text.rpartition(":")
-    if not file.endswith(".py"):
-        raise ValueError("it is not FILE.py:NAME")
     module, _ = import_mine(file)
-    mine = getattr(module, name)
-    name = name.removeprefix("get_")
-    around = [getattr(module, f"{name}_{each}", None) for each in AROUND]
-    finish, gather = function_of(module, mine, FINISHES), function_of(module, mine, GATHERS)
-    if finish and not around[0]:
-        around[0] = lambda model, optimizer: finish(model)
-    return [mine, *around[:2], around[2] or gather]
+    around = [getattr(module, f"{name.removeprefix('get_')}_{each}", None) for each in AROUND]
+    return [getattr(module, name), *around]
 
 
-def function_of(module: ModuleType, mine, names: list[str]):
-    """Return a function of the file that takes a model alone; None if the class has a method."""
+def function_beside(text: str, names: list[str]):
+    """Return a function of the file that takes a model alone, by one of these names, or None."""
+    module, _ = import_mine(text.rpartition(":")[0])
     for name in names:
         function = getattr(module, name, None)
-        if hasattr(mine, name) or function is mine:
-            return None
         if inspect.isfunction(function) and len(inspect.signature(function).parameters) == 1:
             return function
 
@@ -144,11 +96,23 @@ def prepare(text: str, kind: str, layers: str = "") -> tuple:
     if kind == "optimizer":
         return (as_if_sharding(mine),)
 
+    finish, whole = function_beside(text, FINISHES), function_beside(text, GATHERS)
+
     @wraps(mine)
     def adapted(*arguments, **options):
-        return Around(mine(*arguments, **options), *around)
+        model = mine(*arguments, **options)
+        after, before, gather = around
+        if finish and not after and not finish_of(model):
+            after = of_model_alone(finish)
+        if whole and not gather and not gather_of(model):
+            gather = whole
+        return Around(model, after, before, gather) if after or before or gather else model
 
-    return (adapted if any(around) else mine, layout_for(layers, kind == "fsdp"))
+    return (adapted if any((*around, finish, whole)) else mine, layout_for(layers, kind == "fsdp"))
+
+
+def of_model_alone(finish):
+    return lambda model, optimizer: finish(model)
 
 
 def as_if_sharding(mine):
@@ -175,8 +139,11 @@ def find(text: str, kind: str | None, layers: str) -> Found:
     """Import what MINE names, and say what it is."""
     before = set(sys.modules)
     texts = [text]
-    module, absent = import_mine(text if text.endswith(".py") else text.rpartition(":")[0])
-    if text.endswith(".py"):
+    file = text if text.endswith(".py") else text.rpartition(":")[0]
+    if not file.endswith(".py"):
+        raise ValueError("it is not FILE.py:NAME")
+    module, absent = import_mine(file)
+    if text == file:
         texts = [f"{text}:{name}" for name in vars(module) if OF_COURSES.match(name)]
         if not texts:
             raise ValueError("has no get_ddp or another adapter; a class is FILE.py:NAME")
@@ -187,10 +154,10 @@ def find(text: str, kind: str | None, layers: str) -> Found:
         found.append((each, kind or kind_of(mine), missing))
     if layers:
         importlib.import_module(layers).Linear(2, 2)
-    new = [
-        (name, getattr(sys.modules[name], "__file__", None)) for name in set(sys.modules) - before
-    ]
-    libraries = [name for name, file in new if file and is_within(file, LIBRARIES)]
+    libraries = []
+    for name in sys.modules.keys() - before:
+        if is_within(getattr(sys.modules[name], "__file__", None) or "", LIBRARIES):
+            libraries.append(name)
     return Found(found, absent, libraries)
 
 
@@ -203,7 +170,8 @@ def kind_of(mine) -> str:
         return "optimizer"
     given = [name for name, each in arguments.items() if each.default is each.empty]
     if "backward" in has[:1] or "step" in has[:1]:
-        own = ", torch.optim.SGD(module.parameters(), lr=0.0)" if "optim" in given[-1] else ""
+        takes_one = any("optim" in name for name in given)
+        own = ", torch.optim.SGD(module.parameters(), lr=0.0)" if takes_one else ""
         text = ENGINE.replace("NAME", mine.__name__).replace("ARGUMENTS", f"module{own}")
         sent = "backward(torch.zeros((), requires_grad=True))" if "backward" in has else "step()"
         raise Failed(text.replace("CALL", sent), "")

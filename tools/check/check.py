@@ -17,8 +17,6 @@ import sys
 import textwrap
 from contextlib import suppress
 from pathlib import Path
-from types import ModuleType
-from typing import NamedTuple
 
 import torch
 
@@ -34,20 +32,7 @@ from tools.check import checks_of_optimizers as optimizers
 from tools.check import checks_of_wrappers as wrappers
 from tools.check.findings import FAILED, NOT_TRIED, PASSED, UNUSABLE, WARNED, Answer
 
-
-class Kind(NamedTuple):
-    """Holds the checks of a kind, and how many ranks they run on."""
-
-    checks: ModuleType
-    ranks: int
-
-
-KINDS = {
-    "wrapper": Kind(wrappers, ranks=3),  # some are right on 2, 4, 8 only
-    "optimizer": Kind(optimizers, ranks=2),
-    "fsdp": Kind(fsdp, ranks=2),
-    "loss": Kind(losses, ranks=1),
-}
+KINDS = {"wrapper": wrappers, "optimizer": optimizers, "fsdp": fsdp, "loss": losses}
 COURSE = "What a course's tests ask"
 MEANING = "What data parallelism means"
 BEYOND = "Beyond: right classes may fail it, as torch's do unless asked (find_unused_parameters)"
@@ -72,7 +57,7 @@ def main() -> int:
             importlib.import_module(name)
     passed = []
     for text, kind, missing in mine.classes:
-        ranks = args.nproc or KINDS[kind].ranks
+        ranks = args.nproc or KINDS[kind].RANKS
         setup.say(f"\n{text}, as {kind}, ranks: {ranks}")
         for name in missing:
             setup.say(f"not written yet: {name}")
@@ -100,7 +85,7 @@ def read_arguments():
 
 def run_checks(args, text: str, kind: str, ranks: int) -> bool:
     """Run and print all checks in turn; return whether all pass that have to."""
-    checks = KINDS[kind].checks
+    checks = KINDS[kind]
     is_of_course = args.level == "course"
     meaning = f"Beyond the course: {MEANING.lower()}" if is_of_course else MEANING
     groups = [(COURSE, checks.COURSE, True), (meaning, checks.MEANING, not is_of_course)]

@@ -68,4 +68,5 @@ def compare_with_shares(loss, make_batch, ranks: int) -> None:
     raise Failed(seen, MEETS + PARAMETERS.format(", ".join(names)) if names else MEETS)
 
 
+RANKS = 1
 COURSE, MEANING, BEYOND = [], [can_be_used, is_the_mean_of_its_shares], []

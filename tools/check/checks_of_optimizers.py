@@ -168,11 +168,12 @@ def step_of_one(mean: bool) -> list[torch.Tensor]:
 
 def shares_the_state_out(mine):
     """the optimizer state is shared out: no rank keeps that of a parameter that another keeps"""
+    before = held()
     owned = [nn.Parameter(torch.ones(64, 64)) for _ in range(8)]  # small ones may stay whole
     optimizer = mine(owned, AdamW, lr=0.01)
     backward(owned, gradients_of(owned, 0))
     optimizer.step()
-    of_ranks = of_all_ranks(held())
+    of_ranks = of_all_ranks(held() - before)
     whole = 2 * sum(parameter.numel() for parameter in owned)
     seen = ", ".join(f"{each / whole:.0%}" for each in of_ranks)
     seen = f"of AdamW's state the ranks keep {seen}"
@@ -260,6 +261,7 @@ def goes_on_from_its_state_dict(mine):
         raise Warned("each rank's has the state of its own part alone", OWN_PART)
 
 
+RANKS = 2
 COURSE = [can_be_used, steps_like_adamw, skips_frozen_parameters]
 MEANING = [
     shares_the_state_out,

@@ -90,7 +90,7 @@ def tell_where_it_stands(thread: int, limit: float, is_done: threading.Event, pi
 def place_of(thread: int) -> list[traceback.FrameSummary]:
     """Return where a thread stands: at the user's innermost line, or else in all that it calls."""
     stack = traceback.extract_stack(sys._current_frames()[thread])
-    [begin] = [number for number, frame in enumerate(stack) if frame.name == serve.__name__]
+    *_, begin = [number for number, frame in enumerate(stack) if frame.name == serve.__name__]
     stack = stack[begin:]  # a fork has the frames of its parent, too
     return [frame for frame in stack if line_of_user([frame])][-1:] or stack
 

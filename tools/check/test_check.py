@@ -338,7 +338,7 @@ def test_a_row_of_a_stage_without_a_collective_says_so(forked, tmp_path):
 
 
 ODD = f"""
-import os, sys, time, warnings
+import os, sys, time, warnings; RANK = int(os.environ["RANK"])
 import torch
 import torch.distributed as dist
 sys.path.insert(0, {str(CHECK.parent)!r})
@@ -348,6 +348,13 @@ class Odd(SkipsUnused):
     def finish_gradient_synchronization(self):
         CODE
         super().finish_gradient_synchronization()
+
+class Beside(Right):
+    finish_gradient_synchronization = None
+
+def average_gradients(model):
+    assert RANK == dist.get_rank() and os.environ["MASTER_PORT"]
+    Right.finish_gradient_synchronization(model)
 
 def pair(one, other):
     return (one - other).square().mean()
@@ -363,6 +370,7 @@ COMPUTES = "while dist.get_rank() == 1:" + 6 * "\n            time.sleep(0.05)"
     [
         ("SendsNothing", "", 1, ["FAILED"]),
         ("pair --kind loss", "", 0, ["2 of 2 passed"]),
+        ("Beside", "", 0, ["12 of 12 passed, 1 not tried"]),
         ("Odd", "assert dist.get_rank() != 1, 'no'", 1, ["rank 1: AssertionError: no"]),
         ("Odd", "os._exit(3)", 1, ["it ended with status 3"]),
         ("Odd", "while dist.get_rank() == 1: pass", 1, ["rank 1: hangs at odd.py:10"]),
@@ -373,7 +381,7 @@ COMPUTES = "while dist.get_rank() == 1:" + 6 * "\n            time.sleep(0.05)"
 def test_the_command(forked, tmp_path, name, code, status, said):
     """Classes that are wrong, fail, end or hang, which names rank and line.
 
-    One that prints passes; what it fails beyond does not count.
+    One that prints passes; what it fails beyond does not count. A finish may be a function.
     """
     (tmp_path / "odd.py").write_text(ODD.replace("CODE", code or "pass"))
     words = f"{tmp_path}/odd.py:{name} --seconds 3".split()

@@ -48,7 +48,9 @@ def judge_filled(folder: str, name: str, checks: list) -> list[tuple]:
 @pytest.mark.parametrize("folder, name, kind", EXERCISES)
 def test_an_exercise_filled_with_the_lesson_holds(late_ranks, folder, name, kind):
     for answers in late_ranks(2).run(judge_filled, folder, name, KINDS[kind].HAS_TO_HOLD):
-        assert not [answer for answer in answers if answer.verdict != "passed"], answers
+        refused = [answer for answer in answers if "gather_full_params() has all" in answer.seen]
+        wrong = [answer for answer in answers if answer.verdict != "passed"]
+        assert wrong == refused, answers  # FSDP has no state_dict()
 
 
 def unshard(self):
@@ -147,8 +149,9 @@ def test_fsdps_exercise_has_steps_with_checks_that_pass_alone(late_ranks, writte
         passed = [answer.verdict == "passed" for answer in answers]
         assert passed[:3] == [True] * written + [False] * (3 - written), answers
         assert all("NotImplementedError" in answer.seen for answer in answers[written:3]), answers
-        failed_ones = [answer for answer in answers[3:] if answer.verdict != "passed"]
-        assert {answer.seen for answer in failed_ones} <= {"there is no argument compute_dtype"}
+        # It has no dtype, refuses a rest, and saves a rank's own part.
+        rest = {answer.verdict for answer in answers[3:]}
+        assert rest <= {"passed", "not tried", "warning"}, answers
 
 
 def shown(folder: str, line: str) -> dict:

@@ -14,7 +14,7 @@ EXAMPLES = ROOT / "tools" / "check" / "examples"
 def judge_file(text: str, last: str) -> tuple[str, dict[str, Answer]]:
     """On a rank: the kind of what FILE.py:NAME names, and what comes of each check up to one."""
     kind, answers = kind_of(with_functions_around(text)[0]), {}
-    for check in KINDS[kind].checks.HAS_TO_HOLD:
+    for check in KINDS[kind].HAS_TO_HOLD:
         if last not in answers:  # what has failed may leave calls behind
             answers[check.__name__] = judge(check, *prepare(text, kind))
     return kind, answers
@@ -50,3 +50,8 @@ def test_public_ways(late_ranks, tmp_path, text, kind, fails, said):
     assert said in " ".join(f"{answer.seen} {answer.means}" for answer in verdicts.values()), (
         verdicts
     )
+
+
+def test_an_engine_is_told_how_to_be_checked(forked):
+    status, output = forked(None, EXAMPLES.parent / "check.py", f"{EXAMPLES}/deepspeed.py:Engine")
+    assert status == 2 and "def averaged(module):" in output and "Traceback" not in output, output
