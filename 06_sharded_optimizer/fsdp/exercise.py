@@ -28,6 +28,7 @@ class ShardedWeight:
             layer.weight = self.local_shard
             layer.register_forward_pre_hook(self.before_forward)
             layer.register_forward_hook(self.after_forward)
+            layer.register_forward_hook(self.expect_backward)
         if weight.requires_grad:
             self.unsharded.register_post_accumulate_grad_hook(self.gradient_is_there)
         self.reshard()
@@ -45,11 +46,12 @@ class ShardedWeight:
         raise NotImplementedError
 
     def after_forward(self, layer: nn.Module, inputs, output) -> None:
-        """Step 1, hook 2: let layer.weight be `local_shard` again, and free the weight.
-
-        Step 2: if the output needs a gradient, register before_backward on it.
-        """
+        """Step 1, hook 2: let layer.weight be `local_shard` again, and free the weight."""
         raise NotImplementedError
+
+    def expect_backward(self, layer: nn.Module, inputs, output) -> None:
+        if output.requires_grad:
+            output.register_hook(self.before_backward)
 
     def before_backward(self, gradient: torch.Tensor) -> None:
         """Step 2, hook 3: the layer's backward is next, and needs the whole weight again."""

@@ -17,6 +17,7 @@ from common.setup import ROOT
 from tools.check.adapters import not_written
 from tools.check.check import KINDS
 from tools.check.findings import judge
+from tools.check.models import layout_for
 from tools.testing import failed, judged
 
 EXERCISES = [
@@ -54,8 +55,8 @@ def test_an_exercise_filled_with_the_lesson_holds(late_ranks, folder, name, kind
 
 
 def unshard(self):
-    parts = list(self.unsharded.data.view(dist.get_world_size(), -1))
     self.unsharded.untyped_storage().resize_(self.unsharded.nbytes)
+    parts = list(self.unsharded.data.view(dist.get_world_size(), -1))
     dist.all_gather(parts, self.local_shard.data)
 
 
@@ -71,12 +72,6 @@ def before_forward(self, layer, inputs):
 def after_forward(self, layer, inputs, output):
     del layer.__dict__["weight"]
     self.reshard()
-
-
-def after_forward_in_training(self, layer, inputs, output):
-    after_forward(self, layer, inputs, output)
-    if output.requires_grad:
-        output.register_hook(self.before_backward)
 
 
 def before_backward(self, gradient):
@@ -115,7 +110,7 @@ def gather_full_params(self):
 
 STEPS = [  # methods of the exercise's ShardedWeight, and in the last step of its FSDP
     [unshard, reshard, before_forward, after_forward],
-    [unshard, reshard, before_forward, after_forward_in_training, before_backward],
+    [before_backward],
     [gradient_is_there],
 ]
 OF_FSDP = [finish_gradient_synchronization, gather_full_params]
@@ -123,11 +118,7 @@ OF_FSDP = [finish_gradient_synchronization, gather_full_params]
 
 def filled(cls: type, functions: list) -> type:
     """A class with these methods, too."""
-    return type(
-        cls.__name__,
-        (cls,),
-        {each.__name__.removesuffix("_in_training"): each for each in functions},
-    )
+    return type(cls.__name__, (cls,), {each.__name__: each for each in functions})
 
 
 def judge_steps(written: int) -> list:
@@ -140,7 +131,7 @@ def judge_steps(written: int) -> list:
     if written == len(STEPS):
         mine, checks = filled(mine, OF_FSDP), checks + KINDS["fsdp"].HAS_TO_HOLD
     with patch.object(exercise, "ShardedWeight", weight):
-        return [judge(check, mine) for check in checks]
+        return [judge(check, mine, layout_for("", is_sharded=True)) for check in checks]
 
 
 @pytest.mark.parametrize("written", [0, 1, 2, 3])
