@@ -217,7 +217,7 @@ class Wire:
                     self.free_at = begins + call.transfer
                 call.delivered_at = begins + call.transfer + call.delays
                 if not call.peer_only:
-                    call.group.places.append(call.delivered_at)
+                    call.group.take_place(begins, call)
                 moments = call.launched_at, begins, call.delivered_at
                 self.spans.append(Span(call.name, call.size_bytes, *moments))
 
@@ -452,7 +452,11 @@ class SlowWork(DelayedWork):
 
     def place_is_free_at(self) -> float:
         """Return when one of the group's places for calls is free; a message needs none."""
-        return 0.0 if self.peer_only else self.group.places.popleft()
+        if self.peer_only:
+            return 0.0
+        first = min(self.group.places)
+        self.group.places.remove(first)
+        return first
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Sleep until the network has delivered the result; raise what gloo raises."""
@@ -490,7 +494,18 @@ class SlowProcessGroup(ProcessGroupOverGloo):
         member = rank, world_size, timeout
         super().__init__(dist.PrefixStore("data", store), *member)
         self.control = dist.ProcessGroupGloo(dist.PrefixStore("launch times", store), *member)
-        self.places = deque([0.0] * wire.network.calls_at_once)  # when each of them is free
+        self.places = [0.0] * wire.network.calls_at_once  # when each of them is free
+
+    def take_place(self, begins: float, call: SlowWork) -> None:
+        """Keep one of the places until a call is delivered, and the other for its bytes longer.
+
+        What is under way in the other place sends its messages behind these bytes: over TCP two
+        calls at once take their delays together, but each waits for the bytes of both.
+        """
+        for number, free_at in enumerate(self.places):
+            if free_at > begins:
+                self.places[number] = free_at + call.transfer
+        self.places.append(call.delivered_at)
 
     def launch(self, name: str, *arguments, **options) -> dist.Work:
         """Make a call of gloo's, which takes its time while the wire is slow."""

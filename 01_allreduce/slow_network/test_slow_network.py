@@ -59,6 +59,9 @@ def takes_what_is_asked_for(network, stretch):
             first, second = times_of(elements, group, second_group)
             assert first == pytest.approx(sent + delays, abs=1e-9)
             assert second >= 2 * sent + delays - 1e-9  # its bytes queue behind the other's
+    if calls_at_once == 2:  # the first keeps its place for as long as the second sends its bytes
+        *_, third = times_of(2**18, group, group, group)
+        assert third >= 2 * delays + 3 * sent - 1e-9
     *_, last = times_of(1, *10 * [group])
     assert last >= 10 / calls_at_once * delays
 
