@@ -242,7 +242,7 @@ def test_waterfall(forked, tmp_path, more):
     status, output = forked(2, SCRIPT.with_name("waterfall.py"), *words.split(), cwd=tmp_path)
     assert status == 0, output
     testing.assert_png(tmp_path / "png")
-    rows = re.findall(r"^\w[^:]* (-?\d+\.\d)$", output, re.MULTILINE)
+    rows = re.findall(r"^\w[^:\n]* (-?\d+\.\d)$", output, re.MULTILINE)
     *parts, whole = [float(ms) for ms in rows]
     assert len(parts) == 4 and sum(parts) == pytest.approx(whole, abs=0.3), output
     candidates = testing.read_json(tmp_path / "json", "07_resnet_ddp/waterfall")["candidates"]

@@ -31,7 +31,7 @@ class ByNorm(torch.optim.Optimizer):
             with torch.enable_grad():
                 closure()
         for group in self.param_groups:
-            for parameter in group["params"]:
+            for parameter in [p for p in group["params"] if p.grad is not None]:
                 parameter.sub_(parameter.grad * self.size(parameter), alpha=group["lr"])
 
 
@@ -40,7 +40,8 @@ class ByNormOfAll(ByNorm):
 
     def size(self, parameter) -> torch.Tensor:
         parameters = [other for group in self.param_groups for other in group["params"]]
-        return 1 / sum(other.grad.square().sum() for other in parameters).sqrt()
+        gradients = [other.grad for other in parameters if other.grad is not None]
+        return 1 / sum(gradient.square().sum() for gradient in gradients).sqrt()
 
 
 ROWS = {  # of the page: its classes
