@@ -264,7 +264,8 @@ def add_arguments(parser) -> None:
     upstreams = {"choices": ["gloo", "nccl"], "default": argparse.SUPPRESS, "help": "as --backend"}
     add("--distributed-backend", "--distributed_backend", dest="backend", **upstreams)
     text = "without torchrun, as upstream"
-    add("--rank", type=whole(0), help=text)
+    rank = None if "LOCAL_RANK" in os.environ else os.environ.get("RANK")  # torchrun sets both
+    add("--rank", type=whole(0), default=rank, help=text)
     add("--world-size", "--world_size", type=whole(1), help=text)
     add("--master-addr", "--master_addr", help=text)
     add("--master-port", "--master_port", type=whole(1, 65535), help=text)

@@ -96,7 +96,7 @@ def test_what_a_step_sends_and_computes():
 
 
 def test_a_model_of_ones_own_without_torchrun(tmp_path):
-    """By upstream's flags, each rank by itself; with the batch size that its class says."""
+    """By upstream's flags, each rank by itself, rank 1 by RANK; with the class's batch size."""
     source = inspect.getsource(Tiny)
     (tmp_path / "mine.py").write_text(f"import torch\n\n\n{source}")
     with socket.socket() as free:
@@ -106,12 +106,13 @@ def test_a_model_of_ones_own_without_torchrun(tmp_path):
     words += ["--model", "mine.py:Tiny", "--steps", "2", "--device", "cpu"]
     started = [
         subprocess.Popen(
-            [sys.executable, FOLDER / "sweep.py", "--rank", str(rank), *words],
+            [sys.executable, FOLDER / "sweep.py", *rank, *words],
             cwd=tmp_path,
+            env=os.environ | {"RANK": "1"},
             text=True,
             stdout=subprocess.PIPE,
         )
-        for rank in (0, 1)
+        for rank in (["--rank", "0"], [])
     ]
     outputs = [process.communicate(timeout=100)[0] for process in started]
     assert [process.returncode for process in started] == [0, 0]
