@@ -229,7 +229,8 @@ def run_rank(rank: int, args, result: dict) -> None:
         demonstrate()
         dist.destroy_process_group()
     say(
-        f"\n01_allreduce: torch {torch.__version__}, {cores()} cores for all ranks; "
+        f"\n01_allreduce: torch {torch.__version__}, CUDA {torch.version.cuda}, "
+        f"GPUs: {torch.cuda.device_count()}, {cores():g} cores for all ranks; "
         f"measured calls: {args.steps}, after {args.warmup} to warm up"
     )
     print_row(HEADER, WIDTHS)

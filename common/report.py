@@ -81,8 +81,8 @@ def begin(stage: str, args, device: torch.device) -> dict:
         where += f" behind an emulated network of {wire().text}"
     ranks = f"{world_size} ranks, threads per rank: {threads}"
     say(f"{stage}: torch {torch.__version__}, {where}, {ranks}")
-    if gpus := gpus_of_this_host():
-        say(f"CUDA {torch.version.cuda}, GPUs of this host: {', '.join(gpus)}")
+    gpus = ", ".join(gpus_of_this_host()) or "none"
+    say(f"CUDA {torch.version.cuda}, GPUs of this host: {gpus}")
     return head(stage, args, dist.get_backend(), device.type, world_size, threads)
 
 
