@@ -172,11 +172,13 @@ ADD_NOISE = """
 def add_noise(batch):
     inputs, targets = map(torch.stack, zip(*batch))
     return inputs + torch.rand(1), targets
-module ="""
+
+
+def main():"""
 RANDOM = {  # dropout, and an augmentation in a worker of the loader
     "torch.nn.Linear(4, 1)": "torch.nn.Sequential(torch.nn.Dropout(), torch.nn.Linear(4, 1))",
     "sampler=sampler": "sampler=sampler, num_workers=1, collate_fn=add_noise",
-    "module =": ADD_NOISE,
+    "def main():": ADD_NOISE,
 }
 
 
