@@ -17,7 +17,8 @@ def import_file(file: str):
     """Import a user's file, as part of its package if it is in one, and return the module.
 
     While it is imported its folders come first in sys.path, for what it imports, and from then on
-    last. So no file of the user's hides a module of ours or of Python's that is imported later.
+    last. So no file of the user's hides a module of ours or of Python's that is imported later. Nor
+    does our `common` hide the user's `common.py`.
     """
     path = Path(file).expanduser().resolve()
     name, package = path.stem, path.parent
@@ -26,6 +27,11 @@ def import_file(file: str):
     marks = ("pyproject.toml", ".git")
     roots = [folder for folder in path.parents if any((folder / each).exists() for each in marks)]
     folders = [str(folder) for folder in (path.parent, package, *roots[:1])]
+    ours = {}
+    if any(Path(folder, "common.py").exists() for folder in folders):
+        ours = {name: sys.modules[name] for name in sys.modules if name.split(".")[0] == "common"}
+    for name in ours:
+        del sys.modules[name]
     sys.path[:0] = folders
     try:
         if package != path.parent:
@@ -38,6 +44,7 @@ def import_file(file: str):
         for folder in folders:
             sys.path.remove(folder)
         sys.path += folders
+        sys.modules.update(ours)
 
 
 def load(text: str):

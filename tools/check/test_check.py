@@ -304,6 +304,7 @@ def test_losses(loss, batch, means):
 
 PLAIN_FILE = """
 import torch
+from common import ANSWER
 
 class Mine(torch.nn.Module):
     def __init__(self, module, bucket_bytes=25 * 2**20):
@@ -311,19 +312,21 @@ class Mine(torch.nn.Module):
         self.size = bucket_bytes
 
     def sync_gradients(self):
-        return "synchronized"
+        return ANSWER
 """
 
 
 def test_one_loader_for_check_and_stages(monkeypatch, tmp_path):
-    """A stem that Python has; the finish's and the size's names. Packages: test_course.py."""
+    """A stem that Python has, one that we have; names of finish and size. Packages: test_course.py."""
     monkeypatch.setattr(sys, "path", sys.path[:])
     (tmp_path / "random.py").write_text(PLAIN_FILE)
+    (tmp_path / "common.py").write_text("ANSWER = 'synchronized'")
     made = users_class(f"{tmp_path}/random.py:Mine", 0.5)(None)
     assert made.size == 2**19
     assert made.finish_gradient_synchronization() == "synchronized"
     assert sys.modules.pop("random").__file__ != f"{tmp_path}/random.py"
     assert hasattr(importlib.import_module("random"), "randbytes")  # Python's, also from now on
+    assert not hasattr(importlib.import_module("common"), "ANSWER")  # ours
 
 
 def test_a_row_of_a_stage_without_a_collective_says_so(forked, tmp_path):
