@@ -45,16 +45,20 @@ def ddp() -> DistributedDataParallel:
 
 
 def weighted_means():
-    """Shares of unequal weight, in two micro-batches and in one."""
+    """Shares of unequal weight, in two micro-batches and in one; then all of it is masked."""
     class_weights = torch.tensor([1.0, 4.0, 10.0], dtype=torch.float64)
-    weight = class_weights[TARGETS]
+    targets = TARGETS.where(torch.arange(24) % 5 > 0, -100)
+    of_targets = eval(re.search(r"`(class_weights\[.*?\])`", PAGE)[1])
     parts = [slice(7), slice(7, 9)] if dist.get_rank() == 0 else [slice(9, 24)]
-    micro_batches = [(INPUTS[part], TARGETS[part], weight[part]) for part in parts]
     model, module = ddp(), ddp().module
-    execute("A weighted mean", model=model, micro_batches=micro_batches)
-    F.cross_entropy(module(INPUTS), TARGETS, weight=class_weights).backward()
-    found, expected = model.module.weight.grad, module.weight.grad
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    F.cross_entropy(module(INPUTS), targets, weight=class_weights).backward()
+    for counts, times in ((targets != -100, 1), (torch.zeros(24), 0)):
+        weight = counts * of_targets
+        micro_batches = [(INPUTS[part], targets[part], weight[part]) for part in parts]
+        model.zero_grad()
+        execute("A weighted mean", model=model, micro_batches=micro_batches)
+        found, expected = model.module.weight.grad, times * module.weight.grad
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
 def info_nce(out, targets):
@@ -87,6 +91,21 @@ def losses_across_samples():
                 execute("A loss across samples", **names)
             gradients.append([module.weight.grad, module.scale.grad, shift.grad])
         torch.testing.assert_close(*gradients, rtol=0, atol=1e-12)
+
+
+def infinite_outputs():
+    """A class is forbidden: the value and the gradient are one process's."""
+    weight = torch.ones(4, 3, dtype=torch.float64, requires_grad=True)
+    forbids = torch.tensor([-torch.inf, 0, 0])
+    share = slice(dist.get_rank(), None, dist.get_world_size())
+    names = {"model": lambda inputs: inputs @ weight + forbids, "inputs": INPUTS[share]}
+    names |= {"targets": TARGETS[share].clamp(min=1), "loss_function": F.cross_entropy}
+    loss = execute("A loss across samples", **names)["loss"]
+    whole = F.cross_entropy(INPUTS @ weight + forbids, TARGETS.clamp(min=1))
+    torch.testing.assert_close(loss, whole, rtol=0, atol=1e-12)
+    dist.all_reduce(weight.grad)
+    [expected] = torch.autograd.grad(whole, weight)
+    torch.testing.assert_close(weight.grad / dist.get_world_size(), expected, rtol=0, atol=1e-12)
 
 
 def bad_batch():
@@ -128,15 +147,17 @@ def mean_losses():
 
 
 def evaluation():
-    """With BatchNorm's statistics of rank 0."""
+    """With BatchNorm's statistics of rank 0; a cache is as long as a rank has needed it."""
     module = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
     model = DistributedDataParallel(module)
     for statistic in (module[0].running_mean, module[0].running_var):
         statistic.fill_(5 + dist.get_rank())
+    module.register_buffer("cache", torch.ones(1 + dist.get_rank()), persistent=False)
     right = execute("Evaluate", model=model, test_set=DATA)["right"]
     assert right == (module(INPUTS).argmax(1) == TARGETS).sum()
     for statistic in (module[0].running_mean, module[0].running_var):
         assert statistic.tolist() == 4 * [5.0]
+    assert module.cache.tolist() == (1 + dist.get_rank()) * [1.0]
 
 
 def watched():
@@ -154,7 +175,8 @@ def watched():
     assert dist.get_rank() > 0 or "model.module" in output.getvalue(), output.getvalue()
 
 
-OF_TWO_RANKS = [losses_across_samples, weighted_means, bad_batch, mean_losses, evaluation, watched]
+OF_TWO_RANKS = [losses_across_samples, infinite_outputs, weighted_means]
+OF_TWO_RANKS += [bad_batch, mean_losses, evaluation, watched]
 DRILLS = [(losses_across_samples, 3), *((drill, 2) for drill in OF_TWO_RANKS)]
 
 
@@ -191,9 +213,9 @@ def test_training_goes_on(forked, tmp_path, changes, ranks_in_the_end):
     """
     program = BLOCKS[""] + BLOCKS["Save and resume"]
     always = {
-        "torch.manual_seed(0)": "torch.set_default_dtype(torch.float64)\ntorch.manual_seed(0)",
+        "torch.manual_seed(0)": "torch.set_default_dtype(torch.float64); torch.manual_seed(0)",
         "module.weight.tolist()": "''",
-        "epoch, saved = 0,": "path += f'_of_{rank}'\nepoch, saved = 0,",
+        "epoch, saved = 0,": "path += f'_of_{rank}'; epoch, saved = 0,",
     }
     for old, new in {**always, **changes}.items():
         assert program.count(old) == 1, old

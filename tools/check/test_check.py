@@ -317,7 +317,7 @@ class Mine(torch.nn.Module):
 
 
 def test_one_loader_for_check_and_stages(monkeypatch, tmp_path):
-    """A stem that Python has, one that we have; names of finish and size. Packages: test_course.py."""
+    """Stems that Python and we have; names of finish and size. Packages: test_course.py."""
     monkeypatch.setattr(sys, "path", sys.path[:])
     (tmp_path / "random.py").write_text(PLAIN_FILE)
     (tmp_path / "common.py").write_text("ANSWER = 'synchronized'")
