@@ -1,8 +1,9 @@
-"""01: is an all-reduce on the emulated network (network.py) as slow as requested?
+r"""01: is an all-reduce on the emulated network (network.py) as slow as requested?
 
 make 01_allreduce/slow_network                              (2 ranks on 1 Gbit/s and 1 ms)
 make 01_allreduce/slow_network NPROC=4 NETWORK=100mbit,0 ARGS="--sizes-mb 1,10,100"
-torchrun --standalone --nproc-per-node 2 01_allreduce/slow_network/slow_network.py
+torchrun --standalone --nproc-per-node 2 01_allreduce/slow_network/over.py 1gbit,1ms \
+    01_allreduce/slow_network/slow_network.py
 """
 
 import sys
@@ -38,10 +39,11 @@ def main():
     args = parser.parse_args()
     with setup.process_group(args.device, args.backend, args.timeout) as device:
         report.begin("01_allreduce/slow_network", args, device)
-        network = setup.wire().network or setup.fail("start it over.py 1gbit,1ms")
+        if not setup.wire().text:
+            setup.fail("start it over a network: over.py 1gbit,1ms slow_network.py")
         watch = timing.Stopwatch(device)
         table, ranks = [], dist.get_world_size()
-        rate, delay, calls_at_once = network
+        rate, delay, calls_at_once = setup.wire().network
         for size, calls in [(size, calls) for size in args.sizes_mb for calls in (1, 2)]:
             tensors = [torch.empty(max(1, int(size * 2**18))) for _ in range(calls)]
             candidates = {"calls": partial(all_reduce_together, tensors, watch)}
