@@ -84,7 +84,6 @@ def alive(kind: type) -> list:
 
 def storages(dtype: torch.dtype | None = None) -> dict[int, int]:
     """Return {address: bytes} of the memory of all tensors, or of those of one dtype."""
-    gc.collect()  # what nothing refers to any more does not count
     tensors = [each for each in alive(torch.Tensor) if not hasattr(each, "to_local")]
     found = [each.untyped_storage() for each in tensors if dtype in (None, each.dtype)]
     return {storage.data_ptr(): storage.nbytes() for storage in found}
