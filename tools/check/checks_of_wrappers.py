@@ -18,7 +18,6 @@ from tools.check.findings import (
     check_arrived,
     failure_of,
     may_be_refused,
-    storages,
 )
 from tools.check.gradients import check_gradients, gradients_of_ranks
 from tools.check.models import (
@@ -101,24 +100,16 @@ def weights_of(model, twin: nn.Module) -> dict[str, torch.Tensor]:
 
 def follow_one_process(mine, layout, build=Plain, **options):
     """Train the user's model on shares of batches, and a twin in this process on all of them."""
-    others = storages(torch.float32)
-    return follow(wrap(mine, new(build, layout)), new(build, layout), others=others, **options)
+    return follow(wrap(mine, new(build, layout)), new(build, layout), **options)
 
 
 def follow(
-    model,
-    twin: nn.Module,
-    backward=backward_each,
-    parts=1,
-    set_to_none=True,
-    steps=4,
-    unreduced="",
-    others=(),
+    model, twin: nn.Module, backward=backward_each, parts=1, set_to_none=True, steps=4, unreduced=""
 ):
     """Raise Failed unless steps with shares of batches do what the twin does with all of them.
 
-    unreduced: what it means that a gradient is a rank's own, if it is not the usual; others:
-    addresses of what was there before the model. Returns what has to be said of right gradients.
+    unreduced: what it means that a gradient is a rank's own, if it is not the usual. Returns what
+    has to be said of gradients that are right.
     """
     said = ""
     optimizer, twin_optimizer = sgd(model.parameters()), sgd(twin.parameters())
@@ -134,7 +125,7 @@ def follow(
         after = weights_of(model, twin)
         found = {name: (before[name] - after[name]) / LR for name in gradients}
         means, allowed = unreduced or why_not_reduced(model), "float32" if said else ""
-        if check_gradients(found, gradients, means, allowed, others):
+        if check_gradients(found, gradients, means, allowed):
             said = MAIN
     return said
 

@@ -38,21 +38,18 @@ def gradients_of_ranks(twin: Plain, step: int, parts: int) -> dict[str, torch.Te
     return gradients
 
 
-def check_gradients(
-    found: dict, gradients: dict, why_not_reduced: str, may_round_to="", others=()
-) -> bool:
+def check_gradients(found: dict, gradients: dict, why_not_reduced: str, may_round_to="") -> bool:
     """Raise Failed unless these are the means over the ranks; say how the first other one differs.
 
-    found: {name: gradient}; gradients: what gradients_of_ranks returns; others: addresses of what
-    was there before the model. Returns whether they are the means but for the rounding of a dtype:
-    the one that is allowed, or that of main gradients.
+    found: {name: gradient}; gradients: what gradients_of_ranks returns. Returns whether they are
+    the means but for the rounding of a dtype: the one that is allowed, or that of main gradients.
     """
     check_arrived(found)
     means = {name: gradients[name].mean(1).sum(0) for name in found}
     wrong = [name for name in found if not is_close(found[name], means[name])]
     if not wrong:
         return False
-    dtype = may_round_to or ("float32" if keeps_main_gradients(gradients, others) else "")
+    dtype = may_round_to or ("float32" if keeps_main_gradients(gradients) else "")
     if dtype and all(is_rounded(found[name], means[name], dtype) for name in wrong):
         return True
     seen, means = explain(wrong[0], found[wrong[0]], gradients, why_not_reduced)
@@ -63,11 +60,10 @@ def is_rounded(found: torch.Tensor, mean: torch.Tensor, dtype: str) -> bool:
     return bool((found - mean).norm() < PRECISIONS[dtype] * mean.norm())
 
 
-def keeps_main_gradients(gradients: dict, others) -> bool:
+def keeps_main_gradients(gradients: dict) -> bool:
     """Say whether float32 memory is held for all of these, as main gradients of 16-bit models."""
-    floats = storages(torch.float32)
     trained = [each[0, 0].numel() for each in gradients.values() if each.any()]
-    return sum(floats[each] for each in floats.keys() - set(others)) >= 4 * sum(trained)
+    return sum(storages(torch.float32).values()) >= 4 * sum(trained)
 
 
 def explain(name: str, found: torch.Tensor, gradients: dict, why_not_reduced: str) -> tuple:

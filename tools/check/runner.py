@@ -3,6 +3,7 @@
 On Linux the ranks are forked from this process, which has torch already; elsewhere each imports it.
 """
 
+import gc
 import itertools
 import multiprocessing
 import multiprocessing.connection
@@ -98,10 +99,10 @@ def place_of(thread: int) -> list[traceback.FrameSummary]:
 def run(world_size: int, limit: float, check, *arguments) -> Answer:
     """Call check(*arguments) on ranks that are processes of their own, and have to move.
 
-        A rank is stuck if it stays at one line for `limit` seconds.
-    Ranks that take turns on a core are
-        given more time.
+    A rank is stuck if it stays at one line for `limit` seconds. Ranks that take turns on a core
+    are given more time.
     """
+    gc.freeze()  # a fork's search for garbage would copy the memory of all that is here
     limit *= max(1, world_size / setup.threads_per_rank(1))
     context = multiprocessing.get_context("fork" if FORKS else "spawn")
     processes, pipes = [], {}  # a pipe to its rank
