@@ -58,7 +58,8 @@ def simulate(calls: list, backward_ends: float, strategy: Strategy, link: Link) 
     """Return when each all-reduce is launched, begins and arrives, in seconds from a step's begin.
 
     `calls`: (bytes, when the gradients are there without communication) of each, in launch order.
-    They send their bytes in that order, one after another; o passes beside those of others.
+    They send their bytes in that order, one after another; o passes beside those of others. Two
+    calls at once take o and the bytes of both, as on the emulated network.
     """
     places = [0.0] * link.calls_at_once  # when each is free for another call
     wire_is_free = late = 0.0
@@ -74,7 +75,8 @@ def simulate(calls: list, backward_ends: float, strategy: Strategy, link: Link) 
         begins = max(launched, places.pop(0), wire_is_free)
         wire_is_free = begins + size / link.bytes_per_second
         arrived = wire_is_free + call_seconds
-        places.append(arrived)
+        behind = wire_is_free - begins  # a call in the other place keeps it for these bytes, too
+        places = [free + behind if free > begins else free for free in places] + [arrived]
         spans.append((launched, begins, arrived))
     return spans
 

@@ -26,8 +26,9 @@ BLOCKING = Strategy(None, 0, ONE_BY_ONE)
 # Backward ends at second 4; a call is (bytes, the second when it is ready).
 LATE = (8.0, 4.0)  # ready when backward ends, and half a second on the wire
 CASES = [
-    # Bytes take turns, o passes beside the second's; the third begins when the first has arrived.
-    ([LATE] * 3, [(4.0, 5.0), (4.5, 5.5), (5.0, 6.0)]),
+    # Bytes take turns, o passes beside the second's: two take o and the bytes of both. Only then
+    # the third begins.
+    ([LATE] * 3, [(4.0, 5.0), (4.5, 5.5), (5.5, 6.5)]),
     ([LATE, (16.0, 1.0)], [(4.0, 5.0), (4.5, 6.0)]),  # launches keep their order
     ([(48.0, 1.0), (8.0, 3.0)], [(1.0, 4.5), (4.0, 5.0)]),  # the first delays the second
     ([(8.0, 1.0), (8.0, 3.75)], [(1.0, 2.0), (3.75, 4.75)]),  # the wire is idle in between
@@ -44,7 +45,7 @@ def test_calls_during_and_after_backward():
     for calls, spans in CASES:
         assert times(calls, OVERLAP, LINK) == spans
     early = [(8.0, 1.0)] * 3
-    two = [(4.0, 5.0), (4.5, 5.5), (5.0, 6.0)]
+    two = [(4.0, 5.0), (4.5, 5.5), (5.5, 6.5)]
     one = [(4.0, 5.0), (5.0, 6.0), (6.0, 7.0)]
     assert times(early, CONTROL, LINK) == two
     assert times(early, BLOCKING, LINK) == one
