@@ -4,10 +4,13 @@ The numbers of the loop are sums of powers of two, which floating point adds up 
 """
 
 import json
+import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import compare
 import predict
@@ -181,6 +184,15 @@ def test_presets_of_the_page():
     assert size == 0.5 and of_05 == [["no co", *every[0][2:6]], six, 0.5]
     assert of_02 == [["no co", "02: a"], network, 5]
     assert of_zero2 == [["no co", "05: a", "ZeRO2"], six, 5]
+
+
+def test_make_step_opens_the_page():
+    """In a browser that prints the address which it is to open."""
+    command = ["make", "--silent", "--no-print-directory", "step", f"PYTHON={sys.executable}"]
+    environment = os.environ | {"BROWSER": "echo %s"}
+    run = subprocess.run(command, cwd=testing.ROOT, env=environment, stdout=subprocess.PIPE)
+    address = urlsplit(run.stdout.decode().splitlines()[0])
+    assert address.scheme == "file" and "const DATA = " in Path(unquote(address.path)).read_text()
 
 
 def test_run(forked, tmp_path):
