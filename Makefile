@@ -18,12 +18,11 @@
 ##   make 07_resnet_ddp/compile_ddp          DDP and FSDP, eager and compiled
 ##   make 08_ddp_rpc                         DDP for the dense part, RPC servers for the embeddings
 ##
-##   make compare                            02 to 05 in turn: results/compare.png
-##   make timeline                           a step of 02 to 05 on one axis: results/timeline.png
+##   make compare, make timeline             02 to 05 in turn; a step of each: results/*.png
 ##   make hosts [RATE=1gbit DELAY=1ms]       make compare between two hosts that Linux plays here
 ##   make read                               02 to 05 side by side: results/read.html
-##   make check MINE=my_ddp.py:MyDDP         is your own wrapper, optimizer or FSDP right? (see
-##                                           tools/check for KIND=, LEVEL= and LAYERS=)
+##   make step                               open the page that simulates a step, in a browser
+##   make check MINE=my_ddp.py:MyDDP         is your own class right? (see tools/check)
 ##   make all                                every stage with its defaults
 ##   make setup, make lint                   .venv with what the tests need; ruff
 ##   make test, make test-full               the fast tests; all of them
@@ -68,7 +67,7 @@ unexport OMP_PROC_BIND OMP_PLACES GOMP_CPU_AFFINITY  # with them importing torch
 LESSON = $@/$(shell echo $(@F) | sed 's/^[0-9]*_//').py
 
 .NOTPARALLEL:
-.PHONY: help setup test test-full hosts lint all reference clean check compare timeline read \
+.PHONY: help setup test test-full hosts lint all reference clean check compare timeline read step \
 	check-python 07_resnet_ddp $(BY_TORCHRUN) $(BY_ITSELF)
 help:
 	@sed -n 's/^## \{0,1\}//p' Makefile
@@ -94,8 +93,9 @@ check: $(RUNTIME)
 	$(NO_RANK) tools/check/check.py $(if $(MINE),$(call QUOTED,$(MINE)))$(MINE_FLAGS)$(NPROC_GIVEN) $(ARGS)
 read:
 	"$(READER)" -m tools.read
+step:
+	"$(READER)" -m webbrowser "file://$(CURDIR)/$(lastword $(wildcard */*/step.html results/step.html))"
 all: $(STAGES)
-
 setup: $(TESTING)
 check-python:
 	@"$(PYTHON)" -c 'import importlib.util, sys; sys.exit(not importlib.util.find_spec("torch"))' || \

@@ -58,7 +58,8 @@ def simulate(calls: list, backward_ends: float, strategy: Strategy, link: Link) 
     """Return when each all-reduce is launched, begins and arrives, in seconds from a step's begin.
 
     `calls`: (bytes, when the gradients are there without communication) of each, in launch order.
-    They send their bytes in that order, one after another; o passes beside those of others.
+    They send their bytes in that order, one after another; o passes beside those of others. Two
+    calls at once take o and the bytes of both, as on the emulated network.
     """
     places = [0.0] * link.calls_at_once  # when each is free for another call
     wire_is_free = late = 0.0
@@ -74,7 +75,8 @@ def simulate(calls: list, backward_ends: float, strategy: Strategy, link: Link) 
         begins = max(launched, places.pop(0), wire_is_free)
         wire_is_free = begins + size / link.bytes_per_second
         arrived = wire_is_free + call_seconds
-        places.append(arrived)
+        behind = wire_is_free - begins  # a call in the other place keeps it for these bytes, too
+        places = [free + behind if free > begins else free for free in places] + [arrived]
         spans.append((launched, begins, arrived))
     return spans
 
@@ -227,12 +229,16 @@ def draw(alone: Alone, path: Path) -> None:
     report.save_figure(figure, path)
 
 
-def write_page(alone: Alone, tokens: int, path: Path) -> None:
-    """Write the page step.html with these gradients instead of those that stand in it."""
+def write_page(alone: Alone, result: dict, path: Path) -> None:
+    """Write the page step.html with these measurements instead of those that stand in it."""
     sizes = [parameter.nbytes for parameter in alone.gradients]
-    data = alone._asdict() | {"tokens": tokens}
-    del data["link"]
+    data = alone._asdict()
     data["gradients"] = list(zip(sizes, data.pop("ready"), strict=True))
+    data["tokens"] = result["model"]["batch_size"] * result["model"]["context_length"]
+    link, ranks = data.pop("link"), result["world_size"]
+    data["processor_per_call"] = link.processor_per_call
+    # That of a byte sent: for each of the gradients' a rank sends 2(n-1)/n.
+    data["processor_per_byte"] = link.processor_per_byte / max(1, 2 * (ranks - 1) / ranks)
     page = (FOLDER / "step.html").read_text(encoding="utf-8")
     page = re.sub("const DATA = .*", f"const DATA = {json.dumps(data)};", page, count=1)
     path.write_text(page, encoding="utf-8")
@@ -255,8 +261,7 @@ def main():
         report.write_json(args.json, result)
     if args.json and setup.is_rank_0():
         draw(alone, args.json.with_name("gradients.png"))
-        tokens = result["model"]["batch_size"] * result["model"]["context_length"]
-        write_page(alone, tokens, args.json.with_name("step.html"))
+        write_page(alone, result, args.json.with_name("step.html"))
 
 
 if __name__ == "__main__":

@@ -4,10 +4,13 @@ The numbers of the loop are sums of powers of two, which floating point adds up 
 """
 
 import json
+import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import compare
 import predict
@@ -26,8 +29,9 @@ BLOCKING = Strategy(None, 0, ONE_BY_ONE)
 # Backward ends at second 4; a call is (bytes, the second when it is ready).
 LATE = (8.0, 4.0)  # ready when backward ends, and half a second on the wire
 CASES = [
-    # Bytes take turns, o passes beside the second's; the third begins when the first has arrived.
-    ([LATE] * 3, [(4.0, 5.0), (4.5, 5.5), (5.0, 6.0)]),
+    # Bytes take turns, o passes beside the second's: two take o and the bytes of both. Only then
+    # the third begins.
+    ([LATE] * 3, [(4.0, 5.0), (4.5, 5.5), (5.5, 6.5)]),
     ([LATE, (16.0, 1.0)], [(4.0, 5.0), (4.5, 6.0)]),  # launches keep their order
     ([(48.0, 1.0), (8.0, 3.0)], [(1.0, 4.5), (4.0, 5.0)]),  # the first delays the second
     ([(8.0, 1.0), (8.0, 3.75)], [(1.0, 2.0), (3.75, 4.75)]),  # the wire is idle in between
@@ -44,7 +48,7 @@ def test_calls_during_and_after_backward():
     for calls, spans in CASES:
         assert times(calls, OVERLAP, LINK) == spans
     early = [(8.0, 1.0)] * 3
-    two = [(4.0, 5.0), (4.5, 5.5), (5.0, 6.0)]
+    two = [(4.0, 5.0), (4.5, 5.5), (5.5, 6.5)]
     one = [(4.0, 5.0), (5.0, 6.0), (6.0, 7.0)]
     assert times(early, CONTROL, LINK) == two
     assert times(early, BLOCKING, LINK) == one
@@ -79,6 +83,28 @@ def test_a_step():
     assert alone.step(Strategy(None, None, AFTER_BACKWARD)) == 4.0 + 1.0 + 0.5 + 0.25
 
 
+def asked_of_the_page(*expressions: str, more: str = "") -> list:
+    """Return what expressions are on the page, with its first script, and perhaps more."""
+    page = (FOLDER / "step.html").read_text(encoding="utf-8")
+    model, drawing = re.findall(r"<script.*?>(.*?)</script>", page, re.DOTALL)
+    scripts = [model, more and STAND_IN + drawing + more]
+    program = "\n".join([*scripts, f"console.log(JSON.stringify([{', '.join(expressions)}]))"])
+    command = [shutil.which("node") or pytest.skip("no node"), "-e", program]
+    return json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+
+
+STAND_IN = """
+class Element {
+  innerHTML = "";
+  append(...parts) { this.parts = parts; }
+}
+const elements = {};
+const document = {
+  getElementById: (id) => (elements[id] ??= new Element()), createElement: () => new Element(),
+};
+const window = {}, location = { hash: "" };
+"""  # for the few parts of a browser that the page uses
+
 NAMES_ON_THE_PAGE = "callSeconds bytesPerSecond callsAtOnce blockingCallSeconds".split()
 NAMES_ON_THE_PAGE += ["processorPerCall", "processorPerByte"]
 MORE = 0.0045, 0.001, 6e-10  # of a link
@@ -102,11 +128,7 @@ def test_the_page_computes_the_same():
         )
         of_page = dict(zip(NAMES_ON_THE_PAGE, (0.0041, 1.25e8, calls_at_once, *MORE), strict=True))
         asked.append(f"simulate({calls}, 0.3, {kind}, {json.dumps(of_page)})")
-    page = (FOLDER / "step.html").read_text(encoding="utf-8")
-    model = re.search(r'<script id="model">(.*?)</script>', page, re.DOTALL)[1]
-    program = f"{model}\nconsole.log(JSON.stringify([{', '.join(asked)}]))"
-    command = [shutil.which("node") or pytest.skip("no node"), "-e", program]
-    data, ring, *said = json.loads(subprocess.run(command, stdout=subprocess.PIPE).stdout)
+    data, ring, *said = asked_of_the_page(*asked)
     # 14 steps of two delays, and 14/8 of the bytes.
     assert 0.028 < ring["callSeconds"] < ring["blockingCallSeconds"] < 0.029
     assert ring["bytesPerSecond"] == pytest.approx(1e9 / 1.75)
@@ -116,6 +138,61 @@ def test_the_page_computes_the_same():
     here = [predict.calls_of(parameters, ready, mb) for mb in (0, 1, 5, None)]
     here += [simulate(calls, 0.3, way, Link(0.0041, 1.25e8, n, *MORE)) for n, way in ways]
     assert said == [[list(times) for times in of_calls] for of_calls in here]
+
+
+def test_zero2_on_the_page():
+    """Four buckets. Forward takes 4 seconds, backward 8; half a call is 0.5 s and 1 s for bytes.
+
+    Gathers arrive at seconds 1.5, 3, 4.5 and 6; a forward that never waits needs one each second.
+    """
+    calls = [[32.0, 6.0], [32.0, 8.0], [32.0, 10.0], [32.0, 12.0]]
+    link = dict(zip(NAMES_ON_THE_PAGE, (1.0, 16.0, 1, 1.0, 0.0, 0.0), strict=True))
+    [zero2] = asked_of_the_page(f"simulateZero2({calls}, 4, 12, {json.dumps(link)})")
+    assert [span[2] for span in zero2["gathers"]] == [1.5, 3.0, 4.5, 6.0]
+    assert zero2["waits"] == [[0.0, 1.5], [2.5, 3.0], [4.0, 4.5], [5.5, 6.0]]
+    assert zero2["late"] == 3.0
+    half = Link(0.5, 32.0, calls_at_once=1)
+    spans = simulate([(size, ready + 3.0) for size, ready in calls], 15.0, OVERLAP, half)
+    assert [tuple(span) for span in zero2["spans"]] == spans
+    busy = link | {"processorPerCall": 0.25, "processorPerByte": 1 / 64}  # 0.5 s for a gather
+    [zero2] = asked_of_the_page(f"simulateZero2({calls}, 4, 12, {json.dumps(busy)})")
+    assert zero2["waits"] == [[0.5, 1.5]] and zero2["late"] == 3.0
+
+
+def test_presets_of_the_page():
+    """Each shows its stages' rows and the sliders that move them; a hidden one is at its start."""
+    show = """
+    const show = (preset, moved) => {
+      location.hash = preset;
+      window.onhashchange();
+      const names = [...elements.rows.innerHTML.matchAll(/<p><b>(.*?)<.b>/g)].map((row) => row[1]);
+      const sliders = Object.keys(labels).filter((name) => !labels[name].hidden);
+      return [names.map((name) => name.slice(0, 5)), sliders, chosen.bucket];
+    };
+    const slide = (name, value) => {
+      const input = labels[name].parts[2];
+      input.value = value;
+      input.oninput();
+      return chosen[name];
+    };
+    """
+    expressions = ["show('')", "slide('bucket', 0)", "show('#05')", "show('#02')", "show('#ZeRO2')"]
+    every, size, of_05, of_02, of_zero2 = asked_of_the_page(*expressions, more=show)
+    network = ["ranks", "rate", "delay"]
+    six = [*network, "bucket", "callsAtOnce", "tokens"]
+    assert every == [["no co", "02: a", "03: o", "04: a", "05's ", "05: a", "ZeRO2"], six, 5]
+    assert size == 0.5 and of_05 == [["no co", *every[0][2:6]], six, 0.5]
+    assert of_02 == [["no co", "02: a"], network, 5]
+    assert of_zero2 == [["no co", "05: a", "ZeRO2"], six, 5]
+
+
+def test_make_step_opens_the_page():
+    """In a browser that prints the address which it is to open."""
+    command = ["make", "--silent", "--no-print-directory", "step", f"PYTHON={sys.executable}"]
+    environment = os.environ | {"BROWSER": "echo %s"}
+    run = subprocess.run(command, cwd=testing.ROOT, env=environment, stdout=subprocess.PIPE)
+    address = urlsplit(run.stdout.decode().splitlines()[0])
+    assert address.scheme == "file" and "const DATA = " in Path(unquote(address.path)).read_text()
 
 
 def test_run(forked, tmp_path):
