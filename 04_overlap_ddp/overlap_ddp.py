@@ -23,7 +23,7 @@ from torch import nn
 
 
 class OverlapDDP(nn.Module):
-    """Average gradients with one all-reduce per parameter, during backward.
+    """Average gradients: launch an all-reduce for each in backward; then wait for all; reset.
 
     model = OverlapDDP(module)                  # on every rank; takes rank 0's weights
     loss_fn(model(x), y).backward()             # of this rank's share of the batch
@@ -74,7 +74,7 @@ class OverlapDDP(nn.Module):
         self._launch_ready()
         for work in self.works:
             work.wait()
-        self.waiting = self.order.copy()
+        self.waiting = self.order.copy()  # reset
         self.ready.clear()
         self.works.clear()
         if {p for p in self.module.parameters() if p.requires_grad} != set(self.order):

@@ -1,8 +1,7 @@
 r"""05: all-reduce the gradients in buckets, while backward is still running.
 
-Communication starts during backward, as in stage 04, but gradients share a message: they are
-packed into buckets of limited size, last layers first. A bucket is all-reduced when its last
-gradient is ready and the buckets before it have started. torch's own DDP works like this.
+Communication starts during backward, as in 04, but gradients share a call: they are packed into
+buckets of limited size, last layers first, as in torch's own DDP.
 
     make 05_bucketed NPROC=2                                          (see also ARGS="--help")
     torchrun --standalone --nproc-per-node 2 05_bucketed/bucketed.py  (one host)
@@ -29,10 +28,8 @@ class Bucket:
     def __init__(self, parameters: list[nn.Parameter]):
         sizes = [parameter.numel() for parameter in parameters]
         self.flat = parameters[0].new_zeros(sum(sizes))
-        self.views = {}  # parameter -> its gradient's place in flat
-        for parameter, piece in zip(parameters, self.flat.split(sizes), strict=True):
-            strides = torch.empty_like(parameter, device="meta").stride()  # of its memory format
-            self.views[parameter] = piece.as_strided(parameter.shape, strides)
+        pieces = zip(parameters, self.flat.split(sizes), strict=True)
+        self.views = {p: view_like(p, piece) for p, piece in pieces}  # gradients' places in flat
 
     def put(self, parameter: nn.Parameter, world_size: int):
         """Copy its gradient into flat; .grad becomes the view: nothing is copied back."""
@@ -42,7 +39,7 @@ class Bucket:
 
 
 class BucketedDDP(nn.Module):
-    """Average gradients with one all-reduce per bucket, during backward.
+    """Average gradients: launch an all-reduce per bucket in backward; then wait for all; reset.
 
     model = BucketedDDP(module)                 # on every rank; takes rank 0's weights
     loss_fn(model(x), y).backward()             # of this rank's share of the batch
@@ -50,8 +47,7 @@ class BucketedDDP(nn.Module):
     optimizer.step()                            # the same step on every rank
     optimizer.zero_grad()
 
-    A bucket holds at most `bucket_size_mb` MB (2^20 bytes; None: no limit) of gradients, or one
-    larger gradient. Gradients become views into the buckets: clone one that you want to keep.
+    Gradients become views into buckets of at most `bucket_size_mb` MB (2^20 bytes; None: no limit).
     """
 
     def __init__(self, module: nn.Module, bucket_size_mb: float | None = 25.0, process_group=None):
@@ -96,11 +92,11 @@ class BucketedDDP(nn.Module):
         self.in_step = False
         for parameter in set(self.order) - self.ready:  # an unused one counts as zero
             self.bucket_of[parameter].put(parameter, self.world_size)
-        self.ready.update(self.order)
+        self.ready.update(self.order)  # also what backward did not reach
         self._launch_ready()
         for work in self.works:
             work.wait()
-        self.waiting = self.buckets.copy()
+        self.waiting = self.buckets.copy()  # reset
         self.ready.clear()
         self.works.clear()
         if {p for p in self.module.parameters() if p.requires_grad} != set(self.order):
@@ -115,7 +111,7 @@ def main():
 
 
 def fill_buckets(parameters: list[nn.Parameter], bucket_size_mb: float | None) -> list[list]:
-    """Split parameters, in this order, into lists of limited size and of one dtype and device."""
+    """Split parameters, in this order, into lists of limited size, each of one dtype and device."""
     limit = torch.inf if bucket_size_mb is None else bucket_size_mb * 2**20
     buckets = []
     last = {}  # (dtype, device) -> the last bucket of that kind
@@ -127,6 +123,12 @@ def fill_buckets(parameters: list[nn.Parameter], bucket_size_mb: float | None) -
             buckets.append(bucket)
         bucket.append(parameter)
     return buckets
+
+
+def view_like(parameter: nn.Parameter, piece: torch.Tensor) -> torch.Tensor:
+    """Return this piece of memory with the parameter's shape and memory format (channels_last)."""
+    strides = torch.empty_like(parameter, device="meta").stride()  # without memory
+    return piece.as_strided(parameter.shape, strides)
 
 
 # ==================================================================================================
