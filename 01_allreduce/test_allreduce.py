@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import allreduce
 import pytest
@@ -13,10 +14,12 @@ import torch
 import torch.distributed as dist
 from allreduce import IN_FLIGHT, PIECE_BYTES, RINGS
 from cost_model import fit
+from ring import TENSORS, draw, schedule
 
 from tools import testing
 from tools.testing import read_json, wait_for_line
 
+ISEND = dist.isend
 SCRIPT = Path(__file__).with_name("allreduce.py")
 SHORT = ["--nproc", "2", "--steps", "3", "--warmup", "1"]
 
@@ -129,6 +132,31 @@ def test_fit():
     long, _, _ = fit(sizes, [2 * times[0], *times[1:]])
     short, _, error = fit(sizes, [times[0] / 2, *times[1:]])
     assert long * short == pytest.approx(250e-6**2, rel=0.2) and 0.2 < error < 0.5
+
+
+# The moving picture
+
+
+def sent_by_ring() -> list[tuple[int, int]]:
+    """(chunk, value) that this rank sends in each step of the plain ring."""
+    sent = []
+
+    def isend(tensor, receiver):
+        sent.append((tensor.storage_offset(), tensor.item()))
+        return ISEND(tensor, receiver)
+
+    with mock.patch.object(dist, "isend", isend):
+        allreduce.plain_ring_all_reduce(torch.tensor(TENSORS[dist.get_rank()]))
+    return sent
+
+
+def test_the_picture_sends_what_the_plain_ring_sends(ranks, tmp_path):
+    *steps, (sums, _) = schedule(TENSORS)
+    by_rank = zip(*[sent for _, sent in steps], strict=True)
+    assert ranks(3).run(sent_by_ring) == list(map(list, by_rank))
+    assert sums == 3 * [[17, 6, 9]]
+    draw(tmp_path / "ring.gif")
+    testing.assert_movie(tmp_path / "ring.gif")
 
 
 # The script

@@ -115,7 +115,7 @@ def draw_stages(drawn: set[str], is_last_run: bool) -> None:
             say(
                 f"{folder}: {ratio:.2f} in the timeline, {min(expected):.2f} to {max(expected):.2f}"
             )
-    shutil.copy(ROOT / "results/timeline.png", ROOT / "05_bucketed/compare/timeline.png")
+    shutil.copy(ROOT / "results/timeline.gif", ROOT / "05_bucketed/compare/timeline.gif")
 
 
 def record(name: str) -> str:

@@ -23,6 +23,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from PIL import Image
 
 from tools.check.findings import Answer, judge, verdict_of
 
@@ -275,6 +276,14 @@ def read_json(path: Path, stage: str) -> dict:
 def assert_png(*files: Path) -> None:
     for file in files:
         assert file.read_bytes().startswith(b"\x89PNG"), file
+
+
+def assert_movie(file: Path) -> None:
+    """It moves, is small, and its last frame stays for three seconds."""
+    with Image.open(file) as movie:
+        assert movie.n_frames > 20 and file.stat().st_size < 250_000, file
+        movie.seek(movie.n_frames - 1)
+        assert movie.info["duration"] == 3000, file
 
 
 def wait_for_line(run: Script, start: str) -> None:

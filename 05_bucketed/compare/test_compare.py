@@ -14,7 +14,7 @@ import torch.distributed as dist
 from network import Span
 
 from common import setup
-from tools.testing import OVER, assert_png, read_json
+from tools.testing import OVER, assert_movie, assert_png, read_json
 
 FOLDER = Path(__file__).resolve().parent
 ALL_REDUCE = dist.all_reduce
@@ -183,6 +183,7 @@ def test_timeline_of_every_stage_in_one_run(forked, tmp_path):
     found = re.findall(r"^(.*): (\d+) all-reduces", output, re.MULTILINE)
     assert [int(count) for _, count in found] == [0, 15, 1, 15, 1]
     assert len(list(tmp_path.glob("*.png"))) == 5
+    assert_movie(tmp_path / "timeline.gif")
     drawn = read_json(tmp_path / "json", "05_bucketed/compare/timeline")["drawn"]
     assert len(drawn) == 5
     assert all(0 < one["forward_ms"] < one["step_ms"] for one in drawn.values())

@@ -7,7 +7,8 @@ r"""05: one training step of each stage on one time axis, on an emulated network
 
 `no communication` and stages 02 to 05 train in turn in one process group. Of nine steps of each the
 one of median length is drawn: what computes above, what the network carries below (in two rows if
-it carries two calls at once). Beside the picture lies one of each stage alone, on the same axis.
+it carries two calls at once). Beside the picture lies one of each stage alone, on the same axis,
+and timeline.gif, in which time passes.
 
 On other networks, and on GPUs, --trace of a stage shows its steps in torch.profiler's own form.
 """
@@ -95,7 +96,13 @@ def median_steps(candidates: dict, args, result: dict) -> dict[str, list[Bar]]:
 
 
 def draw(steps: dict[str, list[Bar]], path: Path, end: float) -> None:
-    """Draw the steps below each other, on one axis until `end`; texts where they fit."""
+    """Save a picture of the steps, on one axis until `end`."""
+    figure, _ = drawing(steps, end)
+    report.save_figure(figure, path)
+
+
+def drawing(steps: dict[str, list[Bar]], end: float):
+    """Draw the steps below each other, with texts where they fit; return a figure and its axes."""
     from matplotlib.patches import Patch
 
     figure, axes = report.new_figure(8, 1 + 0.9 * len(steps))
@@ -126,7 +133,23 @@ def draw(steps: dict[str, list[Bar]], path: Path, end: float) -> None:
         Patch(color=report.COLORS[name], label=name) for name in report.COLORS if name in drawn
     ]
     figure.legend(handles=handles, loc="outside upper center", ncols=3, fontsize=9, frameon=False)
-    report.save_figure(figure, path)
+    return figure, axes
+
+
+def draw_movie(steps: dict[str, list[Bar]], path: Path) -> None:
+    """Save the steps as time passes: a moving picture, in which what is to come is covered."""
+    from matplotlib.patches import Rectangle
+
+    end = 1.23 * max(map(duration, steps.values()))
+    figure, axes = drawing(steps, end)
+    for number, bars in enumerate(steps.values()):
+        exposed = sum(bar.end - bar.start for bar in bars if bar.name == "exposed communication")
+        middle, text = 2.7 * number + PLACES[1][0], f"  {exposed:.0f} ms exposed"
+        axes.text(duration(bars), middle, text, va="center", fontsize=9, weight="bold")
+    look = {"facecolor": "white", "edgecolor": "black", "zorder": 4}
+    cover = Rectangle((0, -1), end, 3, transform=axes.get_xaxis_transform(), **look)
+    axes.add_patch(cover)
+    report.save_movie(figure, cover.set_x, [end * frame / 29 for frame in range(1, 31)], path)
 
 
 def read_arguments(description: str, picture: str):
@@ -162,7 +185,7 @@ def main() -> None:
         drawn = {}
         for name, bars in steps.items():
             calls = sum(bar.row > 0 for bar in bars)
-            drawn[name] = {"step_ms": duration(bars), "forward_ms": bars[0].end}
+            drawn[name] = {"step_ms": duration(bars), "forward_ms": bars[0].end, "bars": bars}
             setup.say(f"{name}: {calls} all-reduces in {duration(bars):.0f} ms")
         result["drawn"] = drawn
         report.write_json(args.json, result)
@@ -173,6 +196,8 @@ def main() -> None:
     for stage in STAGES:
         two = {name: steps[name] for name in (timing.NO_COMMUNICATION, stage.folder)}
         draw(two, args.plot.with_name(f"timeline_{stage.folder}.png"), end)
+    of_stages = {stage.label: steps[stage.folder] for stage in STAGES}
+    draw_movie(of_stages, args.plot.with_suffix(".gif"))
 
 
 if __name__ == "__main__":
