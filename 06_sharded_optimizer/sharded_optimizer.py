@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_map_only
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    """Be `optimizer_cls(params, **options)`, with the state of each parameter on one rank only.
+    """Act like `optimizer_cls(params, **options)`, with each parameter's state on one rank only.
 
         model = DDP(model)  # or another way to give all ranks the same values and gradients
         optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)

@@ -270,7 +270,7 @@ def notices_a_gradient_that_comes_twice():
 
 
 def computes_with_new_weights():
-    """Not with those that a forward has gathered in vain; and an older graph raises."""
+    """Not with those that a forward has gathered but not used; and an older graph raises."""
     model, twin = twins(lambda: Calls(any_way, linear(), linear()))
     loss = square_mean(model(ones(), (0,)))  # gathers the next one, too; no backward follows
     with torch.no_grad():
