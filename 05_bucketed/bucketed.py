@@ -47,7 +47,7 @@ class BucketedDDP(nn.Module):
     optimizer.step()                            # the same step on every rank
     optimizer.zero_grad()
 
-    Gradients become views into buckets of at most `bucket_size_mb` MB (2^20 bytes; None: no limit).
+    A bucket holds at most `bucket_size_mb` MB (2^20 bytes; None: no limit), or one larger gradient.
     """
 
     def __init__(self, module: nn.Module, bucket_size_mb: float | None = 25.0, process_group=None):

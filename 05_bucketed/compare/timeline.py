@@ -127,7 +127,7 @@ def drawing(steps: dict[str, list[Bar]], end: float):
     axes.set_yticks(list(ticks), list(ticks.values()), fontsize=9)
     axes.invert_yaxis()
     axes.set_xlim(0, end)
-    axes.set_xlabel("time of one training step on rank 0, ms")
+    axes.set_xlabel("time on rank 0, ms")
     drawn = {bar.name for bars in steps.values() for bar in bars}
     handles = [
         Patch(color=report.COLORS[name], label=name) for name in report.COLORS if name in drawn
@@ -185,7 +185,7 @@ def main() -> None:
         drawn = {}
         for name, bars in steps.items():
             calls = sum(bar.row > 0 for bar in bars)
-            drawn[name] = {"step_ms": duration(bars), "forward_ms": bars[0].end, "bars": bars}
+            drawn[name] = {"step_ms": duration(bars), "forward_ms": bars[0].end}
             setup.say(f"{name}: {calls} all-reduces in {duration(bars):.0f} ms")
         result["drawn"] = drawn
         report.write_json(args.json, result)
