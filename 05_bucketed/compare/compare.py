@@ -65,6 +65,8 @@ def main():
     parser = setup.Parser(__doc__)
     ladder.add_training_arguments(parser, steps=3 if many else 6)
     parser.add_argument("--mine", metavar="FILE.py:NAME", help="measure your own class, too")
+    megabytes = {"type": setup.positive_number, "default": 5.0, "metavar": "MB"}
+    parser.add_argument("--bucket-size-mb", **megabytes, help="of 05 and of torch's DDP")
     setup.add_plot_arguments(parser, "compare.png")
     parser.add_argument(
         "--label", help="of the network in table and picture (default: its rate and delay)"

@@ -120,6 +120,7 @@ def test_all_stages_with_a_class_of_the_users_own_at_one_pace(forked, tmp_path):
     """A step that sends nothing counts as 20 ms; 15 calls take at least 15 times 4 of these ms."""
     (tmp_path / "mine.py").write_text("class Mine(__import__('bucketed').BucketedDDP): pass\n")
     words = [*SLOW, "--pace", "0.02", "--steps", "4", "--warmup", "3", "--plot", "png"]
+    words += ["--bucket-size-mb", "0.1"]
     status, output = forked(
         2, OVER, "1gbit,1ms", FOLDER / "compare.py", *words, "--mine", "mine.py:Mine", cwd=tmp_path
     )
@@ -127,7 +128,7 @@ def test_all_stages_with_a_class_of_the_users_own_at_one_pace(forked, tmp_path):
     found = read_json(tmp_path / "x", "05_bucketed/compare")
     counts = {one["name"]: one["collectives_per_step"] for one in found["candidates"]}
     names = ["no communication", *compare.strategies(5.0), "torch DDP", "Mine (mine)"]
-    assert counts == dict(zip(names, [0, 15, 1, 15, 15, 1, 1, 1, 1], strict=True))
+    assert counts == dict(zip(names, [0, 15, 1, 15, 15, 8, 8, 5, 8], strict=True))
     for one in found["candidates"]:
         own, others = one["stretch"]
         assert own == others and len(own) == 4 and min(own) > 0, "ranks disagree"
