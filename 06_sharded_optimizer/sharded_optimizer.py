@@ -55,8 +55,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict) -> None:
         """Assign owners to a new group, also in mid-training; older ones keep owner and state."""
-        add = self.local.add_param_group if self.local else super().add_param_group
-        add(param_group)  # to the list that both optimizers have
+        (self.local or super()).add_param_group(param_group)  # to the list that both have
         parameters = self.param_groups[-1]["params"]
         if any(hasattr(parameter, "is_shard") for parameter in parameters):
             self.param_groups.pop()  # what is refused leaves no trace

@@ -26,9 +26,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 class FlatParameter:
     """Hold a unit's weights, one after another in `unsharded`, which has memory only while in use.
 
-    This rank keeps `local_shard`, one of N equal slices. Autograd keeps the tensor `unsharded` for
-    backward, and its version, which counts writes. Neither freeing its memory nor filling it again
-    through `.data` is a write: backward finds the same tensor with the same values.
+    This rank keeps `local_shard`, one of N equal slices. Autograd keeps `unsharded` for backward,
+    and counts writes to it. Freeing its memory or filling it through `.data` is no write.
     """
 
     def __init__(self, weights: list[nn.Parameter], dtype: torch.dtype, process_group):
