@@ -186,6 +186,35 @@ def test_presets_of_the_page():
     assert of_zero2 == [["no co", "05: a", "ZeRO2"], six, 5]
 
 
+def test_the_page_in_a_browser(tmp_path):
+    """From a file: its sliders move, a preset hides some, and nothing is fetched."""
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if not browser:
+        pytest.skip("no browser")
+    try_it = """<script>
+    const before = document.getElementById("rows").innerText;
+    const slider = document.getElementById("rate");
+    slider.value = 0;
+    slider.dispatchEvent(new Event("input"));
+    const moved = document.getElementById("rows").innerText !== before;
+    const isShown = (label) => label.getBoundingClientRect().height > 0;
+    window.addEventListener("hashchange", () => {
+      const shown = [...document.querySelectorAll("label")].filter(isShown).length;
+      const bars = document.querySelectorAll("svg rect[width]").length;
+      const fetched = performance.getEntriesByType("resource").length;
+      document.title = JSON.stringify({ moved, shown, bars: bars > 99, fetched });
+    });
+    location.hash = "#02";
+    </script>"""
+    page = (FOLDER / "step.html").read_text(encoding="utf-8")
+    (tmp_path / "page.html").write_text(page + try_it, encoding="utf-8")
+    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}"]
+    options += ["--virtual-time-budget=5000", "--dump-dom", f"file://{tmp_path}/page.html"]
+    run = subprocess.run([browser, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    title = re.search(r"<title>(.*)</title>", run.stdout.decode())[1]
+    assert json.loads(title) == {"moved": True, "shown": 3, "bars": True, "fetched": 0}
+
+
 def test_make_step_opens_the_page():
     """In a browser that prints the address which it is to open."""
     command = ["make", "--silent", "--no-print-directory", "step", f"PYTHON={sys.executable}"]
