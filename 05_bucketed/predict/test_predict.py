@@ -210,7 +210,7 @@ def test_the_page_in_a_browser(tmp_path):
     (tmp_path / "page.html").write_text(page + try_it, encoding="utf-8")
     options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}"]
     options += ["--virtual-time-budget=5000", "--dump-dom", f"file://{tmp_path}/page.html"]
-    run = subprocess.run([browser, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    run = subprocess.run([browser, *options], capture_output=True)
     title = re.search(r"<title>(.*)</title>", run.stdout.decode())[1]
     assert json.loads(title) == {"moved": True, "shown": 3, "bars": True, "fetched": 0}
 
