@@ -107,10 +107,11 @@ check-python:
 	$(PIP) -r $< && touch $@
 .venv/.installed-dev: requirements-dev.txt .venv/.installed
 	$(PIP) -r $< && touch $@
+PYTEST = "$(PYTHON)" -m pytest -n auto --maxprocesses 4 --dist worksteal
 test: $(TESTING)
-	"$(PYTHON)" -m pytest -n auto --maxprocesses 4 --dist worksteal -m "not full" $(ARGS)
+	$(PYTEST) -m "not full" $(ARGS)
 test-full: $(TESTING)
-	"$(PYTHON)" -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
 lint: $(TESTING)
 	"$(PYTHON)" -m ruff check .
 	"$(PYTHON)" -m ruff format --check .

@@ -149,8 +149,7 @@ def process_of(run, name):
 
 @needs_proc
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["ps1", "trainer1"])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("name, number", [("ps1", signal.SIGKILL), ("trainer1", signal.SIGSTOP)])
 def test_when_a_process_is_killed_or_does_not_respond_all_end(script, name, number):
     run = script([*ENDLESS, "--timeout", 10])
     wait_for_line(run, VERIFIED)
