@@ -259,7 +259,7 @@ def nan_in_step_4(model, step):
 
 def bad_batch_skipped_by_all():
     model, optimizer = start()
-    clip = partial(nn.utils.clip_grad_norm_, model.parameters(), 1.0)
+    clip = partial(nn.utils.clip_grad_norm_, list(model.parameters()), 1.0)
     steps(model, optimizer, loss=nan_in_step_4, after=lambda step: clip().isfinite().item())
 
 
@@ -427,7 +427,7 @@ def no_finish():
 def clipped_on_rank_0():
     model, optimizer = start()
     limit = 0.05 if is_rank(0) else 1e9
-    clip = partial(nn.utils.clip_grad_norm_, model.parameters(), limit)
+    clip = partial(nn.utils.clip_grad_norm_, list(model.parameters()), limit)
     steps(model, optimizer, after=lambda step: clip())
 
 
