@@ -3,8 +3,9 @@
 A program runs on two ranks that stay alive; what it does wrong stands in its name.
 """
 
+import contextlib
+import io
 import os
-from functools import partial
 
 import pytest
 import torch
@@ -253,14 +254,18 @@ def scaler_and_an_overflow_on_one_rank():
         optimizer.zero_grad()
 
 
-def nan_in_step_4(model, step):
+def is_finite(model, max_norm=1.0):
+    """Clips the gradients, too."""
+    return nn.utils.clip_grad_norm_(model.parameters(), max_norm).isfinite().item()
+
+
+def bad_loss(model, step):
     return loss_of(model, step) * (torch.nan if is_rank(1) and step == 4 else 1)
 
 
 def bad_batch_skipped_by_all():
     model, optimizer = start()
-    clip = partial(nn.utils.clip_grad_norm_, list(model.parameters()), 1.0)
-    steps(model, optimizer, loss=nan_in_step_4, after=lambda step: clip().isfinite().item())
+    steps(model, optimizer, loss=bad_loss, after=lambda step: is_finite(model))
 
 
 def lbfgs():
@@ -306,13 +311,13 @@ def two_watches_of_a_gan():
 def tiny_data():
     for size, batch in ((40, 1), (40, 4), (10, 1)):
         data = torch.utils.data.Subset(DATA, range(size))
-        train(*start(), 8, data=data, batch=batch)
+        train(*start(), 4, data=data, batch=batch)
 
 
 def few_distinct_samples():
     """Equal ones on several ranks are no fault of a sampler."""
     draw = lambda: torch.randint(0, 12, (8, 1)).repeat(1, 6).float()  # noqa: E731
-    steps(*start(), 60, lambda model, step: model(draw()).square().mean())
+    steps(*start(), 30, lambda model, step: model(draw()).square().mean())
 
 
 def one_batch_again_and_again():
@@ -357,6 +362,7 @@ def other_dtypes_and_formats():
     net = net.to(memory_format=torch.channels_last).to(torch.bfloat16)
     net.register_parameter("phase", nn.Parameter(torch.tensor([1j], dtype=torch.complex128)))
     net.register_parameter("none", nn.Parameter(torch.zeros(0)))
+    net.register_buffer("choice", torch.tensor([True, False]))
     torch.manual_seed(dist.get_rank())
 
     def loss(model, step):
@@ -426,9 +432,7 @@ def no_finish():
 
 def clipped_on_rank_0():
     model, optimizer = start()
-    limit = 0.05 if is_rank(0) else 1e9
-    clip = partial(nn.utils.clip_grad_norm_, list(model.parameters()), limit)
-    steps(model, optimizer, after=lambda step: clip())
+    steps(model, optimizer, after=lambda step: is_rank(1) or is_finite(model, 0.05))
 
 
 def unfrozen_after_wrapping():
@@ -500,10 +504,14 @@ def zeroed_once_on_rank_1():
     steps(model, optimizer, after=after)
 
 
-def scheduler_on_rank_0():
-    model, optimizer = start()
+def scheduler_on_rank_0(wrap=DDP):
+    model, optimizer = start(wrap)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     steps(model, optimizer, after=lambda step: scheduler.step() if is_rank(0) else None)
+
+
+def scheduler_on_rank_0_of_shards():
+    scheduler_on_rank_0(FSDP)
 
 
 def bad_batch_skipped_by_one_rank():
@@ -561,46 +569,65 @@ def workers_keep_their_epoch():
     feed(*start(), split_stream(), epochs=2)
 
 
-WRONG = [  # and the usual cause that is said
-    (loss_bypasses_the_wrapper, "gradients"),
-    (no_wrapper, "gradients"),
-    (all_in_no_sync, "gradients"),
-    (no_finish, "gradients"),
-    (autograd_grad, "gradients"),
-    (clipped_on_rank_0, "gradients"),
-    (unfrozen_after_wrapping, "some"),
-    (layer_added_after_wrapping, "some"),
-    (head_outside_the_wrapper, "some"),
-    (loaded_on_rank_0, "reduced"),
-    (rows_in_another_order, "reduced"),
-    (state_of_adam_on_rank_0, "reduced"),
-    (random_rounding, "reduced"),
-    (zeroed_once_on_rank_1, "reduced"),
-    (scheduler_on_rank_0, "reduced"),
-    (bad_batch_skipped_by_one_rank, "steps"),
-    (step_skipped_by_one_rank, "steps"),
-    (step_taken_twice_by_one_rank, "steps"),
-    (no_sampler_and_one_seed, "samples"),
-    (no_sampler_and_two_seeds, "samples"),
-    (sampler_seeded_by_rank, "samples"),
-    (split_by_rank, "samples"),
-    (stream_not_split, "samples"),
-    (stream_shuffled_by_rank, "samples"),
-    (epoch_never_set, "order"),
-    (workers_keep_their_epoch, "order"),
+def nan_in_weights():
+    steps(*start(), loss=bad_loss)
+
+
+def nan_in_statistics():
+    """All skip the step, and rank 1's BatchNorm has seen the batch."""
+    model, optimizer = start(NaiveDDP, norm=True)
+
+    def loss(model, step):
+        bad = torch.nan if is_rank(1) and step == 4 else 1
+        return model(share(step) * bad).square().mean()
+
+    steps(model, optimizer, loss=loss, after=lambda step: is_finite(model))
+
+
+WRONG = [  # the usual cause that is said first, and what is named
+    (loss_bypasses_the_wrapper, "bypassed", "first.weight"),
+    (all_in_no_sync, "bypassed", "first.weight"),
+    (no_wrapper, "bare", "first.weight"),
+    (no_finish, "gradients", "first.weight"),
+    (autograd_grad, "gradients", "first.weight"),
+    (clipped_on_rank_0, "gradients", "first.weight"),
+    (unfrozen_after_wrapping, "some", "['first.weight', 'first.bias']"),
+    (layer_added_after_wrapping, "some", "['last.1.weight', 'last.1.bias']"),
+    (head_outside_the_wrapper, "some", "number 4"),
+    (loaded_on_rank_0, "reduced", "['last.bias']"),
+    (rows_in_another_order, "reduced", "['first.weight']"),
+    (state_of_adam_on_rank_0, "reduced", "first.weight"),
+    (random_rounding, "reduced", "first.weight"),
+    (zeroed_once_on_rank_1, "reduced", "first.weight"),
+    (scheduler_on_rank_0, "reduced", "rates"),
+    (scheduler_on_rank_0_of_shards, "reduced", "['rates']"),
+    (bad_batch_skipped_by_one_rank, "steps", "[5, 6]"),
+    (step_skipped_by_one_rank, "steps", "[5, 6]"),
+    (step_taken_twice_by_one_rank, "steps", "[10, 9]"),
+    (no_sampler_and_one_seed, "samples", ""),
+    (no_sampler_and_two_seeds, "samples", ""),
+    (sampler_seeded_by_rank, "samples", ""),
+    (split_by_rank, "samples", ""),
+    (stream_not_split, "samples", ""),
+    (stream_shuffled_by_rank, "samples", ""),
+    (epoch_never_set, "order", "16"),
+    (workers_keep_their_epoch, "order", "16"),
+    (nan_in_weights, "NaN", "first.weight"),
+    (nan_in_statistics, "NaN", "[[], ['norm.running_mean', 'norm.running_var']]"),
 ]
 
 
-@pytest.mark.parametrize("program, cause", WRONG)
-def test_it_names_what_is_wrong(ranks, program, cause):
-    _, *sentences = ranks(2).run(run, program.__name__)[0]
-    assert any(CAUSES[cause] in sentence for sentence in sentences), sentences
+@pytest.mark.parametrize("program, cause, named", WRONG)
+def test_it_names_what_is_wrong(ranks, program, cause, named):
+    _, sentence, *_ = ranks(2).run(run, program.__name__)[0]
+    assert CAUSES[cause] in sentence and named in sentence, sentence
 
 
 # ---------------------------------------------------------------------------- and never disturbs
 
 
 def one_program_in_two_groups():
+    """Here two ranks' weights differ from the others', and both groups see all samples."""
     rank = dist.get_rank()
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     torch.manual_seed(rank // 2)
@@ -608,24 +635,32 @@ def one_program_in_two_groups():
     train(*start(), data=torch.utils.data.Subset(DATA, range(40)), batch=1, epochs=4)
 
 
-def test_groups_are_watched_apart(ranks):
-    """Here two ranks' weights differ from the others', and both groups see all samples."""
+def loaded_on_ranks_1_and_3():
+    model, optimizer = start()
+    if dist.get_rank() in (1, 3):
+        model.module.last.bias.data += 0.1
+    steps(model, optimizer)
+
+
+def test_of_several_groups_and_ranks(ranks):
+    """Each group has its watch; and the ranks that differ from rank 0 are named."""
     found = ranks(4).run(run, "one_program_in_two_groups")
+    sentences = ranks(4).run(run, "loaded_on_ranks_1_and_3")[0]
     ranks(4).end()
-    assert [len(sentences) for sentences in found] == [2, 0, 1, 0], found
+    assert [len(each) for each in found] == [2, 0, 1, 0], found
+    assert "ranks [1, 3] differ" in sentences[1], sentences
 
 
 def long_run():
-    """How many keys the store has: before the watch and after 10 and after 40 checks."""
+    """How many keys the store has: before the watch and after 10 and after 30 checks."""
     model, optimizer = start()
     store = dist.group.WORLD.get_group_store()
     numbers = []
-    for steps in (1, 50, 150):
+    for count in (1, 50, 100):
         dist.barrier()
         numbers.append(store.num_keys())
         dist.barrier()
-        for step in range(steps):
-            take_step(model, optimizer, loss_of(model, step))
+        steps(model, optimizer, count)
     return numbers
 
 
@@ -635,23 +670,24 @@ def test_the_store_does_not_fill(ranks):
 
 
 def one_rank_never_posts():
-    """Whether rank 0's watch is still on, after so many steps of which rank 1 has posted none."""
-    model, optimizer = DDP(Net()), None
-    of_rank_0 = None
+    """What rank 0's watch has printed after so many steps, of which rank 1 has posted none."""
+    model = DDP(Net())
     optimizer = SGD(model.parameters(), lr=0.1)
-    if is_rank(0):
-        of_rank_0 = watch(model, optimizer, every=5)
-    else:
-        watch.made += 1
-    is_on = []
-    for count in (20, 60):
-        steps(model, optimizer, count)
-        is_on.append(of_rank_0 and of_rank_0.is_on)
-    return is_on
+    printed = []
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        if is_rank(0):
+            watch(model, optimizer, every=5)
+        else:
+            watch.made += 1
+        for count in (20, 60):
+            steps(model, optimizer, count)
+            printed.append(output.getvalue())
+    return printed
 
 
 def test_it_ends_when_a_rank_does_not_answer(ranks):
-    assert ranks(2).run(one_rank_never_posts)[0] == [True, False]
+    after_few, after_many = ranks(2).run(one_rank_never_posts)[0]
+    assert "unanswered" not in after_few and after_many.count("unanswered") == 1
 
 
 def errors_inside():

@@ -156,11 +156,11 @@ class watch:
         self.judge_samples()
         if any(nan):
             self.tell("NaN", f"the ranks have NaN in {nan}")
-        apart, unequal = names_of_unequal(weights), names_of_unequal(gradients)
+        apart = names_of_unequal(weights)
+        unequal = [name for name in names_of_unequal(gradients) if name in apart]
         averaged = [name for name, n in gradients[0].items() if n and name not in unequal]
-        is_ddp = hasattr(self.model, "require_backward_grad_sync")  # with as many on all ranks
-        if min(forwards) < max(forwards) and (apart or is_ddp):
-            cause = "steps"
+        if min(forwards) < max(forwards) and (apart or hasattr(self.model, "reducer")):
+            cause = "steps"  # torch's DDP, which has a reducer, runs as many on all ranks
         elif not apart:
             return
         elif not unequal:
