@@ -174,8 +174,8 @@ class watch:
         ranks = [rank for rank, each in enumerate(weights) if each != weights[0]]
         self.tell(
             cause,
-            f"ranks {ranks} differ from rank 0 in {len(apart)} weights or rates ({apart[:3]} …), "
-            f"and in {len(unequal)} gradients; the ranks' forwards are {forwards}",
+            f"ranks {ranks} differ from rank 0 in weights or rates ({len(apart)}: {apart[:3]} …) "
+            f"and their gradients ({len(unequal)}); the ranks' forwards are {forwards}",
         )
 
     def judge_samples(self):
