@@ -27,7 +27,7 @@ from torch.optim import SGD, Adam, AdamW
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 from tools.testing import ROOT, Forked
-from tools.watch import CAUSES, watch
+from tools.watch import CAUSES, number_of, watch
 
 DATA = TensorDataset(
     torch.randn(240, 6, generator=torch.Generator().manual_seed(5)), torch.arange(240) % 2
@@ -227,17 +227,18 @@ def frozen_and_tied():
 
 
 def batchnorm_evaluated_in_three_ways():
+    """On samples that all ranks see."""
     for wrap, through in ((DDP, "wrapper"), (DDP, "module"), (NaiveDDP, "rank 0")):
         model, optimizer = start(wrap, norm=True)
         for epoch in range(2):
-            train(model, optimizer, 1, epoch)
             model.eval()
             with torch.no_grad():
-                if through == "wrapper":
-                    model(share(0))
-                elif through == "module" or is_rank(0):
-                    model.module(share(0))
+                if through == "module":
+                    model.module(DATA[:50][0])
+                elif through == "wrapper" or is_rank(0):
+                    model(DATA[:50][0])
             model.train()
+            train(model, optimizer, 1, epoch, batch=20)
 
 
 def scaler_and_an_overflow_on_one_rank():
@@ -467,8 +468,8 @@ def loaded_on_rank_0():
 
 
 def rows_in_another_order():
-    """Equal sums do not hide them."""
-    model, optimizer = start()
+    """Equal sums do not hide them; no step changes them."""
+    model, optimizer = start(lr=0.0)
     if is_rank(0):
         model.module.first.weight.data = model.module.first.weight.data.flip(0)
     steps(model, optimizer)
@@ -621,6 +622,13 @@ WRONG = [  # the usual cause that is said first, and what is named
 def test_it_names_what_is_wrong(ranks, program, cause, named):
     _, sentence, *_ = ranks(2).run(run, program.__name__)[0]
     assert CAUSES[cause] in sentence and named in sentence, sentence
+
+
+def test_a_number_tells_places():
+    x = torch.randn(4, 4)
+    orders = [x, x.t(), x.flip(0), x.flip(1), x.flatten().roll(1).view(4, 4)]
+    assert len({number_of(order) for order in orders}) == 5
+    assert number_of(x) == number_of(x.t().contiguous().t())
 
 
 # ---------------------------------------------------------------------------- and never disturbs
