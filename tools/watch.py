@@ -16,23 +16,21 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
 EARLY = 1, 2, 3, 10, 30  # steps that are checked besides every 100th
-SLOTS = 10  # so many checks may be unread: the store must not fill
+RING = 10  # so many checks may wait to be read: the store must not fill
 BATCHES, ROWS, COLUMNS = 50, 64, 4096  # the samples that are compared, and their numbers
 MOST_BATCHES = 10_000  # after the first 50 only the first sample of each, for their order
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 SHARDS = "to_local", "is_shard", "_fsdp_flattened"  # of fully_shard, of stage 06, of torch's FSDP
 CAUSES = {
-    "start": "no broadcast, or weights that one rank has loaded after wrapping (or they are meant "
-    "to differ, as experts)",
     "bare": "nothing averages gradients, because the model is not wrapped (or it is local SGD)",
     "bypassed": "the loss comes from model.module(...), or every forward runs in no_sync()",
     "some": "they were unfrozen, added or replaced after wrapping, or are outside the wrapper",
     "gradients": "no finish_gradient_synchronization(), autograd.grad() in place of backward(), "
     "all parameters replaced, or a rank that clips or zeroes gradients by itself",
-    "reduced": "the optimizer's state or options differ, it draws random numbers, or its closure "
-    "returns one rank's loss; or a rank has loaded weights, changed gradients or skipped a step",
+    "reduced": "no broadcast, or weights that one rank has loaded; a scheduler that steps on one "
+    "rank or by its loss; an optimizer with other options, state or random numbers, or a closure "
+    "with one rank's loss; gradients that one rank has changed (or experts, which should differ)",
     "steps": "a rank skips a bad batch or a step by itself, or takes one more",
-    "rates": "a scheduler steps on one rank only, or by that rank's own loss",
     "samples": "no DistributedSampler, one with another seed on each rank, or an unsplit stream",
     "order": "no set_epoch(), or persistent workers that never see it; or you want no shuffling",
     "NaN": "a bad batch; skipping its step does not mend BatchNorm's statistics",
@@ -56,18 +54,11 @@ class watch:
         self.name, self.say, self.said = f"watch {watch.made}", say, set()
         self.model, self.module = model, getattr(model, "module", model)
         self.optimizer, self.every = optimizer, every
-        self.store, self.is_on = None, True
-        self.step = self.checks = 0  # of this rank
+        self.is_on = True
+        self.step = self.checks = self.judged = 0  # steps and checks of this rank
         self.forwards = 0  # in training, through the wrapper and not in no_sync()
         self.batches, self.noted = [], 0  # numbers of samples, not posted yet; how many there were
-        self.unread = {}  # slot -> step: checks that rank 0 has not judged
-        self.safely(self.attach)()
-
-    def attach(self):
-        for module in {self.model, self.module}:
-            hook = self.safely(self.before_forward)
-            module.register_forward_pre_hook(hook, with_kwargs=True)
-        self.optimizer.register_step_pre_hook(self.safely(self.before_step))
+        self.safely(self.start)()
 
     def safely(self, function):
         """Return a function that calls this one, and ends the watch if it raises."""
@@ -84,120 +75,94 @@ class watch:
 
         return call
 
-    def end(self, reason):
-        self.is_on = False
-        self.say(f"{self.name} ends in step {self.step}: {reason}.")
+    def tell(self, cause, seen):
+        """Say this, unless this cause was said."""
+        if cause not in self.said:
+            self.said.add(cause)
+            self.say(f"{self.name}, step {self.step}: {seen}. Usual cause: {CAUSES[cause]}.")
 
-    def tell(self, kind, seen, cause=None):
-        """Say this, unless something of this kind was said."""
-        if kind not in self.said:
-            self.said.add(kind)
-            self.say(f"{self.name}: {seen}. Usual cause: {CAUSES[cause or kind]}.")
+    def start(self):
+        group = getattr(self.model, "process_group", None) or dist.group.WORLD
+        if group is None or group.size() == 1:
+            raise RuntimeError("this process trains alone (world size 1): start it with torchrun")
+        self.store = group.get_group_store().clone()  # with a connection of its own
+        self.rank = group.rank()
+        self.samples = [[] for _ in range(group.size())]  # of each rank: batches of their numbers
+        # Ranks that share a copy's work (tensor parallelism) have the same samples.
+        self.are_copies = all(
+            hasattr(self.model, "unshard") and parameter.device_mesh.ndim == 1
+            for parameter in self.model.parameters()
+            if hasattr(parameter, "to_local")
+        )
+        self.model.register_forward_pre_hook(self.safely(self.before_forward), with_kwargs=True)
+        self.optimizer.register_step_pre_hook(self.safely(self.before_step))
+        if self.rank == 0:
+            what = "weights (no shards), gradients, rates, forwards" + ", samples" * self.are_copies
+            self.say(f"{self.name} compares {what}; it looks for NaN and for epochs of one order.")
 
-    def before_forward(self, module, *inputs):
-        if not (torch.is_grad_enabled() and module.training):
+    def before_forward(self, model, *inputs):
+        if not (torch.is_grad_enabled() and model.training):
             return
-        if module is self.model:
-            # What torch's DDP, and the classes of stages 02 to 05, set within no_sync().
-            ours = getattr(module, "synchronizing", True)
-            self.forwards += getattr(module, "require_backward_grad_sync", ours)
-        if module is self.module and self.noted < MOST_BATCHES:
+        # What torch's DDP, and the classes of stages 02 to 05, set within no_sync().
+        ours = getattr(model, "synchronizing", True)
+        self.forwards += getattr(model, "require_backward_grad_sync", ours)
+        if self.noted < MOST_BATCHES:
             self.noted += 1
             self.batches += numbers_of_batch(inputs, ROWS if self.noted <= BATCHES else 1)
 
     def before_step(self, *_):
         self.step += 1
-        if self.store is None:
-            self.start()
-        if self.is_on and (self.step in EARLY or self.step % self.every == 0):
+        if self.step in EARLY or self.step % self.every == 0:
             self.post()
-        if self.unread:
-            self.read()
-
-    def start(self):
-        group = getattr(self.model, "process_group", None) or dist.group.WORLD
-        if group is None or group.size() == 1:
-            return self.end("this process trains alone (world size 1), so start it with torchrun")
-        if not hasattr(group, "get_group_store"):
-            return self.end("this torch has no ProcessGroup.get_group_store")
-        store = group.get_group_store()
-        self.store = store.clone() if hasattr(store, "clone") else store  # its own connection
-        self.rank, self.world_size = group.rank(), group.size()
-        self.samples = [[] for _ in range(self.world_size)]  # batches of their numbers
-        # Ranks that share a copy's work (tensor parallelism) have the same samples.
-        split = [p for p in self.model.parameters() if hasattr(p, "to_local")]
-        is_fsdp = hasattr(self.model, "unshard")
-        self.are_copies = all(is_fsdp and p.device_mesh.ndim == 1 for p in split)
         if self.rank == 0:
-            weights = len([p for p in self.trained().values() if is_whole(p)])
-            self.say(
-                f"{self.name} compares {weights} weights of {self.world_size} ranks (not shards), "
-                f"gradients, rates, forwards{', samples' * self.are_copies}; it looks for "
-                "NaN and for epochs of one order."
-            )
-
-    def trained(self):
-        """Return what the optimizer trains, by name."""
-        names = {parameter: name for name, parameter in self.module.named_parameters()}
-        trained = [p for group in self.optimizer.param_groups for p in group["params"]]
-        return {names.get(p, f"number {i} (not in the model)"): p for i, p in enumerate(trained)}
+            self.read()
 
     def post(self):
         """Write into the store what the ranks should have alike."""
-        trained = self.trained()
+        names = {parameter: name for name, parameter in self.module.named_parameters()}
+        rates = {"rates": [float(group.get("lr") or 0) for group in self.optimizer.param_groups]}
+        trained = [p for group in self.optimizer.param_groups for p in group["params"]]
+        named = {names.get(p, f"number {i} (not in the model)"): p for i, p in enumerate(trained)}
+        tensors = named | dict(self.module.named_buffers())
         check = {
-            "weights": {name: number_of(p, is_whole(p)) for name, p in trained.items()},
-            "gradients": {name: number_of(p.grad, is_whole(p)) for name, p in trained.items()},
-            "buffers": {name: number_of(b) for name, b in self.module.named_buffers()},
-            "rates": [float(group.get("lr") or 0) for group in self.optimizer.param_groups],
+            "weights": rates | {name: number_of(p) for name, p in named.items()},
+            "gradients": {name: number_of(p.grad) for name, p in named.items()},
+            "nan": [name for name, tensor in tensors.items() if has_nan(tensor)][:3],
             "forwards": self.forwards,
             "samples": [numbers.tolist() for numbers in self.batches],
         }
         self.batches = []
-        slot = self.checks % SLOTS
+        self.store.set(f"{self.name} {self.checks % RING} {self.rank}", json.dumps(check))
         self.checks += 1
-        self.store.set(f"{self.name} {slot} {self.rank}", json.dumps(check))
-        if self.rank == 0:
-            self.unread[slot] = self.step
 
     def read(self):
         """Judge what all ranks have posted, and delete it."""
-        for slot, step in list(self.unread.items()):
-            keys = [f"{self.name} {slot} {rank}" for rank in range(self.world_size)]
-            if self.store.check(keys):
-                posts = [json.loads(self.store.get(key)) for key in keys]
-                for key in keys:
-                    self.store.delete_key(key)
-                del self.unread[slot]
-                self.judge(step, {what: [post[what] for post in posts] for what in posts[0]})
-        if len(self.unread) == SLOTS:
-            self.end(f"a rank has left {SLOTS} checks unanswered")
+        while self.judged < self.checks:
+            keys = [f"{self.name} {self.judged % RING} {rank}" for rank in range(len(self.samples))]
+            if not self.store.check(keys):
+                break
+            posts = [json.loads(self.store.get(key)) for key in keys]
+            for key in keys:
+                self.store.delete_key(key)
+            self.judged += 1
+            self.judge(**{what: [post[what] for post in posts] for what in posts[0]})
+        if self.checks - self.judged == RING:
+            raise RuntimeError("a rank has left too many checks unanswered")
 
-    def judge(self, step, of_ranks):
-        """Say what is wrong; `of_ranks` has, for each thing, a list of the ranks' values."""
-        tensors = zip(of_ranks["weights"], of_ranks["buffers"], strict=True)
-        nan = [[name for name, n in (w | b).items() if n == "NaN"] for w, b in tensors]
-        if any(nan):
-            self.tell("NaN", f"before step {step} there is NaN in {[names[:3] for names in nan]}")
-        if differ(of_ranks["rates"]):
-            self.tell("rates", f"in step {step} the learning rates are {of_ranks['rates']}")
-        for earlier, new in zip(self.samples, of_ranks["samples"], strict=True):
+    def judge(self, weights, gradients, nan, forwards, samples):
+        """Say what is wrong; each argument is a list of what the ranks have posted."""
+        for earlier, new in zip(self.samples, samples, strict=True):
             earlier += new
         self.judge_samples()
-        self.judge_order()
-        self.judge_weights(step, of_ranks)
-
-    def judge_weights(self, step, of_ranks):
-        weights, gradients = of_ranks["weights"], of_ranks["gradients"]
-        forwards = of_ranks["forwards"]
-        apart = [name for name in weights[0] if differ(each[name] for each in weights)]
-        unequal = [name for name in apart if differ(each[name] for each in gradients)]
-        if differ(forwards) and (apart or hasattr(self.model, "require_backward_grad_sync")):
-            cause = "steps"  # torch's DDP runs as many on all ranks
+        if any(nan):
+            self.tell("NaN", f"the ranks have NaN in {nan}")
+        apart = names_of_unequal(weights)
+        unequal = [name for name in names_of_unequal(gradients) if name in apart]
+        averaged = [name for name, n in gradients[0].items() if n and name not in unequal]
+        if min(forwards) < max(forwards) and (apart or hasattr(self.model, "reducer")):
+            cause = "steps"  # torch's DDP, which has a reducer, runs as many on all ranks
         elif not apart:
             return
-        elif step == 1:
-            cause = "start"
         elif not unequal:
             cause = "reduced"
         elif self.model is self.module:
@@ -205,69 +170,69 @@ class watch:
         elif not any(forwards):
             cause = "bypassed"
         else:
-            there = [gradient for gradient in gradients[0].values() if gradient is not None]
-            cause = "some" if len(unequal) < len(there) else "gradients"
-        seen = f"before step {step} the weights of {len(apart)} of {len(weights[0])} parameters"
-        seen += f" differ between ranks, and the gradients of {len(unequal)}: {apart[:3]}"
-        self.tell("weights", f"{seen}; forwards on each rank: {forwards}", cause)
+            cause = "some" if averaged else "gradients"
+        ranks = [rank for rank, each in enumerate(weights) if each != weights[0]]
+        self.tell(
+            cause,
+            f"ranks {ranks} differ from rank 0 in weights or rates ({len(apart)}: {apart[:3]} …) "
+            f"and their gradients ({len(unequal)}); the ranks' forwards are {forwards}",
+        )
 
     def judge_samples(self):
-        """Compare half of the samples before a rank sees one of its own again, in a new epoch."""
-        seen, first_rank, shared = set(), {}, [0]  # shared: after each batch
-        for _, *batches in zip(range(BATCHES), *self.samples, strict=False):
-            new = [(rank, number) for rank, batch in enumerate(batches) for number in batch]
-            if len(seen.union(new)) < len(seen) + len(new):
-                break
-            seen.update(new)
-            others = [number for rank, number in new if first_rank.setdefault(number, rank) != rank]
-            shared.append(shared[-1] + len(others))
-        several = shared[(len(shared) - 1) // 2]
-        if several > self.world_size + 3 and self.are_copies:  # a sampler may repeat a few
+        # The second half may be of a new epoch, in which a rank has not seen its own again yet.
+        half = min(first_epoch(batches[:BATCHES]) for batches in self.samples) // 2
+        seen = [{number for batch in each[:half] for number in batch} for each in self.samples]
+        several = sum(map(len, seen)) - len(set.union(*seen))
+        if several > len(self.samples) + 3 and self.are_copies:  # a sampler may repeat a few
             self.tell("samples", f"{several} of the first samples are on several ranks")
-
-    def judge_order(self):
         first = [batch[0] for batch in self.samples[0]]
-        again = next((i for i in range(1, len(first)) if first[i] == first[0]), 0)
-        if again > 3 and first[again : again + 8] == first[:8]:
-            self.tell("order", f"batch {again + 1} and those after it are the first ones again")
+        for again in range(4, len(first)):
+            if first[again : again + 8] == first[:8] and first[0] not in first[1:4]:
+                self.tell("order", f"batch {again + 1} and those after it are the first ones again")
 
 
-def differ(values):
-    return len({str(value) for value in values}) > 1
+def first_epoch(batches):
+    """Return how many batches there are before a sample comes again."""
+    seen = set()
+    for count, batch in enumerate(batches):
+        if not seen.isdisjoint(batch):
+            return count
+        seen.update(batch)
+    return len(batches)
 
 
-def is_whole(parameter):
-    return not any(hasattr(parameter, mark) for mark in SHARDS)
+def names_of_unequal(of_ranks):
+    first, *others = of_ranks
+    return [name for name in first if any(other[name] != first[name] for other in others)]
 
 
-def number_of(tensor, is_whole=True):
-    """Return a number that tells a tensor's bits and their order, or that there is a NaN."""
-    if tensor is None or tensor.layout != torch.strided:
+def has_nan(tensor):
+    return not hasattr(tensor, "to_local") and tensor.isnan().any()
+
+
+def number_of(tensor):
+    """Return a number that tells a tensor's bits and their places; None for a shard."""
+    is_shard = any(hasattr(tensor, mark) for mark in SHARDS)
+    if tensor is None or tensor.layout != torch.strided or is_shard:
         return None
-    tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    if (tensor != tensor).any():
-        return "NaN"
-    bits = as_integers(tensor.detach().flatten())
-    end = len(bits) // COLUMNS * COLUMNS
-    table = bits[:end].view(-1, COLUMNS)
-    return is_whole * (fold(table.sum(0)) + fold(table.sum(1)) + fold(bits[end:])).item()
+    while tensor.ndim:
+        tensor = fold(tensor)
+    return tensor.item()
 
 
-def as_integers(tensor):
-    return tensor.view(INTEGERS.get(tensor.element_size(), torch.int64))
-
-
-def fold(numbers):
-    """Add up the last dimension, each number times one that depends on its place."""
-    places = torch.arange(1, numbers.shape[-1] + 1, device=numbers.device) * 0x9E3779B97F4A7C1
-    return (numbers * (places ^ places >> 29)).sum(-1)
+def fold(tensor):
+    """Add up the last dimension's bits, each number times one that depends on its place."""
+    bits = tensor.detach().view(INTEGERS.get(tensor.element_size(), torch.int64))
+    places = torch.arange(1, bits.shape[-1] + 1, device=bits.device)
+    factors = places * (0x9E3779B97F4A7C1 + 2 * bits.ndim)  # other ones in each dimension
+    return (bits * (factors ^ factors >> 29)).sum(-1)
 
 
 def numbers_of_batch(inputs, count):
     """Return, in a list, a number for each of a batch's first samples; none if it has no rows."""
-    tensors = [x for x in tree_leaves(inputs) if type(x) is torch.Tensor and x.ndim > 1]
-    if not tensors or tensors[0].numel() == 0:
-        return []
-    rows = tensors[0].detach()[:count].flatten(1)
-    step = -(-rows.shape[1] // COLUMNS)  # of larger samples, every so many-th value
-    return [fold(as_integers(rows[:, ::step].contiguous()))]
+    for tensor in tree_leaves(inputs):
+        if type(tensor) is torch.Tensor and tensor.ndim > 1 and tensor.numel():
+            rows = tensor[:count].flatten(1)
+            # Of a sample of more than so many numbers it takes every second one, or third …
+            return [fold(rows[:, :: rows.shape[1] // COLUMNS + 1])]
+    return []
