@@ -76,9 +76,8 @@ def with_functions_around(text: str) -> list:
     return [getattr(module, name), *around]
 
 
-def function_beside(text: str, names: list[str]):
+def function_of_a_model(module: ModuleType, names: list[str]):
     """Return a function of the file that takes a model alone, by one of these names, or None."""
-    module, _ = import_mine(text.rpartition(":")[0])
     for name in names:
         function = getattr(module, name, None)
         if inspect.isfunction(function) and len(inspect.signature(function).parameters) == 1:
@@ -87,32 +86,26 @@ def function_beside(text: str, names: list[str]):
 
 def prepare(text: str, kind: str, layers: str = "") -> tuple:
     """Return, on a rank, the arguments of a check of this kind for what FILE.py:NAME names."""
-    mine, *around = with_functions_around(text)
+    mine, after, before, gather = with_functions_around(text)
+    module, _ = import_mine(text.rpartition(":")[0])
     if kind == "loss":
-        module, _ = import_mine(text.rpartition(":")[0])
         loss = mine() if isinstance(mine, type) and issubclass(mine, nn.Module) else mine
         return ((loss, getattr(module, "batch", losses.batch)),)
 
     if kind == "optimizer":
         return (as_if_sharding(mine),)
 
-    finish, whole = function_beside(text, FINISHES), function_beside(text, GATHERS)
+    finish, whole = (function_of_a_model(module, names) for names in (FINISHES, GATHERS))
 
     @wraps(mine)
     def adapted(*arguments, **options):
         model = mine(*arguments, **options)
-        after, before, gather = around
-        if finish and not after and not finish_of(model):
-            after = of_model_alone(finish)
-        if whole and not gather and not gather_of(model):
-            gather = whole
-        return Around(model, after, before, gather) if after or before or gather else model
+        ends = after or (None if finish_of(model) else finish)
+        gathers = gather or (None if gather_of(model) else whole)
+        return Around(model, ends, before, gathers)
 
-    return (adapted if any((*around, finish, whole)) else mine, layout_for(layers, kind == "fsdp"))
-
-
-def of_model_alone(finish):
-    return lambda model, optimizer: finish(model)
+    is_adapted = any((after, before, gather, finish, whole))
+    return (adapted if is_adapted else mine, layout_for(layers, kind == "fsdp"))
 
 
 def as_if_sharding(mine):

@@ -36,8 +36,8 @@ from tools.check.models import (
 
 LR = 0.1
 sgd = partial(torch.optim.SGD, lr=LR)
-NAMES = "gather_full_params() has to return all parameters, whole, under the module's own names"
 MAIN = "main gradients are float32, and are judged in it"
+NAMES = "gather_full_params() has to return all parameters, whole, under the module's own names"
 COPIED = (
     "a copy is reduced: contiguous() and flatten() copy such a gradient, so copy the result back"
 )
@@ -104,12 +104,12 @@ def follow_one_process(mine, layout, build=Plain, **options):
 
 
 def follow(
-    model, twin: nn.Module, backward=backward_each, parts=1, set_to_none=True, steps=4, unreduced=""
+    model, twin, backward=backward_each, parts=1, set_to_none=True, steps=4, unreduced="", rounds=""
 ):
     """Raise Failed unless steps with shares of batches do what the twin does with all of them.
 
-    unreduced: what it means that a gradient is a rank's own, if it is not the usual. Returns what
-    has to be said of gradients that are right.
+    unreduced: what it means that a gradient is a rank's own, if it is not the usual; rounds: the
+    dtype in which gradients may be averaged. Returns what has to be said of right gradients.
     """
     said = ""
     optimizer, twin_optimizer = sgd(model.parameters()), sgd(twin.parameters())
@@ -124,8 +124,7 @@ def follow(
         reset(model)
         after = weights_of(model, twin)
         found = {name: (before[name] - after[name]) / LR for name in gradients}
-        means, allowed = unreduced or why_not_reduced(model), "float32" if said else ""
-        if check_gradients(found, gradients, means, allowed):
+        if check_gradients(found, gradients, unreduced or why_not_reduced(model), rounds):
             said = MAIN
     return said
 

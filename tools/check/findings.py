@@ -126,10 +126,8 @@ def is_within(file: str | Path, folders) -> bool:
 
 def verdict_of(answers: dict[int, Answer]) -> Answer:
     """Return one verdict of all ranks: the gravest, and what was seen by those that have it."""
-    for verdict in GRAVEST_FIRST:
-        ranks = [rank for rank in answers if answers[rank].verdict == verdict]
-        if ranks:
-            break
+    verdict = min((each.verdict for each in answers.values()), key=GRAVEST_FIRST.index)
+    ranks = [rank for rank in answers if answers[rank].verdict == verdict]
     told = answers[ranks[0]]
     if verdict in (FAILED, STUCK):
         ranks = ranks[:1] if verdict == FAILED else ranks

@@ -2,6 +2,8 @@
 
 import importlib
 import re
+from functools import partial
+from inspect import signature
 from types import ModuleType
 from typing import NamedTuple
 
@@ -49,6 +51,10 @@ def embedding(layout: Layout, rows: int, width: int) -> nn.Module:
     return getattr(layout.layers, "Embedding", nn.Embedding)(rows, width)
 
 
+def tokens_of(x: torch.Tensor) -> torch.Tensor:
+    return (3 * x).abs().long().clamp(max=5)
+
+
 class Plain(nn.Module):
     """Has parameters some of which have a shape in common, and a buffer."""
 
@@ -66,8 +72,7 @@ class Plain(nn.Module):
         self.to(layout.dtype)
 
     def forward(self, x):
-        tokens = (3 * x).abs().long().clamp(max=5)
-        return self.last(self.between(self.embedding(tokens) + self.offset))
+        return self.last(self.between(self.embedding(tokens_of(x)) + self.offset))
 
     def between(self, x):
         return self.second(self.norm(self.first(x).tanh())).tanh()
@@ -147,7 +152,7 @@ def wrap(mine, module: nn.Module) -> nn.Module:
 class Around(nn.Module):
     """Makes a module of what wraps one, perhaps without being one; with a course's functions.
 
-    after_backward and before_forward are given the wrapper and an optimizer.
+    These are given the wrapper and an optimizer; after_backward may take the wrapper alone.
     """
 
     def __init__(self, wrapper, after_backward=None, before_forward=None, gather=None):
@@ -157,9 +162,10 @@ class Around(nn.Module):
         self.optimizer = torch.optim.SGD(self.inner.parameters(), lr=0.0)
         self.before_forward = before_forward
         if after_backward:
-            self.finish_gradient_synchronization = lambda: after_backward(wrapper, self.optimizer)
+            given = (wrapper, self.optimizer)[: len(signature(after_backward).parameters)]
+            self.finish_gradient_synchronization = partial(after_backward, *given)
         if gather:
-            self.gather_full_params = lambda: gather(wrapper)
+            self.gather_full_params = partial(gather, wrapper)
 
     def __getattr__(self, name):
         try:
@@ -174,11 +180,15 @@ class Around(nn.Module):
         return wrapper(*inputs) if callable(wrapper) else wrapper.forward(*inputs)
 
 
+def inputs_of(step: int, part: int, rank: int) -> torch.Tensor:
+    """Return a rank's share of a batch: numbers that any dtype can hold."""
+    generator = torch.Generator().manual_seed(10_000 * step + 100 * part + rank)
+    return torch.randint(-16, 17, (4, 6), generator=generator).double() / 8
+
+
 def loss_of(model: nn.Module, step: int, part: int, rank: int) -> torch.Tensor:
     """Return the loss of a rank's share of a batch; who accumulates has several parts of a step."""
-    generator = torch.Generator().manual_seed(10_000 * step + 100 * part + rank)
-    inputs = torch.randn(4, 6, generator=generator, dtype=torch.float64)
-    return model(inputs).square().mean()
+    return model(inputs_of(step, part, rank)).double().square().mean()
 
 
 def finish(model: nn.Module) -> None:
