@@ -101,7 +101,7 @@ def run_checks(args, text: str, kind: str, ranks: int) -> bool:
             if is_first and answer.means == UNUSABLE and text == args.mine:
                 setup.fail(f"argument MINE: {text}: {answer.seen}")
             show(promise, answer, has_to_hold)
-            if is_first and answer.verdict == FAILED:
+            if is_first and answer.verdict in (FAILED, NOT_TRIED):
                 setup.say("nothing else was tried")
                 return False
             if has_to_hold:
