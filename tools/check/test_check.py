@@ -398,7 +398,8 @@ def test_our_fsdp_on_eight_ranks(forked):
     """Biases that stay whole weigh more, the more ranks there are."""
     fsdp = ROOT / "06_sharded_optimizer" / "fsdp" / "fsdp.py"
     status, output = forked(None, CHECK, f"{fsdp}:FSDP", "--nproc", 8)
-    assert status == 0 and "8 of 8 passed" in output and "FAILED" not in output, output
+    assert status == 0 and "10 of 10 passed, 1 not tried" in output, output  # it has no state_dict()
+    assert "FAILED" not in output and "warning" not in output, output
 
 
 @pytest.mark.parametrize(
