@@ -89,6 +89,17 @@ def fully_sharded(module):
     return fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
 
 
+class StepsOnRank0(mistakes.RightShards):
+    """Saves nothing on rank 0."""
+
+    def is_own(self, number):
+        return dist.get_rank() == 0
+
+    def send(self):
+        for parameter in self.every:
+            dist.broadcast(parameter.detach(), src=0)
+
+
 class KeepsCopies(FSDP):
     """Splits all weights, and keeps whole ones, too, where parameters() does not show them."""
 
@@ -105,6 +116,7 @@ class KeepsCopies(FSDP):
         (checks_of_fsdp, mistakes.RoundsMaster, "computes_in_another_dtype", "already cast"),
         (checks_of_optimizers, mistakes.ForgetsOptions, "steps_like_adamw", "learning rate"),
         (checks_of_optimizers, mistakes.KeepsAllState, "shares_the_state_out", "steps all"),
+        (checks_of_optimizers, StepsOnRank0, "shares_the_state_out", "unevenly"),
         (checks_of_optimizers, mistakes.SendsNothing, "steps_like_adamw", "do not reach"),
         (checks_of_optimizers, mistakes.SumsInStep, "says_who_averages", "summed, not averaged"),
         (checks_of_optimizers, mistakes.LosesTheRest, REST, "do not reach all ranks"),
@@ -395,10 +407,10 @@ def test_the_command(forked, tmp_path, name, code, status, said):
 
 @pytest.mark.full
 def test_our_fsdp_on_eight_ranks(forked):
-    """Biases that stay whole weigh more, the more ranks there are."""
+    """Biases that stay whole weigh more, the more ranks there are. It has no state_dict()."""
     fsdp = ROOT / "06_sharded_optimizer" / "fsdp" / "fsdp.py"
     status, output = forked(None, CHECK, f"{fsdp}:FSDP", "--nproc", 8)
-    assert status == 0 and "10 of 10 passed, 1 not tried" in output, output  # it has no state_dict()
+    assert status == 0 and "10 of 10 passed, 1 not tried" in output, output
     assert "FAILED" not in output and "warning" not in output, output
 
 
