@@ -68,12 +68,12 @@ def import_mine(file: str) -> tuple[ModuleType, list[str]]:
             sys.modules.pop(name, None)
 
 
-def with_functions_around(text: str) -> list:
-    """Return what FILE.py:NAME names, and the functions AROUND it; None for those not there."""
+def named_by(text: str) -> tuple:
+    """Return FILE.py's module, what NAME is there, and the functions AROUND it; None for others."""
     file, _, name = text.rpartition(":")
     module, _ = import_mine(file)
     around = [getattr(module, f"{name.removeprefix('get_')}_{each}", None) for each in AROUND]
-    return [getattr(module, name), *around]
+    return module, getattr(module, name), *around
 
 
 def function_of_a_model(module: ModuleType, names: list[str]):
@@ -86,8 +86,7 @@ def function_of_a_model(module: ModuleType, names: list[str]):
 
 def prepare(text: str, kind: str, layers: str = "") -> tuple:
     """Return, on a rank, the arguments of a check of this kind for what FILE.py:NAME names."""
-    mine, after, before, gather = with_functions_around(text)
-    module, _ = import_mine(text.rpartition(":")[0])
+    module, mine, after, before, gather = named_by(text)
     if kind == "loss":
         loss = mine() if isinstance(mine, type) and issubclass(mine, nn.Module) else mine
         return ((loss, getattr(module, "batch", losses.batch)),)
@@ -142,9 +141,9 @@ def find(text: str, kind: str | None, layers: str) -> Found:
             raise ValueError("has no get_ddp or another adapter; a class is FILE.py:NAME")
     found = []
     for each in texts:
-        mine, *around = with_functions_around(each)
-        missing = [name for function in (mine, *around) for name in not_written(function)]
-        found.append((each, kind or kind_of(mine), missing))
+        _, *functions = named_by(each)
+        missing = [name for function in functions for name in not_written(function)]
+        found.append((each, kind or kind_of(functions[0]), missing))
     if layers:
         importlib.import_module(layers).Linear(2, 2)
     libraries = []

@@ -38,7 +38,7 @@ from tools.check.models import (
 NOT_SPLIT = "none of torch's layers was split"
 OWN_LAYERS = "if yours splits layers of its own, say LAYERS=my.model"
 NOT_FREED = "weights or gradients are not split, or whole ones are not freed"
-NOT_CAST = "the weights or the inputs are not cast before the forward"
+NOT_CAST = "the weights are not cast before the forward"
 LOW = "both have to be there, in float32: else the optimizer loses small updates"
 ROUNDED = (
     "shards are cut from weights already cast, or cast back: the optimizer's small steps are lost"
@@ -51,17 +51,13 @@ def large(layout):
     return nn.Sequential(*[layout.layers.Linear(64, 64) for _ in range(16)])
 
 
-class OfFloats(nn.Sequential):
+class OfTokens(nn.Sequential):
     """Has layers alone that an FSDP casts."""
 
-    def __init__(self, layout, first=None):
-        linear, width = layout.layers.Linear, layout.width
-        super().__init__(first or linear(6, width), linear(width, width), linear(width, width))
-
-
-class OfTokens(OfFloats):
     def __init__(self, layout):
-        super().__init__(layout, embedding(layout, layout.rows, layout.width))
+        linear, width = layout.layers.Linear, layout.width
+        layers = linear(width, width), linear(width, width)
+        super().__init__(embedding(layout, layout.rows, width), *layers)
 
     def forward(self, x):
         return super().forward(tokens_of(x))
@@ -90,32 +86,28 @@ def check_freed(before: dict[int, int], layout, after: str, shards=1, twins=0) -
 
 def computes_in_float16(mine, layout=PLAIN):
     """compute_dtype=torch.float16 computes in it; weights and gradients stay float32, unrounded"""
-    compute_in(torch.float16, mine, layout, OfTokens)
+    compute_in(torch.float16, mine, layout)
 
 
 def computes_in_another_dtype(mine, layout=PLAIN):
     """compute_dtype=torch.bfloat16 computes in it; weights and gradients stay float32, unrounded"""
-    compute_in(torch.bfloat16, mine, layout, OfTokens)
+    compute_in(torch.bfloat16, mine, layout)
 
 
-def casts_inputs_to_another_dtype(mine, layout=PLAIN):
-    """compute_dtype=torch.bfloat16 casts inputs, too, where the first layer is no embedding"""
-    compute_in(torch.bfloat16, mine, layout, OfFloats)
-
-
-def compute_in(dtype: torch.dtype, mine, layout, build) -> None:
+def compute_in(dtype: torch.dtype, mine, layout) -> None:
     """Raise Failed unless a step is that of a twin in a dtype, with weights as they were."""
     option = {name_of_dtype(mine): dtype}
-    twin = new(build, layout)
+    twin = new(OfTokens, layout)
     given = torch.cat([weight.detach().flatten() for weight in twin.parameters()])
-    twin.to(dtype).register_forward_pre_hook(lambda _, inputs: inputs[0].to(dtype))
+    twin.to(dtype)
     with may_be_refused():
-        model = wrap(partial(mine, **option), new(build, layout))
+        model = wrap(partial(mine, **option), new(OfTokens, layout))
 
     def backward(model, step, parts):
         inputs = inputs_of(step, 0, dist.get_rank())
         output = model(inputs)
-        if not is_close(output.float(), twin(inputs).float()):
+        is_cast = torch.equal(output, output.to(dtype).to(output.dtype))  # perhaps cast back since
+        if not is_cast or not is_close(output.float(), twin(inputs).float()):
             raise Failed(f"the output is not that of {dtype}", NOT_CAST)
         output.double().square().mean().backward()
         finish(model)
@@ -128,7 +120,7 @@ def compute_in(dtype: torch.dtype, mine, layout, build) -> None:
             if not torch.isin(local[local != 0], given).all():  # shards may be padded with zeros
                 raise Failed("before the first step weights are no longer those it got", ROUNDED)
 
-    if wrappers.follow(model, twin, backward, steps=1, rounds="bfloat16"):
+    if wrappers.follow(model, twin, backward, steps=1, rounds=str(dtype).removeprefix("torch.")):
         raise Warned(f"gradients are averaged in {dtype}, as torch's unless asked", IN_16_BITS)
 
 
@@ -200,6 +192,5 @@ MEANING = [
     wrappers.evaluates_in_between,
     loads_what_it_saves,
 ]
-# torch's FSDP does not take rank 0's values; a course's model begins with an embedding.
-BEYOND = [wrappers.starts_with_the_parameters_of_rank_0, casts_inputs_to_another_dtype]
+BEYOND = [wrappers.starts_with_the_parameters_of_rank_0]  # torch's does not take its values
 HAS_TO_HOLD = [*COURSE, *MEANING]

@@ -71,15 +71,10 @@ def backward_of_two_forwards(model, step, parts):
 
 def evaluate_and_backward(model, step, parts):
     model.eval()
-    output_of(model)
+    with torch.no_grad():
+        loss_here(model, step)
     model.train()
     backward_each(model, step)
-
-
-def output_of(model) -> torch.Tensor:
-    inputs = torch.linspace(-2, 2, 24, dtype=torch.float64).view(4, 6)
-    with torch.no_grad():
-        return model(inputs)
 
 
 def weights_of(model, twin: nn.Module) -> dict[str, torch.Tensor]:

@@ -56,10 +56,10 @@ def may_be_refused():
         raise NotTried(f"it refuses: {type(error).__name__}: {error}") from error
 
 
-def is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
+def is_close(found: torch.Tensor, expected: torch.Tensor, of_float32: float = 1e-3) -> bool:
     """Say whether they differ by rounding alone, measured by the size of the whole tensor."""
     # A gradient in float32 is read from the step that it made, which is rounded, too.
-    tolerance = 1e-10 if found.dtype == torch.float64 else 1e-3
+    tolerance = 1e-10 if found.dtype == torch.float64 else of_float32
     return bool((found - expected).norm() <= tolerance * expected.norm())
 
 

@@ -115,12 +115,14 @@ class Branches(Plain):
 
 
 class SeveralDtypes(Plain):
+    """Has a norm in float32: too little memory to be taken for main gradients."""
+
     def __init__(self, layout):
         super().__init__(layout)
-        self.second.float()
+        self.norm.float()
 
     def between(self, x):
-        return self.second(self.norm(self.first(x)).float()).tanh().to(x.dtype)
+        return self.second(self.norm(self.first(x).float()).to(x.dtype)).tanh()
 
 
 class Transposed(Plain):

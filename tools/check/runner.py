@@ -11,7 +11,6 @@ import signal
 import sys
 import tempfile
 import threading
-import time
 import traceback
 from contextlib import suppress
 from datetime import timedelta
@@ -30,6 +29,7 @@ PATIENCE = 4  # times that time, for a rank that moves
 LONGEST_LIFE = 600  # seconds of a rank, whatever becomes of the process that started it
 WAITS = "a rank waits for a collective that another one does not make"
 SLOW = 'a slow or busy machine, or a loop without end: ARGS="--seconds {:.0f}" gives it more time'
+OWN_CALL = "a call of the check's own"
 ENDED = "the class ended it, or gloo did: do all ranks make the same calls in the same order?"
 
 
@@ -71,7 +71,7 @@ def tell_where_it_stands(thread: int, limit: float, is_done: threading.Event, pi
         *_, begin = [number for number, frame in enumerate(stack) if frame.name == serve.__name__]
         stack = stack[begin:]  # a fork has the frames of its parent, too
         line = line_of_user(stack)
-        pipe.send((line or "a call of the check's own", "" if line else str(stack)))
+        pipe.send((line or OWN_CALL, "" if line else str(stack)))
 
 
 def run(world_size: int, limit: float, check, *arguments) -> Answer:
@@ -100,17 +100,14 @@ def run(world_size: int, limit: float, check, *arguments) -> Answer:
 
 
 def collect(processes: list, pipes: dict, limit: float) -> dict[int, Answer]:
-    """Return what ranks answer until one has failed or is slow, or until all others are stuck.
+    """Return what ranks answer until one has failed, or until all others are stuck or slow.
 
     Looks are counted, and not seconds, because a busy machine wakes a rank late, too. Who sends
-    none is stuck in the end.
+    none is stuck.
     """
     answers, looks = {}, {rank: [] for rank in pipes.values()}
-    deadline = time.monotonic() + SECONDS_TO_START + (PATIENCE + 1) * limit
     while not all(is_stuck(looks[rank]) for rank in pipes.values()):
-        ready = multiprocessing.connection.wait(list(pipes), max(0, deadline - time.monotonic()))
-        if not ready:
-            break
+        ready = multiprocessing.connection.wait(list(pipes), SECONDS_TO_START + PATIENCE * limit)
         for pipe in ready:
             rank = pipes[pipe]
             try:
@@ -120,17 +117,19 @@ def collect(processes: list, pipes: dict, limit: float) -> dict[int, Answer]:
                 told = Answer(FAILED, f"it ended with status {processes[rank].exitcode}", ENDED)
             if not isinstance(told, Answer):
                 looks[rank].append(told)
-                if len(looks[rank]) < PATIENCE * LOOKS or is_stuck(looks[rank]):
-                    continue
-                seen = f"it still computes after {PATIENCE * limit:.0f} s, at {told[0]}"
-                told = Answer(NOT_TRIED, seen, SLOW.format(2 * limit))
+                continue
             answers[rank] = told
             del pipes[pipe]
             if told.verdict in (FAILED, NOT_TRIED):
                 return answers
+        if not ready or any(len(looks[rank]) >= PATIENCE * LOOKS for rank in pipes.values()):
+            break
     for rank in pipes.values():
-        line, _ = looks[rank][-1] if looks[rank] else ("a call of the check's own", "")
+        line, _ = looks[rank][-1] if looks[rank] else (OWN_CALL, "")
         answers[rank] = Answer(STUCK, f"hangs at {line}", f"{WAITS}: see {line}")
+        if looks[rank] and not is_stuck(looks[rank]):
+            seen = f"it still computes after {PATIENCE * limit:.0f} s, at {line}"
+            answers[rank] = Answer(NOT_TRIED, seen, SLOW.format(2 * limit))
     return answers
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from fsdp import FSDP
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from users_class import users_class
 
@@ -85,8 +85,9 @@ def test_the_page_has_a_row_of_every_wrong_wrapper():
     assert sorted(names) == sorted([*FAILS, *others])
 
 
-def fully_sharded(module):
-    return fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+def fully_sharded(module, compute_dtype=None):
+    policy = MixedPrecisionPolicy(param_dtype=compute_dtype)
+    return fully_shard(module, mesh=init_device_mesh("cpu", (2,)), mp_policy=policy)
 
 
 class StepsOnRank0(mistakes.RightShards):
@@ -109,10 +110,16 @@ class KeepsCopies(FSDP):
         self.copies = copies
 
 
+class IgnoresDtype(mistakes.SplitsNothing):
+    def __init__(self, module, compute_dtype=None):
+        super().__init__(module)
+
+
 @pytest.mark.parametrize(
     "module, mine, expected, means",
     [
         (checks_of_fsdp, KeepsCopies, "keeps_a_part_of_the_weights", "not freed"),
+        (checks_of_fsdp, IgnoresDtype, "computes_in_float16", "not cast"),
         (checks_of_fsdp, mistakes.RoundsMaster, "computes_in_another_dtype", "already cast"),
         (checks_of_optimizers, mistakes.ForgetsOptions, "steps_like_adamw", "learning rate"),
         (checks_of_optimizers, mistakes.KeepsAllState, "shares_the_state_out", "steps all"),
@@ -131,6 +138,12 @@ def test_optimizers_and_fsdp(late_ranks, module, mine, expected, means):
     verdicts = judged(late_ranks, mine, module.HAS_TO_HOLD)
     assert expected in failed(verdicts) if expected else not failed(verdicts), verdicts
     assert not expected or means in verdicts[expected].means, verdicts
+
+
+def test_who_averages_in_16_bits_is_warned(late_ranks):
+    checks = [checks_of_fsdp.computes_in_float16, checks_of_fsdp.computes_in_another_dtype]
+    for verdict in judged(late_ranks, fully_sharded, checks).values():
+        assert verdict.verdict == "warning" and "averaged in" in verdict.seen, verdict
 
 
 def test_what_splits_nothing_has_to_say_which_layers_it_would(late_ranks):
@@ -184,6 +197,12 @@ class RoundsToBfloat16(mistakes.Right):
 
 class RoundsToFloat16(RoundsToBfloat16):
     small = torch.float16
+
+
+class TakesTheSmallestDtype(RoundsToBfloat16):
+    def average(self, parameter):
+        self.small = min((each.dtype for each in self.trained()), key=lambda dtype: dtype.itemsize)
+        super().average(parameter)
 
 
 class SpoilsRank1(mistakes.Right):
@@ -257,6 +276,7 @@ class FinishesAsFlush(NoModule):
         (NoModule, 2, MEAN, "passed", ""),
         (FinishesAsFlush, 2, MEAN, "failed", "nobody calls its finish"),
         (RoundsToBfloat16, 2, MEAN, "failed", "rounded to bfloat16"),
+        (TakesTheSmallestDtype, 2, "trains_several_dtypes", "failed", "rounded to float32"),
         (SpoilsRank1, 2, WEIGHTS, "failed", "not waited for"),
         (FirstBucketAlone, 2, MEAN, "failed", "never reduced"),
         (OfAnotherName, 2, BRANCHES, "failed", "never reduced"),
