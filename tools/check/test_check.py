@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import sys
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -101,6 +102,34 @@ class StepsOnRank0(mistakes.RightShards):
             dist.broadcast(parameter.detach(), src=0)
 
 
+class StepsFrozen(mistakes.RightShards):
+    """Gives all parameters gradients, so that weight decay moves frozen ones."""
+
+    def step(self, closure=None):
+        for parameter in self.every:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        super().step(closure)
+
+
+class KeepsFirstOptions(mistakes.RightShards):
+    """Does not look at its groups again: a scheduler changes them in vain."""
+
+    def step(self, closure=None):
+        self.local.step()
+        self.send()
+
+
+class HasOneGroup(mistakes.RightShards):
+    def add_param_group(self, group):
+        super().add_param_group({"params": group["params"]})
+
+
+class ZeroesItsOwn(mistakes.RightShards):
+    def zero_grad(self, set_to_none=True):
+        self.local.zero_grad(set_to_none)
+
+
 class KeepsCopies(FSDP):
     """Splits all weights, and keeps whole ones, too, where parameters() does not show them."""
 
@@ -123,6 +152,10 @@ class IgnoresDtype(mistakes.SplitsNothing):
         (checks_of_fsdp, mistakes.RoundsMaster, "computes_in_another_dtype", "already cast"),
         (checks_of_optimizers, mistakes.ForgetsOptions, "steps_like_adamw", "learning rate"),
         (checks_of_optimizers, mistakes.KeepsAllState, "shares_the_state_out", "steps all"),
+        (checks_of_optimizers, StepsFrozen, "skips_frozen_parameters", "other gradients"),
+        (checks_of_optimizers, KeepsFirstOptions, "follows_a_scheduler", "learning rate"),
+        (checks_of_optimizers, HasOneGroup, "keeps_groups_apart", "other options"),
+        (checks_of_optimizers, ZeroesItsOwn, "zeroes_all_gradients", "only the parameters"),
         (checks_of_optimizers, StepsOnRank0, "shares_the_state_out", "unevenly"),
         (checks_of_optimizers, mistakes.SendsNothing, "steps_like_adamw", "do not reach"),
         (checks_of_optimizers, mistakes.SumsInStep, "says_who_averages", "summed, not averaged"),
@@ -197,6 +230,13 @@ class RoundsToBfloat16(mistakes.Right):
 
 class RoundsToFloat16(RoundsToBfloat16):
     small = torch.float16
+
+
+class ForgetsInNoSync(mistakes.Right):
+    @contextmanager
+    def no_sync(self):
+        yield
+        self.module.zero_grad()
 
 
 class TakesTheSmallestDtype(RoundsToBfloat16):
@@ -276,6 +316,7 @@ class FinishesAsFlush(NoModule):
         (NoModule, 2, MEAN, "passed", ""),
         (FinishesAsFlush, 2, MEAN, "failed", "nobody calls its finish"),
         (RoundsToBfloat16, 2, MEAN, "failed", "rounded to bfloat16"),
+        (ForgetsInNoSync, 2, "accumulates_with_no_sync", "failed", "overwritten"),
         (TakesTheSmallestDtype, 2, "trains_several_dtypes", "failed", "rounded to float32"),
         (SpoilsRank1, 2, WEIGHTS, "failed", "not waited for"),
         (FirstBucketAlone, 2, MEAN, "failed", "never reduced"),
