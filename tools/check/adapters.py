@@ -4,7 +4,6 @@ A course's tests reach a class through functions in tests/adapters.py: get_ddp(m
 ddp_on_after_backward(model, optimizer) is called after backward().
 """
 
-import importlib
 import inspect
 import re
 import sys
@@ -20,7 +19,7 @@ from users_class import FINISHES, GATHERS, finish_of, import_file
 
 from tools.check import checks_of_losses as losses
 from tools.check.findings import LIBRARIES, Failed, NotTried, is_within
-from tools.check.models import Around, gather_of, layout_for
+from tools.check.models import Around, gather_of, layout_for, module_of
 
 OF_COURSES = re.compile(r"get_.*(ddp|fsdp|sharded)")
 AROUND = ("on_after_backward", "on_train_batch_start", "gather_full_params")
@@ -145,7 +144,7 @@ def find(text: str, kind: str | None, layers: str) -> Found:
         missing = [name for function in functions for name in not_written(function)]
         found.append((each, kind or kind_of(functions[0]), missing))
     if layers:
-        importlib.import_module(layers).Linear(2, 2)
+        module_of(layers).Linear(2, 2)
     libraries = []
     for name in sys.modules.keys() - before:
         if is_within(getattr(sys.modules[name], "__file__", None) or "", LIBRARIES):

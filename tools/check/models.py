@@ -2,6 +2,7 @@
 
 import importlib
 import re
+import sys
 from functools import partial
 from inspect import signature
 from types import ModuleType
@@ -36,8 +37,13 @@ def layout_for(layers: str, is_sharded: bool) -> Layout:
 
     It is float32 there, because many an FSDP keeps its weights so, whatever the module's are.
     """
-    layout = Layout(importlib.import_module(layers)) if layers else PLAIN
+    layout = Layout(module_of(layers)) if layers else PLAIN
     return divisible(layout)._replace(dtype=torch.float32) if is_sharded else layout
+
+
+def module_of(layers: str) -> ModuleType:
+    """Import a module by name; if it is the file that MINE names, it is here by another one."""
+    return sys.modules.get(f"mine_{layers}") or importlib.import_module(layers)
 
 
 def divisible(layout: Layout) -> Layout:
