@@ -4,7 +4,6 @@ A course's tests reach a class through functions in tests/adapters.py: get_ddp(m
 ddp_on_after_backward(model, optimizer) is called after backward().
 """
 
-import importlib
 import inspect
 import re
 import sys
@@ -20,7 +19,7 @@ from users_class import FINISHES, GATHERS, finish_of, import_file
 
 from tools.check import checks_of_losses as losses
 from tools.check.findings import LIBRARIES, Failed, NotTried, is_within
-from tools.check.models import Around, gather_of, layout_for
+from tools.check.models import Around, gather_of, layout_for, module_of
 
 OF_COURSES = re.compile(r"get_.*(ddp|fsdp|sharded)")
 AROUND = ("on_after_backward", "on_train_batch_start", "gather_full_params")
@@ -68,17 +67,16 @@ def import_mine(file: str) -> tuple[ModuleType, list[str]]:
             sys.modules.pop(name, None)
 
 
-def with_functions_around(text: str) -> list:
-    """Return what FILE.py:NAME names, and the functions AROUND it; None for those not there."""
+def named_by(text: str) -> tuple:
+    """Return FILE.py's module, what NAME is there, and the functions AROUND it; None for others."""
     file, _, name = text.rpartition(":")
     module, _ = import_mine(file)
     around = [getattr(module, f"{name.removeprefix('get_')}_{each}", None) for each in AROUND]
-    return [getattr(module, name), *around]
+    return module, getattr(module, name), *around
 
 
-def function_beside(text: str, names: list[str]):
+def function_of_a_model(module: ModuleType, names: list[str]):
     """Return a function of the file that takes a model alone, by one of these names, or None."""
-    module, _ = import_mine(text.rpartition(":")[0])
     for name in names:
         function = getattr(module, name, None)
         if inspect.isfunction(function) and len(inspect.signature(function).parameters) == 1:
@@ -87,32 +85,25 @@ def function_beside(text: str, names: list[str]):
 
 def prepare(text: str, kind: str, layers: str = "") -> tuple:
     """Return, on a rank, the arguments of a check of this kind for what FILE.py:NAME names."""
-    mine, *around = with_functions_around(text)
+    module, mine, after, before, gather = named_by(text)
     if kind == "loss":
-        module, _ = import_mine(text.rpartition(":")[0])
         loss = mine() if isinstance(mine, type) and issubclass(mine, nn.Module) else mine
         return ((loss, getattr(module, "batch", losses.batch)),)
 
     if kind == "optimizer":
         return (as_if_sharding(mine),)
 
-    finish, whole = function_beside(text, FINISHES), function_beside(text, GATHERS)
+    finish, whole = (function_of_a_model(module, names) for names in (FINISHES, GATHERS))
 
     @wraps(mine)
     def adapted(*arguments, **options):
         model = mine(*arguments, **options)
-        after, before, gather = around
-        if finish and not after and not finish_of(model):
-            after = of_model_alone(finish)
-        if whole and not gather and not gather_of(model):
-            gather = whole
-        return Around(model, after, before, gather) if after or before or gather else model
+        ends = after or (None if finish_of(model) else finish)
+        gathers = gather or (None if gather_of(model) else whole)
+        return Around(model, ends, before, gathers)
 
-    return (adapted if any((*around, finish, whole)) else mine, layout_for(layers, kind == "fsdp"))
-
-
-def of_model_alone(finish):
-    return lambda model, optimizer: finish(model)
+    is_adapted = any((after, before, gather, finish, whole))
+    return (adapted if is_adapted else mine, layout_for(layers, kind == "fsdp"))
 
 
 def as_if_sharding(mine):
@@ -149,11 +140,11 @@ def find(text: str, kind: str | None, layers: str) -> Found:
             raise ValueError("has no get_ddp or another adapter; a class is FILE.py:NAME")
     found = []
     for each in texts:
-        mine, *around = with_functions_around(each)
-        missing = [name for function in (mine, *around) for name in not_written(function)]
-        found.append((each, kind or kind_of(mine), missing))
+        _, *functions = named_by(each)
+        missing = [name for function in functions for name in not_written(function)]
+        found.append((each, kind or kind_of(functions[0]), missing))
     if layers:
-        importlib.import_module(layers).Linear(2, 2)
+        module_of(layers).Linear(2, 2)
     libraries = []
     for name in sys.modules.keys() - before:
         if is_within(getattr(sys.modules[name], "__file__", None) or "", LIBRARIES):

@@ -101,18 +101,17 @@ def run_checks(args, text: str, kind: str, ranks: int) -> bool:
             if is_first and answer.means == UNUSABLE and text == args.mine:
                 setup.fail(f"argument MINE: {text}: {answer.seen}")
             show(promise, answer, has_to_hold)
-            if is_first and answer.verdict == FAILED:
+            if is_first and answer.verdict in (FAILED, NOT_TRIED):
                 setup.say("nothing else was tried")
                 return False
             if has_to_hold:
                 answers.append(answer)
     untried = [answer for answer in answers if answer.verdict == NOT_TRIED]
-    needless = [answer for answer in untried if not answer.means]
     passed = [answer for answer in answers if answer.verdict in (PASSED, WARNED)]
-    counted = len(answers) - len(needless)
+    has_to = len(answers) - len([answer for answer in untried if not answer.means])
     rest = f", {len(untried)} not tried" if untried else ""
-    setup.say(f"\nhas to hold: {len(passed)} of {counted} passed{rest}")
-    return len(passed) == counted
+    setup.say(f"\nhas to hold: {len(passed)} of {has_to} passed{rest}")
+    return len(passed) == has_to
 
 
 def run_steps(args, text: str, ranks: int) -> None:

@@ -4,6 +4,7 @@ Whole weights are read with gather_full_params(), or from torch's DTensors.
 """
 
 import re
+from functools import partial
 from inspect import signature
 
 import torch
@@ -14,7 +15,6 @@ from common.report import held_bytes
 from tools.check import checks_of_wrappers as wrappers
 from tools.check.checks_of_wrappers import can_be_used, trains_with_sgd, weights_of
 from tools.check.findings import (
-    NOT_REDUCED,
     OWN_PART,
     Failed,
     NotTried,
@@ -23,12 +23,23 @@ from tools.check.findings import (
     may_be_refused,
     storages,
 )
-from tools.check.gradients import check_gradients
-from tools.check.models import PLAIN, Plain, embedding, finish, new, of_user, wrap
+from tools.check.models import (
+    PLAIN,
+    Plain,
+    embedding,
+    finish,
+    inputs_of,
+    new,
+    of_user,
+    tokens_of,
+    wrap,
+)
 
 NOT_SPLIT = "none of torch's layers was split"
 OWN_LAYERS = "if yours splits layers of its own, say LAYERS=my.model"
-NOT_FREED = "weights or gradients are not split, or whole ones are not freed after backward"
+NOT_FREED = "weights or gradients are not split, or whole ones are not freed"
+NOT_CAST = "the weights are not cast before the forward"
+LOW = "both have to be there, in float32: else the optimizer loses small updates"
 ROUNDED = (
     "shards are cut from weights already cast, or cast back: the optimizer's small steps are lost"
 )
@@ -36,55 +47,81 @@ IN_16_BITS = "small gradients are lost where many are added: reduce in float32, 
 NOT_WHOLE = "it is no checkpoint: save what gather_full_params() returns"
 
 
-def large(layout, layers=16):
-    return nn.Sequential(*[layout.layers.Linear(64, 64) for _ in range(layers)])
+def large(layout):
+    return nn.Sequential(*[layout.layers.Linear(64, 64) for _ in range(16)])
 
 
-def short(layout):
-    return large(layout, layers=2)
+class OfTokens(nn.Sequential):
+    """Has layers alone that an FSDP casts."""
 
+    def __init__(self, layout):
+        linear, width = layout.layers.Linear, layout.width
+        layers = linear(width, width), linear(width, width)
+        super().__init__(embedding(layout, layout.rows, width), *layers)
 
-def of_tokens(layout):
-    return nn.Sequential(embedding(layout, 64, 64), *short(layout))
+    def forward(self, x):
+        return super().forward(tokens_of(x))
 
 
 def keeps_a_part_of_the_weights(mine, layout=PLAIN):
     """between steps a rank keeps its part of the weights and gradients, and not the whole"""
-    before = storages()
-    model = wrap(mine, new(large, layout))
+    before, model = storages(), wrap(mine, new(large, layout))
     model(torch.ones(2, 64)).sum().backward()
     finish(model)
-    new_bytes = sum(size for address, size in storages().items() if address not in before)
-    whole = held_bytes(large(layout).parameters())
-    if held_bytes(model.parameters()) == whole and layout.layers is nn:
+    is_whole = held_bytes(model.parameters()) == held_bytes(large(layout).parameters())
+    if is_whole and layout.layers is nn:
         raise NotTried(NOT_SPLIT, OWN_LAYERS)
-    shards = 2 / dist.get_world_size()
-    if new_bytes > (shards + 0.4) * whole:  # biases may stay whole, and buffers for some layers
-        seen = f"shards and their gradients are {shards:.0%} of the weights' bytes"
-        raise Failed(f"{seen}, and a rank keeps {new_bytes / whole:.0%}", NOT_FREED)
+    check_freed(before, layout, "a step", shards=2)
+
+
+def check_freed(before: dict[int, int], layout, after: str, shards=1, twins=0) -> None:
+    """Raise Failed if more memory is new than shards, and than twins that are whole."""
+    whole = held_bytes(large(layout).parameters())
+    kept = sum(size for address, size in storages().items() if address not in before) / whole
+    needed = shards / dist.get_world_size() + twins
+    if kept > needed + 0.4:  # biases may stay whole, and buffers for some layers
+        seen = f"after {after} a rank keeps {kept:.0%} of the weights' bytes"
+        raise Failed(f"{seen}, and needs {needed:.0%}", NOT_FREED)
 
 
 def computes_in_float16(mine, layout=PLAIN):
     """compute_dtype=torch.float16 computes in it; weights and gradients stay float32, unrounded"""
-    compute_in(torch.float16, mine, layout, of_tokens, tokens_of)
+    compute_in(torch.float16, mine, layout)
 
 
 def computes_in_another_dtype(mine, layout=PLAIN):
     """compute_dtype=torch.bfloat16 computes in it; weights and gradients stay float32, unrounded"""
-    compute_in(torch.bfloat16, mine, layout, of_tokens, tokens_of)
+    compute_in(torch.bfloat16, mine, layout)
 
 
-def casts_inputs_to_another_dtype(mine, layout=PLAIN):
-    """compute_dtype=torch.bfloat16 casts inputs, too, where the first layer is no embedding"""
-    compute_in(torch.bfloat16, mine, layout, short, floats_of)
+def compute_in(dtype: torch.dtype, mine, layout) -> None:
+    """Raise Failed unless a step is that of a twin in a dtype, with weights as they were."""
+    option = {name_of_dtype(mine): dtype}
+    twin = new(OfTokens, layout)
+    given = torch.cat([weight.detach().flatten() for weight in twin.parameters()])
+    twin.to(dtype)
+    with may_be_refused():
+        model = wrap(partial(mine, **option), new(OfTokens, layout))
 
+    def backward(model, step, parts):
+        inputs = inputs_of(step, 0, dist.get_rank())
+        output = model(inputs)
+        is_cast = torch.equal(output, output.to(dtype).to(output.dtype))  # perhaps cast back since
+        if not is_cast or not is_close(output.float(), twin(inputs).float()):
+            raise Failed(f"the output is not that of {dtype}", NOT_CAST)
+        output.double().square().mean().backward()
+        finish(model)
+        tensors = [each for weight in model.parameters() for each in (weight, weight.grad)]
+        dtypes = {getattr(each, "dtype", None) for each in tensors}
+        if dtypes != {torch.float32}:
+            raise Failed(f"weights and gradients have {dtypes}", LOW)
+        for weight in model.parameters():
+            local = (weight.to_local() if hasattr(weight, "to_local") else weight).detach()
+            if not torch.isin(local[local != 0], given).all():  # shards may be padded with zeros
+                raise Failed("before the first step weights are no longer those it got", ROUNDED)
 
-def tokens_of(rank: int) -> torch.Tensor:
-    return torch.arange(64) * (1 + rank) % 64
-
-
-def floats_of(rank: int) -> torch.Tensor:
-    return torch.linspace(-1 - rank, 1, 512).view(8, 64)
+    if wrappers.follow(model, twin, backward, steps=1, rounds=str(dtype).removeprefix("torch.")):
+        raise Warned(f"gradients are averaged in {dtype}, as torch's unless asked", IN_16_BITS)
 
 
 def name_of_dtype(mine) -> str:
@@ -97,50 +134,6 @@ def name_of_dtype(mine) -> str:
     if not alike:
         raise NotTried("there is no argument compute_dtype")
     return max(alike, key=lambda name: "compute" in name)
-
-
-def compute_in(dtype: torch.dtype, mine, layout, build, inputs_of) -> None:
-    """Raise Failed unless a step's gradients are the mean of what each rank computes in a dtype."""
-    option = {name_of_dtype(mine): dtype}
-    twin = new(build, layout)
-    given = torch.cat([weight.detach().flatten() for weight in twin.parameters()])
-    with may_be_refused():
-        model = mine(new(build, layout), **option)
-    before = weights_of(model, twin)
-    output = model(inputs_of(dist.get_rank())).float()
-    output.square().sum().backward()
-    finish(model)
-    outputs, gradients = in_one_process(twin.to(dtype), dtype, inputs_of)
-    if not is_close(output, outputs[dist.get_rank()]):
-        means = "the weights or the inputs are not cast before the forward"
-        raise Failed(f"the output is not that of {dtype}", means)
-    if any(weight.grad is None for weight in model.parameters()):
-        raise Failed("a weight has no gradient after the finish", NOT_REDUCED)
-    dtypes = {tensor.dtype for each in model.parameters() for tensor in (each, each.grad)}
-    if dtypes != {torch.float32}:
-        raise Failed(f"weights and gradients have {dtypes}", "the optimizer loses small updates")
-    for weight in model.parameters():
-        local = getattr(weight, "to_local", lambda weight=weight: weight)().detach()
-        if not torch.isin(local[local != 0], given).all():  # shards may be padded with zeros
-            raise Failed("before the first step weights are no longer those that it got", ROUNDED)
-    wrappers.sgd(model.parameters()).step()
-    after = weights_of(model, twin)
-    found = {name: (before[name] - after[name]) / wrappers.LR for name in before}
-    if check_gradients(found, gradients, NOT_REDUCED, may_round_to="bfloat16"):
-        raise Warned(f"gradients are averaged in {dtype}, as torch's unless asked", IN_16_BITS)
-
-
-def in_one_process(twin: nn.Module, dtype: torch.dtype, inputs_of) -> tuple[list, dict]:
-    """Return the outputs of all ranks, and gradients as gradients_of_ranks returns them."""
-    outputs, of_ranks = [], []
-    for rank in range(dist.get_world_size()):
-        inputs = inputs_of(rank)
-        cast = inputs.to(dtype) if inputs.is_floating_point() else inputs
-        outputs.append(twin(cast).float())
-        of_ranks.append(torch.autograd.grad(outputs[-1].square().sum(), list(twin.parameters())))
-    names = [name for name, _ in twin.named_parameters()]
-    stacked = [torch.stack(each)[None].float() for each in zip(*of_ranks, strict=True)]
-    return outputs, dict(zip(names, stacked, strict=True))
 
 
 def loads_what_it_saves(mine, layout=PLAIN):
@@ -168,7 +161,7 @@ def frees_after_forward(mine, layout=PLAIN):
     before, model, inputs = storages(), wrap(mine, new(large, layout)), torch.ones(2, 64)
     with torch.no_grad():
         output = model(inputs)
-    check_freed(before, layout)
+    check_freed(before, layout, "forward")
     if not is_close(output, new(large, layout)(inputs)):
         raise Failed("the output is not that of whole weights", "they are read before they arrive")
 
@@ -178,21 +171,11 @@ def gathers_again_in_backward(mine, layout=PLAIN):
     before, model = storages(), wrap(mine, new(large, layout))
     inputs = torch.ones(2, 64, requires_grad=True)
     loss, expected = (each(inputs).square().mean() for each in (model, new(large, layout)))
-    check_freed(before, layout, twins=1)
+    check_freed(before, layout, "forward", twins=1)
     [found] = torch.autograd.grad(loss, inputs)
     if not is_close(found, torch.autograd.grad(expected, inputs)[0]):
         raise Failed(
             "the inputs' gradient is not that of whole weights", "a weight is gathered late"
-        )
-
-
-def check_freed(before: dict[int, int], layout, twins=0) -> None:
-    """Raise Failed if there is more new memory than shards, and than twins that are whole."""
-    whole = held_bytes(large(layout).parameters())
-    new_bytes = sum(size for address, size in storages().items() if address not in before)
-    if new_bytes > (1 / dist.get_world_size() + twins + 0.4) * whole:
-        raise Failed(
-            f"after forward a rank keeps {new_bytes / whole:.0%} of the weights", NOT_FREED
         )
 
 
@@ -209,6 +192,5 @@ MEANING = [
     wrappers.evaluates_in_between,
     loads_what_it_saves,
 ]
-# torch's FSDP does not take rank 0's values; a course's model begins with an embedding.
-BEYOND = [wrappers.starts_with_the_parameters_of_rank_0, casts_inputs_to_another_dtype]
+BEYOND = [wrappers.starts_with_the_parameters_of_rank_0]  # torch's does not take its values
 HAS_TO_HOLD = [*COURSE, *MEANING]

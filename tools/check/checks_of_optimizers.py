@@ -30,12 +30,12 @@ FORGOTTEN = "after a checkpoint the moments begin at zero: state_dict() has to r
 MASTER = "it steps in float32, and is judged in it"
 
 
-def parameters_of(build, layout=None) -> list[nn.Parameter]:
+def parameters_of(build=Plain, layout=None) -> list[nn.Parameter]:
     """Return a model's parameters, by default of sizes that all ranks can divide."""
     return list(new(build, layout or divisible(PLAIN)).parameters())
 
 
-def gradients_of(owned: list[nn.Parameter], step: int, rank: int = 0) -> list[torch.Tensor]:
+def gradients_of(owned: list[nn.Parameter], step: int = 0, rank: int = 0) -> list[torch.Tensor]:
     """Return a rank's gradients, others in every step."""
     generator = torch.Generator().manual_seed(100 + 1000 * rank + step)
     return [torch.randn(each.shape, generator=generator, dtype=torch.float64) for each in owned]
@@ -51,31 +51,41 @@ def backward(owned: list[nn.Parameter], gradients: list[torch.Tensor]) -> None:
     sum(losses).backward()
 
 
-def follow(mine, optimizer_cls, options, build=Plain, groups=list, change=None, layout=None):
+def stepped(mine, owned: list[nn.Parameter], gradients=None, lr=0.03, **options):
+    """Return an AdamW of the user's kind that has made a step, by default with equal gradients."""
+    optimizer = mine(owned, AdamW, lr=lr, **options)
+    backward(owned, gradients or gradients_of(owned))
+    optimizer.step()
+    return optimizer
+
+
+def follow(mine, optimizer_cls=AdamW, make=parameters_of, groups=list, change=None, **options):
     """Train by it, and twins by the optimizer that it shards; raise Failed where values differ.
 
-    Returns what has to be said of values that are right.
+    change(optimizer, parameters, step) is called before each step. Returns what has to be said of
+    values that are right.
     """
-    owned, plain, before = (parameters_of(build, layout) for _ in range(3))
+    options = {"lr": 0.03, **options}
+    owned, plain, before = (make() for _ in range(3))
     sharded = mine(groups(owned), optimizer_cls, **options)
-    unsharded = optimizer_cls(groups(plain), **options)
+    twin = optimizer_cls(groups(plain), **options)
     said = ""
     for step in range(4):
-        for optimizer, trained in ((sharded, owned), (unsharded, plain)):
+        for optimizer, trained in ((sharded, owned), (twin, plain)):
             if change:
                 change(optimizer, trained, step)
             backward(trained, gradients_of(trained, step))
             optimizer.step()
         check_arrived({f"parameter {number}": each for number, each in enumerate(owned)})
-        for number, (found, twin, start) in enumerate(zip(owned, plain, before, strict=True)):
+        for number, (found, expected, start) in enumerate(zip(owned, plain, before, strict=True)):
             seen = f"after step {step + 1} parameter {number} is not that of one optimizer: it "
-            old = ((found == start) & (twin != start)).sum()
+            old = ((found == start) & (expected != start)).sum()
             if old:
                 seen += f"has {old} of {found.numel()} values unchanged on this rank"
                 raise Failed(seen, NOT_SENT)
-            if is_close(found, twin) or (said and is_rounded(found, twin, "float32")):
+            if is_close(found, expected):
                 continue
-            if not (is_rounded(found, twin, "float32") and held(torch.float32)):
+            if not (is_rounded(found, expected, "float32") and held(torch.float32)):
                 raise Failed(seen + "has moved elsewhere", OTHER_STEP)
             said = MASTER
     return said
@@ -83,12 +93,10 @@ def follow(mine, optimizer_cls, options, build=Plain, groups=list, change=None, 
 
 def held(dtype: torch.dtype | None = None) -> int:
     """Return how many numbers of state this rank keeps, wherever: a class may cut slices."""
-    tensors = {}  # a state may be shown by two optimizers
-    for optimizer in alive(torch.optim.Optimizer):
-        for tensor in tensors_in(list(optimizer.state.values())):
-            if dtype in (None, tensor.dtype):
-                tensors[tensor.data_ptr()] = tensor.numel()
-    return sum(tensors.values())
+    states = [list(each.state.values()) for each in alive(torch.optim.Optimizer)]
+    tensors = [each for each in tensors_in(states) if dtype in (None, each.dtype)]
+    # A state may be shown by two optimizers.
+    return sum({each.data_ptr(): each.numel() for each in tensors}.values())
 
 
 def tensors_in(state) -> list[torch.Tensor]:
@@ -105,36 +113,64 @@ def of_all_ranks(number: int) -> list[int]:
 
 def can_be_used(mine):
     """it returns an optimizer, and a step goes through"""
-    owned = parameters_of(Plain)
-    optimizer = mine(owned, AdamW, lr=0.1)
-    backward(owned, gradients_of(owned, 0))
-    optimizer.step()
+    stepped(mine, parameters_of())
 
 
 def steps_like_adamw(mine):
     """AdamW: all values are those of the optimizer without shards, on all ranks"""
-    options = {"lr": 0.03, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.2}
-    return follow(mine, AdamW, options)
+    return follow(mine, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.2)
 
 
 def skips_frozen_parameters(mine):
     """frozen parameters stay as they are"""
-    return follow(mine, AdamW, {"lr": 0.03}, build=TiedAndFrozen)
+    return follow(mine, make=lambda: parameters_of(TiedAndFrozen))
+
+
+def shares_the_state_out(mine):
+    """the optimizer state is shared out: no rank keeps that of a parameter that another keeps"""
+    ranks = dist.get_world_size()
+    owned = [nn.Parameter(torch.ones(64, 64)) for _ in range(4 * ranks)]  # small ones may be whole
+    before = held()
+    _kept = stepped(mine, owned)  # else its state is freed before it is counted
+    of_ranks = of_all_ranks(held() - before)
+    whole = 2 * sum(parameter.numel() for parameter in owned)
+    seen = ", ".join(f"{each / whole:.0%}" for each in of_ranks)
+    seen = f"of AdamW's state the ranks keep {seen}"
+    if not whole <= sum(of_ranks) <= 1.01 * whole:  # slices may be padded
+        raise Failed(seen, "every rank steps all parameters, or some have no owner or several")
+    if max(of_ranks) > 1.5 * whole / ranks:
+        raise Failed(seen, "parameters are shared out unevenly")
 
 
 def says_who_averages(mine):
     """ranks with gradients of their own: step() averages all of them, or leaves that to DDP"""
-    mean, found = step_of_one(mean=True), step_of_ranks(mine)
-    wrong = differing(found, mean)
+    ranks = range(dist.get_world_size())
+    of_ranks = [gradients_of(parameters_of(), rank=rank) for rank in ranks]
+    sums = [torch.stack(each).sum(0) for each in zip(*of_ranks, strict=True)]
+    means = [each / len(ranks) for each in sums]
+    by_mean, by_sum = values_after(unsharded, means), values_after(unsharded, sums)
+    found = values_after(mine, of_ranks[dist.get_rank()])
+    wrong = differing(found, by_mean)
     if not wrong:
         return "step() averages the ranks' gradients"
-    if len(wrong) < len(mean):
+    if len(wrong) < len(means):
         raise Failed(f"it averages gradients, but not those of the parameters {wrong}", NOBODY)
-    if not differing(found, step_of_one(mean=False)):
+    if not differing(found, by_sum):
         raise Failed("step() takes the sum of the ranks' gradients", SUMMED)
-    if differing(step_of_ranks(mine, average=True), mean):
+    if differing(values_after(mine, means), by_mean):
         raise Failed("it does not step by the mean, even if DDP has averaged gradients", NOBODY)
     return "step() does not average: give it averaged gradients"
+
+
+def unsharded(params, optimizer_cls, **options):
+    return optimizer_cls(params, **options)
+
+
+def values_after(mine, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return all values after a step in which a sum of gradients does not do what a mean does."""
+    owned = parameters_of()
+    stepped(mine, owned, gradients, eps=1.0)
+    return [parameter.detach() for parameter in owned]
 
 
 def differing(found: list[torch.Tensor], expected: list[torch.Tensor]) -> list[int]:
@@ -143,50 +179,10 @@ def differing(found: list[torch.Tensor], expected: list[torch.Tensor]) -> list[i
     return [number for number, pair in pairs if not is_rounded(*pair, "float32")]
 
 
-def step_of_ranks(mine, average: bool = False) -> list[torch.Tensor]:
-    """Return all values after a step with this rank's own gradients, or with what DDP leaves."""
-    owned = parameters_of(Plain)
-    optimizer = mine(owned, AdamW, lr=0.1, eps=1.0)  # so that a sum makes another step than a mean
-    backward(owned, gradients_of(owned, 0, dist.get_rank()))
-    for parameter in owned:
-        if average and parameter.grad is not None:
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= dist.get_world_size()
-    optimizer.step()
-    return [parameter.detach() for parameter in owned]
-
-
-def step_of_one(mean: bool) -> list[torch.Tensor]:
-    """Return all values after a step with the mean of all ranks' gradients, or with their sum."""
-    owned = parameters_of(Plain)
-    of_ranks = [gradients_of(owned, 0, rank) for rank in range(dist.get_world_size())]
-    sums = [torch.stack(each).sum(0) for each in zip(*of_ranks, strict=True)]
-    backward(owned, [each / dist.get_world_size() for each in sums] if mean else sums)
-    AdamW(owned, lr=0.1, eps=1.0).step()
-    return [parameter.detach() for parameter in owned]
-
-
-def shares_the_state_out(mine):
-    """the optimizer state is shared out: no rank keeps that of a parameter that another keeps"""
-    before = held()
-    owned = [nn.Parameter(torch.ones(64, 64)) for _ in range(8)]  # small ones may stay whole
-    optimizer = mine(owned, AdamW, lr=0.01)
-    backward(owned, gradients_of(owned, 0))
-    optimizer.step()
-    of_ranks = of_all_ranks(held() - before)
-    whole = 2 * sum(parameter.numel() for parameter in owned)
-    seen = ", ".join(f"{each / whole:.0%}" for each in of_ranks)
-    seen = f"of AdamW's state the ranks keep {seen}"
-    if not whole <= sum(of_ranks) <= 1.01 * whole:  # slices may be padded
-        raise Failed(seen, "every rank steps all parameters, or some have no owner or several")
-    if max(of_ranks) > 2 * whole / len(of_ranks):
-        raise Failed(seen, "parameters are shared out unevenly")
-
-
 def steps_sizes_that_ranks_cannot_divide(mine):
     """sizes that the ranks cannot divide: what a slice leaves over is stepped, too"""
     with may_be_refused():
-        return follow(mine, AdamW, {"lr": 0.03}, layout=PLAIN._replace(rows=7))
+        return follow(mine, make=lambda: parameters_of(layout=PLAIN._replace(rows=7)))
 
 
 def keeps_groups_apart(mine):
@@ -195,21 +191,18 @@ def keeps_groups_apart(mine):
     def groups(owned):
         return [{"params": owned[:3], "lr": 0.01, "weight_decay": 0.3}, {"params": owned[3:]}]
 
-    return follow(mine, AdamW, {"lr": 0.03}, groups=groups)
+    return follow(mine, groups=groups)
 
 
 def takes_a_new_group(mine):
     """add_param_group() between two steps"""
-
-    def groups(owned):
-        return [{"params": owned[:5]}]
 
     def change(optimizer, owned, step):
         if step == 2:
             optimizer.add_param_group({"params": owned[5:], "lr": 0.01})
 
     with may_be_refused():
-        return follow(mine, AdamW, {"lr": 0.03}, groups=groups, change=change)
+        return follow(mine, groups=lambda owned: owned[:5], change=change)
 
 
 def follows_a_scheduler(mine):
@@ -219,19 +212,19 @@ def follows_a_scheduler(mine):
         for group in optimizer.param_groups:
             group["lr"] = 0.05 / (1 + step)
 
-    return follow(mine, torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}, change=change)
+    return follow(mine, torch.optim.SGD, momentum=0.9, change=change)
 
 
 def takes_fewer_parameters_than_ranks(mine):
     """fewer parameters than ranks"""
-    return follow(mine, AdamW, {"lr": 0.05}, groups=lambda owned: owned[:1])
+    return follow(mine, groups=lambda owned: owned[:1])
 
 
 def zeroes_all_gradients(mine):
     """zero_grad() resets the gradients of all parameters, and not only of a rank's own"""
-    owned = parameters_of(Plain)
-    optimizer = mine(owned, AdamW, lr=0.1)
-    backward(owned, gradients_of(owned, 0))
+    owned = parameters_of()
+    optimizer = stepped(mine, owned)
+    backward(owned, gradients_of(owned))
     optimizer.zero_grad()
     if any(each.grad is not None and each.grad.any() for each in owned):
         means = "param_groups has only the parameters that this rank steps"
@@ -240,17 +233,15 @@ def zeroes_all_gradients(mine):
 
 def goes_on_from_its_state_dict(mine):
     """state_dict(), loaded into a new one, goes on as if nothing had been, on as many ranks"""
-    owned = parameters_of(Plain)
-    optimizer = mine(owned, AdamW, lr=0.03)
-    backward(owned, gradients_of(owned, 0))
-    optimizer.step()
-    copies = [nn.Parameter(each.detach().clone(), each.requires_grad) for each in owned]
+    owned = parameters_of()
+    optimizer = stepped(mine, owned)
+    copies = copy.deepcopy(owned)
     other = mine(copies, AdamW, lr=0.03)
     with may_be_refused():
         state = copy.deepcopy(optimizer.state_dict())
         other.load_state_dict(state)
     for each, parameters in ((optimizer, owned), (other, copies)):
-        backward(parameters, gradients_of(parameters, 1))
+        backward(parameters, gradients_of(parameters, step=1))
         each.step()
     numbers = sum(tensor.numel() for tensor in tensors_in(state))
     if not all(map(is_close, copies, owned)):

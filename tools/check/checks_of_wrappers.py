@@ -36,8 +36,8 @@ from tools.check.models import (
 
 LR = 0.1
 sgd = partial(torch.optim.SGD, lr=LR)
-NAMES = "gather_full_params() has to return all parameters, whole, under the module's own names"
 MAIN = "main gradients are float32, and are judged in it"
+NAMES = "gather_full_params() has to return all parameters, whole, under the module's own names"
 COPIED = (
     "a copy is reduced: contiguous() and flatten() copy such a gradient, so copy the result back"
 )
@@ -71,15 +71,10 @@ def backward_of_two_forwards(model, step, parts):
 
 def evaluate_and_backward(model, step, parts):
     model.eval()
-    output_of(model)
+    with torch.no_grad():
+        loss_here(model, step)
     model.train()
     backward_each(model, step)
-
-
-def output_of(model) -> torch.Tensor:
-    inputs = torch.linspace(-2, 2, 24, dtype=torch.float64).view(4, 6)
-    with torch.no_grad():
-        return model(inputs)
 
 
 def weights_of(model, twin: nn.Module) -> dict[str, torch.Tensor]:
@@ -104,12 +99,12 @@ def follow_one_process(mine, layout, build=Plain, **options):
 
 
 def follow(
-    model, twin: nn.Module, backward=backward_each, parts=1, set_to_none=True, steps=4, unreduced=""
+    model, twin, backward=backward_each, parts=1, set_to_none=True, steps=4, unreduced="", rounds=""
 ):
     """Raise Failed unless steps with shares of batches do what the twin does with all of them.
 
-    unreduced: what it means that a gradient is a rank's own, if it is not the usual. Returns what
-    has to be said of gradients that are right.
+    unreduced: what it means that a gradient is a rank's own, if it is not the usual; rounds: the
+    dtype in which gradients may be averaged. Returns what has to be said of right gradients.
     """
     said = ""
     optimizer, twin_optimizer = sgd(model.parameters()), sgd(twin.parameters())
@@ -124,8 +119,7 @@ def follow(
         reset(model)
         after = weights_of(model, twin)
         found = {name: (before[name] - after[name]) / LR for name in gradients}
-        means, allowed = unreduced or why_not_reduced(model), "float32" if said else ""
-        if check_gradients(found, gradients, means, allowed):
+        if check_gradients(found, gradients, unreduced or why_not_reduced(model), rounds):
             said = MAIN
     return said
 

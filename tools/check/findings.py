@@ -56,10 +56,10 @@ def may_be_refused():
         raise NotTried(f"it refuses: {type(error).__name__}: {error}") from error
 
 
-def is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
+def is_close(found: torch.Tensor, expected: torch.Tensor, of_float32: float = 1e-3) -> bool:
     """Say whether they differ by rounding alone, measured by the size of the whole tensor."""
     # A gradient in float32 is read from the step that it made, which is rounded, too.
-    tolerance = 1e-10 if found.dtype == torch.float64 else 1e-3
+    tolerance = 1e-10 if found.dtype == torch.float64 else of_float32
     return bool((found - expected).norm() <= tolerance * expected.norm())
 
 
@@ -126,10 +126,8 @@ def is_within(file: str | Path, folders) -> bool:
 
 def verdict_of(answers: dict[int, Answer]) -> Answer:
     """Return one verdict of all ranks: the gravest, and what was seen by those that have it."""
-    for verdict in GRAVEST_FIRST:
-        ranks = [rank for rank in answers if answers[rank].verdict == verdict]
-        if ranks:
-            break
+    verdict = min((each.verdict for each in answers.values()), key=GRAVEST_FIRST.index)
+    ranks = [rank for rank in answers if answers[rank].verdict == verdict]
     told = answers[ranks[0]]
     if verdict in (FAILED, STUCK):
         ranks = ranks[:1] if verdict == FAILED else ranks

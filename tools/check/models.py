@@ -2,6 +2,9 @@
 
 import importlib
 import re
+import sys
+from functools import partial
+from inspect import signature
 from types import ModuleType
 from typing import NamedTuple
 
@@ -34,8 +37,13 @@ def layout_for(layers: str, is_sharded: bool) -> Layout:
 
     It is float32 there, because many an FSDP keeps its weights so, whatever the module's are.
     """
-    layout = Layout(importlib.import_module(layers)) if layers else PLAIN
+    layout = Layout(module_of(layers)) if layers else PLAIN
     return divisible(layout)._replace(dtype=torch.float32) if is_sharded else layout
+
+
+def module_of(layers: str) -> ModuleType:
+    """Import a module by name; if it is the file that MINE names, it is here by another one."""
+    return sys.modules.get(f"mine_{layers}") or importlib.import_module(layers)
 
 
 def divisible(layout: Layout) -> Layout:
@@ -47,6 +55,10 @@ def divisible(layout: Layout) -> Layout:
 
 def embedding(layout: Layout, rows: int, width: int) -> nn.Module:
     return getattr(layout.layers, "Embedding", nn.Embedding)(rows, width)
+
+
+def tokens_of(x: torch.Tensor) -> torch.Tensor:
+    return (3 * x).abs().long().clamp(max=5)
 
 
 class Plain(nn.Module):
@@ -66,8 +78,7 @@ class Plain(nn.Module):
         self.to(layout.dtype)
 
     def forward(self, x):
-        tokens = (3 * x).abs().long().clamp(max=5)
-        return self.last(self.between(self.embedding(tokens) + self.offset))
+        return self.last(self.between(self.embedding(tokens_of(x)) + self.offset))
 
     def between(self, x):
         return self.second(self.norm(self.first(x).tanh())).tanh()
@@ -110,12 +121,14 @@ class Branches(Plain):
 
 
 class SeveralDtypes(Plain):
+    """Has a norm in float32: too little memory to be taken for main gradients."""
+
     def __init__(self, layout):
         super().__init__(layout)
-        self.second.float()
+        self.norm.float()
 
     def between(self, x):
-        return self.second(self.norm(self.first(x)).float()).tanh().to(x.dtype)
+        return self.second(self.norm(self.first(x).float()).to(x.dtype)).tanh()
 
 
 class Transposed(Plain):
@@ -147,7 +160,7 @@ def wrap(mine, module: nn.Module) -> nn.Module:
 class Around(nn.Module):
     """Makes a module of what wraps one, perhaps without being one; with a course's functions.
 
-    after_backward and before_forward are given the wrapper and an optimizer.
+    These are given the wrapper and an optimizer; after_backward may take the wrapper alone.
     """
 
     def __init__(self, wrapper, after_backward=None, before_forward=None, gather=None):
@@ -157,9 +170,10 @@ class Around(nn.Module):
         self.optimizer = torch.optim.SGD(self.inner.parameters(), lr=0.0)
         self.before_forward = before_forward
         if after_backward:
-            self.finish_gradient_synchronization = lambda: after_backward(wrapper, self.optimizer)
+            given = (wrapper, self.optimizer)[: len(signature(after_backward).parameters)]
+            self.finish_gradient_synchronization = partial(after_backward, *given)
         if gather:
-            self.gather_full_params = lambda: gather(wrapper)
+            self.gather_full_params = partial(gather, wrapper)
 
     def __getattr__(self, name):
         try:
@@ -174,11 +188,15 @@ class Around(nn.Module):
         return wrapper(*inputs) if callable(wrapper) else wrapper.forward(*inputs)
 
 
+def inputs_of(step: int, part: int, rank: int) -> torch.Tensor:
+    """Return a rank's share of a batch: numbers that any dtype can hold."""
+    generator = torch.Generator().manual_seed(10_000 * step + 100 * part + rank)
+    return torch.randint(-16, 17, (4, 6), generator=generator).double() / 8
+
+
 def loss_of(model: nn.Module, step: int, part: int, rank: int) -> torch.Tensor:
     """Return the loss of a rank's share of a batch; who accumulates has several parts of a step."""
-    generator = torch.Generator().manual_seed(10_000 * step + 100 * part + rank)
-    inputs = torch.randn(4, 6, generator=generator, dtype=torch.float64)
-    return model(inputs).square().mean()
+    return model(inputs_of(step, part, rank)).double().square().mean()
 
 
 def finish(model: nn.Module) -> None:

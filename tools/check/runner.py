@@ -4,7 +4,6 @@ On Linux the ranks are forked from this process, which has torch already; elsewh
 """
 
 import gc
-import itertools
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -12,7 +11,6 @@ import signal
 import sys
 import tempfile
 import threading
-import time
 import traceback
 from contextlib import suppress
 from datetime import timedelta
@@ -31,7 +29,7 @@ PATIENCE = 4  # times that time, for a rank that moves
 LONGEST_LIFE = 600  # seconds of a rank, whatever becomes of the process that started it
 WAITS = "a rank waits for a collective that another one does not make"
 SLOW = 'a slow or busy machine, or a loop without end: ARGS="--seconds {:.0f}" gives it more time'
-MOVES = "moves"  # a rank that was stuck
+OWN_CALL = "a call of the check's own"
 ENDED = "the class ended it, or gloo did: do all ranks make the same calls in the same order?"
 
 
@@ -67,33 +65,13 @@ def serve(rank: int, world_size: int, limit: float, folder: str, pipe, call) -> 
 
 
 def tell_where_it_stands(thread: int, limit: float, is_done: threading.Event, pipe) -> None:
-    """Say that this rank is stuck where a thread has not moved for `limit` seconds, or moves again.
-
-    If it moves for PATIENCE times as long it is slow. A busy machine wakes this late, too: so looks
-    are counted, and not seconds.
-    """
-    place, looks = None, 0
-    for number in itertools.count():
-        if is_done.wait(limit / LOOKS):
-            return
-        was_stuck, was_at, place = looks >= LOOKS, place, place_of(thread)
-        looks = looks + 1 if place == was_at else 0
-        line = line_of_user(place) or "a call of the check's own"
-        if looks == LOOKS:
-            pipe.send(Answer(STUCK, f"hangs at {line}", f"{WAITS}: see {line}"))
-        elif was_stuck and looks == 0:
-            pipe.send(Answer(MOVES))
-        if number == PATIENCE * LOOKS and looks < LOOKS:
-            seen = f"it still computes after {PATIENCE * limit:.0f} s, at {line}"
-            pipe.send(Answer(NOT_TRIED, seen, SLOW.format(2 * limit)))
-
-
-def place_of(thread: int) -> list[traceback.FrameSummary]:
-    """Return where a thread stands: at the user's innermost line, or else in all that it calls."""
-    stack = traceback.extract_stack(sys._current_frames()[thread])
-    *_, begin = [number for number, frame in enumerate(stack) if frame.name == serve.__name__]
-    stack = stack[begin:]  # a fork has the frames of its parent, too
-    return [frame for frame in stack if line_of_user([frame])][-1:] or stack
+    """Send again and again where a thread stands: the user's line, else all that has called it."""
+    while not is_done.wait(limit / LOOKS):
+        stack = traceback.extract_stack(sys._current_frames()[thread])
+        *_, begin = [number for number, frame in enumerate(stack) if frame.name == serve.__name__]
+        stack = stack[begin:]  # a fork has the frames of its parent, too
+        line = line_of_user(stack)
+        pipe.send((line or OWN_CALL, "" if line else str(stack)))
 
 
 def run(world_size: int, limit: float, check, *arguments) -> Answer:
@@ -115,39 +93,48 @@ def run(world_size: int, limit: float, check, *arguments) -> Answer:
                 processes.append(context.Process(target=serve, args=member))
                 processes[-1].start()
                 theirs.close()
-            answers = collect(processes, pipes, SECONDS_TO_START + (PATIENCE + 1) * limit)
+            answers = collect(processes, pipes, limit)
         finally:
             end(processes)
     return verdict_of(answers)
 
 
 def collect(processes: list, pipes: dict, limit: float) -> dict[int, Answer]:
-    """Return what ranks answer until one has failed, or until all that are left are stuck.
+    """Return what ranks answer until one has failed, or until all others are stuck or slow.
 
-    Who is silent until the limit is stuck, too.
+    Looks are counted, and not seconds, because a busy machine wakes a rank late, too. Who sends
+    none is stuck.
     """
-    answers, stuck = {}, {}
-    deadline = time.monotonic() + limit
-    while stuck.keys() < set(pipes.values()) and (left := deadline - time.monotonic()) > 0:
-        for pipe in multiprocessing.connection.wait(list(pipes), left):
+    answers, looks = {}, {rank: [] for rank in pipes.values()}
+    while not all(is_stuck(looks[rank]) for rank in pipes.values()):
+        ready = multiprocessing.connection.wait(list(pipes), SECONDS_TO_START + PATIENCE * limit)
+        for pipe in ready:
             rank = pipes[pipe]
-            stuck.pop(rank, None)
             try:
-                answer = pipe.recv()
+                told = pipe.recv()
             except EOFError:  # it is no longer there
                 processes[rank].join()
-                seen = f"it ended with status {processes[rank].exitcode}"
-                answer = Answer(FAILED, seen, ENDED)
-            if answer.verdict == STUCK:
-                stuck[rank] = answer
-            elif answer.verdict != MOVES:
-                answers[rank] = answer
-                del pipes[pipe]
-            if answer.verdict in (FAILED, NOT_TRIED):
+                told = Answer(FAILED, f"it ended with status {processes[rank].exitcode}", ENDED)
+            if not isinstance(told, Answer):
+                looks[rank].append(told)
+                continue
+            answers[rank] = told
+            del pipes[pipe]
+            if told.verdict in (FAILED, NOT_TRIED):
                 return answers
-    return answers | {
-        rank: stuck.get(rank, Answer(STUCK, "hangs", WAITS)) for rank in pipes.values()
-    }
+        if not ready or any(len(looks[rank]) >= PATIENCE * LOOKS for rank in pipes.values()):
+            break
+    for rank in pipes.values():
+        line, _ = looks[rank][-1] if looks[rank] else (OWN_CALL, "")
+        answers[rank] = Answer(STUCK, f"hangs at {line}", f"{WAITS}: see {line}")
+        if looks[rank] and not is_stuck(looks[rank]):
+            seen = f"it still computes after {PATIENCE * limit:.0f} s, at {line}"
+            answers[rank] = Answer(NOT_TRIED, seen, SLOW.format(2 * limit))
+    return answers
+
+
+def is_stuck(looks: list[tuple[str, str]]) -> bool:
+    return len(looks) > LOOKS and len(set(looks[-LOOKS - 1 :])) == 1
 
 
 def end(processes: list) -> None:

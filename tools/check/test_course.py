@@ -4,8 +4,10 @@ import re
 import shutil
 
 import pytest
+from users_class import import_file
 
 from common.setup import ROOT
+from tools.check.models import layout_for
 
 CHECK = ROOT / "tools" / "check"
 
@@ -41,3 +43,10 @@ def test_own_layers_that_nobody_names(forked, adapters):
     assert status == 1 and "has to hold: 8 of 9 passed" in output, output
     assert re.search(r"^not tried .*\n.*\n? .*LAYERS=", output, re.MULTILINE), output
     assert "FAILED" not in output.partition("Beyond")[0], output
+
+
+def test_own_layers_beside_the_class(tmp_path):
+    """They are not imported a second time, as other classes of the same names."""
+    (tmp_path / "own.py").write_text("from torch.nn import Linear")
+    mine = import_file(f"{tmp_path}/own.py")
+    assert layout_for("own", is_sharded=False).layers is mine

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from tools.check.adapters import kind_of, prepare, with_functions_around
+from tools.check.adapters import kind_of, named_by, prepare
 from tools.check.check import KINDS, ROOT
 from tools.check.findings import Answer, judge, verdict_of
 
@@ -13,7 +13,7 @@ EXAMPLES = ROOT / "tools" / "check" / "examples"
 
 def judge_file(text: str, last: str) -> tuple[str, dict[str, Answer]]:
     """On a rank: the kind of what FILE.py:NAME names, and what comes of each check up to one."""
-    kind, answers = kind_of(with_functions_around(text)[0]), {}
+    kind, answers = kind_of(named_by(text)[1]), {}
     for check in KINDS[kind].HAS_TO_HOLD:
         if last not in answers:  # what has failed may leave calls behind
             answers[check.__name__] = judge(check, *prepare(text, kind))
