@@ -96,7 +96,6 @@ read:
 step:
 	"$(READER)" -m webbrowser "file://$(CURDIR)/$(lastword $(wildcard */*/step.html results/step.html))"
 all: $(STAGES)
-
 setup: $(TESTING)
 check-python:
 	@"$(PYTHON)" -c 'import importlib.util, sys; sys.exit(not importlib.util.find_spec("torch"))' || \

@@ -172,11 +172,11 @@ class watch:
         else:
             cause = "some" if averaged else "gradients"
         ranks = [rank for rank, each in enumerate(weights) if each != weights[0]]
-        self.tell(
-            cause,
-            f"ranks {ranks} differ from rank 0 in weights or rates ({len(apart)}: {apart[:3]} …) "
-            f"and their gradients ({len(unequal)}); the ranks' forwards are {forwards}",
-        )
+        seen = f"the ranks' forwards are {forwards}"
+        if apart:
+            what = f"weights or rates ({len(apart)}: {apart[:3]} …), their gradients in"
+            seen += f"; ranks {ranks} differ from rank 0 in {what} {len(unequal)}"
+        self.tell(cause, seen)
 
     def judge_samples(self):
         # The second half may be of a new epoch, in which a rank has not seen its own again yet.
