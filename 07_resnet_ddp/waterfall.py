@@ -1,9 +1,10 @@
 r"""07: from half of one device's time to DDP's: where the rest of the speed-up goes.
 
-N ranks could do a step in an N-th of one device's time. One device with the whole batch and DDP
-take turns here. The bars between them show what makes DDP's step longer: that every rank changes
-all weights, what it waits for after its last gradient, and the rest, by which its computing is
-slower. All are resnet_ddp.py's train_step, on one batch of noise.
+N ranks could do a step in an N-th of one device's time. Three take turns here: one device with the
+whole batch, N processes with their shares of it that send nothing, and DDP. The bars between the
+first and the last show what makes DDP's step longer: every rank changes all weights, N processes
+share one machine, sending takes time from computing, and after its last gradient a rank waits. All
+are resnet_ddp.py's train_step, on one batch of noise.
 
     torchrun --standalone --nproc-per-node 2 07_resnet_ddp/waterfall.py
 """
@@ -27,14 +28,14 @@ def other_threads_seconds() -> float:
     return time.process_time() - time.thread_time()
 
 
-def make_step(device, image_size: int, batch_size: int, ddp: bool):
-    """Return a step of a model of its own, on so many images; without `ddp` of rank 0 alone."""
+def make_step(device, image_size: int, batch_size: int, ddp: bool, of_all_ranks: bool = True):
+    """Return a step of a model of its own, on so many images; of rank 0 unless `of_all_ranks`."""
     training = resnet_ddp.build(device, ddp, learning_rate=1e-3)
     images = torch.randn(batch_size, 3, image_size, image_size, device=device)
     labels = torch.randint(10, [batch_size], device=device)
 
     def step() -> dict[str, float] | None:
-        if not ddp and dist.get_rank() > 0:
+        if not of_all_ranks and dist.get_rank() > 0:
             return None
         watch = timing.Stopwatch(device)
         watch.mark("start")
@@ -65,7 +66,7 @@ def reasons_of(result: dict) -> dict[str, float]:
 
     Exposed is what the rank that waits least waits: the others also wait for that rank.
     """
-    one, ddp = result["candidates"].values()
+    one, ddp, apart = result["candidates"].values()
 
     def p50(times: dict, name: str, of_ranks=numpy.max) -> float:
         return 1000 * numpy.median(of_ranks(times[name], axis=0))
@@ -74,11 +75,13 @@ def reasons_of(result: dict) -> dict[str, float]:
     ideal = p50(one, "batch_seconds") / ranks
     optimizer = p50(ddp, "optimizer_seconds", numpy.mean) * (1 - 1 / ranks)
     exposed = p50(ddp, "exposed_comm_seconds", numpy.min)
+    without_sending = p50(apart, "batch_seconds")
     whole = p50(ddp, "batch_seconds")
     return {
         f"one device ÷ {ranks}": ideal,
         "whole optimizer": optimizer,
-        "slower computing": whole - ideal - optimizer - exposed,
+        "sharing the machine": without_sending - ideal - optimizer,
+        "sending meanwhile": whole - exposed - without_sending,
         "exposed all-reduce": exposed,
         "DDP": whole,
     }
@@ -93,7 +96,7 @@ def draw(reasons: dict[str, float], title: str, path: Path) -> None:
     ends = numpy.cumsum([*reasons.values()][:-1])
     bottoms = [0, *ends[:-1], 0]
     # As in all pictures: blue is computing, yellow what an all-reduce costs.
-    colours = ["#666666", "#0072B2", "#0072B2", "#F0E442", "#666666"]
+    colours = ["#666666", "#0072B2", "#0072B2", "#F0E442", "#F0E442", "#666666"]
     names = [name.replace(" ", "\n", 1) for name in reasons]
     bars = axes.bar(names, reasons.values(), bottom=bottoms, color=colours)
     first, *middle, last = reasons.values()
@@ -125,9 +128,10 @@ def main():
         size = args.image_size
         ddp = make_step(device, size, batch, ddp=True)
         steps = {
-            "one device": make_step(device, size, args.global_batch, ddp=False),
+            "one device": make_step(device, size, args.global_batch, False, of_all_ranks=False),
             "uncounted": ddp,  # wakes up the ranks that have slept meanwhile
             "DDP": ddp,
+            "without sending": make_step(device, size, batch, ddp=False),
         }
         result["candidates"] = timing.measure(steps, args.steps, 2)
         del result["candidates"]["uncounted"]

@@ -188,7 +188,7 @@ from common import report, setup
 
 MODEL = {"d_model": 128, "d_ff": 512, "layers": 2, "heads": 4, "vocabulary": 256}
 CONTEXT = 64  # tokens of a sequence; a batch is one, so gradients are noisy
-HELD_OUT = 128  # sequences
+HELD_OUT = 64  # sequences
 NOMINAL = 0.06  # seconds that the computing of a batch counts as
 EVERY = 20  # batches, or a turn: then the loss is taken
 CHECKED = ["alone", "every step", "PowerSGD", "local SGD"]  # over the emulated network
@@ -357,7 +357,7 @@ def main():
     a_network = setup.checked(str, read_network, "a network, as 1gbit,1ms")
     networks = ["100mbit,1ms", "1gbit,1ms"]
     add("--networks", type=a_network, nargs="+", default=networks, help="rate, delay of one way")
-    add("--seconds", type=setup.positive_number, default=40.0, help="for each, by its own clock")
+    add("--seconds", type=setup.positive_number, default=25.0, help="for each, by its own clock")
     add("--seeds", type=setup.whole_number(1), default=1, help="train each so many times")
     add("--lr-times", type=setup.positive_number, default=1.0, help="of every learning rate")
     add("--json", type=setup.output_file, metavar="FILE", help="everything measured, raw")
