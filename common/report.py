@@ -94,7 +94,7 @@ def save_movie(figure, show: Callable[[float], None], moments: list[float], path
 
 
 def begin(stage: str, args, device: torch.device) -> dict:
-    """Print what runs and where; return the head of the JSON, as common/README.md lists it."""
+    """Print what runs and where; return the head of the JSON."""
     world_size, threads = dist.get_world_size(), torch.get_num_threads()
     where = f"{dist.get_backend()} on {device.type}"
     if wire().text:
@@ -107,7 +107,7 @@ def begin(stage: str, args, device: torch.device) -> dict:
 
 
 def head(stage: str, args, backend, device, world_size, threads: int | None) -> dict:
-    """Return the head of the JSON, as common/README.md lists it."""
+    """Return what the JSON of every script begins with."""
     on_gpu = "cuda" in device  # a name, or 01's list of names
     return {
         "stage": stage,
