@@ -99,7 +99,7 @@ def begin(stage: str, args, device: torch.device) -> dict:
     where = f"{dist.get_backend()} on {device.type}"
     if wire().text:
         where += f" behind an emulated network of {wire().text}"
-    ranks = f"{world_size} ranks, threads per rank: {threads}"
+    ranks = f"{world_size} rank{'s' if world_size > 1 else ''}, threads per rank: {threads}"
     say(f"{stage}: torch {torch.__version__}, {where}, {ranks}")
     gpus = ", ".join(gpus_of_this_host()) or "none"
     say(f"CUDA {torch.version.cuda}, GPUs of this host: {gpus}")

@@ -110,16 +110,23 @@ def drawing(steps: dict[str, list[Bar]], end: float):
     for number, (label, bars) in enumerate(steps.items()):
         top = 2.7 * number
         ticks[top] = label
+        exposed = [bar for bar in bars if bar.name == "exposed communication"]
         center = {"ha": "center", "va": "center", "fontsize": 8}
         for bar in bars:
             shift, height = PLACES[bar.row]
             width, middle = bar.end - bar.start, top + shift
             look = {"color": report.COLORS[bar.name], "edgecolor": "white", "linewidth": 0.3}
             axes.barh(middle, width, height, bar.start, **look)
-            text = f"{width:.0f} ms" if bar.name == "exposed communication" else bar.text
+            text = bar.text
+            if bar.name == "exposed communication" and len(exposed) > 1:
+                text = f"{width:.0f} ms"
             if width > 0.011 * len(text) * end:
                 axes.text((bar.start + bar.end) / 2, middle, text, **center)
         axes.text(duration(bars), top, f"  {duration(bars):.0f} ms", va="center", fontsize=9)
+        if len(exposed) == 1 and any(bar.row for bar in bars):
+            text = f"  {exposed[0].end - exposed[0].start:.0f} ms exposed"
+            middle = top + PLACES[1][0]
+            axes.text(duration(bars), middle, text, va="center", fontsize=9, weight="bold")
         for name in {bar.name for bar in bars if bar.row}:
             rows = [bar.row for bar in bars if bar.name == name]
             middle = top + (PLACES[min(rows)][0] + PLACES[max(rows)][0]) / 2
@@ -142,10 +149,6 @@ def draw_movie(steps: dict[str, list[Bar]], path: Path) -> None:
 
     end = 1.23 * max(map(duration, steps.values()))
     figure, axes = drawing(steps, end)
-    for number, bars in enumerate(steps.values()):
-        exposed = sum(bar.end - bar.start for bar in bars if bar.name == "exposed communication")
-        middle, text = 2.7 * number + PLACES[1][0], f"  {exposed:.0f} ms exposed"
-        axes.text(duration(bars), middle, text, va="center", fontsize=9, weight="bold")
     look = {"facecolor": "white", "edgecolor": "black", "zorder": 4}
     cover = Rectangle((0, -1), end, 3, transform=axes.get_xaxis_transform(), **look)
     axes.add_patch(cover)
@@ -186,12 +189,13 @@ def main() -> None:
         for name, bars in steps.items():
             calls = sum(bar.row > 0 for bar in bars)
             drawn[name] = {"step_ms": duration(bars), "forward_ms": bars[0].end}
-            setup.say(f"{name}: {calls} all-reduces in {duration(bars):.0f} ms")
+            what = "all-reduce" if calls == 1 else "all-reduces"
+            setup.say(f"{name}: {calls} {what} in {duration(bars):.0f} ms")
         result["drawn"] = drawn
         report.write_json(args.json, result)
     if not args.plot or not setup.is_rank_0():
         return
-    end = 1.08 * max(map(duration, steps.values()))
+    end = 1.23 * max(map(duration, steps.values()))
     draw(steps, args.plot, end)
     for stage in STAGES:
         two = {name: steps[name] for name in (timing.NO_COMMUNICATION, stage.folder)}

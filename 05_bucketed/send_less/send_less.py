@@ -340,7 +340,8 @@ def draw(races: list[dict], args, path: Path) -> None:
             width = 2.5 if name in ("alone", "every step", "local SGD") else 1
             look = {"color": color, "linewidth": width, "label": name}
             axes.plot(seconds_on(network, name, each["points"]), losses, style, **look)
-        axes.set_title(network.replace("bit,", "bit/s, "))
+        link = read_network(network)
+        axes.set_title(f"{8e-6 * link.rate:g} Mbit/s, {1000 * link.delay:g} ms")
         axes.set_xlabel("seconds, calculated")
     panels[0].set_ylabel("loss of held-out text")
     panels[0].set_xlim(0, args.seconds)
