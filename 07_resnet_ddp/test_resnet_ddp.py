@@ -244,23 +244,25 @@ def test_waterfall(forked, tmp_path, more):
     testing.assert_png(tmp_path / "png")
     rows = re.findall(r"^\w[^:\n]* (-?\d+\.\d)$", output, re.MULTILINE)
     *parts, whole = [float(ms) for ms in rows]
-    assert len(parts) == 4 and sum(parts) == pytest.approx(whole, abs=0.3), output
+    assert len(parts) == 5 and sum(parts) == pytest.approx(whole, abs=0.3), output
     candidates = testing.read_json(tmp_path / "json", "07_resnet_ddp/waterfall")["candidates"]
     ranks = [len(times["batch_seconds"]) for times in candidates.values()]
-    assert ranks == [1, 2]
+    assert ranks == [1, 2, 2]
 
 
 def test_the_parts_of_waterfall():
     """Of one device with 8 s, and DDP with 6 s, of which half a second is the optimizer's.
 
     After the last gradient one rank waits 1 s, and another one longer, for that rank, too.
+    Without sending the slower rank takes 4.5 s.
     """
     one = {"batch_seconds": [[8.0] * 3]}
     ddp = {"batch_seconds": 2 * [[6.0] * 3], "optimizer_seconds": 2 * [[0.5] * 3]}
     ddp["exposed_comm_seconds"] = [[1.0, 3.0, 1.0], [2.0, 1.0, 2.0]]
-    candidates = {"one device": one, "DDP": ddp}
+    apart = {"batch_seconds": [[4.5] * 3, [4.4] * 3]}
+    candidates = {"one device": one, "DDP": ddp, "without sending": apart}
     reasons = waterfall.reasons_of({"world_size": 2, "candidates": candidates})
-    assert [*reasons.values()] == [4000, 250, 750, 1000, 6000]
+    assert [*reasons.values()] == [4000, 250, 250, 500, 1000, 6000]
 
 
 # Bad input
