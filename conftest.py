@@ -96,7 +96,7 @@ def launched(script):
     """launched(world_size, path, *words) is torchrun's run of a script: (exit status, output)."""
     from tools.testing import torchrun
 
-    def run(world_size: int, *words, timeout: float = 120, **options) -> tuple[int, str]:
+    def run(world_size: int, *words, timeout: float = 200, **options) -> tuple[int, str]:
         return script(torchrun(world_size, *words), **options).wait(timeout)
 
     return run

@@ -196,6 +196,6 @@ def test_what_is_measured_is_kept(script, tmp_path, number, said):
         os.killpg(run.process.pid, number)  # as a terminal does
     else:
         os.kill(max(run.processes()), number)
-    status, output = run.wait(30)  # fails if a process is left
+    status, output = run.wait()  # fails if a process is left
     assert status == 1 and said in output and "Traceback" not in output, output
     assert len(read_json(tmp_path / "a.json", "01_allreduce")["rows"]) == 6

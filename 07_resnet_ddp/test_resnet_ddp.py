@@ -159,11 +159,9 @@ def check_equal_checkpoints(whole, resumed):
 
 @pytest.mark.full
 @testing.needs_proc
-def test_a_killed_worker_costs_at_most_its_epoch_and_no_bit_of_the_result(
-    script, launched, tmp_path
-):
+def test_a_killed_worker_costs_at_most_its_epoch_and_no_bit_of_the_result(script, forked, tmp_path):
     words = [*TINY, "--epochs", 3, "--results", tmp_path]
-    status, output = launched(2, SCRIPT, *words, "--checkpoint", tmp_path / "whole")
+    status, output = forked(2, SCRIPT, *words, "--checkpoint", tmp_path / "whole")
     assert status == 0, output
     new_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # see the README
     words += ["--checkpoint", tmp_path / "killed"]

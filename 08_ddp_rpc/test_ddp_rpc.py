@@ -154,7 +154,7 @@ def test_when_a_process_is_killed_or_does_not_respond_all_end(script, name, numb
     run = script([*ENDLESS, "--timeout", 10])
     wait_for_line(run, VERIFIED)
     os.kill(process_of(run, name), number)
-    status, output = run.wait(60)
+    status, output = run.wait()
     assert status == 1 and "all others were ended" in output, output
     if number == signal.SIGKILL:
         assert name in output and "SIGKILL" in output and "Traceback" not in output, output
@@ -168,7 +168,7 @@ def test_when_the_launcher_is_ended_all_end(script, end, number, expected):
     run = script(ENDLESS)
     wait_for_line(run, VERIFIED)
     end(run.process.pid, number)
-    status, output = run.wait(30)  # fails if a process is left
+    status, output = run.wait()  # fails if a process is left
     assert status == expected and "Traceback" not in output, output
 
 

@@ -166,7 +166,7 @@ def test_of_spawned_ranks_one_fails_and_none_is_left(script, tmp_path):
     """script() fails the test if a process is left. How launchers end: 01 and 08."""
     (tmp_path / "spawns.py").write_text(SPAWNS)
     command = sys.executable, tmp_path / "spawns.py", ROOT
-    status, output = script(command, env={"RANK": "5"}).wait(60)
+    status, output = script(command, env={"RANK": "5"}).wait()
     assert status != 0 and output.startswith("joined on cpu with gloo\n"), output
     assert "process 1 terminated with exit code 1" in output
 
@@ -189,6 +189,6 @@ def test_no_thread_of_gloo_stays(script, tmp_path):
     """Python would be aborted at its end by one that does, now and then, after all work is done."""
     (tmp_path / "runs.py").write_text(RUNS_A_STAGE)
     words = [OVER, "1gbit,1ms", NAIVE, *QUICK, "--no-verify"]
-    status, said = script([sys.executable, tmp_path / "runs.py", *words], env=ONLY_RANK).wait(60)
+    status, said = script([sys.executable, tmp_path / "runs.py", *words], env=ONLY_RANK).wait()
     threads = [line for line in said.splitlines() if line.startswith("thread ")]
     assert status == 0 and threads and "gloo" not in " ".join(threads), said

@@ -66,7 +66,7 @@ class Ranks:
             self.processes[ours] = new_process(_serve, *member, daemon=True)
             theirs.close()  # so that recv() ends with EOFError when the rank dies
 
-    def run(self, function, *arguments, timeout: float = 60) -> list:
+    def run(self, function, *arguments, timeout: float = 180) -> list:
         """Call function(*arguments) on every rank; returns the results by rank.
 
         The first rank that raises or dies, or silence for so long, fails the test.
@@ -105,7 +105,7 @@ def _serve(rank: int, world_size: int, is_late: bool, folder: Path, pipe) -> Non
         from tools.check.late import late_network
 
         network = late_network()
-    options = {"rank": rank, "world_size": world_size, "timeout": timedelta(seconds=30)}
+    options = {"rank": rank, "world_size": world_size, "timeout": timedelta(seconds=150)}
     with network:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", **options)
         while True:
@@ -149,14 +149,14 @@ class Script:
                     found.append(int(file.parent.name))
         return found
 
-    def wait(self, timeout: float = 120) -> tuple[int, str]:
+    def wait(self, timeout: float = 200) -> tuple[int, str]:
         """Exit status and output; fails if it does not end in time or leaves a process behind."""
         try:
             output, _ = self.process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
             self.kill()
             pytest.fail(f"still running after {timeout} s\n{self.process.communicate()[0]}")
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.05)
         self.kill()
@@ -191,7 +191,7 @@ class Forked:
         options = [str(word) for word in (path, *words)], cwd, self.output
         self.ranks = [new_process(_run_script, shared | each, *options) for each in of_ranks]
 
-    def wait(self, timeout: float = 100) -> tuple[int, str]:
+    def wait(self, timeout: float = 200) -> tuple[int, str]:
         """Exit status and output, once all have ended, or one with a failure; then all end."""
         failed = []
         try:

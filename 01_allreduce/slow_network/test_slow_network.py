@@ -23,7 +23,7 @@ OVER = Path(__file__).with_name("over.py")
 MAXIMUM = dist.ReduceOp.MAX
 
 
-def slow_group(network: str = "1gbit,1ms", timeout: float = 30, stretch: float = 1.0):
+def slow_group(network: str = "1gbit,1ms", timeout: float = 150, stretch: float = 1.0):
     wire.spans.clear()
     with emulated(network, stretch):
         return dist.new_group(timeout=timedelta(seconds=timeout))
@@ -155,16 +155,18 @@ def test_messages_are_priced(ranks, world_size):
 def waits_for_the_last():
     """All are delivered by the launch of the one that comes late, at the same moment."""
     group = slow_group()
-    dist.barrier()
-    time.sleep(0.1 * dist.get_rank())
+    if dist.get_rank() > 0:
+        dist.barrier()  # rank 0 launches first
     with wire:
         work = dist.all_reduce(torch.ones(1000), group=group, async_op=True)
+    if dist.get_rank() == 0:
+        dist.barrier()
     work.wait()
     found = [None] * dist.get_world_size()
     dist.all_gather_object(found, (work.launched_at, work.delivered_at))
     launches, deliveries = zip(*found, strict=True)
     assert max(deliveries) - min(deliveries) < 1e-6
-    assert min(deliveries) >= max(launches) + 4e-3 > min(launches) + 0.09
+    assert min(deliveries) >= max(launches) + 4e-3 and launches[0] < launches[1]
 
 
 def raises_what_gloo_raises():
@@ -310,5 +312,5 @@ def test_over_runs_under_torchrun_on_one_host(script, environment, said):
     environment = ONLY_RANK | environment
     words = [f"{name}={value}" for name, value in environment.items() if value]
     unset = [f"--unset={name}" for name, value in environment.items() if not value]
-    status, output = script(["env", *unset, *words, sys.executable, OVER, "1gbit,0", "x"]).wait(60)
+    status, output = script(["env", *unset, *words, sys.executable, OVER, "1gbit,0", "x"]).wait()
     assert status == 2 and output.count("\n") == 1 and said in output, output

@@ -195,8 +195,9 @@ def test_run(forked, tmp_path):
 
 def test_check_of_the_clock(forked, tmp_path):
     """Over the emulated network, where a step that sends takes longer than one that does not."""
-    (tmp_path / "short.py").write_text(IN_SHORT)
-    words = testing.OVER, "10mbit,5ms", tmp_path / "short.py", *"--seconds 1 --json json".split()
+    more_often = "send_less.EVERY = 5\nsend_less.main"
+    (tmp_path / "short.py").write_text(IN_SHORT.replace("send_less.main", more_often))
+    words = testing.OVER, "30mbit,5ms", tmp_path / "short.py", *"--seconds 0.3 --json json".split()
     status, output = forked(2, *words, cwd=tmp_path)
     assert status == 0, output
     [race] = testing.read_json(tmp_path / "json", "05_bucketed/send_less")["races"]

@@ -82,7 +82,7 @@ FULL = pytest.mark.full
 )
 def test_run_on_a_slow_network(forked, tmp_path, only, names):
     words = f"{only} --warmup 0 --dynamo eager --json json".split()
-    status, output = forked(2, OVER, "1gbit,5ms", SCRIPT, *TOY, *words, cwd=tmp_path)
+    status, output = forked(2, OVER, "1gbit,20ms", SCRIPT, *TOY, *words, cwd=tmp_path)
     assert status == 0, output
     result = read_json(tmp_path / "json", "07_resnet_ddp/compile_ddp")
     assert [one["name"] for one in result["configurations"]] == names
@@ -90,11 +90,11 @@ def test_run_on_a_slow_network(forked, tmp_path, only, names):
         assert [len(times) for times in one["forward_backward_seconds"]] == [2, 2]
         assert one["first_call_seconds"] > 0 and one["peak_bytes"] > 4 * one["parameters"] > 0
         if one["name"].startswith("ddp"):  # 8.7 MB and four messages
-            assert min(one["forward_backward_seconds"][0]) > 0.08
-            # In turn with it, the same without the network: a step of it takes no 80 ms more.
+            assert min(one["forward_backward_seconds"][0]) > 0.2
+            # In turn with it, the same without the network: a step of it takes no 200 ms more.
             loopback = one[compile_ddp.LOOPBACK]
             assert [len(times) for times in loopback] == [2, 2]
-            assert min(loopback[0]) < min(one["forward_backward_seconds"][0]) - 0.04
+            assert min(loopback[0]) < min(one["forward_backward_seconds"][0]) - 0.1
 
 
 def test_trace_and_printed_graph_of_one_process_without_torchrun(forked, tmp_path):
@@ -164,8 +164,7 @@ class make_dot:
 """
 
 
-@pytest.mark.parametrize("has_dot", [False, True])
-@pytest.mark.parametrize("how", ["--bare", "--ddp", "--fsdp"])
+@pytest.mark.parametrize("how, has_dot", [("--bare", False), ("--ddp", True), ("--fsdp", True)])
 def test_the_graph_is_drawn(forked, tmp_path, monkeypatch, how, has_dot):
     """By a small package of torchviz's name, as text; as PDF where graphviz's dot is there."""
     (tmp_path / "torchviz.py").write_text(TORCHVIZ)

@@ -4,8 +4,6 @@ import argparse
 import inspect
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,11 +11,12 @@ import sweep
 import torch
 
 from common import setup
-from tools.testing import OVER, read_json
+from tools.testing import OVER, Forked, read_json
 
 FOLDER = Path(__file__).resolve().parent
 
 TINY = ["--model", "squeezenet1_1", "--batch-size", 2, "--image-size", 32]
+RANKS = ["--rank", "0"], []  # the other has it of the environment
 TINY += ["--warmup", 1, "--steps", 3, "--device", "cpu"]
 
 
@@ -104,19 +103,11 @@ def test_a_model_of_ones_own_without_torchrun(tmp_path):
         port = free.getsockname()[1]
     words = f"--world-size 2 --master-addr localhost --master-port {port} --json json".split()
     words += ["--model", "mine.py:Tiny", "--steps", "2", "--device", "cpu"]
-    started = [
-        subprocess.Popen(
-            [sys.executable, FOLDER / "sweep.py", *rank, *words],
-            cwd=tmp_path,
-            env=os.environ | {"RANK": "1"},
-            text=True,
-            stdout=subprocess.PIPE,
-        )
-        for rank in (["--rank", "0"], [])
-    ]
-    outputs = [process.communicate(timeout=100)[0] for process in started]
-    assert [process.returncode for process in started] == [0, 0]
-    assert measured(outputs[0]) == ["no", "1M/1G", "1M/2G"] and not outputs[1], outputs
+    script = FOLDER / "sweep.py"
+    ranks = [Forked(None, script, *rank, *words, cwd=tmp_path, RANK=1) for rank in RANKS]
+    (status, output), other = (rank.wait() for rank in ranks)
+    assert status == 0 and other == (0, ""), (output, other)
+    assert measured(output) == ["no", "1M/1G", "1M/2G"], output
     [benchmark] = read_json(tmp_path / "json", "07_resnet_ddp/sweep")["benchmark_results"]
     assert benchmark["model"] == "tiny" and benchmark["batch_size"] == 4
     assert [len(entry["measurements"]) for entry in benchmark["result"]] == [2, 2, 4]
