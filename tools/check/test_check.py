@@ -139,6 +139,16 @@ class KeepsCopies(FSDP):
         self.copies = copies
 
 
+class SplitsTiedWeightsTwice(mistakes.SplitsNothing):
+    """Gives each layer a parameter of its own, and so two for a weight that two layers share."""
+
+    def __init__(self, module):
+        for layer in module.modules():
+            for name, weight in layer.named_parameters(recurse=False):
+                setattr(layer, name, nn.Parameter(weight.detach().clone(), weight.requires_grad))
+        super().__init__(module)
+
+
 class IgnoresDtype(mistakes.SplitsNothing):
     def __init__(self, module, compute_dtype=None):
         super().__init__(module)
@@ -148,6 +158,7 @@ class IgnoresDtype(mistakes.SplitsNothing):
     "module, mine, expected, means",
     [
         (checks_of_fsdp, KeepsCopies, "keeps_a_part_of_the_weights", "not freed"),
+        (checks_of_fsdp, SplitsTiedWeightsTwice, TIED, "a tied weight"),
         (checks_of_fsdp, IgnoresDtype, "computes_in_float16", "not cast"),
         (checks_of_fsdp, mistakes.RoundsMaster, "computes_in_another_dtype", "already cast"),
         (checks_of_optimizers, mistakes.ForgetsOptions, "steps_like_adamw", "learning rate"),
