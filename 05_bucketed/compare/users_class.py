@@ -29,9 +29,9 @@ def import_file(file: str):
     folders = [str(folder) for folder in (path.parent, package, *roots[:1])]
     ours = {}
     if any(Path(folder, "common.py").exists() for folder in folders):
-        ours = {name: sys.modules[name] for name in sys.modules if name.split(".")[0] == "common"}
-    for name in ours:
-        del sys.modules[name]
+        ours = {each: sys.modules[each] for each in sys.modules if each.split(".")[0] == "common"}
+    for each in ours:
+        del sys.modules[each]
     sys.path[:0] = folders
     try:
         if package != path.parent:

@@ -106,12 +106,12 @@ def run_checks(args, text: str, kind: str, ranks: int) -> bool:
                 return False
             if has_to_hold:
                 answers.append(answer)
-    untried = [answer for answer in answers if answer.verdict == NOT_TRIED]
-    passed = [answer for answer in answers if answer.verdict in (PASSED, WARNED)]
-    has_to = len(answers) - len([answer for answer in untried if not answer.means])
-    rest = f", {len(untried)} not tried" if untried else ""
-    setup.say(f"\nhas to hold: {len(passed)} of {has_to} passed{rest}")
-    return len(passed) == has_to
+    verdicts = [answer.verdict for answer in answers]
+    passed, untried = verdicts.count(PASSED) + verdicts.count(WARNED), verdicts.count(NOT_TRIED)
+    has_to = len([answer for answer in answers if answer.verdict != NOT_TRIED or answer.means])
+    rest = f", {untried} not tried" if untried else ""
+    setup.say(f"\nhas to hold: {passed} of {has_to} passed{rest}")
+    return passed == has_to
 
 
 def run_steps(args, text: str, ranks: int) -> None:

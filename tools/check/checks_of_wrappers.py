@@ -41,6 +41,7 @@ NAMES = "gather_full_params() has to return all parameters, whole, under the mod
 COPIED = (
     "a copy is reduced: contiguous() and flatten() copy such a gradient, so copy the result back"
 )
+SPLIT_TWICE = "a tied weight is split once for each of its names: make one shard of it"
 WEIGHTS = "it reduces weights, not gradients: a hook has to take the .grad of its parameter"
 
 
@@ -90,6 +91,12 @@ def weights_of(model, twin: nn.Module) -> dict[str, torch.Tensor]:
         if name not in found or found[name].shape != weight.shape:
             seen = f"there is no whole {name}, of the shape {tuple(weight.shape)}"
             raise Failed(seen, f"{NAMES}; it has {', '.join(public_names(model)) or 'no methods'}")
+    names = {weight: name for name, weight in like.items()}
+    for other, weight in twin.named_parameters(remove_duplicate=False):
+        whole = found[names[weight]]
+        if not torch.equal(found.get(other, whole).nan_to_num(), whole.nan_to_num()):
+            seen = f"{names[weight]} and {other} are one weight, and have come apart"
+            raise Failed(seen, SPLIT_TWICE)
     return {name: found[name].detach().clone() for name in like}
 
 

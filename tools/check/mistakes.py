@@ -85,7 +85,7 @@ class DoesNotWait(Right):
     def average(self, parameter):
         gradient = self.gradient_of(parameter)
         gradient /= dist.get_world_size()
-        dist.all_reduce(gradient, async_op=True)
+        self.work = dist.all_reduce(gradient, async_op=True)
 
 
 class BarrierForWait(DoesNotWait):
@@ -96,13 +96,8 @@ class BarrierForWait(DoesNotWait):
         dist.barrier()
 
 
-class WaitsForTheLast(Right):
+class WaitsForTheLast(DoesNotWait):
     """Starts all-reduces, and waits for the last one alone."""
-
-    def average(self, parameter):
-        gradient = self.gradient_of(parameter)
-        gradient /= dist.get_world_size()
-        self.work = dist.all_reduce(gradient, async_op=True)
 
     def finish_gradient_synchronization(self):
         super().finish_gradient_synchronization()
@@ -134,24 +129,23 @@ class AveragesWeights(Right):
         pass
 
 
-class OrderOfArrival(Right):
+class OrderOfArrival(DoesNotWait):
     """Calls all-reduce in the order in which gradients arrive, which ranks may not share."""
 
     def __init__(self, module):
         super().__init__(module)
         self.works = {}
         for parameter in self.trained():
-            parameter.register_post_accumulate_grad_hook(self.launch)
+            parameter.register_post_accumulate_grad_hook(self.average)
 
-    def launch(self, parameter):
-        gradient = self.gradient_of(parameter)
-        gradient /= dist.get_world_size()
-        self.works[parameter] = dist.all_reduce(gradient, async_op=True)
+    def average(self, parameter):
+        super().average(parameter)
+        self.works[parameter] = self.work
 
     def finish_gradient_synchronization(self):
         for parameter in self.trained():
             if parameter not in self.works:
-                self.launch(parameter)
+                self.average(parameter)
         for work in self.works.values():
             work.wait()
         self.works.clear()
@@ -205,9 +199,8 @@ class AveragesACopy(Right):
     """Averages .contiguous(), which is a copy if the weight is transposed or channels_last."""
 
     def average(self, parameter):
-        gradient = self.gradient_of(parameter)
-        gradient /= dist.get_world_size()
-        dist.all_reduce(gradient.contiguous())
+        dist.all_reduce(self.gradient_of(parameter).contiguous())
+        parameter.grad /= dist.get_world_size()
 
 
 class OverwritesAccumulated(Right):

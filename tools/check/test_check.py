@@ -40,6 +40,9 @@ PARAMETERS = "starts_with_the_parameters_of_rank_0"
 WEIGHTS = "leaves_weights_to_the_optimizer"
 MEAN = "trains_with_sgd"
 TIED = "trains_tied_and_frozen_weights"
+ADDS_UP = "accumulates_without_no_sync"
+TWICE = "trains_after_two_forwards"
+FEW = "takes_fewer_parameters_than_ranks"
 REST = "steps_sizes_that_ranks_cannot_divide"
 SAVES = "goes_on_from_its_state_dict"
 BRANCHES = "keeps_one_order_on_any_branch"
@@ -60,7 +63,7 @@ FAILS = {  # class: the first check that it fails, and what that says
     "FailsWhenFrozen": (TIED, "see mistakes.py"),
     "RoundsToFloat32": (MEAN, "rounded to float32"),
     "AveragesACopy": ("averages_what_is_not_contiguous", "a copy is reduced"),
-    "OverwritesAccumulated": ("accumulates_without_no_sync", "overwritten"),
+    "OverwritesAccumulated": (ADDS_UP, "overwritten"),
     "SwapsGradients": (MEAN, "another order than they were taken"),
 }
 
@@ -130,6 +133,23 @@ class ZeroesItsOwn(mistakes.RightShards):
         self.local.zero_grad(set_to_none)
 
 
+class ForgetsNewGroups(mistakes.RightShards):
+    """Passes over what comes after its first step."""
+
+    def add_param_group(self, group):
+        if not self.local.state:
+            super().add_param_group(group)
+
+
+class AnOptimizerPerRank(mistakes.RightShards):
+    """Asks for every rank's; torch refuses one without parameters."""
+
+    def __init__(self, params, optimizer_cls, **options):
+        super().__init__(params, optimizer_cls, **options)
+        for rank in range(dist.get_world_size()):
+            optimizer_cls(self.every[rank :: dist.get_world_size()])
+
+
 class KeepsCopies(FSDP):
     """Splits all weights, and keeps whole ones, too, where parameters() does not show them."""
 
@@ -137,6 +157,41 @@ class KeepsCopies(FSDP):
         copies = [parameter.detach().clone() for parameter in module.parameters()]
         super().__init__(module)
         self.copies = copies
+
+
+class SplitsTiedWeightsTwice(mistakes.SplitsNothing):
+    """Gives each layer a parameter of its own, and so two for a weight that two layers share."""
+
+    def __init__(self, module):
+        for layer in module.modules():
+            for name, weight in layer.named_parameters(recurse=False):
+                setattr(layer, name, nn.Parameter(weight.detach().clone(), weight.requires_grad))
+        super().__init__(module)
+
+
+class CountsForwards(mistakes.SplitsNothing):
+    """Averages once each forward has had a finish; an evaluation has none, nor one of two."""
+
+    forwards = 0
+
+    def forward(self, *inputs):
+        self.forwards += 1
+        return super().forward(*inputs)
+
+    def finish_gradient_synchronization(self):
+        self.forwards -= 1
+        if not self.forwards:
+            super().finish_gradient_synchronization()
+
+
+class LeavesTheRest(mistakes.Right):
+    """Averages as many numbers as all ranks can divide."""
+
+    def average(self, parameter):
+        gradient, ranks = self.gradient_of(parameter).view(-1), dist.get_world_size()
+        part = gradient[: len(gradient) // ranks * ranks]
+        dist.all_reduce(part)
+        part /= ranks
 
 
 class IgnoresDtype(mistakes.SplitsNothing):
@@ -148,6 +203,11 @@ class IgnoresDtype(mistakes.SplitsNothing):
     "module, mine, expected, means",
     [
         (checks_of_fsdp, KeepsCopies, "keeps_a_part_of_the_weights", "not freed"),
+        (checks_of_fsdp, SplitsTiedWeightsTwice, TIED, "a tied weight"),
+        (checks_of_fsdp, mistakes.OverwritesAccumulated, ADDS_UP, "overwritten"),
+        (checks_of_fsdp, CountsForwards, TWICE, "never reduced"),
+        (checks_of_fsdp, CountsForwards, "evaluates_in_between", "never reduced"),
+        (checks_of_fsdp, LeavesTheRest, "trains_sizes_that_ranks_cannot_divide", ""),
         (checks_of_fsdp, IgnoresDtype, "computes_in_float16", "not cast"),
         (checks_of_fsdp, mistakes.RoundsMaster, "computes_in_another_dtype", "already cast"),
         (checks_of_optimizers, mistakes.ForgetsOptions, "steps_like_adamw", "learning rate"),
@@ -155,6 +215,8 @@ class IgnoresDtype(mistakes.SplitsNothing):
         (checks_of_optimizers, StepsFrozen, "skips_frozen_parameters", "other gradients"),
         (checks_of_optimizers, KeepsFirstOptions, "follows_a_scheduler", "learning rate"),
         (checks_of_optimizers, HasOneGroup, "keeps_groups_apart", "other options"),
+        (checks_of_optimizers, ForgetsNewGroups, "takes_a_new_group", "do not reach"),
+        (checks_of_optimizers, AnOptimizerPerRank, FEW, "within torch"),
         (checks_of_optimizers, ZeroesItsOwn, "zeroes_all_gradients", "only the parameters"),
         (checks_of_optimizers, StepsOnRank0, "shares_the_state_out", "unevenly"),
         (checks_of_optimizers, mistakes.SendsNothing, "steps_like_adamw", "do not reach"),
@@ -317,6 +379,8 @@ class FinishesAsFlush(NoModule):
         (FinishesAsFlush, 2, MEAN, "failed", "nobody calls its finish"),
         (RoundsToBfloat16, 2, MEAN, "failed", "rounded to bfloat16"),
         (ForgetsInNoSync, 2, "accumulates_with_no_sync", "failed", "overwritten"),
+        (CountsForwards, 2, TWICE, "failed", "never reduced"),
+        (CountsForwards, 2, "evaluates_in_between", "failed", "never reduced"),
         (TakesTheSmallestDtype, 2, "trains_several_dtypes", "failed", "rounded to float32"),
         (SpoilsRank1, 2, WEIGHTS, "failed", "not waited for"),
         (FirstBucketAlone, 2, MEAN, "failed", "never reduced"),
