@@ -51,11 +51,18 @@ def check_run(run, path, folder, world_size, *words) -> dict:
     return result
 
 
-@pytest.mark.parametrize("world_size", [2, *(pytest.param(n, marks=full) for n in (1, 3))])
-def test_run(forked, tmp_path, world_size):
-    result = check_run(forked, OVERLAP, tmp_path, world_size)
+@pytest.mark.parametrize(
+    "stage, name, world_size",
+    [
+        (OVERLAP, "OverlapDDP", 2),
+        pytest.param(BUCKETED, "BucketedDDP", 1, marks=full),
+        pytest.param(BUCKETED, "BucketedDDP", 3, marks=full),
+    ],
+)
+def test_run(forked, tmp_path, stage, name, world_size):
+    result = check_run(forked, stage, tmp_path, world_size)
     names = [one["name"] for one in result["candidates"]]
-    assert names == ["no communication", "OverlapDDP", "torch DDP"]
+    assert names == ["no communication", name, "torch DDP"]
 
 
 def test_a_stage_copied_with_common_trains_and_saves(forked, monkeypatch, tmp_path):
