@@ -37,16 +37,13 @@ def fit_and_draw(rows: list[dict], path: Path | None) -> list[dict]:
 
     The picture, where there is a path, shows the backends' own: points measured and lines fitted.
     """
-    from matplotlib.figure import Figure
-
-    from common.report import print_table
+    from common.report import new_figure, print_table, save_figure
     from common.setup import say
 
     measured = {}
     for row in rows:
         measured.setdefault((row["algorithm"], row["world_size"]), []).append(row)
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = new_figure(8, 5)
     fits, table = [], []
     for (name, world_size), of_sizes in measured.items():
         if world_size == 1 or len(of_sizes) == 1:
@@ -74,6 +71,5 @@ def fit_and_draw(rows: list[dict], path: Path | None) -> list[dict]:
         axes.set(xlabel="tensor size, MB", ylabel="time of a call, ms")
         axes.grid(alpha=0.3)
         axes.legend(title="points: p50\nlines: o + S/w, fitted", alignment="left")
-        figure.savefig(path, dpi=120, format="png")
-        say(f"written: {path}")
+        save_figure(figure, path)
     return fits

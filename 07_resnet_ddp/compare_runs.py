@@ -13,20 +13,18 @@ from datetime import datetime, timedelta
 from pathlib import Path
 
 import numpy
-from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from common.report import print_table
+from common.report import COLORS, new_figure, print_table, save_figure
 from common.setup import Parser, add_plot_arguments, say
 
-# Of a batch, from bottom to top: what is measured, its name and its colour (of Okabe and Ito's
-# palette, which the colour-blind can tell apart).
+# Of a batch, from bottom to top: what is measured, its name and its color.
 PHASES = {
     "data_seconds": ("data", "#CC79A7"),
-    "forward_seconds": ("forward", "#56B4E9"),
-    "backward_seconds": ("backward", "#0072B2"),
-    "exposed_comm_seconds": ("exposed all-reduce", "#F0E442"),
-    "optimizer_seconds": ("optimizer", "#999999"),
+    "forward_seconds": ("forward", COLORS["forward"]),
+    "backward_seconds": ("backward", COLORS["backward"]),
+    "exposed_comm_seconds": ("exposed all-reduce", COLORS["exposed communication"]),
+    "optimizer_seconds": ("optimizer", COLORS["optimizer"]),
 }
 # What runs must have in common to be compared.
 COMMON = ["torch", "torchvision", "backend", "network", "device_name", "settings", "workers"]
@@ -100,13 +98,12 @@ def print_comparison(runs: list[dict]) -> None:
 
 def draw(runs: list[dict], path: Path) -> None:
     """Draw a bar for each run, a batch by its phases, beside the ideal, that of one device ÷ N."""
-    figure = Figure(figsize=(7, 4), dpi=120, layout="constrained")
-    axes = figure.subplots()
+    figure, axes = new_figure(7, 4)
     names = [run["name"] for run in runs]
     below = 0
     heights_of_phases = numpy.transpose([run["phases"] for run in runs])
-    for (name, colour), heights in zip(PHASES.values(), heights_of_phases, strict=True):
-        bars = axes.bar(names, heights, width=0.6, bottom=below, color=colour, label=name)
+    for (name, color), heights in zip(PHASES.values(), heights_of_phases, strict=True):
+        bars = axes.bar(names, heights, width=0.6, bottom=below, color=color, label=name)
         below += heights
     axes.bar_label(bars, [f"{batch:.0f} ms" for batch in below], padding=2)
     ideal = [below[0] / run["world_size"] for run in runs]
@@ -115,7 +112,7 @@ def draw(runs: list[dict], path: Path) -> None:
     title = f"{names[-1]}: {speed_up(runs):.2f} times as fast as one device"
     axes.set(title=title, ylabel="mean time of a batch, ms")
     axes.margins(y=0.1)
-    figure.savefig(path, format="png")
+    save_figure(figure, path)
 
 
 def show_median(folders: list[Path], path: Path | None) -> None:
@@ -134,7 +131,6 @@ def show_median(folders: list[Path], path: Path | None) -> None:
         say(f"{runs[-1]['name']}, median of {len(pairs)} pairs: {middle} ({low} to {high})")
     if path:
         draw(runs, path)
-        say(f"written: {path}")
 
 
 if __name__ == "__main__":

@@ -89,22 +89,19 @@ def reasons_of(result: dict) -> dict[str, float]:
 
 def draw(reasons: dict[str, float], title: str, path: Path) -> None:
     """Draw a bar for each, which begins where the one before ends, and one for their sum."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4), dpi=120, layout="constrained")
-    axes = figure.subplots()
+    figure, axes = report.new_figure(7, 4)
     ends = numpy.cumsum([*reasons.values()][:-1])
     bottoms = [0, *ends[:-1], 0]
-    # As in all pictures: blue is computing, yellow what an all-reduce costs.
-    colours = ["#666666", "#0072B2", "#0072B2", "#F0E442", "#F0E442", "#666666"]
+    computing, sending = report.COLORS["backward"], report.COLORS["exposed communication"]
+    colors = ["gray", computing, computing, sending, sending, "gray"]
     names = [name.replace(" ", "\n", 1) for name in reasons]
-    bars = axes.bar(names, reasons.values(), bottom=bottoms, color=colours)
+    bars = axes.bar(names, reasons.values(), bottom=bottoms, color=colors)
     first, *middle, last = reasons.values()
     texts = [f"{first:.0f}", *(f"{ms:+.0f}" for ms in middle), f"{last:.0f}"]
     axes.bar_label(bars, texts, padding=2)
     axes.margins(y=0.1)
     axes.set(title=title, ylabel="time of a step, ms")
-    figure.savefig(path, format="png")
+    report.save_figure(figure, path)
 
 
 def main():
@@ -147,7 +144,6 @@ def main():
         report.write_json(args.json, result)
         if args.plot and dist.get_rank() == 0:
             draw(reasons, title, args.plot)
-            setup.say(f"written: {args.plot}")
 
 
 if __name__ == "__main__":

@@ -120,13 +120,10 @@ def crossing(sizes: list[dict], one: str, other: str) -> float | None:
 
 def draw(sizes: list[dict], path: Path | None) -> None:
     """Say and draw, where there is a path, how long a step takes by the rows of the table."""
-    from matplotlib.figure import Figure
-
+    from common.report import new_figure, save_figure
     from common.setup import say
 
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
-    axes.spines[["top", "right"]].set_visible(False)
+    figure, axes = new_figure(8, 5)
     rows = [size["rows"] for size in sizes]
     for (way, label), color in zip(WAYS.items(), COLORS, strict=True):
         times = [p50_ms(size, way) for size in sizes]
@@ -145,5 +142,4 @@ def draw(sizes: list[dict], path: Path | None) -> None:
     axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.set(xlabel="rows and size of the table", ylabel="a step, ms (log scales)")
     if path:
-        figure.savefig(path, dpi=120)
-        say(f"written: {path}")
+        save_figure(figure, path)

@@ -215,13 +215,14 @@ def draw(alone: Alone, path: Path) -> None:
     """Draw the time from each gradient's arrival until backward ends; the last layer's on top."""
     figure, axes = report.new_figure(7, 2.8)
     forward, backward = 1000 * alone.forward_ends, 1000 * alone.backward_ends
-    axes.barh(-14, forward, 10, color="#56B4E9", label="forward")
-    axes.barh(-14, backward - forward, 10, forward, color="#0072B2", label="backward")
+    colors = report.COLORS
+    axes.barh(-14, forward, 10, color=colors["forward"], label="forward")
+    axes.barh(-14, backward - forward, 10, forward, color=colors["backward"], label="backward")
     rows = range(len(alone.ready))
     ready = [1000 * moment for moment in alone.ready]
     lengths = [backward - moment for moment in ready]
     label = "gradient complete: its all-reduce can overlap"
-    axes.barh(rows, lengths, 1, ready, color="#D55E00", label=label)
+    axes.barh(rows, lengths, 1, ready, color=colors["all-reduce"], label=label)
     axes.set_yticks([-14, 0, rows[-1]], ["computes", "last layer", "first layer"])
     axes.invert_yaxis()
     axes.set_xlabel("ms")

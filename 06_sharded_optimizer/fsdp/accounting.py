@@ -130,13 +130,9 @@ def kept_and_in_flight(trainee: Trainee, device) -> list[int]:
 
 def draw(result: dict, path) -> None:
     """Draw a bar for each candidate, stacked of the parts."""
-    from matplotlib.figure import Figure
-
     most = {name: max(all_ranks, key=sum) for name, all_ranks in result["memory_bytes"].items()}
-    figure = Figure(figsize=(9, 1.4 + 0.5 * len(most)), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = report.new_figure(9, 1.4 + 0.5 * len(most))
     axes.invert_yaxis()
-    axes.spines[["top", "right"]].set_visible(False)
     sizes = numpy.array(list(most.values())).T / 2**20  # [part][candidate]
     left = numpy.zeros(len(most))
     colors = "#56B4E9", "#E69F00", "#999999", "#D55E00"
@@ -149,7 +145,7 @@ def draw(result: dict, path) -> None:
     axes.set_xlim(0, 1.25 * max(left))
     axes.set_xlabel("what a rank holds at most, MB")
     figure.legend(loc="outside lower center", ncols=len(PARTS), frameon=False)
-    figure.savefig(path, format="png", dpi=120)
+    report.save_figure(figure, path)
 
 
 def by_formula(size: str, world_size: int) -> dict[str, list[float]]:
