@@ -29,7 +29,7 @@ def fit(sizes_bytes: list[float], seconds: list[float]) -> tuple[float, float, f
 # Below this line: the table and the picture.
 
 COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00"]
-LEGEND = "busbw = w · 2(n-1)/n, that of large tensors; error: how far p50s are from the model"
+LEGEND = "busbw = w · 2(n-1)/n, that of large tensors; error: how far p50s typically are from it"
 
 
 def fit_and_draw(rows: list[dict], path: Path | None) -> list[dict]:

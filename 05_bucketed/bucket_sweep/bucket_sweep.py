@@ -44,12 +44,12 @@ def overhead(buckets: float, size: float, link: Link) -> float:
 
     Nothing hides the transfer of the last bucket any more, because backward is over.
     """
-    return size / (buckets * link.bytes_per_second) + buckets * link.blocking_call_seconds
+    return size / (buckets * link.bytes_per_second) + buckets * link.call_seconds
 
 
 def best_number_of_buckets(size: float, link: Link) -> float:
     """Return where `overhead` is smallest: its derivative, o − s / (n²·w), is 0 at √(s / (w·o))."""
-    return math.sqrt(size / (link.bytes_per_second * link.blocking_call_seconds))
+    return math.sqrt(size / (link.bytes_per_second * link.call_seconds))
 
 
 # ==================================================================================================
@@ -106,7 +106,7 @@ def print_rows(rows: list[dict]) -> None:
     say(
         "p50: of all steps of all ranks; overhead: p50 minus that of no communication; simulated:\n"
         "by predict.py; formula: s/(n·w) + n·o with the row's n buckets, and the o and w of\n"
-        "all-reduces one after another; speed-up: over one bucket for all."
+        "all-reduces that are launched together; speed-up: over one bucket for all."
     )
 
 

@@ -13,7 +13,7 @@ SCRIPT = Path(__file__).with_name("bucket_sweep.py")
 
 
 def test_best_number_of_buckets_is_the_minimum_of_the_overhead():
-    link = Link(0.0, 1e9, blocking_call_seconds=5e-4)
+    link = Link(5e-4, 1e9)
     best = bucket_sweep.best_number_of_buckets(1e8, link)
     numbers = [best, 0.99 * best, 1.01 * best]
     least, *others = [bucket_sweep.overhead(n, 1e8, link) for n in numbers]

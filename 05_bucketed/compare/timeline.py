@@ -101,7 +101,7 @@ def draw(steps: dict[str, list[Bar]], path: Path, end: float) -> None:
     report.save_figure(figure, path)
 
 
-def drawing(steps: dict[str, list[Bar]], end: float):
+def drawing(steps: dict[str, list[Bar]], end: float, durations: bool = True):
     """Draw the steps below each other, with texts where they fit; return a figure and its axes."""
     from matplotlib.patches import Patch
 
@@ -122,11 +122,8 @@ def drawing(steps: dict[str, list[Bar]], end: float):
                 text = f"{width:.0f} ms"
             if width > 0.011 * len(text) * end:
                 axes.text((bar.start + bar.end) / 2, middle, text, **center)
-        axes.text(duration(bars), top, f"  {duration(bars):.0f} ms", va="center", fontsize=9)
-        if len(exposed) == 1 and any(bar.row for bar in bars):
-            text = f"  {exposed[0].end - exposed[0].start:.0f} ms exposed"
-            middle = top + PLACES[1][0]
-            axes.text(duration(bars), middle, text, va="center", fontsize=9, weight="bold")
+        if durations:
+            axes.text(duration(bars), top, f"  {duration(bars):.0f} ms", va="center", fontsize=9)
         for name in {bar.name for bar in bars if bar.row}:
             rows = [bar.row for bar in bars if bar.name == name]
             middle = top + (PLACES[min(rows)][0] + PLACES[max(rows)][0]) / 2
@@ -144,11 +141,18 @@ def drawing(steps: dict[str, list[Bar]], end: float):
 
 
 def draw_movie(steps: dict[str, list[Bar]], path: Path) -> None:
-    """Save the steps as time passes: a moving picture, in which what is to come is covered."""
+    """Save the steps as time passes: a moving picture, in which what is to come is covered.
+
+    It stands where readers have yet to guess, so it only says what the last one exposes.
+    """
     from matplotlib.patches import Rectangle
 
     end = 1.23 * max(map(duration, steps.values()))
-    figure, axes = drawing(steps, end)
+    figure, axes = drawing(steps, end, durations=False)
+    last = [*steps.values()][-1]
+    (exposed,) = [bar.end - bar.start for bar in last if bar.name == "exposed communication"]
+    top = 2.7 * (len(steps) - 1)
+    axes.text(duration(last), top, f"  {exposed:.0f} ms exposed", va="center", weight="bold")
     look = {"facecolor": "white", "edgecolor": "black", "zorder": 4}
     cover = Rectangle((0, -1), end, 3, transform=axes.get_xaxis_transform(), **look)
     axes.add_patch(cover)
