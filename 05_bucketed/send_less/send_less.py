@@ -341,7 +341,9 @@ def draw(races: list[dict], args, path: Path) -> None:
             look = {"color": color, "linewidth": width, "label": name}
             axes.plot(seconds_on(network, name, each["points"]), losses, style, **look)
         link = read_network(network)
-        axes.set_title(f"{8e-6 * link.rate:g} Mbit/s, {1000 * link.delay:g} ms")
+        mbits = 8e-6 * link.rate
+        rate = f"{mbits:g} Mbit/s" if mbits < 1000 else f"{mbits / 1000:g} Gbit/s"
+        axes.set_title(f"{rate}, {1000 * link.delay:g} ms")
         axes.set_xlabel("seconds, calculated")
     panels[0].set_ylabel("loss of held-out text")
     panels[0].set_xlim(0, args.seconds)
