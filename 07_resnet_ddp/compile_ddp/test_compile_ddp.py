@@ -152,6 +152,15 @@ def test_without_torchbench_or_torchviz_a_line_says_how_to_get_it(refusal):
         assert said.startswith(f"argument {words[0]}: ") and how in said
 
 
+def test_what_a_model_of_torchbench_lacks_is_said(refusal, tmp_path, monkeypatch):
+    folder = tmp_path / "torchbenchmark" / "models"
+    folder.mkdir(parents=True)
+    (folder / "hf_T5.py").write_text("import a_package_that_is_not_there")
+    monkeypatch.syspath_prepend(tmp_path)
+    words = "--torchbench-model", "hf_T5", "--device", "cpu"
+    assert "a_package_that_is_not_there" in refusal(compile_ddp.main, SCRIPT, *words)
+
+
 TORCHVIZ = """
 class make_dot:
     def __init__(self, loss, params, show_attrs, show_saved):

@@ -280,7 +280,8 @@ def be_started_as_upstream(args) -> None:
         if (value := getattr(args, name)) is not None:
             os.environ[name.upper()] = str(value)
     if args.rank is not None and args.world_size is not None:
-        local_size = min(torch.cuda.device_count() or args.world_size, args.world_size)
+        gpus = 0 if args.device == "cpu" else torch.cuda.device_count()
+        local_size = min(gpus or args.world_size, args.world_size)
         os.environ["LOCAL_WORLD_SIZE"] = str(local_size)
         os.environ["LOCAL_RANK"] = str(args.rank % local_size)
 

@@ -128,7 +128,7 @@ def test_hosts_with_different_topologies_are_not_compared(forked, tmp_path, said
         assert status == 0 and f"topo -m: {said}" in output, output
 
 
-def test_upstreams_flags_are_understood():
+def test_upstreams_flags_are_understood(monkeypatch):
     parser = setup.Parser("")
     sweep.add_arguments(parser)
     line = "--bucket_size=9 --distributed_backend gloo --model resnet50 --json x "
@@ -138,3 +138,9 @@ def test_upstreams_flags_are_understood():
     sweep.be_started_as_upstream(args)
     names = "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
     assert [os.environ[name] for name in names] == ["9", "16", "HOST", "29500"]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    for device, (local_rank, local_size) in {"auto": ("1", "8"), "cpu": ("9", "16")}.items():
+        args.device = device
+        sweep.be_started_as_upstream(args)
+        assert os.environ["LOCAL_RANK"] == local_rank
+        assert os.environ["LOCAL_WORLD_SIZE"] == local_size
