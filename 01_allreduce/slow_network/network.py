@@ -231,6 +231,9 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
+COMPLETING = deque(maxlen=100)  # threads; Python is aborted if it ends while one calls torch's C++
+
+
 class DelayedWork(dist.Work):
     """A call of gloo's whose result comes later; a subclass says in wait() when."""
 
@@ -246,7 +249,9 @@ class DelayedWork(dist.Work):
             else:
                 future.set_result(self.tensors)
 
-        threading.Thread(target=complete, daemon=True).start()
+        thread = threading.Thread(target=complete, daemon=True)
+        COMPLETING.append(thread)
+        thread.start()
         return future
 
 
@@ -397,6 +402,8 @@ def gloo_carried_by(name: str, group_class: type):
         yield
     finally:
         distributed_c10d.BackendConfig.get_device_backend_map = torchs_map
+        for thread in COMPLETING:
+            thread.join(timeout=0.1)  # longer only if it waits for a rank that is gone
 
 
 @contextmanager

@@ -288,6 +288,26 @@ def test_a_module_of_a_package_and_its_error(forked, tmp_path):
     assert status == 1 and "ValueError: ('my own mistake', '--flag')" in output, output
 
 
+WITH_A_HOOK = """
+import time
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+work = dist.all_reduce(torch.ones(3), async_op=True)
+work.get_future().then(lambda _: time.sleep(0.05))
+work.wait()
+dist.destroy_process_group()
+"""
+
+
+def test_a_script_may_end_while_a_hook_still_runs(launched, tmp_path):
+    """Python aborts when it ends while a thread of ours is within torch's C++."""
+    (tmp_path / "train.py").write_text(WITH_A_HOOK)
+    status, output = launched(2, OVER, "100mbit,1ms", tmp_path / "train.py")
+    assert status == 0 and "terminate" not in output, output
+
+
 NOT_EMULATED = {
     "fast": "'fast'",
     "1gbit": "'1gbit'",
