@@ -72,6 +72,8 @@ def test_a_stage_copied_with_common_trains_and_saves(forked, monkeypatch, tmp_pa
     status, output = forked(2, copied, *words, cwd=tmp_path)
     assert status == 0, output
     result = testing.read_json(tmp_path / "json", tmp_path.name)
+    gpus = ", ".join(result["gpus"]) or "none"
+    assert f"\nCUDA {result['cuda']}, GPUs of this host: {gpus}\n" in output
     assert result["verify"]["NaiveDDP"]["accuracy"] > 0.9
     # 15,000 images in batches of 128: 236 of them in two epochs, and a line for each 50.
     numbers = re.findall(r"batch (\d+), loss \S+, (\S+) ms a step, (\S+) of these", output)

@@ -262,7 +262,7 @@ def write_mnist(folder: Path, train: int, test: int) -> list[Path]:
     return sorted(raw.iterdir())
 
 
-HEAD = """torch backend network device device_name world_size
+HEAD = """torch backend network device device_name cuda gpus world_size
 threads_per_rank options started seconds""".split()
 
 
