@@ -134,10 +134,17 @@ class Model:
 """
 
 
-@pytest.mark.parametrize("words", ["--bare", "--ddp --compile eager", "--fsdp --fsdp_wrap"])
-def test_a_model_of_torchbench(forked, tmp_path, monkeypatch, words):
-    """Of a small package of that name: with outputs in a dictionary, and with dropout."""
-    folder = tmp_path / "torchbenchmark" / "models"
+@pytest.mark.parametrize(
+    "package, words",
+    [
+        ("torchbench", "--bare"),
+        ("torchbenchmark", "--ddp --compile eager"),
+        ("torchbenchmark", "--fsdp --fsdp_wrap"),
+    ],
+)
+def test_a_model_of_torchbench(forked, tmp_path, monkeypatch, package, words):
+    """Of a small package of either name: with outputs in a dictionary, and with dropout."""
+    folder = tmp_path / package / "models"
     folder.mkdir(parents=True)
     (folder / "hf_Bert.py").write_text(BENCHMARK)
     words = f"--torchbench_model hf_Bert --batch_size 3 --steps 1 --verbose {words}".split()
