@@ -122,8 +122,6 @@ def draw(result: dict, link: Link, path: Path) -> None:
     axes.plot(buckets, simulated, "x", color="#CC79A7", ms=10, mew=2.5, label="simulated")
     measured = [1000 * row["measured"] for row in rows]
     axes.plot(buckets, measured, "o", color="#332288", ms=8, label="measured")
-    best = min(rows, key=lambda row: row["measured"])
-    axes.plot(best["buckets"], 1000 * best["measured"], "o", ms=18, mfc="none", color="#D55E00")
     axes.set_xscale("log")
     axes.invert_xaxis()  # many calls are small buckets
     sizes = [row["name"].partition(", ")[2] for row in rows]
