@@ -65,15 +65,17 @@ def add_training_arguments(parser: setup.Parser, steps: int) -> None:
     setup.add_process_group_arguments(parser)
 
 
-def add_verify_arguments(parser: setup.Parser) -> None:
-    """Add the flags of what verifies before it measures."""
+def add_verify_arguments(parser: setup.Parser):
+    """Add the flags of what verifies before it measures; return --no-verify and what it excludes."""
     add = parser.add_argument
-    add("--no-verify", action="store_true", help="only measure")
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument("--no-verify", action="store_true", help="only measure")
     add("--no-baseline", action="store_true", help="measure this stage alone, to save memory")
     add("--data", metavar="DIR", help="verify on MNIST from this folder instead of the digits")
     add("--download", action="store_true", help="fetch MNIST into --data first")
     trace = "Chrome trace of three more steps of each row, on rank 0; in this machine's time"
     add("--trace", type=setup.output_file, metavar="FILE", help=trace)
+    return either
 
 
 def stage_parser(description: str, steps: int, **options) -> setup.Parser:
@@ -85,11 +87,11 @@ def stage_parser(description: str, steps: int, **options) -> setup.Parser:
         parser.add_argument(
             "--" + name.replace("_", "-"), type=setup.positive_number, default=default
         )
-    add_verify_arguments(parser)
+    either = add_verify_arguments(parser)
     every = "a line for so many batches while it trains; 0: none"
     add("--log-every", type=setup.whole_number(0), default=50, metavar="N", help=every)
     save = "save the verified model: the plain module's state_dict, of rank 0"
-    add("--save", type=setup.output_file, metavar="FILE", help=save)
+    either.add_argument("--save", type=setup.output_file, metavar="FILE", help=save)
     return parser
 
 

@@ -116,5 +116,10 @@ def test_faults_end_all(script, fault):
     assert status != 0, output
 
 
+def test_what_is_not_verified_is_not_saved(refusal, tmp_path):
+    said = refusal(naive_ddp.main, NAIVE, "--no-verify", "--save", tmp_path / "x")
+    assert "--save" in said and "--no-verify" in said
+
+
 def test_without_torchrun_it_says_how_to_start_it(refusal):
     assert "torchrun --standalone" in refusal(naive_ddp.main, NAIVE, environment={})
