@@ -66,7 +66,7 @@ def add_training_arguments(parser: setup.Parser, steps: int) -> None:
 
 
 def add_verify_arguments(parser: setup.Parser):
-    """Add the flags of what verifies before it measures; return --no-verify and what it excludes."""
+    """Add the flags of what verifies, then measures; return the group that excludes --no-verify."""
     add = parser.add_argument
     either = parser.add_mutually_exclusive_group()
     either.add_argument("--no-verify", action="store_true", help="only measure")
