@@ -28,6 +28,7 @@ from strategies import STAGES, strategies
 
 from common import ladder, report, setup, timing
 
+DISTANCE = 2.7  # from one step to the next below it
 PLACES = [(0.0, 0.9), (0.85, 0.45), (1.3, 0.45)]  # of rows: their middle, and height
 
 
@@ -108,7 +109,7 @@ def drawing(steps: dict[str, list[Bar]], end: float, durations: bool = True):
     figure, axes = report.new_figure(8, 1 + 0.9 * len(steps))
     ticks = {}  # height: text
     for number, (label, bars) in enumerate(steps.items()):
-        top = 2.7 * number
+        top = DISTANCE * number
         ticks[top] = label
         exposed = [bar for bar in bars if bar.name == "exposed communication"]
         center = {"ha": "center", "va": "center", "fontsize": 8}
@@ -151,7 +152,7 @@ def draw_movie(steps: dict[str, list[Bar]], path: Path) -> None:
     figure, axes = drawing(steps, end, durations=False)
     last = [*steps.values()][-1]
     (exposed,) = [bar.end - bar.start for bar in last if bar.name == "exposed communication"]
-    top = 2.7 * (len(steps) - 1)
+    top = DISTANCE * (len(steps) - 1)
     axes.text(duration(last), top, f"  {exposed:.0f} ms exposed", va="center", weight="bold")
     look = {"facecolor": "white", "edgecolor": "black", "zorder": 4}
     cover = Rectangle((0, -1), end, 3, transform=axes.get_xaxis_transform(), **look)
