@@ -21,6 +21,7 @@ JPDC 2009; bandwidths as nccl-tests defines them (doc/PERFORMANCE.md); Stanford 
 """
 
 import itertools
+import os
 import sys
 from datetime import timedelta
 from functools import partial
@@ -201,19 +202,18 @@ def print_measured(row: dict, backend_p50: float) -> None:
 
 def join(backend: str, rank: int, world_size: int, store: dist.Store) -> torch.device:
     """Join a group of the first ranks, with this rank's share of the cores; return its device."""
-    from common.setup import threads_per_rank, without_gloo_greeting
+    from common.setup import threads_per_rank
 
     torch.set_num_threads(threads_per_rank(world_size))
     device_id = torch.device("cuda", rank) if backend == "nccl" else None
     if device_id:
         torch.cuda.set_device(device_id)
     options = {"rank": rank, "world_size": world_size, "store": store, "device_id": device_id}
-    with without_gloo_greeting():
-        dist.init_process_group(backend, **options)
+    dist.init_process_group(backend, **options)
     return device_id or torch.device("cpu")
 
 
-def run_rank(rank: int, args, result: dict) -> None:
+def run_rank(rank: int, port: int, args, result: dict) -> None:
     """Show an all-reduce, then measure every cell that has this rank, in a process of its own.
 
     Rank 0 prints the rows of each size and writes the JSON: they are kept whatever happens next.
@@ -223,7 +223,8 @@ def run_rank(rank: int, args, result: dict) -> None:
     from common.report import print_row, write_json
     from common.setup import cores, say
 
-    store, *_ = next(dist.rendezvous("env://"))
+    os.environ["RANK"] = str(rank)
+    store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
     if rank < 4:
         join("gloo", rank, 4, dist.PrefixStore("demonstration", store))
         demonstrate()
@@ -298,7 +299,7 @@ def main():
     where = args.backends, devices, args.world_sizes, None
     result = report.head("01_allreduce", args, *where)
     try:
-        setup.spawn(max(4, *args.world_sizes), run_rank, args, result)
+        mp.spawn(run_rank, (setup.free_port(), args, result), max(4, *args.world_sizes))
     except KeyboardInterrupt:
         sys.exit("interrupted")
     except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:

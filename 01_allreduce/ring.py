@@ -12,6 +12,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from movie import save_movie
+
 from common import report, setup
 
 TENSORS = [[4, 1, 2], [5, 3, 1], [8, 2, 6]]  # of ranks 0, 1 and 2
@@ -81,7 +83,7 @@ def draw(path: Path) -> None:
         axes.text(5, 0.3, text, fontsize=13, color=color)
 
     moments = [frame / FRAMES_PER_STEP for frame in range(last * FRAMES_PER_STEP + 1)]
-    report.save_movie(figure, show, moments, path)
+    save_movie(figure, show, moments, path)
 
 
 def main() -> None:

@@ -13,12 +13,10 @@ Source: Li et al., "PyTorch Distributed", VLDB 2020, 3.1 and 3.2; Stanford CS336
 
 import sys
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 
 
@@ -68,14 +66,6 @@ class FlatDDP(nn.Module):
         return accumulating(self)  # a context: gradients are added up, and nothing is sent
 
 
-def main():
-    run(FlatDDP)
-
-
-# ==================================================================================================
-# Below this line stages 02 to 05 are the same, to the byte: helpers, model, verify, run.
-
-
 def broadcast_from_rank_0(module: nn.Module, process_group: dist.ProcessGroup | None) -> None:
     """Give all ranks rank 0's parameters and buffers. ValueError if the module is wrapped."""
     for submodule in module.modules():
@@ -105,113 +95,10 @@ def accumulating(wrapper: nn.Module):
         wrapper.synchronizing = before
 
 
-class LanguageModel(nn.Module):
-    """Causal transformer: tokens int64 [batch, context] -> logits [batch, context, vocabulary]."""
-
-    def __init__(self, d_model, d_ff, layers, heads, vocabulary):
-        super().__init__()
-        options = {"batch_first": True, "norm_first": True, "bias": False}
-        layer = nn.TransformerEncoderLayer(d_model, heads, d_ff, 0.0, F.gelu, **options)
-        norm = nn.LayerNorm(d_model, bias=False)
-        self.token_embedding = nn.Embedding(vocabulary, d_model)  # no positions: random tokens
-        self.layers = nn.TransformerEncoder(layer, layers, norm, enable_nested_tensor=False)
-        self.head = nn.Linear(d_model, vocabulary, bias=False)
-
-    def forward(self, tokens):
-        x = self.token_embedding(tokens)
-        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], x.device, x.dtype)
-        return self.head(self.layers(x, mask, is_causal=True)).float()
-
-
-def train_step(model, optimizer, watch, inputs, targets):
-    """Train on one batch, and return its loss; the watch knows how long the phases took."""
-    with watch.phase("forward"):
-        loss = F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
-    with watch.phase("backward"):
-        loss.backward()
-    with watch.phase("sync"):
-        if hasattr(model, "finish_gradient_synchronization"):
-            model.finish_gradient_synchronization()
-    with watch.phase("optimizer"):
-        optimizer.step()
-        optimizer.zero_grad()
-    return loss.detach()
-
-
-def verify(wrap, args, device):
-    """Train a classifier on shares, and a twin in one process on their union; compare weights."""
-    from common import ladder, timing
-
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    images, labels, *held_out = ladder.load_equal_shares(args, device)
-    twin = ladder.classifier(args.seed, images)
-    module = ladder.classifier(args.seed + rank, images)  # rank 0's weights must win
-    model = wrap(module)
-    twin_optimizer = torch.optim.Adam(twin.parameters(), lr=1e-3)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    watch = timing.Stopwatch(device)
-    watch.mark_last_gradient(next(module.parameters()))
-    log = ladder.TrainingLog(args.log_every, len(images), 64)
-    shuffle = torch.Generator().manual_seed(args.seed)
-    for epoch in (1, 2):
-        order = torch.randperm(len(images), generator=shuffle)
-        for batch in order.split(64 * world_size):
-            share = batch[rank::world_size]
-            train_step(twin, twin_optimizer, watch, images[batch], labels[batch])
-            loss = train_step(model, optimizer, watch, images[share], labels[share])
-            log.add(loss, watch.times())
-        accuracy = ladder.evaluate(epoch, model, *held_out)
-    if args.save and rank == 0:
-        torch.save(module.state_dict(), args.save)
-    return ladder.compare_weights(module, twin) | {"accuracy": accuracy}
-
-
-def make_step(wrap, args, device, described):
-    """Return a function that trains a model of its own for a step, and returns its times."""
-    from common import ladder, timing
-
-    size = ladder.SIZES[args.size]
-    batch_shape = described["batch_size"], described["context_length"]
-    torch.manual_seed(args.seed + dist.get_rank())
-    tokens, targets = torch.randint(size.vocabulary, (2, *batch_shape), device=device)
-    torch.manual_seed(args.seed)
-    with device:
-        model = wrap(LanguageModel(*size[:5]).to(getattr(torch, args.dtype)))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    watch = timing.Stopwatch(device)
-    watch.mark_last_gradient(next(model.parameters()))  # torch's DDP waits within backward
-
-    def step():
-        train_step(model, optimizer, watch, tokens, targets)
-        return watch.times()
-
-    return step
-
-
-def run(wrapper, **options):
-    """Verify and measure a wrapper; its `options` become flags."""
-    folder = Path(__file__).resolve().parent
-    sys.path[:0] = [str(folder), str(folder.parent)]
+if __name__ == "__main__":
+    sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[:2]]
     try:
-        from common import ladder, report, setup, timing
+        from common import ladder
     except ModuleNotFoundError as error:
         sys.exit(f"error: {error}: copy the repository's folder common/ beside this script")
-    args = ladder.stage_parser(__doc__, steps=10, **options).parse_args()
-    wrap = partial(wrapper, **{name: getattr(args, name) for name in options})
-    with setup.process_group(args.device, args.backend, args.timeout) as device:
-        result = report.begin(folder.name, args, device)
-        rows = {wrapper.__name__: wrap}
-        if not args.no_baseline:
-            rows = {"no communication": lambda module: module, **rows, **ladder.torch_ddp(args)}
-        model = result["model"] = ladder.describe(LanguageModel, args)
-        if not args.no_verify:
-            result["verify"] = {wrapper.__name__: verify(wrap, args, device)}
-        steps = {name: make_step(wrap, args, device, model) for name, wrap in rows.items()}
-        result |= ladder.benchmark(steps, args, device)
-        timing.profile(steps, args.trace)
-        ladder.print_steps(result)
-        report.write_json(args.json, result)
-
-
-if __name__ == "__main__":
-    main()
+    ladder.run(FlatDDP, __doc__)

@@ -20,7 +20,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils._pytree import tree_map_only
@@ -119,7 +118,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 
 # ==================================================================================================
-# Below this line: what is refused, flat buffers, the model, verify, the benchmark, main.
+# Below this line: what is refused, flat buffers, main.
 
 
 def check_can_be_sharded(optimizer_cls) -> None:
@@ -153,265 +152,31 @@ def on_cpu(state: dict) -> dict:
     return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), state)
 
 
-def of_adamw(mine, params, **options):
-    """Shard AdamW by the user's own class, which takes it by position, as in `make check`."""
-    return mine(params, ADAMW, **options)
-
-
-ADAMW = torch.optim.AdamW
-SHARDED_ADAMW = partial(ShardedOptimizer, optimizer_cls=ADAMW)
-
-TOLERANCE = 1e-12  # of the weights in verify: the same updates by the same gradients give 0
-LEGEND = """\
-Percentiles over all steps of all ranks; {}
-sent: by rank 0 to its sockets in a step; /: ratio of the p50s, below 1 is faster."""
-EXPOSED = "exposed: p50 from the last gradient until all are averaged; optimizer: p50 of step();"
-
-
-class LanguageModel(nn.Module):
-    """Map tokens, int64 [batch, context], to logits [batch, context, vocabulary]: a transformer."""
-
-    def __init__(self, d_model, d_ff, layers, heads, vocabulary):
-        super().__init__()
-        options = {"batch_first": True, "norm_first": True, "bias": False}
-        layer = nn.TransformerEncoderLayer(d_model, heads, d_ff, 0.0, F.gelu, **options)
-        norm = nn.LayerNorm(d_model, bias=False)
-        self.token_embedding = nn.Embedding(vocabulary, d_model)  # no positions: random tokens
-        self.layers = nn.TransformerEncoder(layer, layers, norm, enable_nested_tensor=False)
-        self.head = nn.Linear(d_model, vocabulary, bias=False)
-
-    def forward(self, tokens):
-        x = self.token_embedding(tokens)
-        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], x.device, x.dtype)
-        return self.head(self.layers(x, mask, is_causal=True))
-
-
-def average_gradients(model: nn.Module) -> None:
-    """Average all gradients as stage 03 does, with one all-reduce of one flat tensor."""
-    gradients = [parameter.grad for parameter in model.parameters()]
-    flat = nn.utils.parameters_to_vector(gradients).div_(dist.get_world_size())
-    dist.all_reduce(flat)
-    nn.utils.vector_to_parameters(flat, gradients)
-
-
-def verify(name, make_sharded, args, device) -> dict:
-    """Train a classifier with a sharded AdamW and a twin with AdamW; compare all their weights."""
-    from common import ladder, setup
-
-    setup.say(f"verify: {name}")
-    data = ladder.load_equal_shares(args, device)
-    twins = []
-    for make_optimizer in (make_sharded, ADAMW):
-        model = ladder.classifier(args.seed, data[0])
-        twins.append((model, make_optimizer(model.parameters(), lr=1e-3), average_gradients))
-    train_twins(twins, data, args.seed, args.log_every)
-    weights, expected = [model.state_dict() for model, _, _ in twins]
-    if args.save and dist.get_rank() == 0:
-        torch.save(weights, args.save)
-    return compare(weights, expected, TOLERANCE, "unsharded AdamW")
-
-
-def train_twins(twins: list[tuple], data: list, seed: int, log_every: int = 0) -> None:
-    """Train models on the same shares of data: (model, its optimizer, what averages gradients).
-
-    With `log_every` it prints how the first one gets on.
-    """
-    from common import ladder, timing
-
-    images, labels, *held_out = data
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    watch = timing.Stopwatch(images.device)
-    log = ladder.TrainingLog(log_every, len(images), 64)
-    shuffle = torch.Generator().manual_seed(seed)
-    for epoch in (1, 2):
-        order = torch.randperm(len(images), generator=shuffle)
-        for union in order.split(64 * world_size):
-            share = union[rank::world_size]
-            for model, optimizer, average in twins:
-                watch.mark("step starts")
-                optimizer.zero_grad()
-                loss = F.cross_entropy(model(images[share]), labels[share])
-                loss.backward()
-                watch.mark("sync starts")
-                average(model)
-                watch.mark("sync ends")
-                optimizer.step()
-                watch.mark("step ends")
-                if model is twins[0][0]:
-                    times = {"step_seconds": watch.seconds("step starts", "step ends")}
-                    times["exposed_comm_seconds"] = watch.seconds("sync starts", "sync ends")
-                    log.add(loss.detach(), times)
-        ladder.evaluate(epoch, twins[0][0], *held_out)
-
-
-def compare(weights: dict, expected: dict, tolerance: float, theirs: str) -> dict:
-    """Say how far apart any weights are, on any rank; above the tolerance end the run."""
-    from common import setup, timing
-
-    distances = [(weights[name] - weight).abs().max() for name, weight in expected.items()]
-    of_ranks = timing.gather(torch.stack(distances).max().item())
-    worst = torch.tensor(of_ranks, dtype=torch.float64).max().item()  # which keeps a NaN
-    if not worst <= tolerance:
-        sys.exit(f"verify: FAILED, a weight is {worst:.1e} away from {theirs}")
-    away = f"at most {worst:.1e} away from {theirs} (allowed: {tolerance:.0e})"
-    setup.say(f"verify: passed, all ranks are {away}\n")
-    return {"max_abs_diff": worst, "tolerance": tolerance, "passed": True}
-
-
-class Trainee:
-    """Train a language model with averaged gradients, and note what a step takes."""
-
-    def __init__(self, args, device, batch, make_optimizer, wrap=None, finish=average_gradients):
-        from common import ladder, timing
-
-        self.watch = timing.Stopwatch(device)
-        shape = ladder.SIZES[args.size][:5]
-        torch.manual_seed(args.seed + dist.get_rank())
-        self.tokens, self.targets = torch.randint(shape[-1], (2, *batch), device=device)
-        torch.manual_seed(args.seed)
-        with device:
-            model = LanguageModel(*shape).to(getattr(torch, args.dtype))
-            self.watch.mark_last_gradient(next(model.parameters()))
-            self.model = wrap(model) if wrap else model
-        self.optimizer = make_optimizer(self.model.parameters(), lr=1e-4, fused=True)
-        self.is_wrapped, self.finish = wrap is not None, finish
-
-    def compute_gradients(self) -> None:
-        with self.watch.phase("forward"):
-            self.optimizer.zero_grad()
-            logits = self.model(self.tokens).flatten(0, 1).float()
-            loss = F.cross_entropy(logits, self.targets.flatten())
-        with self.watch.phase("backward"):
-            loss.backward()
-        with self.watch.phase("sync"):
-            self.finish(self.model)
-
-    def step(self) -> dict[str, float]:
-        self.compute_gradients()
-        with self.watch.phase("optimizer"):
-            self.optimizer.step()
-        times = {
-            "step_seconds": self.watch.seconds("forward starts", "optimizer ends"),
-            "optimizer_seconds": self.watch.seconds("optimizer starts", "optimizer ends"),
-        }
-        if not self.is_wrapped:  # a wrapper may wait before the last gradient, and have others
-            times["exposed_comm_seconds"] = self.watch.seconds("last gradient", "sync ends")
-        return times
-
-    def held_parts(self) -> list[int]:
-        """Return the bytes that this rank holds: of parameters, gradients, optimizer state."""
-        from common.report import held_bytes
-
-        parameters = list(self.model.parameters())
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        local = getattr(self.optimizer, "local", self.optimizer)  # a sharded one's own part
-        state = [value for values in local.state.values() for value in values.values()]
-        return [held_bytes(part) for part in (parameters, gradients, state)]
-
-
-def sent_bytes(step) -> float:
-    """Return what this rank writes in one more step, to sockets too; nan where no counter is."""
-    counters = Path("/proc/self/io")  # on Linux; the second is of bytes that were written
-    if not counters.exists():
-        return float("nan")
-    dist.barrier()
-    before = int(counters.read_text().split()[3])
-    step()
-    return int(counters.read_text().split()[3]) - before
-
-
-def print_memory(memory: dict[str, list], parts: list[str]) -> None:
-    """Print {candidate: [rank][bytes of each part]}, of the rank that has most."""
-    from common import report
-
-    rows = []
-    for name, all_ranks in memory.items():
-        most = max(all_ranks, key=sum)
-        rows.append([name, *[f"{part / 2**20:,.1f}" for part in [*most, sum(most)]]])
-    report.print_table(["MB", *parts, "at most"], rows)
-
-
-def benchmark(optimizers: dict, args, device, batch_shape) -> dict:
-    """Measure unsharded AdamW, this stage, torch's ZeRO: what ranks hold, how long steps take."""
-    from common import setup, timing
-
-    if not args.no_baseline:
-        optimizers = {"AdamW": ADAMW, **optimizers}
-    new = partial(Trainee, args, device, batch_shape)
-    candidates = {name: new(make_optimizer) for name, make_optimizer in optimizers.items()}
-    memory = {}
-    for name, trainee in candidates.items():
-        trainee.step()  # the first one makes the state
-        memory[name] = timing.gather(trainee.held_parts())
-    print_memory(memory, ["parameters", "gradients", "optimizer state"])
-    setup.say("MB: 2^20 bytes, of the rank that has most, after a step\n")
-    if not args.no_baseline:
-        candidates = {"no communication": new(ADAMW, finish=lambda _: None), **candidates}
-        zero = partial(ZeroRedundancyOptimizer, optimizer_class=ADAMW)
-        candidates["torch ZeRO"] = new(zero)
-        candidates["torch ZeRO view"] = new(partial(zero, parameters_as_bucket_view=True))
-    samples = measure_steps(candidates, args)
-    rows = print_steps(samples, "torch ZeRO", "exposed", EXPOSED)
-    return {"memory_bytes": memory, "candidates": rows}
-
-
-def measure_steps(candidates: dict[str, Trainee], args) -> dict[str, dict]:
-    """Measure their steps in turn: {candidate: {quantity: [rank][step]}}, as the JSON has them."""
-    from common import ladder, timing
-
-    steps = {name: trainee.step for name, trainee in candidates.items()}
-    samples = timing.measure(steps, args.steps, args.warmup, ladder.pace_of(args))
-    for name, step in steps.items():
-        samples[name]["sent_bytes"] = sent_bytes(step)
-    timing.profile(steps, args.trace)
-    return samples
-
-
-def print_steps(samples: dict[str, dict], baseline: str, exposed: str, legend: str) -> list[dict]:
-    """Print a row per candidate; returns them for the JSON. `exposed`: the title of its column."""
-    from common import report, setup
-
-    theirs = samples.get(baseline, {}).get("step_seconds")
-    rows = []
-    for name, times in samples.items():
-        row = [name, *report.milliseconds(times["step_seconds"])]
-        row += report.milliseconds(times["exposed_comm_seconds"])[:1]
-        row += report.milliseconds(times["optimizer_seconds"])[:1]
-        sent = f"{times['sent_bytes'] / 2**20:.1f}"
-        rows.append([*row, sent, report.ratio(times["step_seconds"], theirs)])
-    header = ["step, ms", "p50", "p75", "p90", "p95", exposed, "optimizer", "sent MB"]
-    report.print_table([*header, f"/{baseline}"], rows)
-    setup.say(LEGEND.format(legend))
-    return [{"name": name, **times} for name, times in samples.items()]
+def of_adamw(cls):
+    """Let a class shard AdamW."""
+    return lambda params, **options: cls(params, torch.optim.AdamW, **options)
 
 
 def main():
-    folder = Path(__file__).resolve().parent
-    sys.path[:0] = [str(folder), str(folder.parent)]
+    sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[:2]]
     try:
-        from common import ladder, report, setup
+        from memory import account
+
+        from common import ladder
     except ModuleNotFoundError as error:
-        sys.exit(f"error: {error}: copy the repository's folder common/ beside this script")
-    parser = ladder.stage_parser(__doc__, steps=10)
+        sys.exit(f"error: {error}: copy the repository's folder common/ and memory.py, too")
+    parser = ladder.stage_parser(__doc__)
     parser.add_argument("--mine", metavar="FILE.py:NAME", help="measure your own class, too")
     args = parser.parse_args()
-    optimizers = {"ShardedOptimizer": SHARDED_ADAMW}
-    if args.mine:
-        sys.path.append(str(folder.parent / "05_bucketed" / "compare"))
-        from users_class import users_rows
-
-        for name, mine in users_rows(args.mine).items():
-            optimizers[name] = partial(of_adamw, mine)
-    with setup.process_group(args.device, args.backend, args.timeout) as device:
-        result = report.begin("06_sharded_optimizer", args, device)
-        model = result["model"] = ladder.describe(LanguageModel, args)
-        result["verify"] = {}
-        if not args.no_verify:
-            for name, make_optimizer in optimizers.items():
-                result["verify"][name] = verify(name, make_optimizer, args, device)
-        batch_shape = model["batch_size"], model["context_length"]
-        result |= benchmark(optimizers, args, device, batch_shape)
-        report.write_json(args.json, result)
+    zero = partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW)
+    ours = {"ShardedOptimizer": of_adamw(ShardedOptimizer)}
+    ours |= {name: of_adamw(each) for name, each in ladder.users_rows(args).items()}
+    others = {"AdamW": torch.optim.AdamW, "torch ZeRO": zero}
+    others["torch ZeRO view"] = partial(zero, parameters_as_bucket_view=True)
+    ddp = ladder.torch_ddp(args)["torch DDP"]  # averages the gradients in every row
+    ours = {name: ddp._replace(optimizer=each) for name, each in ours.items()}
+    others = {name: ddp._replace(optimizer=each) for name, each in others.items()}
+    ladder.main(args, ours, others, "torch ZeRO", account)
 
 
 if __name__ == "__main__":

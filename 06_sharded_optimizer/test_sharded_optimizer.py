@@ -6,16 +6,16 @@ The checks themselves on two ranks: tools/check/test_check.py.
 import io
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from sharded_optimizer import LanguageModel, ShardedOptimizer, Trainee, compare
+from sharded_optimizer import ShardedOptimizer
 from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 
+from common.ladder import LanguageModel
 from common.timing import gather
 from tools import testing
 
@@ -174,14 +174,6 @@ def refuses_a_group_without_a_trace():
     assert_equal(mine, plain)
 
 
-def verify_fails_when_a_rank_has_nan():
-    """Although a maximum over the ranks may lose it."""
-    rank = dist.get_rank()
-    weights = {"w": torch.tensor([0.0, torch.nan if rank == 1 else 0.0])}
-    with pytest.raises(SystemExit, match="FAILED"):
-        compare(weights, {"w": torch.zeros(2)}, 1.0, "zeros")
-
-
 class FailsOnce(ADAM):
     """Its first step raises on every rank."""
 
@@ -296,25 +288,6 @@ def test_state_dict_goes_from_2_to_3_to_1_ranks(ranks):
         assert_same_state(state, unsharded.state_dict())
 
 
-def exposed_by_the_marks():
-    """Of a step: its exposed communication, the same by the marks, and the whole step."""
-    args = SimpleNamespace(size="nano", seed=0, dtype="float32")
-    trainee = Trainee(args, torch.device("cpu"), (1, 8), ADAM)
-    times = trainee.step()
-    expected = trainee.watch.seconds("last gradient", "sync ends")
-    return (
-        times["exposed_comm_seconds"],
-        expected,
-        trainee.watch.seconds("sync starts", "sync ends"),
-    )
-
-
-def test_exposed_communication_begins_with_the_last_gradient(ranks):
-    """And has all of the average, which begins after backward."""
-    for found, expected, average in ranks(2).run(exposed_by_the_marks):
-        assert found == expected > average
-
-
 def works_in_a_group_of_two_ranks():
     group = dist.new_group([2, 1])
     mine, plain = parameters(*SHAPES), parameters(*SHAPES)
@@ -337,7 +310,6 @@ PROMISES = [
     follows_its_groups,
     keeps_names_with_their_parameters,
     keeps_no_state_of_others,
-    verify_fails_when_a_rank_has_nan,
     says_what_is_wrong,
 ]
 
@@ -372,7 +344,8 @@ def test_script(run, tmp_path):
     assert status == 0, output
     result = testing.read_json(tmp_path / "json", "06_sharded_optimizer")
     found = {name: one["max_abs_diff"] for name, one in result["verify"].items()}
-    assert found == {"ShardedOptimizer": 0, "RightShards (mine)": 0}
+    assert list(found) == ["ShardedOptimizer", "RightShards (mine)"]
+    assert max(found.values()) <= 1e-10
     whole = 4 * result["model"]["parameters"]
     for name, most in (("AdamW", 2.001), ("ShardedOptimizer", 1.05)):
         state = [of_rank[2] for of_rank in result["memory_bytes"][name]]

@@ -181,7 +181,7 @@ def fit(args, training: Training, train_batches, test_batches) -> dict:
     Epochs that a checkpoint brings along have only their evaluations there.
     """
     from common import setup
-    from common.setup import wire
+    from common.setup import network
 
     evaluations = resume(args, training) if args.checkpoint else []
     steps, logged = [], []
@@ -191,7 +191,7 @@ def fit(args, training: Training, train_batches, test_batches) -> dict:
         dist.barrier()  # rank 0 may still be saving, and nobody's first batch should count that
         began = time.perf_counter()
         steps_of_epoch, logged_in_epoch = train_epoch(args, training, train_batches, epoch)
-        seconds += (time.perf_counter() - began) / wire().stretch
+        seconds += (time.perf_counter() - began) / network().stretch
         steps += steps_of_epoch
         logged += logged_in_epoch
         setup.progress(f"epoch {epoch}: images held out")
@@ -343,7 +343,7 @@ def main():
         from images import image_sets
 
         from common import report, setup
-        from common.setup import wire
+        from common.setup import network
     except ModuleNotFoundError as error:
         sys.exit(
             f"error: {error}: pip install torchvision, and copy the repository's folder common/, "
@@ -372,7 +372,7 @@ def main():
         )
         ddp = result["world_size"] > 1
         training = build(device, ddp, args.lr)
-        with wire():
+        with network():
             result |= fit(args, training, *batches)
         if dist.get_rank() == 0:
             print_report(result)

@@ -21,6 +21,7 @@ Machine Learning with the Parameter Server", OSDI 2014.
 import copy
 import logging
 import math
+import os
 import socket
 import subprocess
 import sys
@@ -150,9 +151,9 @@ def training_step(model: HybridModel, optimizer: DistributedOptimizer, batch: tu
 # Below this line: the processes, the command line, verify, training, and the master, who prints.
 
 
-def run_rank(rank, args, names):
+def run_rank(rank, ports, args, names):
     """Join in this rank's role, serve until the master is done, and leave; a process calls this."""
-    from common.setup import threads_per_rank, without_gloo_greeting
+    from common.setup import threads_per_rank
 
     logging.captureWarnings(True)  # torch deprecates what its own RPC and optimizer are made of
     torch.set_num_threads(threads_per_rank(len(names) - 1))  # the master only waits
@@ -169,11 +170,13 @@ def run_rank(rank, args, names):
         _transports=["uv"],
         _channels=["basic"],
     )
-    with without_gloo_greeting():  # RPC has a group of gloo's, too
-        if is_trainer:
-            limit = timedelta(seconds=args.timeout)
-            dist.init_process_group("gloo", None, limit, args.trainers, rank - 1)
-        rpc.init_rpc(names[rank], None, rank, len(names), options)
+    os.environ["RANK"] = str(rank)
+    of_rpc, of_ddp = [f"tcp://{args.master_addr}:{port}" for port in ports]
+    options.init_method = of_rpc
+    if is_trainer:
+        limit = timedelta(seconds=args.timeout)
+        dist.init_process_group("gloo", of_ddp, limit, args.trainers, rank - 1)
+    rpc.init_rpc(names[rank], None, rank, len(names), options)
     if rank == 0:
         run_master(args, names)
     rpc.shutdown()
@@ -276,10 +279,7 @@ def verify_one_trainer(args, tables):
 
     Returns the largest difference between their weights.
     """
-    from common.setup import without_gloo_greeting
-
-    with without_gloo_greeting():
-        alone = dist.new_group([0], use_local_synchronization=True)
+    alone = dist.new_group([0], use_local_synchronization=True)
     model, optimizer = new_model(args, tables, process_group=alone)
     # The same model without DDP and RPC: a copy of all its weights.
     dense = copy.deepcopy(model.dense.module)
@@ -512,8 +512,8 @@ def main():
     names = ["master", *trainers, *[f"ps{number}" for number in range(args.servers)]]
     setup.progress(f"starting {len(names)} processes")
     try:
-        meeting_point = args.master_addr, args.master_port
-        setup.spawn(len(names), run_rank, args, names, at=meeting_point)
+        ports = args.master_port or setup.free_port(), setup.free_port()
+        mp.spawn(run_rank, (ports, args, names), len(names))
     except KeyboardInterrupt:
         sys.exit("interrupted")
     except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:

@@ -2,19 +2,13 @@
 
 import argparse
 import atexit
-import logging
-import multiprocessing
 import os
-import signal
+import socket
 import sys
-import tempfile
-import threading
 import time
-from collections.abc import Callable
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy
 import torch
@@ -23,12 +17,16 @@ import torch.distributed as dist
 # Before a group is there: imported later (by torch's optimizers) it keeps the group as a default
 # argument, so that gloo's threads outlive the group, and Python is sometimes aborted at its end.
 import torch.distributed.nn
-import torch.multiprocessing as mp
-from torch import nn
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # keeps torch.profiler's own log off the screen
 
 ROOT = Path(__file__).resolve().parent.parent  # of this repository
+
+
+def stage() -> str:
+    """Return the folder of the script that runs, as the repository has it."""
+    folder = Path(sys.argv[0]).resolve().parent
+    return str(folder.relative_to(ROOT)) if ROOT in folder.parents else folder.name
 
 
 def say(text: str = "") -> None:
@@ -96,11 +94,8 @@ def list_of(convert):
 
 
 def can_be_written(file: Path) -> bool:
-    """Tell whether its folder is there and can be written to; only results/ is made."""
+    (ROOT / "results").mkdir(exist_ok=True)
     folder = file.absolute().parent
-    if folder == ROOT / "results":
-        with suppress(OSError):
-            folder.mkdir(exist_ok=True)
     is_new_or_file = file.is_file() or not file.exists()  # no /dev/null: it would be replaced
     return folder.is_dir() and os.access(folder, os.W_OK) and is_new_or_file
 
@@ -126,43 +121,24 @@ def add_plot_arguments(parser: Parser, name: str) -> None:
     parser.add_argument("--no-plot", dest="plot", action="store_false", help="draw nothing")
 
 
-def cores() -> float:
-    """Return the cores that this process may use, by its affinity and a container's quota."""
-    found = os.cpu_count() or 1
-    if hasattr(os, "sched_getaffinity"):  # macOS has none
-        found = len(os.sched_getaffinity(0))
-    with suppress(OSError, ValueError):  # "max" is no number: no quota
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        found = min(found, int(quota) / int(period))
-    return found
+def cores() -> int:
+    """Return the cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def threads_per_rank(ranks: int) -> int:
     """Return the cores divided by the ranks of this host; at least 1."""
-    return max(1, int(cores() // ranks))
-
-
-def can_compute(gpu: int) -> bool:
-    """Tell whether this torch has kernels for a GPU."""
-    try:
-        torch.zeros(1, device=f"cuda:{gpu}")
-    except RuntimeError:
-        return False
-    return True
+    return max(1, cores() // ranks)
 
 
 def choose_device(device: str, backend: str) -> tuple[torch.device, str]:
     """Return this rank's device and the backend, where either may be "auto"."""
-    local_size = int(os.environ["LOCAL_WORLD_SIZE"])
     gpus = torch.cuda.device_count()
-    if gpus and not can_compute(int(os.environ["LOCAL_RANK"]) % gpus):
-        say("This torch has no kernels for the GPU of this host, so the CPU computes.")
-        gpus = 0
     if device == "auto":
         device = "cuda" if gpus else "cpu"
     if device == "cuda" and gpus == 0:
         fail("argument --device: 'cuda' needs a GPU that torch can use, and there is none: use cpu")
-    gpu_per_rank = device == "cuda" and gpus >= local_size
+    gpu_per_rank = device == "cuda" and gpus >= int(os.environ["LOCAL_WORLD_SIZE"])
     if backend == "auto":
         backend = "nccl" if gpu_per_rank else "gloo"
     if backend == "nccl" and not gpu_per_rank:
@@ -172,22 +148,6 @@ def choose_device(device: str, backend: str) -> tuple[torch.device, str]:
     index = int(os.environ["LOCAL_RANK"]) % gpus
     torch.cuda.set_device(index)
     return torch.device("cuda", index), backend
-
-
-@contextmanager
-def without_gloo_greeting():
-    """Until torch 2.11 gloo prints from C++ how many ranks it has found, and no setting stops it.
-
-    So standard output is discarded while a process group is made.
-    """
-    output = os.dup(1)
-    with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), 1)
-    try:
-        yield
-    finally:
-        os.dup2(output, 1)
-        os.close(output)
 
 
 # Groups that were left. If a DDP model frees the group it may wait for ever: it keeps Python's lock
@@ -201,28 +161,23 @@ class AsItIs(nullcontext):
 
     text = None  # 1gbit,1ms
     stretch = 1.0  # seconds here for each of the network's
-    is_slow = False
-
-    def begin(self, floor: Callable | None, pace: float) -> None:
-        """Hear which step sends nothing, if any, and how many seconds it shall count as."""
-
-    def note(self, times: dict | None) -> dict | None:
-        """Return the times of a step that ran within this context, and what else is noted."""
-        return times
-
-    def end(self) -> None:
-        """Hear that all are measured."""
 
 
 AS_IT_IS = AsItIs()
 
 
-def wire():
-    """Return what carries the process group's calls."""
-    return getattr(dist.group.WORLD, "wire", AS_IT_IS)
+def network():
+    """Return what carries the process group's calls; they are slow within `with network():`."""
+    return getattr(dist.group.WORLD, "network", AS_IT_IS)
 
 
 OF_TORCHRUN = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
+
+
+def free_port() -> int:
+    """Return a TCP port of this host that nobody listens on now."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
 
 
 def require_torchrun() -> None:
@@ -240,11 +195,9 @@ def process_group(device="auto", backend="auto", timeout=300.0):
     require_torchrun()
     device, backend = choose_device(device, backend)
     torch.set_num_threads(threads_per_rank(int(os.environ["LOCAL_WORLD_SIZE"])))
-    limit = timedelta(seconds=timeout)
     device_id = device if backend == "nccl" else None
-    with without_gloo_greeting():
-        dist.init_process_group(backend, timeout=limit, device_id=device_id)
-    wire().is_slow = False  # but where something is measured
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout), device_id=device_id)
+    network().is_slow = False  # but where something is measured
     try:
         yield device
     except KeyboardInterrupt:  # Ctrl-C reaches all ranks
@@ -258,52 +211,6 @@ def process_group(device="auto", backend="auto", timeout=300.0):
     finally:
         LEFT.append(dist.group.WORLD)
         dist.destroy_process_group()
-
-
-def spawn(world_size: int, function, *arguments, at: tuple[str, int] = ("127.0.0.1", 0)) -> None:
-    """Call function(rank, *arguments) in a process of this host for each rank, and wait for all.
-
-    The function must be at the top level of a module. The environment tells process_group() and
-    init_rpc() where to meet: at this host's address and port `at` (0: the system chooses one).
-    Raises KeyboardInterrupt for Ctrl-C once all have started, and torch's ProcessRaisedException or
-    ProcessExitedException when a rank fails; no process is left then.
-    """
-    store = dist.TCPStore(*at, is_master=True, wait_for_workers=False)
-    environment = {"MASTER_ADDR": at[0], "MASTER_PORT": str(store.port)}
-    environment |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
-    environment["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the ranks join the store that is there
-    for library in ("GLOO", "NCCL", "TP"):
-        environment[f"{library}_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
-    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # ranks inherit it: we end them
-    # On Linux one process imports torch, and the ranks are its copies. The path of its socket, in
-    # TMPDIR, has at most 108 characters.
-    can_fork = sys.platform == "linux" and len(tempfile.gettempdir()) < 70
-    method = "forkserver" if can_fork else "spawn"
-    multiprocessing.set_forkserver_preload(["torch.distributed.optim"])
-    of_ranks = environment, function, arguments
-    options = {"join": False, "daemon": True, "start_method": method}
-    ranks = mp.start_processes(start_rank, of_ranks, world_size, **options)
-    signal.signal(signal.SIGINT, before)
-    try:
-        while not ranks.join(grace_period=0):
-            pass
-    finally:
-        for process in ranks.processes:
-            process.kill()
-            process.join()
-
-
-def start_rank(rank: int, environment: dict[str, str], function, arguments: tuple) -> None:
-    os.environ |= environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-    threading.Thread(target=end_with_parent, daemon=True).start()
-    function(rank, *arguments)
-
-
-def end_with_parent() -> None:
-    """End this rank with the process that started it, even if that was killed."""
-    mp.parent_process().join()
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def load_digits() -> tuple[torch.Tensor, torch.Tensor]:

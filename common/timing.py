@@ -8,16 +8,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from common.setup import progress, say, wire
-
-NO_COMMUNICATION = "no communication"  # the row of a step that sends nothing
+from common.setup import network, progress, say
 
 
 class Stopwatch:
     """Named points in time: `perf_counter` on CPU, CUDA events on a GPU, which wait for nothing."""
 
     def __init__(self, device: torch.device):
-        self.on_cuda = device.type == "cuda"
+        self.device, self.on_cuda = device, device.type == "cuda"
         self.marks = {}
 
     def mark(self, name: str) -> None:
@@ -35,22 +33,6 @@ class Stopwatch:
             yield
         self.mark(f"{name} ends")
 
-    def mark_last_gradient(self, parameter: torch.nn.Parameter) -> None:
-        """Mark when this one's gradient is there: with the first layer's all are."""
-        parameter.register_post_accumulate_grad_hook(lambda _: self.mark("last gradient"))
-
-    def times(self) -> dict[str, float]:
-        """Return the seconds of a step with the phases forward, backward, sync and optimizer.
-
-        Exposed communication: from the last gradient until all are averaged. KeyError if nothing
-        marks the last gradient.
-        """
-        return {
-            "step_seconds": self.seconds("forward starts", "optimizer ends"),
-            "exposed_comm_seconds": self.seconds("last gradient", "sync ends"),
-            "optimizer_seconds": self.seconds("optimizer starts", "optimizer ends"),
-        }
-
     def seconds(self, start: str, end: str) -> float:
         """Return the seconds from one mark to another; on an emulated network, its own seconds.
 
@@ -59,7 +41,7 @@ class Stopwatch:
         if self.on_cuda:
             self.marks[end].synchronize()
             return self.marks[start].elapsed_time(self.marks[end]) / 1000
-        return (self.marks[end] - self.marks[start]) / wire().stretch
+        return (self.marks[end] - self.marks[start]) / network().stretch
 
 
 def gather(value) -> list:
@@ -69,30 +51,24 @@ def gather(value) -> list:
     return gathered
 
 
-def measure(candidates: dict, steps: int, warmup: int, pace: float = 0.0) -> dict[str, dict]:
+def measure(candidates: dict, steps: int, warmup: int) -> dict[str, dict]:
     """Run the candidates step by step in turn (A B C A B C …): noise then meets them all alike.
 
     A candidate runs one step, after a barrier, and returns its times, {quantity: seconds}; or None
-    on a rank that has no part in it. On an emulated network a step of `no communication` counts as
-    `pace` seconds; 0: as it is.
+    on a rank that has no part in it.
     Returns {candidate: {quantity: [rank][step]}}, on every rank, without the first `warmup` rounds.
     """
     local = {name: [] for name in candidates}
-    network = wire()
-    network.begin(candidates.get(NO_COMMUNICATION), pace)
     for i in range(warmup + steps):
         for name, step in candidates.items():
             progress(f"step {i + 1} of {warmup + steps}: {name}")
             dist.barrier()
-            with network:
-                times = step()
-            local[name].append(network.note(times))
-    network.end()
-    all_ranks = gather(local)
+            with network():
+                local[name].append(step())
+    all_ranks = gather({name: times[warmup:] for name, times in local.items()})
     samples = {}
     for name in candidates:
-        of_ranks = [of_rank[name] for of_rank in all_ranks if of_rank[name][0] is not None]
-        counted = [steps_of_rank[warmup:] for steps_of_rank in of_ranks]
+        counted = [of_rank[name] for of_rank in all_ranks if of_rank[name][0] is not None]
         samples[name] = {
             quantity: [[times[quantity] for times in of_rank] for of_rank in counted]
             for quantity in counted[0][0]
@@ -109,7 +85,7 @@ def profile(candidates: dict[str, Callable[[], object]], trace: Path | None) -> 
         for name, step in candidates.items():
             for _ in range(3):
                 dist.barrier()
-                with torch.profiler.record_function(name), wire():
+                with torch.profiler.record_function(name), network():
                     step()
     if dist.get_rank() == 0:
         profiler.export_chrome_trace(str(trace))

@@ -1,6 +1,7 @@
 """The lessons of 02 to 05 beside each other, as one page for a browser: make read.
 
-A lesson is all of a script above its marker line. Needs Python alone, and no network.
+A lesson is all of a script but its last lines, which call common/ladder.py. Needs
+Python alone, and no network.
 """
 
 import difflib
@@ -25,7 +26,7 @@ th { position: sticky; top: 0; padding: .4em .5em; background: #eee; text-align:
 def main() -> None:
     paths = [f"{folder.name}/{folder.name[3:]}.py" for folder in sorted(ROOT.glob("0[2-5]_*"))]
     texts = [(ROOT / path).read_text(encoding="utf-8") for path in paths]
-    lessons = [text.partition("\n# ====")[0].splitlines() for text in texts]
+    lessons = [text.partition("\nif __name__")[0].splitlines() for text in texts]
     tables = []
     for (path, lesson), (next_path, next_lesson) in pairwise(zip(paths, lessons, strict=True)):
         diff = difflib.HtmlDiff(tabsize=4)

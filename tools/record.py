@@ -18,9 +18,9 @@ from pathlib import Path
 
 import torch
 
+from common.ladder import NO_COMMUNICATION
 from common.report import processor_name
 from common.setup import ROOT, Parser, fail, say
-from common.timing import NO_COMMUNICATION
 from tools import figures
 
 sys.path += [str(ROOT / "05_bucketed" / "compare"), str(ROOT / "01_allreduce" / "slow_network")]

@@ -5,15 +5,17 @@ import math
 import sys
 from datetime import datetime, timezone
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy
 import pytest
 import torch
 import torch.distributed as dist
+from memory import peak_bytes
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from common import ladder, report, setup, timing
+from common import ladder, report, setup
 from tools.testing import ONLY_RANK, OVER, QUICK, ROOT, needs_proc, write_mnist
 
 CPU = torch.device("cpu")
@@ -22,36 +24,54 @@ NAIVE = ROOT / "02_naive_ddp" / "naive_ddp.py"
 # What is measured, and what the tables say of it
 
 
-def test_a_stopwatch_tells_the_phases_of_a_step():
-    watch = timing.Stopwatch(CPU)
-    names = ["forward starts", "forward ends", "backward starts", "last gradient", "backward ends"]
-    names += ["sync starts", "sync ends", "optimizer starts", "optimizer ends"]
-    watch.marks = dict(zip(names, [10, 11, 12, 15, 17, 18, 21, 22, 26], strict=True))
-    seconds = {"step_seconds": 16, "exposed_comm_seconds": 6, "optimizer_seconds": 4}
-    assert watch.times() == seconds
-    del watch.marks["last gradient"]
+def exposed_by_the_marks():
+    args = SimpleNamespace(size="nano", seed=0, dtype="float32", batch_size=1, context_length=8)
+    trainee = ladder.language_trainee(ladder.torch_ddp(SLOWLY)["torch DDP"], args, CPU)
+    times, between = trainee.step(), trainee.watch.seconds
+    assert times["exposed_comm_seconds"] == between("last gradient", "sync ends")
+    assert times["step_seconds"] == between("forward starts", "optimizer ends")
+    del trainee.watch.marks["last gradient"]
     with pytest.raises(KeyError):  # nothing stands in for a mark that is missing
-        watch.times()
+        between("last gradient", "sync ends")
+
+
+SLOWLY = SimpleNamespace(bucket_size_mb=5.0)
+
+
+def test_exposed_communication_begins_with_the_last_gradient(ranks):
+    ranks(2).run(exposed_by_the_marks)
+
+
+def verify_fails_when_a_rank_has_nan():
+    rank = dist.get_rank()
+    weights = {"w": torch.tensor([0.0, torch.nan if rank == 1 else 0.0])}
+    with pytest.raises(SystemExit, match="FAILED"):
+        ladder.compare_weights(weights, {"w": torch.zeros(2)})
+
+
+def test_verify_fails_when_a_rank_has_nan(ranks):
+    ranks(2).run(verify_fails_when_a_rank_has_nan)
 
 
 def test_the_table_of_steps(capsys):
-    """Two ranks, 5 tokens each; a call takes 2 ms, and 4,000,000 bytes at 1 GB/s take 4 ms."""
+    """Two ranks, 5 tokens each; a way that waits anywhere has nothing in two columns."""
     rows = []
-    for name, step, exposed, calls in (
-        ("no communication", 0.010, 0.0, 0),
-        ("X", 0.050, 0.040, 3),
-        ("torch DDP", 0.02, 0, 1),
+    for name, step, exposed in (
+        ("no communication", 0.010, 0.0),
+        ("X", 0.050, 0.040),
+        ("torch DDP", 0.02, None),
     ):
-        samples = {"step_seconds": [[step, step]], "exposed_comm_seconds": [[exposed, exposed]]}
-        rows.append({"name": name, **samples, "collectives_per_step": calls})
-    costs = {"call_seconds": 0.002, "bytes_per_second": 1e9}
+        one = {"step_seconds": [[step, step]], "optimizer_seconds": [[0.001]]}
+        if exposed is not None:
+            one["exposed_comm_seconds"] = [[exposed, exposed]]
+        rows.append({"name": name, **one, "collectives_per_step": 3, "sent_bytes": 2**20})
     model = {"parameters": 10**6, "dtype": "float32", "batch_size": 1, "context_length": 5}
-    result = {"model": model, "all_reduce": costs, "candidates": rows}
-    ladder.print_steps(result | {"world_size": 2})
+    ladder.print_steps({"model": model, "candidates": rows, "world_size": 2})
     lines = capsys.readouterr().out.splitlines()
     cells = {line[:16].strip(): line[16:].split() for line in lines[:4]}
-    assert cells["X"] == ["50.0"] * 4 + ["200", "40.0", "80", "%", "10.0", "3", "2.500"]
-    assert cells["no communication"][4:] == ["1000", "0.0", "0", "%", "0.0", "0", "0.500"]
+    rest = ["1.0", "3", "1.0", "5.000", "2.500"]
+    assert cells["X"] == ["50.0"] * 4 + ["200", "40.0", "80", "%", *rest]
+    assert cells["torch DDP"][4:8] == ["500", "-", "-", "1.0"]
 
 
 def test_percentiles_are_of_all_ranks():
@@ -68,13 +88,13 @@ def memory_in_a_group():
         old.clear()
         return first, torch.empty(3000)
 
-    assert report.peak_bytes(takes_and_gives_back, CPU) == 16_000
+    assert peak_bytes(takes_and_gives_back, CPU) == 16_000
     mesh = init_device_mesh("cpu", (2,))
     whole = torch.arange(8.0)
     assert report.held_bytes([whole, distribute_tensor(whole, mesh, [Shard(0)])]) == 32 + 16
     received, sent = torch.empty(500_000), torch.ones(1_000_000)
     reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    peaks = [report.peak_bytes(lambda: reduce_scatter(received, sent), CPU) for _ in range(3)]
+    peaks = [peak_bytes(lambda: reduce_scatter(received, sent), CPU) for _ in range(3)]
     assert 4_000_000 <= min(peaks) < 4_100_000  # gloo's is an all-reduce of a copy
 
 
@@ -146,30 +166,6 @@ def test_mnist_that_is_cut_short_is_one_line_of_all_ranks(forked, tmp_path):
 
 
 # Processes
-
-SPAWNS = """
-import sys
-sys.path.append(sys.argv[1])
-from common import setup
-import torch.distributed as dist
-def on_rank(rank):
-    with setup.process_group("cpu", "gloo", 30) as device:
-        setup.say(f"joined on {device} with {dist.get_backend()}")
-        dist.barrier()
-        sys.exit(rank)
-if __name__ == "__main__":
-    setup.spawn(2, on_rank)
-"""
-
-
-def test_of_spawned_ranks_one_fails_and_none_is_left(script, tmp_path):
-    """script() fails the test if a process is left. How launchers end: 01 and 08."""
-    (tmp_path / "spawns.py").write_text(SPAWNS)
-    command = sys.executable, tmp_path / "spawns.py", ROOT
-    status, output = script(command, env={"RANK": "5"}).wait()
-    assert status != 0 and output.startswith("joined on cpu with gloo\n"), output
-    assert "process 1 terminated with exit code 1" in output
-
 
 RUNS_A_STAGE = """
 import atexit, runpy, sys

@@ -1,6 +1,6 @@
 """The scripts of stages 02 to 05 from outside: runs, faults, wrong input.
 
-Below their markers they are the same, so most of it is tried with one of them.
+They share common/ladder.py, so most of it is tried with one of them.
 """
 
 import json
@@ -10,16 +10,19 @@ import shlex
 import shutil
 import signal
 import sys
+from functools import partial
 
 import naive_ddp
 import pytest
 
+from common import ladder
 from tools import testing
 from tools.testing import ROOT
 
 STAGES = ["02_naive_ddp", "03_flat_ddp", "04_overlap_ddp", "05_bucketed"]
 SCRIPTS = [ROOT / stage / f"{stage[3:]}.py" for stage in STAGES]
 NAIVE, _, OVERLAP, BUCKETED = SCRIPTS
+MAIN = partial(ladder.run, naive_ddp.NaiveDDP, "")
 full = pytest.mark.full
 # All-reduces of a step: the model has 15 parameters, which fit in one bucket.
 CALLS = {"no communication": 0, "NaiveDDP": 15, "FlatDDP": 1, "OverlapDDP": 15}
@@ -117,9 +120,17 @@ def test_faults_end_all(script, fault):
 
 
 def test_what_is_not_verified_is_not_saved(refusal, tmp_path):
-    said = refusal(naive_ddp.main, NAIVE, "--no-verify", "--save", tmp_path / "x")
+    said = refusal(MAIN, NAIVE, "--no-verify", "--save", tmp_path / "x")
     assert "--save" in said and "--no-verify" in said
 
 
 def test_without_torchrun_it_says_how_to_start_it(refusal):
-    assert "torchrun --standalone" in refusal(naive_ddp.main, NAIVE, environment={})
+    assert "torchrun --standalone" in refusal(MAIN, NAIVE, environment={})
+
+
+def test_a_single_file_is_imported_without_the_repository(script, tmp_path):
+    shutil.copy(BUCKETED, tmp_path)
+    words = [sys.executable, "-c", "import bucketed; print(bucketed.BucketedDDP.__name__)"]
+    assert script(words, cwd=tmp_path).wait() == (0, "BucketedDDP\n")
+    status, output = script([sys.executable, "bucketed.py"], cwd=tmp_path).wait()
+    assert status == 1 and output.count("\n") == 1 and "copy the repository's folder" in output

@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 from bucketed import BucketedDDP
 from flat_ddp import FlatDDP
-from naive_ddp import LanguageModel, NaiveDDP
+from naive_ddp import NaiveDDP
 from overlap_ddp import OverlapDDP
 from sharded_optimizer import ShardedOptimizer, average_gradients
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from zero2 import ZeRO2
 
-from common.ladder import SIZES
+from common.ladder import SIZES, LanguageModel
 
 on_old_torch = torch.__version__ < "2.12"
 DEVICES = [

@@ -113,5 +113,5 @@ def test_make_read_holds_the_lessons_and_needs_python_alone():
     assert len(scripts) == 4
     for script in scripts:
         text = script.read_text()
-        for line in text.partition("\n# ====")[0].splitlines():
+        for line in text.partition("\nif __name__")[0].splitlines():
             assert line in shown

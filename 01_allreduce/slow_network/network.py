@@ -13,8 +13,7 @@ NCCL has one stream; a third field of 2 makes that two, as gloo has two threads 
 
 The network's time can be stretched: with a stretch of 3 rate and delay are three times slower, and
 who divides what a step took by 3 finds the proportions of machines that compute three times as
-fast (time-dilated network emulation: Gupta et al., NSDI 2006). A wire can let its stretch follow
-the speed of this machine.
+fast (time-dilated network emulation: Gupta et al., NSDI 2006). A step can set the pace.
 
 Source: torch.distributed, Backend.register_backend; how gloo sends was measured between hosts.
 """
@@ -37,7 +36,6 @@ from torch.utils._pytree import tree_leaves
 UNITS = {"mbit": 1e6 / 8, "gbit": 1e9 / 8, "ms": 1e-3, "us": 1e-6}
 DELAYS_PER_MESSAGE = 2  # gloo's receiver says first that it is ready; then the data comes
 LEAST_STRETCH = 0.5  # below it the 0.3 ms that Python takes for a call would count as much more
-MOST_DRIFT = 1.5  # of the machine's speed while it measures
 
 
 class NotEmulated(RuntimeError):
@@ -119,10 +117,6 @@ class Wire:
         self.is_slow = False  # True within `with wire:`
         self.text, self.network = None, None  # later: 1gbit,1ms and the Network
         self.stretch = 1.0  # seconds here for each of the network's
-        self.pace = 0.0  # what a step without communication counts as, in seconds; 0: as it is
-        self.last_steps = deque(maxlen=3)  # how long the last such steps took here
-        self.lowest_stretch = self.highest_stretch = 1.0  # since begin()
-        self.collectives_before = 0  # of the first group, when `with wire:` began
         self.free_at = 0.0  # when the last byte of all calls so far has left; time.monotonic()
         self.pending = []  # calls that have no delivery time yet
         self.spans = deque(maxlen=100_000)
@@ -131,66 +125,37 @@ class Wire:
     def connect(self, text: str, stretch: float = 1.0) -> None:
         """Be as slow as a text like 1gbit,1ms says, in time that is stretched so many times."""
         self.text, self.network = text, read_network(text)
-        self.stretch, self.pace = stretch, 0.0
-        self.last_steps.clear()
+        self.stretch = stretch
 
     def __enter__(self):
         self.is_slow = True
-        self.collectives_before = getattr(dist.group.WORLD, "collectives", 0)
 
     def __exit__(self, *error):
         self.is_slow = False
 
-    # The pace
+    def paced(self, floor: Callable[[], dict], pace: float) -> Callable[[], dict]:
+        """Return a step that sends nothing, and after which the network follows this machine.
 
-    def begin(self, floor: Callable[[], dict] | None, pace: float) -> None:
-        """Let a step that sends nothing count as `pace` seconds; with 0 the stretch stays.
-
-        None: there is no such step. A few of them tell this machine's speed. All ranks must call.
+        It is stretched so that the median of the last three such steps counts as `pace` seconds.
+        All ranks agree, so all must call both.
         """
-        self.pace = pace if floor else 0.0
-        for _ in range(4 if self.pace else 0):
+        last = deque(maxlen=3)
+
+        def step() -> dict:
+            times = floor()
+            sum_of_ranks = torch.tensor([times["step_seconds"] * self.stretch])
+            self.is_slow = False  # the step is over
+            dist.all_reduce(sum_of_ranks)
+            last.append(sum_of_ranks.item() / dist.get_world_size())
+            self.stretch = max(LEAST_STRETCH, median(last) / pace)
+            return times
+
+        for _ in range(4):
             dist.barrier()
-            self.keep_pace(floor()["step_seconds"] * self.stretch)
-        self.lowest_stretch = self.highest_stretch = self.stretch
-        counts = "No pace"
-        if self.pace:
-            seconds = median(self.last_steps) / self.stretch  # over `pace` on a very fast machine
-            counts = f"One pace: a step without communication counts as {seconds:.2g} s"
-        if floor:
-            say(f"{counts}; a second of the network takes {self.stretch:.2f} s here")
-
-    def keep_pace(self, seconds: float) -> None:
-        """Follow this machine's speed, after a step without communication that took so long here.
-
-        From now on the median of the last three counts as `pace` seconds. All ranks agree on it, so
-        all must call this, outside of `with wire:`.
-        """
-        sum_of_ranks = torch.tensor(seconds, dtype=torch.float64)
-        dist.all_reduce(sum_of_ranks)
-        self.last_steps.append(sum_of_ranks.item() / dist.get_world_size())
-        self.stretch = max(LEAST_STRETCH, median(self.last_steps) / self.pace)
-
-    def note(self, times: dict | None) -> dict | None:
-        """Return the times of a step that ran within this context, its collectives and stretch.
-
-        A step without collectives tells how fast this machine is now.
-        """
-        if times is None:
-            return None
-        collectives = dist.group.WORLD.collectives - self.collectives_before
-        self.lowest_stretch = min(self.lowest_stretch, self.stretch)
-        self.highest_stretch = max(self.highest_stretch, self.stretch)
-        noted = times | {"collectives": collectives, "stretch": self.stretch}
-        if self.pace and not collectives:
-            self.keep_pace(times["step_seconds"] * self.stretch)
-        return noted
-
-    def end(self) -> None:
-        """Warn if the machine's speed has changed by too much since begin()."""
-        if self.highest_stretch > MOST_DRIFT * self.lowest_stretch:
-            seconds = f"{self.lowest_stretch:.2f} to {self.highest_stretch:.2f} s here"
-            say(f"warning: a second of the network took {seconds}: leave the machine alone")
+            step()
+        counts = f"a step that sends nothing counts as {median(last) / self.stretch:.2g} s"
+        say(f"One pace: {counts}; a second of the network takes {self.stretch:.2f} s here")
+        return step
 
     # The calls
 
@@ -495,7 +460,7 @@ class SlowProcessGroup(ProcessGroupOverGloo):
     A second group of gloo carries the times of launch.
     """
 
-    wire = wire  # by which common/setup.py finds it
+    network = wire  # by which common/setup.py finds it
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: timedelta):
         member = rank, world_size, timeout

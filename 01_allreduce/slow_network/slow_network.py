@@ -39,11 +39,11 @@ def main():
     args = parser.parse_args()
     with setup.process_group(args.device, args.backend, args.timeout) as device:
         report.begin("01_allreduce/slow_network", args, device)
-        if not setup.wire().text:
+        if not setup.network().text:
             setup.fail("start it over a network: over.py 1gbit,1ms slow_network.py")
         watch = timing.Stopwatch(device)
         table, ranks = [], dist.get_world_size()
-        rate, delay, calls_at_once = setup.wire().network
+        rate, delay, calls_at_once = setup.network().network
         for size, calls in [(size, calls) for size in args.sizes_mb for calls in (1, 2)]:
             tensors = [torch.empty(max(1, int(size * 2**18))) for _ in range(calls)]
             candidates = {"calls": partial(all_reduce_together, tensors, watch)}

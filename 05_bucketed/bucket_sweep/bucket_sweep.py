@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 FOLDER = Path(__file__).resolve().parent
 sys.path[:0] = [str(FOLDER), str(FOLDER.parent / "predict"), str(FOLDER.parent.parent)]
 
-from predict import Link, compare, measure_beside
+from predict import Link, measure_beside, strategies
 
 from common import ladder, report, setup
 from common.setup import say
@@ -61,10 +61,10 @@ NO_LIMIT = "BucketedDDP, no limit"
 def sweep(args, device: torch.device, result: dict) -> Link:
     """Measure every size, add to the result what both models say, and return what calls cost."""
     in_turn = args.size in ("nano", "mini")  # others take too much memory
-    ours = {NO_LIMIT: compare.strategies(None)["BucketedDDP"]}
+    ours = {NO_LIMIT: strategies(None)["BucketedDDP"]}
     torchs = {}
     for mb in sorted(set(args.bucket_sizes_mb), reverse=True):
-        ours[f"BucketedDDP, {mb:g} MB"] = compare.strategies(mb)["BucketedDDP"]
+        ours[f"BucketedDDP, {mb:g} MB"] = strategies(mb)["BucketedDDP"]
         if in_turn:
             options = {"bucket_cap_mb": mb, "gradient_as_bucket_view": True}
             torchs[f"torch DDP, {mb:g} MB"] = partial(DistributedDataParallel, **options)
@@ -141,7 +141,6 @@ def main():
     sizes = setup.list_of(setup.positive_number)  # one bucket for all is measured anyway
     add("--bucket-sizes-mb", type=sizes, default="0.5,1,2,5,10,25", metavar="MB,…")
     ladder.add_training_arguments(parser, steps=6)
-    parser.set_defaults(warmup=2)
     setup.add_plot_arguments(parser, "bucket_sweep.png")
     args = parser.parse_args()
     with setup.process_group(args.device, args.backend, args.timeout) as device:

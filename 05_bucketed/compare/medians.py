@@ -28,7 +28,7 @@ sys.path[:0] = [str(FOLDER), str(FOLDER.parent.parent)]
 from strategies import LABELS, STAGES
 
 from common import report, setup
-from common.timing import NO_COMMUNICATION
+from common.ladder import NO_COMMUNICATION
 
 OF_TORCH = ("torch DDP", "torch ZeRO", "torch ZeRO view", "torch fully_shard")
 LINES = {stage.name: stage.color for stage in STAGES} | {"torch DDP": "black"}  # of scaling

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 FOLDERS = ["02_naive_ddp", "03_flat_ddp", "04_overlap_ddp", "05_bucketed"]
 sys.path[:0] = [str(ROOT / folder) for folder in FOLDERS]
 
-from bucketed import BucketedDDP
+from bucketed import BucketedDDP, fill_buckets  # noqa: F401
 from flat_ddp import FlatDDP
 from naive_ddp import NaiveDDP
 from overlap_ddp import OverlapDDP

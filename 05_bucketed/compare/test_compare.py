@@ -5,13 +5,13 @@ import re
 from pathlib import Path
 from unittest import mock
 
-import compare
 import medians
 import pytest
 import timeline
 import torch
 import torch.distributed as dist
 from network import Span
+from strategies import strategies
 
 from common import setup
 from tools.testing import OVER, assert_movie, assert_png, read_json
@@ -88,7 +88,7 @@ def calls_of(name: str) -> tuple[list, list]:
     """Of a step: (after backward? asynchronous? elements) of all calls, and averaged gradients."""
     torch.manual_seed(dist.get_rank())
     model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(3)])
-    wrapped = compare.strategies(0.02)[name].wrap(model)
+    wrapped = strategies(0.02)[name].wrap(model)
     calls = []
     backward_is_over = False
 
@@ -127,13 +127,11 @@ def test_all_stages_with_a_class_of_the_users_own_at_one_pace(forked, tmp_path):
     assert status == 0, output
     found = read_json(tmp_path / "x", "05_bucketed/compare")
     counts = {one["name"]: one["collectives_per_step"] for one in found["candidates"]}
-    names = ["no communication", *compare.strategies(5.0), "torch DDP", "Mine (mine)"]
+    names = ["no communication", *strategies(5.0), "torch DDP", "Mine (mine)"]
     assert counts == dict(zip(names, [0, 15, 1, 15, 15, 8, 8, 5, 8], strict=True))
-    for one in found["candidates"]:
-        own, others = one["stretch"]
-        assert own == others and len(own) == 4 and min(own) > 0, "ranks disagree"
+    assert found["stretch"] > 0
     steps = {name: of["step_seconds"] for name, of in medians.p50s(found).items()}
-    assert steps["NaiveDDP"] > 15 * 0.004 and found["all_reduce"]["call_seconds"] >= 0.004
+    assert steps["NaiveDDP"] > 15 * 0.004
     assert tables(output)["step ÷ no communication"]["no communication"] == ["1.00"]
     assert_png(tmp_path / "png")
 
@@ -146,8 +144,7 @@ def test_many_ranks_share_the_cores(forked, tmp_path):
     )
     assert status == 0, output
     found = read_json(tmp_path / "x", "05_bucketed/compare")
-    stretches = {value for one in found["candidates"] for value in sum(one["stretch"], [])}
-    assert stretches == {max(1, 4 / setup.cores())}  # nano has no pace
+    assert found["stretch"] == max(1, 4 / setup.cores())  # nano has no pace
     assert [len(one["step_seconds"][0]) for one in found["candidates"]] == 6 * [3]
     assert medians.p50s(found)["NaiveDDP"]["step_seconds"] > 15 * 0.012
 

@@ -20,13 +20,15 @@ from typing import NamedTuple
 
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "01_allreduce" / "slow_network"), str(FOLDER)]
+OF_01 = [str(ROOT / "01_allreduce"), str(ROOT / "01_allreduce" / "slow_network")]
+sys.path[:0] = [str(ROOT), *OF_01, str(FOLDER)]
 
-import compare
+from movie import save_movie
 from network import Span, wire
 from strategies import STAGES, strategies
 
 from common import ladder, report, setup, timing
+from common.ladder import NO_COMMUNICATION, Way
 
 DISTANCE = 2.7  # from one step to the next below it
 PLACES = [(0.0, 0.9), (0.85, 0.45), (1.3, 0.45)]  # of rows: their middle, and height
@@ -88,7 +90,8 @@ def duration(bars: list[Bar]) -> float:
 
 def median_steps(candidates: dict, args, result: dict) -> dict[str, list[Bar]]:
     """Measure candidates in turn; of each return rank 0's "bars" of the step of median length."""
-    samples = timing.measure(candidates, args.steps, args.warmup, ladder.pace_of(args))
+    candidates = ladder.at_one_pace(candidates, args)
+    samples = timing.measure(candidates, args.steps, args.warmup)
     steps = {}
     for name, of_candidate in samples.items():
         steps[name] = sorted(of_candidate.pop("bars")[0], key=duration)[args.steps // 2]
@@ -157,7 +160,7 @@ def draw_movie(steps: dict[str, list[Bar]], path: Path) -> None:
     look = {"facecolor": "white", "edgecolor": "black", "zorder": 4}
     cover = Rectangle((0, -1), end, 3, transform=axes.get_xaxis_transform(), **look)
     axes.add_patch(cover)
-    report.save_movie(figure, cover.set_x, [end * frame / 29 for frame in range(1, 31)], path)
+    save_movie(figure, cover.set_x, [end * frame / 29 for frame in range(1, 31)], path)
 
 
 def read_arguments(description: str, picture: str):
@@ -165,7 +168,7 @@ def read_arguments(description: str, picture: str):
     parser = setup.Parser(description)
     ladder.add_training_arguments(parser, steps=9)
     setup.add_plot_arguments(parser, picture)
-    parser.set_defaults(device="cpu", warmup=2)
+    parser.set_defaults(device="cpu")
     args = parser.parse_args()
     if not wire.network:
         setup.fail("start it over a network: over.py 1gbit,1ms, and this script")
@@ -176,19 +179,21 @@ def main() -> None:
     args = read_arguments(__doc__, "timeline.png")
     with setup.process_group(args.device, args.backend, args.timeout) as device:
         result = report.begin("05_bucketed/compare/timeline", args, device)
-        described = result["model"] = ladder.describe(compare.LanguageModel, args)
-        model, watch, train = compare.shared_model(args, device, described)
+        result["model"] = ladder.describe(args)
+        shared = ladder.language_trainee(Way(), args, device)
+        marks = shared.watch.marks
 
-        def step(wrapped) -> dict:
+        def step(trainee) -> dict:
             wire.spans.clear()
-            times = train(wrapped)
-            others = all_reduces(watch.marks, list(wire.spans))
-            return times | {"bars": bars_of(watch.marks, watch.marks["last gradient"], others)}
+            times = trainee.step()
+            others = all_reduces(marks, list(wire.spans))
+            return times | {"bars": bars_of(marks, marks["last gradient"], others)}
 
-        candidates = {timing.NO_COMMUNICATION: partial(step, model)}
+        candidates = {NO_COMMUNICATION: partial(step, shared)}
         wrappers = strategies(args.bucket_size_mb)
         for stage in STAGES:
-            candidates[stage.folder] = partial(step, wrappers[stage.name].wrap(model))
+            trainee = shared.in_wrapper(wrappers[stage.name].wrap)
+            candidates[stage.folder] = partial(step, trainee)
         steps = median_steps(candidates, args, result)
         drawn = {}
         for name, bars in steps.items():
@@ -203,7 +208,7 @@ def main() -> None:
     end = 1.23 * max(map(duration, steps.values()))
     draw(steps, args.plot, end)
     for stage in STAGES:
-        two = {name: steps[name] for name in (timing.NO_COMMUNICATION, stage.folder)}
+        two = {name: steps[name] for name in (NO_COMMUNICATION, stage.folder)}
         draw(two, args.plot.with_name(f"timeline_{stage.folder}.png"), end)
     of_stages = {stage.label: steps[stage.folder] for stage in STAGES}
     draw_movie(of_stages, args.plot.with_suffix(".gif"))

@@ -32,11 +32,10 @@ from torch import nn
 FOLDER = Path(__file__).resolve().parent
 sys.path[:0] = [str(FOLDER.parent / "compare"), str(FOLDER.parent.parent)]
 
-import compare
-from bucketed import fill_buckets
-from strategies import AFTER_BACKWARD, ONE_BY_ONE, WHEN_READY, Strategy
+from strategies import AFTER_BACKWARD, ONE_BY_ONE, WHEN_READY, Strategy, fill_buckets, strategies
 
 from common import ladder, report, setup, timing
+from common.ladder import NO_COMMUNICATION, Way
 
 
 class Link(NamedTuple):
@@ -105,12 +104,12 @@ class Alone(NamedTuple):
         return max(arrived, self.backward_ends) + self.optimizer
 
 
-def measure_link(device, call_seconds: float, bytes_per_second: float) -> Link:
-    """Measure what calls cost that are launched together; the arguments are of blocking ones.
+def measure_link(device) -> Link:
+    """Measure what all-reduces cost, blocking ones and those that are launched together.
 
     Where a GPU computes they take no processor time from backward.
     """
-    wire = setup.wire()
+    wire = setup.network()
     calls_at_once = 2 if dist.get_backend() == "gloo" else 1
     if wire.text:
         calls_at_once = wire.network.calls_at_once
@@ -130,12 +129,23 @@ def measure_link(device, call_seconds: float, bytes_per_second: float) -> Link:
         times = {"seconds": watch.seconds("start", "end"), "processor": processor}
         return {name: seconds / len(tensors) for name, seconds in times.items()}
 
+    def blocking(tensors: list[torch.Tensor]) -> dict[str, float]:
+        watch.mark("start")
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+        watch.mark("end")
+        return {"seconds": watch.seconds("start", "end") / len(tensors)}
+
     candidates = {"small": partial(all_reduces, small), "large": partial(all_reduces, large)}
-    samples = timing.measure(candidates, steps=5, warmup=1)
+    candidates |= {"call": partial(blocking, small), "transfer": partial(blocking, large)}
+    samples = timing.measure(candidates, steps=7, warmup=2)
 
     def median(size: str, quantity: str) -> float:
         return float(numpy.median(samples[size][quantity]))
 
+    call_seconds = median("call", "seconds")
+    transfer = max(median("transfer", "seconds") - call_seconds, 1e-9)
+    bytes_per_second = large[0].nbytes / transfer
     together = median("small", "seconds") * calls_at_once
     link = Link(together, bytes_per_second, calls_at_once, call_seconds)
     if device.type == "cuda":
@@ -150,42 +160,44 @@ def measure_beside(args, device, wrappers: dict, result: dict, in_turn=True) -> 
 
     Puts what is measured into `result`, and returns what `simulate` needs.
     """
-    described = ladder.describe(compare.LanguageModel, args)
-    model, watch, train = compare.shared_model(args, device, described)
-    gradients = list(model.parameters())[::-1]
+    result["model"] = ladder.describe(args)
+    shared = ladder.language_trainee(Way(), args, device)
+    watch, gradients = shared.watch, list(shared.module.parameters())[::-1]
 
-    def step(wrapped: nn.Module) -> dict:
-        """Train; a step that sends nothing also says when each gradient is there."""
-        if wrapped is not model:
-            return train(wrapped)
+    def alone() -> dict:
+        """Train without sending; also says when each gradient is there."""
         hooks = [p.register_post_accumulate_grad_hook(watch.mark) for p in gradients]
-        times = train(model)
+        times = shared.step()
         for hook in hooks:
             hook.remove()
         for phase in ("forward", "backward"):
             times[f"{phase}_ends"] = watch.seconds("forward starts", f"{phase} ends")
         return times | {"ready": [watch.seconds("forward starts", p) for p in gradients]}
 
-    def measure_group(group: dict) -> dict:
-        wrapped = {name: wrap(model) for name, wrap in group.items()}
-        steps = {name: partial(step, each) for name, each in wrapped.items()}
-        measured = ladder.benchmark(steps, args, device)
-        for each in wrapped.values():
-            for hook in getattr(each, "hooks", []):  # they would keep the wrapper in memory
+    def measure_group(group: dict, steps: dict) -> list[dict]:
+        trainees = {name: shared.in_wrapper(wrap) for name, wrap in group.items()}
+        steps = steps | {name: trainee.step for name, trainee in trainees.items()}
+        measured = ladder.benchmark(steps, args)
+        for trainee in trainees.values():
+            for hook in getattr(trainee.model, "hooks", []):  # they would keep it in memory
                 hook.remove()
         return measured
 
-    wrappers = {timing.NO_COMMUNICATION: compare.no_communication, **wrappers}
-    groups = [wrappers] if in_turn else [{name: wrap} for name, wrap in wrappers.items()]
-    measured = [measure_group(group) for group in groups]
-    candidates = [one for group in measured for one in group["candidates"]]
-    result |= {"model": described, **measured[0], "candidates": candidates}
+    floor = {NO_COMMUNICATION: alone}
+    if in_turn:
+        candidates = measure_group(wrappers, floor)
+    else:
+        candidates = measure_group({}, floor)
+        for name, wrap in wrappers.items():
+            candidates += measure_group({name: wrap}, {})
+    result["candidates"] = candidates
     # A call waits for the last rank. All begin a step together, so their times compare.
     keys = ("ready", "forward_ends", "backward_ends", "optimizer_seconds")
     moments = [numpy.max(candidates[0][key], axis=0) for key in keys]
     moments = [numpy.median(each, axis=0).tolist() for each in moments]
-    result["link"] = measure_link(device, **measured[0]["all_reduce"])._asdict()
-    return Alone(gradients, *moments, Link(**result["link"]))
+    link = measure_link(device)
+    result["link"] = link._asdict()
+    return Alone(gradients, *moments, link)
 
 
 def print_predicted(result: dict) -> None:
@@ -248,11 +260,11 @@ def write_page(alone: Alone, result: dict, path: Path) -> None:
 def main():
     parser = setup.Parser(__doc__)
     ladder.add_training_arguments(parser, steps=6)
-    parser.set_defaults(warmup=2, json=str(setup.ROOT / "results" / "predict.json"))
+    parser.set_defaults(json=str(setup.ROOT / "results" / "predict.json"))
     args = parser.parse_args()
     with setup.process_group(args.device, args.backend, args.timeout) as device:
         result = report.begin("05_bucketed/predict", args, device)
-        stages = compare.strategies(args.bucket_size_mb).items()
+        stages = strategies(args.bucket_size_mb).items()
         alone = measure_beside(args, device, {name: each.wrap for name, each in stages}, result)
         link = alone.link._replace(processor_per_call=0.0, processor_per_byte=0.0)
         free = alone._replace(link=link)

@@ -12,12 +12,11 @@ import sys
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-import compare
 import predict
 import pytest
 import torch
 from predict import Alone, Link, simulate
-from strategies import AFTER_BACKWARD, ONE_BY_ONE, WHEN_READY, Strategy
+from strategies import AFTER_BACKWARD, ONE_BY_ONE, WHEN_READY, Strategy, strategies
 
 from tools import testing
 
@@ -230,10 +229,10 @@ def test_run(forked, tmp_path):
     assert status == 0, output
     result = testing.read_json(tmp_path / "json", "05_bucketed/predict")
     alone, *candidates = result["candidates"]
-    assert [one["name"] for one in candidates] == list(compare.strategies(5.0))
+    assert [one["name"] for one in candidates] == list(strategies(5.0))
     for ready, ends in zip(alone["ready"], alone["backward_ends"], strict=True):
         assert max(map(max, ready)) <= max(ends) and {len(moments) for moments in ready} == {15}
-    assert list(result["predicted"]) == list(compare.strategies(5.0))
+    assert list(result["predicted"]) == list(strategies(5.0))
     assert result["link"]["processor_per_call"] > 0
     testing.assert_png(tmp_path / "gradients.png")
     data = re.search(r"const DATA = (.*);", (tmp_path / "step.html").read_text())[1]

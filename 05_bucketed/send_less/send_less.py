@@ -43,7 +43,7 @@ ROOT = FOLDER.parent.parent
 FOLDERS = [FOLDER.parent, FOLDER.parent / "compare", ROOT / "01_allreduce" / "slow_network", ROOT]
 sys.path[:0] = [str(folder) for folder in FOLDERS]
 
-from bucketed import BucketedDDP, LanguageModel, broadcast_from_rank_0
+from bucketed import BucketedDDP, broadcast_from_rank_0
 from network import Network, read_network
 
 
@@ -185,6 +185,7 @@ import medians
 import numpy
 
 from common import report, setup
+from common.ladder import LanguageModel
 
 MODEL = {"d_model": 128, "d_ff": 512, "layers": 2, "heads": 4, "vocabulary": 256}
 CONTEXT = 64  # tokens of a sequence; a batch is one, so gradients are noisy
@@ -254,7 +255,7 @@ def race(candidate: Candidate, text, held_out: tuple, args, seed: int, sleep: fl
         processor -= time.process_time()
         here -= time.perf_counter()
         time.sleep(candidate.batches * sleep)
-        with setup.wire(), noted_calls() as of_turn:
+        with setup.network(), noted_calls() as of_turn:
             candidate.train(model, optimizer, drawn)
         processor += time.process_time()
         here += time.perf_counter()
@@ -272,7 +273,7 @@ def race_all(args) -> list[dict]:
     generator = torch.Generator().manual_seed(dist.get_rank())
     held_out = draw_batch(held_out, HELD_OUT // dist.get_world_size(), generator)
     names, sleep = list(CANDIDATES), 0.0
-    wire = setup.wire()
+    wire = setup.network()
     if wire.text:
         names, args.networks = CHECKED, [wire.text]
         wire.connect(wire.text)  # without a stretch, because ranks sleep more than they compute
@@ -370,7 +371,7 @@ def main():
         result = report.begin("05_bucketed/send_less", args, device)
         races = result["races"] = race_all(args)
         print_races(races, args)
-        if args.plot and setup.is_rank_0() and not setup.wire().text:
+        if args.plot and setup.is_rank_0() and not setup.network().text:
             draw(races, args, args.plot)
         report.write_json(args.json, result)
 

@@ -19,16 +19,19 @@ FOLDERS = [FOLDER, FOLDER.parent, ROOT / "05_bucketed" / "compare"]
 FOLDERS += [ROOT / "01_allreduce" / "slow_network", ROOT]
 sys.path[:0] = [str(folder) for folder in FOLDERS]
 
-import accounting
 import network
 import timeline
 from fsdp import FSDP
-from sharded_optimizer import ADAMW, LanguageModel, Trainee
 from timeline import Bar
 
 from common import ladder, report, setup
+from common.ladder import NO_COMMUNICATION, Way
 
-WRAPS = {"no communication": None, "FSDP, no prefetch": partial(FSDP, prefetch=False), "FSDP": FSDP}
+WAYS = {
+    NO_COMMUNICATION: Way(),
+    "FSDP, no prefetch": Way(partial(FSDP, prefetch=False), waits_anywhere=True),
+    "FSDP": Way(FSDP, waits_anywhere=True),
+}
 GATHER, REDUCE = ("all-gather", 1), ("reduce-scatter", 2)  # names of bars, and their rows
 KINDS = {  # what collectives do, by their names on the network, of which torch has changed some
     "_allgather_base": GATHER,
@@ -49,7 +52,7 @@ def noting_wait(*arguments) -> bool:
     return is_done
 
 
-def step(trainee: Trainee) -> dict:
+def step(trainee: ladder.Trainee) -> dict:
     """Train; returns the seconds, and the bars of the step."""
     spans = network.wire.spans
     WAITS.clear()
@@ -68,12 +71,10 @@ def main() -> None:
     network.SlowWork.wait = noting_wait
     with setup.process_group(args.device, args.backend, args.timeout) as device:
         result = report.begin("06_sharded_optimizer/fsdp", args, device)
-        model = result["model"] = ladder.describe(LanguageModel, args)
-        batch_shape = model["batch_size"], model["context_length"]
+        result["model"] = ladder.describe(args)
         candidates = {}
-        for name, wrap in WRAPS.items():
-            trainee = Trainee(args, device, batch_shape, ADAMW, wrap, accounting.finish)
-            candidates[name] = partial(step, trainee)
+        for name, way in WAYS.items():
+            candidates[name] = partial(step, ladder.language_trainee(way, args, device))
         steps = timeline.median_steps(candidates, args, result)
         report.write_json(args.json, result)
     labelled = {}

@@ -13,17 +13,18 @@ from unittest.mock import patch
 
 import accounting
 import fsdp
+import memory
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from fsdp import FSDP
-from sharded_optimizer import Trainee
 from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
 
+from common import ladder
 from tools import testing
 from tools.check import checks_of_wrappers
 from tools.testing import judged
@@ -454,10 +455,11 @@ QUICK = "--size nano --device cpu --batch-size 1 --context-length 8 --steps 1 --
 
 def held_by_a_rank():
     """Bytes of each part, of the language model in training; not of a loaded network alone."""
-    args = SimpleNamespace(size="mini", seed=0, dtype="float32")
+    size = {"size": "mini", "batch_size": 1, "context_length": 8}
+    args = SimpleNamespace(seed=0, dtype="float32", **size)
     cpu = torch.device("cpu")
-    trainee = Trainee(args, cpu, (1, 8), torch.optim.AdamW, FSDP, accounting.finish)
-    return accounting.kept_and_in_flight(trainee, cpu)
+    way = ladder.Way(FSDP, waits_anywhere=True)
+    return memory.kept_and_in_flight(ladder.language_trainee(way, args, cpu))
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=FULL)])

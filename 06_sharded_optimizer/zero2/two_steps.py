@@ -22,10 +22,11 @@ sys.path[:0] = [str(folder) for folder in FOLDERS]
 import network
 import timeline
 import zero2
-from bucketed import BucketedDDP, LanguageModel
+from bucketed import BucketedDDP
 from timeline import Bar
 
-from common import ladder, report, setup, timing
+from common import ladder, report, setup
+from common.ladder import NO_COMMUNICATION, Way
 
 GATHER, REDUCE = ("all-gather", 1), ("reduce-scatter", 2)  # names of bars, and their rows
 KINDS = {  # what collectives do, by their names on the network, of which torch has changed some
@@ -47,13 +48,14 @@ def noting_wait(*arguments) -> bool:
     return is_done
 
 
-def two_steps(step, watch: timing.Stopwatch) -> dict:
+def two_steps(trainee: ladder.Trainee) -> dict:
     """Train; return the seconds of a step, and the bars of two, in ms."""
+    watch = trainee.watch
     network.wire.spans.clear()
     WAITS.clear()
     bars, seconds = [], []
     for _ in range(2):
-        seconds.append(step()["step_seconds"])
+        seconds.append(trainee.step()["step_seconds"])
         for phase in ("forward", "backward", "optimizer"):
             bars.append(Bar(phase, watch.marks[f"{phase} starts"], watch.marks[f"{phase} ends"]))
     bars += WAITS
@@ -71,18 +73,18 @@ def main() -> None:
     args = timeline.read_arguments(__doc__, "zero2.png")
     network.SlowWork.wait = noting_wait
     options = {"bucket_size_mb": args.bucket_size_mb}
-    wraps = {
-        timing.NO_COMMUNICATION: lambda module: module,
-        "BucketedDDP": partial(BucketedDDP, **options),
-        "ZeRO2": partial(zero2.ZeRO2, **options),
+    ways = {
+        NO_COMMUNICATION: Way(),
+        "BucketedDDP": Way(partial(BucketedDDP, **options)),
+        "ZeRO2": Way(partial(zero2.ZeRO2, **options), waits_anywhere=True),
     }
     with setup.process_group(args.device, args.backend, args.timeout) as device:
         result = report.begin("06_sharded_optimizer/zero2", args, device)
-        model = result["model"] = ladder.describe(LanguageModel, args)
-        batch_shape = model["batch_size"], model["context_length"]
+        result["model"] = ladder.describe(args)
         candidates = {}
-        for name, wrap in wraps.items():
-            candidates[name] = partial(two_steps, *zero2.make_step(wrap, args, device, batch_shape))
+        for name, way in ways.items():
+            trainee = ladder.language_trainee(way, args, device)
+            candidates[name] = partial(two_steps, trainee)
         drawn = timeline.median_steps(candidates, args, result)
         report.write_json(args.json, result)
     labelled = {}

@@ -300,119 +300,53 @@ class ZeRO2WithoutOverlap(ZeRO2):
             super()._launch_ready()
 
 
-LEGEND = """\
-Percentiles over all steps of all ranks. A step gathers what the one before it has changed.
-MB: 2^20 bytes of tensors that a rank holds at most in a step with AdamW and a batch of 8 tokens."""
+def most_bytes(ways: dict, args, device, result: dict) -> dict:
+    """Measure what a rank holds at most if a model is made and trained for two steps: a column."""
+    from memory import peak_bytes
 
+    from common import ladder, setup, timing
 
-def candidates_of(args) -> dict:
-    """Return what wraps a model, by the names of the rows."""
-    import accounting
-    import fsdp
-    from bucketed import BucketedDDP
+    memory = result["memory_bytes"] = {}
+    for name, way in ways.items():
+        setup.progress(f"memory of {name}")
 
-    from common import ladder
+        def train(way=way):
+            trainee = ladder.language_trainee(way, args, device, (1, 8))
+            trainee.step()
+            trainee.step()
 
-    options = {"bucket_size_mb": args.bucket_size_mb}
-    if args.no_baseline:
-        return {"ZeRO2": partial(ZeRO2, **options)}
-    return {
-        "no communication": lambda module: module,
-        "BucketedDDP": partial(BucketedDDP, **options),
-        **ladder.torch_ddp(args),
-        "ZeRO2, no overlap": partial(ZeRO2WithoutOverlap, **options),
-        "ZeRO2": partial(ZeRO2, **options),
-        "FSDP": fsdp.FSDP,
-        "torch, no reshard": accounting.torch_fsdp(fsdp.choose_units)["torch, no reshard"],
-    }
-
-
-def make_step(wrap, args, device, batch_shape):
-    """Return a function that trains a model of its own for a step, and its stopwatch."""
-    from bucketed import LanguageModel, train_step
-
-    from common import ladder, timing
-
-    size = ladder.SIZES[args.size]
-    torch.manual_seed(args.seed + dist.get_rank())
-    tokens, targets = torch.randint(size.vocabulary, (2, *batch_shape), device=device)
-    torch.manual_seed(args.seed)
-    with device:
-        model = wrap(LanguageModel(*size[:5]).to(getattr(torch, args.dtype)))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    watch = timing.Stopwatch(device)
-
-    def step() -> dict[str, float]:
-        train_step(model, optimizer, watch, tokens, targets)
-        return {"step_seconds": watch.seconds("forward starts", "optimizer ends")}
-
-    return step, watch
-
-
-def most_bytes(wrap, args, device) -> list[int]:
-    """Return by rank what a model that is made and trained for two steps holds at most."""
-    from common import report, timing
-
-    def train():
-        step, _ = make_step(wrap, args, device, (1, 8))
-        step()
-        step()
-
-    # On a busy machine gloo lags, so the least counts.
-    return timing.gather(min(report.peak_bytes(train, device) for _ in range(2)))
-
-
-def print_rows(rows: list[dict]) -> None:
-    """Print what a step takes, and what a rank holds; ÷: ratios to rows of this table."""
-    from common import report, setup
-
-    by_name = {row["name"]: row for row in rows}
-    table = []
-    for row in rows:
-        cells = [row["name"], *report.milliseconds(row["step_seconds"])]
-        for other in ("no communication", "torch DDP"):
-            cells.append(report.ratio(row["step_seconds"], by_name.get(other, row)["step_seconds"]))
-        most = max(row["memory_bytes"])
-        of_05 = max(by_name.get("BucketedDDP", row)["memory_bytes"])
-        table.append([*cells, f"{most / 2**20:.1f}", f"{most / of_05:.2f}"])
-    header = ["step, ms", "p50", "p75", "p90", "p95", "÷ no communication", "÷ torch DDP"]
-    report.print_table([*header, "MB", "÷ 05"], table)
-    setup.say(LEGEND)
+        # On a busy machine gloo lags, so the least counts.
+        memory[name] = timing.gather(min(peak_bytes(train, device) for _ in range(2)))
+    return {"MB": {name: f"{max(of_ranks) / 2**20:.1f}" for name, of_ranks in memory.items()}}
 
 
 def main():
-    root = Path(__file__).resolve().parent.parent.parent
-    stage = root / "06_sharded_optimizer"
-    sys.path[:0] = [str(folder) for folder in (root, root / "05_bucketed", stage, stage / "fsdp")]
+    stage = Path(__file__).resolve().parents[1]
+    folders = stage.parent, stage, stage / "fsdp", stage.parent / "05_bucketed"
+    sys.path[:0] = [str(folder) for folder in folders]
     try:
-        import bucketed
+        import accounting
+        import fsdp
+        from bucketed import BucketedDDP
 
-        from common import ladder, report, setup, timing
+        from common import ladder
     except ModuleNotFoundError as error:
         sys.exit(f"error: {error}: copy the repository's folders common/, 05_* and 06_*, too")
-    many = int(os.environ.get("WORLD_SIZE", 2)) > 2
-    parser = ladder.stage_parser(__doc__, steps=3 if many else 5, bucket_size_mb=5.0)
-    parser.set_defaults(warmup=1 if many else 2)  # seven candidates, and all within a minute
-    args = parser.parse_args()
-    with setup.process_group(args.device, args.backend, args.timeout) as device:
-        result = report.begin("06_sharded_optimizer/zero2", args, device)
-        model = result["model"] = ladder.describe(bucketed.LanguageModel, args)
-        wraps = candidates_of(args)
-        if not args.no_verify:
-            result["verify"] = {"ZeRO2": bucketed.verify(wraps["ZeRO2"], args, device)}
-        batch_shape = model["batch_size"], model["context_length"]
-        memory, steps = {}, {}
-        for name, wrap in wraps.items():
-            setup.progress(f"memory of {name}")
-            memory[name] = most_bytes(wrap, args, device)
-            steps[name], _ = make_step(wrap, args, device, batch_shape)
-        samples = timing.measure(steps, args.steps, args.warmup, ladder.pace_of(args))
-        timing.profile(steps, args.trace)
-        result["candidates"] = [
-            {"name": name, "memory_bytes": memory[name], **times} for name, times in samples.items()
-        ]
-        print_rows(result["candidates"])
-        report.write_json(args.json, result)
+    many = int(os.environ.get("WORLD_SIZE", 2)) > 2  # seven candidates, and all within a minute
+    args = ladder.stage_parser(
+        __doc__, steps=3 if many else 5, warmup=1 if many else 2, bucket_size_mb=5.0
+    ).parse_args()
+    size = {"bucket_size_mb": args.bucket_size_mb}
+    way = partial(ladder.Way, waits_anywhere=True)
+    others = {
+        "BucketedDDP": ladder.Way(partial(BucketedDDP, **size)),
+        **ladder.torch_ddp(args),
+        "ZeRO2, no overlap": way(partial(ZeRO2WithoutOverlap, **size)),
+        "FSDP": way(fsdp.FSDP),
+        "torch, no reshard": way(accounting.torch_fsdp(fsdp.choose_units)["torch, no reshard"]),
+    }
+    ours = {"ZeRO2": way(partial(ZeRO2, **size))}
+    ladder.main(args, ours, others, account=most_bytes)
 
 
 if __name__ == "__main__":

@@ -39,9 +39,12 @@ from torch.profiler import record_function
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[1:3]]
+FOLDERS = [*Path(__file__).resolve().parents[1:3]]
+FOLDERS.append(FOLDERS[1] / "06_sharded_optimizer")
+sys.path[:0] = map(str, FOLDERS)
 
 from compile_models import blocks_of, create
+from memory import peak_bytes
 from resnet_ddp import be_the_only_rank
 
 from common import report, setup, timing
@@ -216,7 +219,7 @@ def first_steps(args, device, configuration: Configuration, expected: dict) -> t
         found = {"name": name, "first_call_seconds": seconds, "deviation": deviation}
         step()  # after its first backward DDP arranges the buckets anew
         # The least is right: the profiler may miss what gloo's thread releases, and counts more.
-        peak = min(report.peak_bytes(step, device) for _ in range(3))
+        peak = min(peak_bytes(step, device) for _ in range(3))
     if args.torchviz:
         draw_graph(model, inputs, args.torchviz, name)
     parameters = list(model.parameters())
@@ -251,7 +254,7 @@ def without_network(step):
     """Return the step as it is without the emulated network, which carries every step at first."""
 
     def run() -> dict[str, float]:
-        setup.wire().is_slow = False
+        setup.network().is_slow = False
         return step()
 
     return run
@@ -377,12 +380,12 @@ def main():
         in_turn = {}
         for name, step in steps.items():
             in_turn[name] = step
-            if setup.wire().text:
+            if setup.network().text:
                 in_turn[f"{name}, loopback"] = without_network(step)
         samples = timing.measure(in_turn, args.steps, args.warmup)
         for found in result["configurations"]:
             found |= samples[found["name"]]
-            if setup.wire().text:
+            if setup.network().text:
                 loopback = samples[f"{found['name']}, loopback"]
                 found[LOOPBACK] = loopback["forward_backward_seconds"]
         print_results(result["configurations"])

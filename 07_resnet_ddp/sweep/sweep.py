@@ -110,8 +110,7 @@ def measure_subset(args, benchmark, ranks: list[int], use_ddp: bool, options: di
     new_group's.
     """
     # Every rank has to create every group, even one that it is not in.
-    with setup.without_gloo_greeting():
-        group = dist.new_group(ranks, **options)
+    group = dist.new_group(ranks, **options)
     seconds = None
     if dist.get_rank() in ranks:
         torch.manual_seed(dist.get_rank())
@@ -123,7 +122,7 @@ def measure_subset(args, benchmark, ranks: list[int], use_ddp: bool, options: di
                 process_group=group,
                 bucket_cap_mb=args.bucket_size_mb,
             )
-        with setup.wire():
+        with setup.network():
             seconds = train(benchmark, model, args.warmup + args.steps)
         del model  # DDP's reducer uses the group until it is gone
         dist.destroy_process_group(group)
