@@ -33,7 +33,7 @@ LONG = "--batch-size 1 --context-length 8 --steps 1000000".split()
 ONLY_RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 ONLY_RANK |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOCTTY
-OVER = ROOT / "01_allreduce" / "slow_network" / "over.py"  # what runs a script over a network
+OVER = ROOT / "01_allreduce" / "slow_network" / "slow_network.py"
 on_linux = sys.platform == "linux"
 needs_proc = pytest.mark.skipif(not on_linux, reason="finding the ranks needs /proc")
 

@@ -1,6 +1,7 @@
 """Tests of the emulated network: times as asked for, results as over gloo, nothing left behind."""
 
 import re
+import shutil
 import sys
 import time
 from datetime import timedelta
@@ -10,22 +11,23 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from network import emulated, read_network, wire
+from slow_network import SlowProcessGroup, gloo_carried_by, network, read_network
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from tools.testing import ONLY_RANK
+from tools.testing import ONLY_RANK, on_linux
 
 SCRIPT = Path(__file__).with_name("slow_network.py")
-OVER = Path(__file__).with_name("over.py")
 MAXIMUM = dist.ReduceOp.MAX
 
 
-def slow_group(network: str = "1gbit,1ms", timeout: float = 150, stretch: float = 1.0):
-    wire.spans.clear()
-    with emulated(network, stretch):
+def slow_group(text: str = "1gbit,1ms", timeout: float = 150, stretch: float = 1.0):
+    network.spans.clear()
+    network.connect(text)
+    network.begin_at(stretch)
+    with gloo_carried_by("slow_network", SlowProcessGroup):
         return dist.new_group(timeout=timedelta(seconds=timeout))
 
 
@@ -34,90 +36,114 @@ def slow_group(network: str = "1gbit,1ms", timeout: float = 150, stretch: float 
 
 def times_of(elements: int, *groups) -> list[float]:
     """Launch an all-reduce in each of these groups: seconds until each of them is delivered."""
-    wire.free_at = 0.0
+    network.free_at = 0.0
     works = []
-    with wire:
+    with network:
         for group in groups:
             tensor = torch.ones(elements)
             works.append(dist.all_reduce(tensor, MAXIMUM, group=group, async_op=True))
     for work in works:
         work.wait()
         assert time.monotonic() >= work.delivered_at and work.is_completed()
-    assert not wire.pending
+    assert not network.pending
     return [work.delivered_at - works[0].last_launch() for work in works]
 
 
-def takes_what_is_asked_for(network, stretch):
-    group = slow_group(network, stretch=stretch)
-    another = slow_group(network, stretch=stretch)
-    rate, delay, calls_at_once = read_network(network)
+def takes_what_is_asked_for(text, stretch):
+    group = slow_group(text, stretch=stretch)
+    another = slow_group(text, stretch=stretch)
+    rate, delay = read_network(text)
     world_size = dist.get_world_size()
     delays = 4 * (world_size - 1) * delay * stretch
     for elements in (2**10, 2**18):
         sent = 2 * (world_size - 1) / world_size * 4 * elements / rate * stretch
-        for second_group in (group, another):  # they share the wire
-            first, second = times_of(elements, group, second_group)
-            assert first == pytest.approx(sent + delays, abs=1e-9)
-            assert second >= 2 * sent + delays - 1e-9  # its bytes queue behind the other's
-    if calls_at_once == 2:  # the first keeps its place for as long as the second sends its bytes
-        times_of(2**18, group, group, group)
-        first, second, third = list(wire.spans)[-3:]
-        if second.begins < first.delivered:  # unless this machine was too busy to launch it
-            assert third.delivered >= first.delivered + 2 * sent + delays - 1e-9
-    *_, last = times_of(1, *10 * [group])
-    assert last >= 10 / calls_at_once * delays
+        first, second = times_of(elements, group, group)
+        assert first == pytest.approx(sent + delays, abs=1e-9)
+        assert second >= 2 * (sent + delays) - 1e-9  # a group has one call under way at a time
+        first, second = times_of(elements, group, another)
+        assert first == pytest.approx(sent + delays, abs=1e-9)
+        assert second >= 2 * sent + delays - 1e-9  # a rank sends one call after another
 
 
 @pytest.mark.parametrize(
-    "world_size, network, stretch",
-    [(2, "100mbit,0", 1.0), (2, "10gbit,10ms,2", 1.0), (4, "1gbit,1ms,2", 2.0)],
+    "world_size, text, stretch",
+    [(2, "100mbit,0", 1.0), (2, "10gbit,10ms", 1.0), (4, "1gbit,1ms", 2.0)],
 )
-def test_calls_take_what_is_asked_for(ranks, world_size, network, stretch):
-    ranks(world_size).run(takes_what_is_asked_for, network, stretch)
+def test_calls_take_what_is_asked_for(ranks, world_size, text, stretch):
+    ranks(world_size).run(takes_what_is_asked_for, text, stretch)
 
 
 def follows_the_machine():
     """The stretch is the median of the last three steps, the mean of all ranks, by the pace."""
-    here = iter([0.8, 0.8, 0.8, 0.8, 2.0, 1.0, 1.2])
+    here = iter([0.8, 0.8, 0.8, 0.8, 2.0, 0.4, 0.4, 1.0])
 
     def floor():
-        return {"step_seconds": (next(here) + 0.2 * (-1) ** dist.get_rank()) / wire.stretch}
+        return {"step_seconds": (next(here) + 0.2 * (-1) ** dist.get_rank()) / network.stretch}
 
-    wire.connect("1gbit,1ms")
-    step = wire.paced(floor, 0.4)
-    stretches = [wire.stretch]
-    for _ in range(3):
+    network.connect("1gbit,1ms")
+    step = network.paced(floor, 0.4)
+    found = []
+    for _ in range(4):
         step()
-        stretches.append(wire.stretch)
-    assert stretches == pytest.approx([2.0, 2.0, 2.5, 3.0])
-    transfer, delays = wire.cost("allreduce", 125_000_000, 2)
-    assert (transfer, delays) == pytest.approx((3.0, 3 * 0.004))
+        found.append((network.stretch, network.lowest_stretch, network.highest_stretch))
+    expected = [(2.0, 2.0, 2.0), (2.0, 2.0, 2.0), (1.0, 1.0, 2.0), (1.0, 1.0, 2.0)]
+    assert found == [pytest.approx(each) for each in expected]
+    network.begin_at(3.0)
+    assert network.price("allreduce", 125_000_000, 2) == pytest.approx((3.0, 3 * 0.004))
 
 
 def test_the_network_keeps_pace_with_the_machine(ranks):
     ranks(2).run(follows_the_machine)
 
 
-def delays_collectives():
-    """Those of one round, too; and nothing outside of the wire."""
-    group = slow_group("1gbit,20ms")
-    several = [torch.ones(3), torch.ones(3)]
-    on_rank_0 = several if dist.get_rank() == 0 else None
-    calls = [
-        partial(dist.reduce, torch.ones(3), dst=0),
-        partial(dist.broadcast, torch.ones(3), src=0),
-        partial(dist.gather, torch.ones(3), on_rank_0, dst=0),
-        partial(dist.scatter, torch.ones(3), on_rank_0, src=0),
-        partial(dist.all_gather, several, torch.ones(3)),
-        dist.barrier,
+def prices_collectives():
+    """Each takes its rounds, two delays long, and its share of the bytes; nothing else is slow."""
+    group = slow_group("100mbit,10ms")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    others = world_size - 1
+    own = torch.ones(3000)
+    all_ranks = torch.ones(3000 * world_size)
+    pieces = list(torch.ones(world_size, 3000))
+    on_rank_0 = pieces if rank == 0 else None
+    gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    scatter_from = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    calls = [  # each with its rounds, and with the elements that a rank sends
+        (partial(dist.all_reduce, own), 2 * others, 2 * others / world_size * 3000),
+        (partial(dist.reduce, own, dst=0), 2 * others, 2 * others / world_size * 3000),
+        (partial(dist.reduce_scatter, own, pieces), 2 * others, 2 * others * 3000),
+        (partial(scatter_from, own, all_ranks), 2 * others, 2 * others * 3000),
+        (partial(dist.all_gather, pieces, own), others, others * 3000),
+        (partial(gather_into, all_ranks, own), others, others * 3000),
+        (partial(dist.all_to_all_single, all_ranks, all_ranks + 1), others, others * 3000),
+        (partial(dist.broadcast, own, src=0), others, 2 * others / world_size * 3000),
+        (partial(dist.barrier), 1, 0),
     ]
-    with wire:
-        for call in calls:
-            start = time.monotonic()
+    at_root = [  # where the other ranks send or get a part, and price that
+        partial(dist.gather, own, on_rank_0, dst=0),
+        partial(dist.scatter, own, on_rank_0, src=0),
+    ]
+    launched = network.calls
+    for call, rounds, elements in calls:
+        start = time.monotonic()
+        with network:
             call(group=group)
-            assert time.monotonic() - start >= 0.04, call
-    dist.all_reduce(torch.ones(3), group=group)
-    assert len(wire.spans) == len(calls)  # this one was not on the wire
+        requested = 2 * rounds * 0.01 + 4 * elements / 12.5e6
+        span = network.spans[-1]
+        assert span.delivered - span.begins == pytest.approx(requested), span
+        assert time.monotonic() - start >= requested - 1e-3, span
+    for call in at_root:
+        start = time.monotonic()
+        with network:
+            call(group=group)
+        assert time.monotonic() - start >= 0.02, call
+    dist.all_reduce(own, group=group)
+    assert len(network.spans) == len(calls) + len(at_root)  # this one was not on the network
+    assert network.calls - launched == len(network.spans) + 1
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_collectives_are_priced(ranks, world_size):
+    ranks(world_size).run(prices_collectives)
 
 
 def passes_around(tensor: torch.Tensor, group) -> None:
@@ -139,17 +165,19 @@ def prices_messages():
     group = slow_group("100mbit,10ms")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     tensor = torch.full((2**15,), rank + 1.0)
+    launched = network.calls
     dist.barrier()
     start = time.monotonic()
-    with wire:
+    with network:
         passes_around(tensor, group)
     requested = (world_size - 1) * (2 * 0.010 + tensor.nbytes / 12.5e6)
     assert time.monotonic() - start >= requested - 1e-3
     assert (tensor == sum(range(world_size + 1))).all()
-    assert {span.name for span in wire.spans} == {"send", "recv"}
-    carried = [span.delivered - span.begins for span in wire.spans]
-    assert carried == pytest.approx([requested / (world_size - 1)] * len(carried))
-    with wire, pytest.raises(RuntimeError, match="without a source"):
+    assert {span.name for span in network.spans} == {"send", "recv"}
+    carried = [span.delivered - span.begins for span in network.spans]
+    assert carried == pytest.approx([requested / (world_size - 1)] * 2 * (world_size - 1))
+    assert network.calls - launched == 2 * (world_size - 1)
+    with network, pytest.raises(SystemExit):
         dist.recv(tensor, group=group)
 
 
@@ -163,7 +191,7 @@ def waits_for_the_last():
     group = slow_group()
     if dist.get_rank() > 0:
         dist.barrier()  # rank 0 launches first
-    with wire:
+    with network:
         work = dist.all_reduce(torch.ones(1000), group=group, async_op=True)
     if dist.get_rank() == 0:
         dist.barrier()
@@ -178,15 +206,15 @@ def waits_for_the_last():
 def raises_what_gloo_raises():
     group = slow_group(timeout=1)
     if dist.get_rank() == 0:
-        with wire, pytest.raises(RuntimeError):
+        with network, pytest.raises(RuntimeError):
             dist.all_reduce(torch.ones(3), group=group)
-        with wire, pytest.raises(RuntimeError):
+        with network, pytest.raises(RuntimeError):
             dist.all_reduce(torch.ones(3), group=group, async_op=True).get_future().wait()
     dist.barrier()
 
 
-def test_collectives_are_slow_once_all_ranks_are_there_and_fail_as_over_gloo(ranks):
-    for promise in (delays_collectives, waits_for_the_last, raises_what_gloo_raises):
+def test_collectives_wait_for_all_ranks_and_fail_as_over_gloo(ranks):
+    for promise in (waits_for_the_last, raises_what_gloo_raises):
         ranks(2).run(promise)
 
 
@@ -215,7 +243,7 @@ def trained(group) -> torch.Tensor:
 def distance() -> float:
     """How far apart training ends over the network and over gloo."""
     slow = slow_group("1gbit,200us")
-    with wire:
+    with network:
         found = trained(slow)
     return (found - trained(dist.new_group(backend="gloo"))).abs().max().item()
 
@@ -224,14 +252,17 @@ def test_training_ends_where_it_does_over_gloo(ranks):
     assert ranks(2).run(distance) == [0.0, 0.0]
 
 
-def test_script(forked):
-    status, output = forked(2, OVER, "1gbit,5ms", SCRIPT, "--sizes-mb", "0.001,1")
+# The command
+
+
+def test_it_measures_itself_and_what_is_there(forked):
+    status, output = forked(2, SCRIPT, "1gbit,5ms")
     assert status == 0, output
-    ratios = [float(ratio) for ratio in re.findall(r"^\d × .* (\S+) +0$", output, re.M)]
-    assert len(ratios) == 4 and min(ratios) >= 1, output  # and 0 are wrong
+    ratios = re.findall(r"^\d+ [kM]B .* (\S+) +0$", output, re.MULTILINE)
+    assert len(ratios) == 3 and min(map(float, ratios)) >= 1, output  # and 0 are wrong
+    status, output = forked(2, SCRIPT)
+    assert status == 0 and len(re.findall(r"^\d+ [kM]B .* - +0$", output, re.MULTILINE)) == 3
 
-
-# over.py: a script that knows nothing of it
 
 OF_EVERY_KIND = """
 import sys, time
@@ -241,7 +272,7 @@ from torch.distributed import init_process_group  # by name
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-import network  # the script's own
+import common  # the script's own
 
 kind = sys.argv[1]
 group = None
@@ -266,7 +297,7 @@ else:
     wrapped = DistributedDataParallel(layer, process_group=group)
 start = time.monotonic()
 wrapped(torch.ones(2, 3)).sum().backward()
-print("a backward took", time.monotonic() - start, network.WHOSE, flush=True)
+print("a backward took", time.monotonic() - start, common.WHOSE, flush=True)
 dist.destroy_process_group()
 """
 
@@ -275,8 +306,8 @@ dist.destroy_process_group()
 def test_every_kind_of_group_is_slow(forked, tmp_path, kind):
     """An all-reduce takes four delays; all that the script imports are its own modules."""
     (tmp_path / "train.py").write_text(OF_EVERY_KIND)
-    (tmp_path / "network.py").write_text("WHOSE = 'mine'")
-    status, output = forked(2, OVER, "1gbit,50ms", tmp_path / "train.py", kind, cwd=tmp_path)
+    (tmp_path / "common.py").write_text("WHOSE = 'mine'")
+    status, output = forked(2, SCRIPT, "1gbit,50ms", tmp_path / "train.py", kind, cwd=tmp_path)
     seconds = re.findall(r"a backward took (\S+) mine", output)
     assert status == 0 and len(seconds) == 2, output
     assert min(map(float, seconds)) >= 0.2
@@ -288,7 +319,7 @@ def test_a_module_of_a_package_and_its_error(forked, tmp_path):
     (tmp_path / "mine" / "helper.py").write_text("WHAT = 'my own mistake'")
     raises = "import sys\nfrom .helper import WHAT\nraise ValueError(WHAT, *sys.argv[1:])"
     (tmp_path / "mine" / "train.py").write_text(raises)
-    status, output = forked(2, OVER, "1gbit,1ms", "-m", "mine.train", "--flag", cwd=tmp_path)
+    status, output = forked(2, SCRIPT, "1gbit,1ms", "-m", "mine.train", "--flag", cwd=tmp_path)
     assert status == 1 and "ValueError: ('my own mistake', '--flag')" in output, output
 
 
@@ -308,14 +339,14 @@ dist.destroy_process_group()
 def test_a_script_may_end_while_a_hook_still_runs(launched, tmp_path):
     """Python aborts when it ends while a thread of ours is within torch's C++."""
     (tmp_path / "train.py").write_text(WITH_A_HOOK)
-    status, output = launched(2, OVER, "100mbit,1ms", tmp_path / "train.py")
+    status, output = launched(2, SCRIPT, "100mbit,1ms", tmp_path / "train.py")
     assert status == 0 and "terminate" not in output, output
 
 
 NOT_EMULATED = {
     "fast": "'fast'",
     "1gbit": "'1gbit'",
-    "1gbit,1ms,3": "'1gbit,1ms,3'",
+    "1gbit,1ms,2": "'1gbit,1ms,2'",
     "0gbit,1ms": "'0gbit,1ms'",
     "1gbit,1ms": "NCCL",
 }
@@ -325,18 +356,108 @@ NOT_EMULATED = {
 def test_what_cannot_be_emulated_is_one_line(forked, tmp_path, text):
     nccl = "import torch.distributed as dist\ndist.init_process_group('nccl')"
     (tmp_path / "train.py").write_text(nccl)
-    status, output = forked(2, OVER, text, tmp_path / "train.py")
+    status, output = forked(2, SCRIPT, text, tmp_path / "train.py")
     assert status == 2 and output.count("error: ") == output.count("\n") == 1, output
     assert NOT_EMULATED[text] in output
 
 
 @pytest.mark.parametrize(
-    "environment, said",
-    [({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, "2 of 4 ranks"), ({"RANK": ""}, "torchrun")],
+    "environment, words, said",
+    [
+        (ONLY_RANK | {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, ["x"], "2 of 4"),
+        ({}, [], "torchrun"),
+        ({}, ["-m"], "--help"),
+        ({}, ["nowhere.py"], "nowhere.py"),
+    ],
 )
-def test_over_runs_under_torchrun_on_one_host(script, environment, said):
-    environment = ONLY_RANK | environment
-    words = [f"{name}={value}" for name, value in environment.items() if value]
-    unset = [f"--unset={name}" for name, value in environment.items() if not value]
-    status, output = script(["env", *unset, *words, sys.executable, OVER, "1gbit,0", "x"]).wait()
+def test_wrong_command_lines_are_one_line(forked, environment, words, said):
+    status, output = forked(None, SCRIPT, "1gbit,0", *words, **environment)
     assert status == 2 and output.count("\n") == 1 and said in output, output
+
+
+ON_ONE_CORE = """
+import os, sys, time
+import torch
+import torch.distributed as dist
+
+os.sched_setaffinity(0, list(os.sched_getaffinity(0))[:1])
+dist.init_process_group()
+if "--divides" in sys.argv:
+    dist.group.WORLD.network.is_slow = False
+    with dist.group.WORLD.network as network:
+        dist.all_reduce(torch.ones(3))
+start = time.monotonic()
+dist.all_reduce(torch.ones(3))
+print(f"an all-reduce took {time.monotonic() - start} s")
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.skipif(not on_linux, reason="macOS cannot take cores from a process")
+@pytest.mark.parametrize("flags", [[], ["--divides"]])
+def test_with_more_ranks_than_cores_all_is_slower_and_that_is_said(forked, tmp_path, flags):
+    """Once, of a module, too; not if the script knows of the stretch."""
+    (tmp_path / "train.py").write_text(ON_ONE_CORE)
+    words = [SCRIPT, "1gbit,50ms", "-m", "train", *flags]
+    status, output = forked(2, *words, cwd=tmp_path)
+    assert status == 0, output
+    assert output.count("divide the times that the script prints by 2\n") == (not flags), output
+    seconds = re.findall(r"an all-reduce took (\S+)", output)
+    assert flags or min(map(float, seconds)) >= 2 * 4 * 0.05
+
+
+STARTS_RANKS = """
+import multiprocessing, os, socket, sys, time
+import torch
+import torch.distributed as dist
+
+def train(rank, init_method, port):
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    dist.init_process_group("gloo", init_method, rank=rank, world_size=2)
+    start = time.monotonic()
+    dist.all_reduce(torch.ones(3))
+    print(f"an all-reduce took {time.monotonic() - start} s", flush=True)
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    method, init_method = sys.argv[1:]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    ranks = init_method.replace("PORT", str(port)), port
+    if method == "mp.spawn":
+        torch.multiprocessing.spawn(train, ranks, nprocs=2)
+    else:
+        context = multiprocessing.get_context(method)
+        processes = [context.Process(target=train, args=(rank, *ranks)) for rank in range(2)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+"""
+METHODS = [("mp.spawn", "env://"), ("fork", "tcp://127.0.0.1:PORT"), ("forkserver", "env://")]
+
+
+@pytest.mark.parametrize("method, init_method", METHODS)
+def test_a_copy_alone_makes_ranks_slow_that_a_script_starts(script, tmp_path, method, init_method):
+    """The user's own sitecustomize is imported, too, and no folder stays."""
+    for folder in ("users", "temporary"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "users" / "sitecustomize.py").write_text("print('the user\\'s own')")
+    (tmp_path / "train.py").write_text(STARTS_RANKS)
+    copy = shutil.copy(SCRIPT, tmp_path)
+    environment = {"PYTHONPATH": str(tmp_path / "users"), "TMPDIR": str(tmp_path / "temporary")}
+    words = [sys.executable, copy, "1gbit,50ms", "train.py", method, init_method]
+    status, output = script(words, env=environment, cwd=tmp_path).wait()
+    seconds = re.findall(r"an all-reduce took (\S+)", output)
+    assert status == 0 and len(seconds) == 2, output
+    assert min(map(float, seconds)) >= 4 * 0.05
+    assert output.count("the user's own") >= (1 if method == "fork" else 2), output
+    assert not list(tmp_path.glob("temporary/*/sitecustomize.py"))
+
+
+def test_torchruns_ranks_are_told_that_they_cannot_start_ranks(forked, tmp_path):
+    """torch would let them wait for ever. A rank that joins itself may start what it likes."""
+    (tmp_path / "train.py").write_text(STARTS_RANKS)
+    words = [SCRIPT, "1gbit,1ms", "train.py", "fork", "tcp://127.0.0.1:PORT"]
+    status, output = forked(1, *words, cwd=tmp_path)
+    assert status != 0 and "start it by python" in output, output
