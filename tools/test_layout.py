@@ -11,7 +11,7 @@ from tools.testing import ROOT
 LESSONS = sorted({path.parent for path in ROOT.glob("0?_*/**/*.py")})
 COMPARING = [ROOT / "05_bucketed" / name for name in ("compare", "bucket_sweep", "predict")]
 COMPARING.append(ROOT / "06_sharded_optimizer" / "zero2")
-SHARED = "network", "users_class", "timeline", "memory", "movie"
+SHARED = "slow_network", "users_class", "timeline", "memory", "movie"
 MOST_LINES = {  # of a script
     "02_naive_ddp/naive_ddp.py": 100,
     "03_flat_ddp/flat_ddp.py": 112,

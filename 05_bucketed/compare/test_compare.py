@@ -10,7 +10,7 @@ import pytest
 import timeline
 import torch
 import torch.distributed as dist
-from network import Span
+from slow_network import Span
 from strategies import strategies
 
 from common import setup
@@ -162,7 +162,7 @@ def test_a_step_of_the_timeline(monkeypatch, launched, packs, rows):
     marks |= {"forward ends": 8.5}
     moments = [(8 + 2 * moment, 8.125 + 2 * moment, 8.5 + 2 * moment) for moment in launched]
     calls = [Span("allreduce", 4, *each) for each in moments]
-    monkeypatch.setattr(timeline.wire, "stretch", 2.0)
+    monkeypatch.setattr(timeline.network, "stretch", 2.0)
     bars = timeline.bars_of(marks, 9.0, timeline.all_reduces(marks, calls))
     assert timeline.duration(bars) == 1500
     exposed = [bar for bar in bars if bar.name == "exposed communication"]

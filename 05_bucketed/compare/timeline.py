@@ -2,7 +2,7 @@ r"""05: one training step of each stage on one time axis, on an emulated network
 
     make timeline                       (1 Gbit/s, and 1 ms one way)
     make timeline NETWORK=100mbit,5ms
-    torchrun --standalone --nproc-per-node 2 01_allreduce/slow_network/over.py 1gbit,1ms \
+    torchrun --standalone --nproc-per-node 2 01_allreduce/slow_network/slow_network.py 1gbit,1ms \
         05_bucketed/compare/timeline.py
 
 `no communication` and stages 02 to 05 train in turn in one process group. Of nine steps of each the
@@ -24,7 +24,7 @@ OF_01 = [str(ROOT / "01_allreduce"), str(ROOT / "01_allreduce" / "slow_network")
 sys.path[:0] = [str(ROOT), *OF_01, str(FOLDER)]
 
 from movie import save_movie
-from network import Span, wire
+from slow_network import Span, network
 from strategies import STAGES, strategies
 
 from common import ladder, report, setup, timing
@@ -57,7 +57,7 @@ def bars_of(marks: dict[str, float], backward_ends: float, others: list[Bar]) ->
     ]
 
     def in_ms(moment: float) -> float:
-        return 1000 * (moment - marks["forward starts"]) / wire.stretch
+        return 1000 * (moment - marks["forward starts"]) / network.stretch
 
     return [bar._replace(start=in_ms(bar.start), end=in_ms(bar.end)) for bar in bars]
 
@@ -170,8 +170,8 @@ def read_arguments(description: str, picture: str):
     setup.add_plot_arguments(parser, picture)
     parser.set_defaults(device="cpu")
     args = parser.parse_args()
-    if not wire.network:
-        setup.fail("start it over a network: over.py 1gbit,1ms, and this script")
+    if not network.text:
+        setup.fail("start it over a network: slow_network.py 1gbit,1ms, and this script")
     return args
 
 
@@ -184,9 +184,9 @@ def main() -> None:
         marks = shared.watch.marks
 
         def step(trainee) -> dict:
-            wire.spans.clear()
+            network.spans.clear()
             times = trainee.step()
-            others = all_reduces(marks, list(wire.spans))
+            others = all_reduces(marks, list(network.spans))
             return times | {"bars": bars_of(marks, marks["last gradient"], others)}
 
         candidates = {NO_COMMUNICATION: partial(step, shared)}

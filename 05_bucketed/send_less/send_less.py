@@ -44,7 +44,7 @@ FOLDERS = [FOLDER.parent, FOLDER.parent / "compare", ROOT / "01_allreduce" / "sl
 sys.path[:0] = [str(folder) for folder in FOLDERS]
 
 from bucketed import BucketedDDP, broadcast_from_rank_0
-from network import Network, read_network
+from slow_network import Speed, read_network
 
 
 class RoundedDDP(BucketedDDP):
@@ -166,7 +166,7 @@ class Point(NamedTuple):
     loss: float
 
 
-def clock(point: Point, candidate: Candidate, network: Network, ranks: int) -> float:
+def clock(point: Point, candidate: Candidate, network: Speed, ranks: int) -> float:
     """Return the seconds after which a candidate has come so far on a network.
 
     A ring all-reduce takes 2(n-1) steps of two delays each, and 2(n-1)/n of the bytes. Nothing

@@ -1,6 +1,6 @@
 """06, FSDP: a training step with and without prefetch on one time axis, on an emulated network.
 
-    torchrun --standalone --nproc-per-node 2 01_allreduce/slow_network/over.py 5gbit,1ms \
+    torchrun --standalone --nproc-per-node 2 01_allreduce/slow_network/slow_network.py 5gbit,1ms \
         06_sharded_optimizer/fsdp/prefetch.py --plot results/prefetch_5gbit.png
 
 A step without communication and both ways train in turn in one process group. Of nine steps of each
@@ -19,7 +19,7 @@ FOLDERS = [FOLDER, FOLDER.parent, ROOT / "05_bucketed" / "compare"]
 FOLDERS += [ROOT / "01_allreduce" / "slow_network", ROOT]
 sys.path[:0] = [str(folder) for folder in FOLDERS]
 
-import network
+import slow_network
 import timeline
 from fsdp import FSDP
 from timeline import Bar
@@ -41,7 +41,7 @@ KINDS = {  # what collectives do, by their names on the network, of which torch 
     "allreduce": REDUCE,  # of biases and norms: the only one of its kind, and small
 }
 WAITS = []  # bars of a step
-WAIT = network.SlowWork.wait
+WAIT = slow_network.SlowWork.wait
 
 
 def noting_wait(*arguments) -> bool:
@@ -54,7 +54,7 @@ def noting_wait(*arguments) -> bool:
 
 def step(trainee: ladder.Trainee) -> dict:
     """Train; returns the seconds, and the bars of the step."""
-    spans = network.wire.spans
+    spans = slow_network.network.spans
     WAITS.clear()
     spans.clear()
     times = trainee.step()
@@ -68,7 +68,7 @@ def step(trainee: ladder.Trainee) -> dict:
 
 def main() -> None:
     args = timeline.read_arguments(__doc__, "prefetch.png")
-    network.SlowWork.wait = noting_wait
+    slow_network.SlowWork.wait = noting_wait
     with setup.process_group(args.device, args.backend, args.timeout) as device:
         result = report.begin("06_sharded_optimizer/fsdp", args, device)
         result["model"] = ladder.describe(args)

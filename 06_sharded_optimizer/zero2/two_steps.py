@@ -1,6 +1,6 @@
 r"""06, ZeRO2: two training steps after each other on one time axis, on an emulated network.
 
-    torchrun --standalone --nproc-per-node 2 01_allreduce/slow_network/over.py 1gbit,1ms \
+    torchrun --standalone --nproc-per-node 2 01_allreduce/slow_network/slow_network.py 1gbit,1ms \
         06_sharded_optimizer/zero2/two_steps.py
 
 No communication, stage 05 and ZeRO2 train in turn in one process group, two steps each time. Of
@@ -19,7 +19,7 @@ FOLDERS = [FOLDER, ROOT / "05_bucketed", ROOT / "05_bucketed" / "compare"]
 FOLDERS += [ROOT / "01_allreduce" / "slow_network", ROOT]
 sys.path[:0] = [str(folder) for folder in FOLDERS]
 
-import network
+import slow_network
 import timeline
 import zero2
 from bucketed import BucketedDDP
@@ -37,7 +37,7 @@ KINDS = {  # what collectives do, by their names on the network, of which torch 
     "allreduce": ("all-reduce", 1),
 }
 WAITS = []  # bars of two steps
-WAIT = network.SlowWork.wait
+WAIT = slow_network.SlowWork.wait
 
 
 def noting_wait(*arguments) -> bool:
@@ -51,7 +51,7 @@ def noting_wait(*arguments) -> bool:
 def two_steps(trainee: ladder.Trainee) -> dict:
     """Train; return the seconds of a step, and the bars of two, in ms."""
     watch = trainee.watch
-    network.wire.spans.clear()
+    slow_network.network.spans.clear()
     WAITS.clear()
     bars, seconds = [], []
     for _ in range(2):
@@ -59,10 +59,10 @@ def two_steps(trainee: ladder.Trainee) -> dict:
         for phase in ("forward", "backward", "optimizer"):
             bars.append(Bar(phase, watch.marks[f"{phase} starts"], watch.marks[f"{phase} ends"]))
     bars += WAITS
-    for span in network.wire.spans:
+    for span in slow_network.network.spans:
         kind, row = KINDS[span.name]
         bars.append(Bar(kind, span.begins, span.delivered, row))
-    begin, stretch = bars[0].start, network.wire.stretch
+    begin, stretch = bars[0].start, slow_network.network.stretch
     in_ms = [1000 * (moment - begin) / stretch for bar in bars for moment in (bar.start, bar.end)]
     ends = zip(in_ms[::2], in_ms[1::2], strict=True)
     bars = [bar._replace(start=s, end=e) for bar, (s, e) in zip(bars, ends, strict=True)]
@@ -71,7 +71,7 @@ def two_steps(trainee: ladder.Trainee) -> dict:
 
 def main() -> None:
     args = timeline.read_arguments(__doc__, "zero2.png")
-    network.SlowWork.wait = noting_wait
+    slow_network.SlowWork.wait = noting_wait
     options = {"bucket_size_mb": args.bucket_size_mb}
     ways = {
         NO_COMMUNICATION: Way(),

@@ -11,7 +11,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from network import DelayedWork, ProcessGroupOverGloo, gloo_carried_by, tensors_in
+from slow_network import DelayedWork, ProcessGroupOverGloo, gloo_carried_by, tensors_in
 from torch.utils._pytree import tree_map
 
 LONGEST_DELAY = 0.002  # seconds; each rank and call has its own, from 0 on
