@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 
 
@@ -104,6 +105,16 @@ class BucketedDDP(nn.Module):
         return accumulating(self)  # a context: gradients are added up, and nothing is sent
 
 
+def train_step(model, optimizer, inputs, targets):
+    """Train on this rank's share of a batch; return its loss."""
+    loss = F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
+    loss.backward()
+    model.finish_gradient_synchronization()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
 def fill_buckets(parameters: list[nn.Parameter], bucket_size_mb: float | None) -> list[list]:
     """Split parameters, in this order, into lists of limited size, each of one dtype and device."""
     limit = torch.inf if bucket_size_mb is None else bucket_size_mb * 2**20
@@ -160,4 +171,4 @@ if __name__ == "__main__":
         from common import ladder
     except ModuleNotFoundError as error:
         sys.exit(f"error: {error}: copy the repository's folder common/ beside this script")
-    ladder.run(BucketedDDP, __doc__, bucket_size_mb=5.0)
+    ladder.run(BucketedDDP, train_step, __doc__, has_buckets=True)

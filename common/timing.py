@@ -1,4 +1,4 @@
-"""A stopwatch for CPU and CUDA, and the loop that measures candidates side by side."""
+"""A stopwatch for CPU and CUDA, and the loop that measures rows side by side."""
 
 import time
 from collections.abc import Callable
@@ -15,7 +15,7 @@ class Stopwatch:
     """Named points in time: `perf_counter` on CPU, CUDA events on a GPU, which wait for nothing."""
 
     def __init__(self, device: torch.device):
-        self.device, self.on_cuda = device, device.type == "cuda"
+        self.on_cuda = device.type == "cuda"
         self.marks = {}
 
     def mark(self, name: str) -> None:
@@ -24,14 +24,6 @@ class Stopwatch:
         if self.on_cuda:
             self.marks[name] = torch.cuda.Event(enable_timing=True)
             self.marks[name].record()
-
-    @contextmanager
-    def phase(self, name: str):
-        """Mark its start and its end; torch's profiler shows it under this name."""
-        self.mark(f"{name} starts")
-        with torch.profiler.record_function(name):
-            yield
-        self.mark(f"{name} ends")
 
     def seconds(self, start: str, end: str) -> float:
         """Return the seconds from one mark to another; on an emulated network, its own seconds.
@@ -44,6 +36,29 @@ class Stopwatch:
         return (self.marks[end] - self.marks[start]) / network().stretch
 
 
+@contextmanager
+def waits_noted():
+    """Yield a list that gets (start, end) of each wait for a collective, by time.perf_counter().
+
+    Those in C++ are not seen, as in torch's DDP; and on a GPU it is not the host that waits.
+    """
+    work = network().work
+    wait = work.wait
+    waits = []
+
+    def noting_wait(*arguments) -> bool:
+        start = time.perf_counter()
+        is_done = wait(*arguments)
+        waits.append((start, time.perf_counter()))
+        return is_done
+
+    work.wait = noting_wait
+    try:
+        yield waits
+    finally:
+        work.wait = wait
+
+
 def gather(value) -> list:
     """Return what all ranks have, any Python object, by rank. All ranks must call it."""
     gathered = [None] * dist.get_world_size()
@@ -51,42 +66,44 @@ def gather(value) -> list:
     return gathered
 
 
-def measure(candidates: dict, steps: int, warmup: int) -> dict[str, dict]:
-    """Run the candidates step by step in turn (A B C A B C …): noise then meets them all alike.
+def measure(rows: dict[str, Callable[[], dict]], steps: int, warmup: int) -> dict[str, dict]:
+    """Run the rows step by step in turn (A B C A B C …): noise then meets them all alike.
 
-    A candidate runs one step, after a barrier, and returns its times, {quantity: seconds}; or None
-    on a rank that has no part in it.
-    Returns {candidate: {quantity: [rank][step]}}, on every rank, without the first `warmup` rounds.
+    A row runs one step, after a barrier, and returns its times, {quantity: seconds}; or None on a
+    rank that has no part in it.
+    Returns {row: {quantity: [rank][step]}}, on every rank, without the first `warmup` rounds.
     """
-    local = {name: [] for name in candidates}
+    local = {name: [] for name in rows}
     for i in range(warmup + steps):
-        for name, step in candidates.items():
+        for name, step in rows.items():
             progress(f"step {i + 1} of {warmup + steps}: {name}")
             dist.barrier()
             with network():
                 local[name].append(step())
     all_ranks = gather({name: times[warmup:] for name, times in local.items()})
     samples = {}
-    for name in candidates:
-        counted = [of_rank[name] for of_rank in all_ranks if of_rank[name][0] is not None]
+    for name in rows:
+        of_ranks = [of_rank[name] for of_rank in all_ranks if of_rank[name][0] is not None]
         samples[name] = {
-            quantity: [[times[quantity] for times in of_rank] for of_rank in counted]
-            for quantity in counted[0][0]
+            quantity: [[times[quantity] for times in of_rank] for of_rank in of_ranks]
+            for quantity in of_ranks[0][0]
         }
     return samples
 
 
-def profile(candidates: dict[str, Callable[[], object]], trace: Path | None) -> None:
-    """Write a Chrome trace of rank 0, if there is a path: three more steps of each, by its name."""
+def profile(rows: dict[str, Callable[[], object]], trace: Path | None) -> None:
+    """Write a Chrome trace of every rank, if there is a path: three more steps of each row.
+
+    The files are `trace`.rank0, `trace`.rank1, …
+    """
     if trace is None:
         return
     # acc_events: torch 2.12 warns that a profiler without it forgets earlier cycles.
     with torch.profiler.profile(acc_events=True) as profiler:
-        for name, step in candidates.items():
+        for name, step in rows.items():
             for _ in range(3):
                 dist.barrier()
                 with torch.profiler.record_function(name), network():
                     step()
-    if dist.get_rank() == 0:
-        profiler.export_chrome_trace(str(trace))
-        say(f"written: {trace}")
+    profiler.export_chrome_trace(f"{trace}.rank{dist.get_rank()}")
+    say(f"written: {trace}.rank0 and so on, one for each rank")

@@ -77,8 +77,8 @@ def sweep(args, device: torch.device, result: dict) -> Link:
     best_mb = size / best_number_of_buckets(size, link) / 2**20
     say(f"formula: of {size / 2**20:.1f} MB of gradients the best bucket has {best_mb:.1f} MB")
     rows = result["overheads"] = []
-    for candidate in result["candidates"]:
-        name, buckets = candidate["name"], candidate["collectives_per_step"]
+    for candidate in result["rows"]:
+        name, buckets = candidate["name"], candidate["collectives"]
         step = report.percentiles(candidate["step_seconds"])[0]
         row = {"name": name, "buckets": buckets, "step": step}
         row["measured"] = step - rows[0]["step"] if rows else None

@@ -25,7 +25,7 @@ from statistics import median
 FOLDER = Path(__file__).resolve().parent
 sys.path[:0] = [str(FOLDER), str(FOLDER.parent.parent)]
 
-from strategies import LABELS, STAGES
+from strategies import COLORS, LABELS, STAGES
 
 from common import report, setup
 from common.ladder import NO_COMMUNICATION
@@ -39,7 +39,7 @@ Run = dict[str, dict[str, float]]  # {candidate: {quantity: p50 in seconds}}
 def p50s(result: dict) -> Run:
     """Return of each candidate the p50 of every quantity, over all steps of all ranks."""
     run = {}
-    for each in result["candidates"]:
+    for each in result["rows"]:
         quantities = [key for key in each if key.endswith("_seconds")]
         run[each["name"]] = {key: report.percentiles(each[key])[0] for key in quantities}
     return run
@@ -86,14 +86,14 @@ def draw(columns: dict[str, list[Run]], path: Path) -> None:
     figure, axes = report.new_figure(max(7, 5 * len(columns)), 4)
     exposed = "exposed communication"
     ticks = {0: floor}  # place: text
-    axes.bar(0, 1, color=report.COLORS["forward"], label="everything else")
+    axes.bar(0, 1, color=COLORS["forward"], label="everything else")
     for label, runs in columns.items():
         first = place = max(ticks) + 1.5
         for name in [name for name in runs[0] if name != floor]:
             step = median(ratios(runs, name, floor))
             wait = median(ratios(runs, name, floor, "exposed_comm_seconds"))
-            axes.bar(place, step - wait, color=report.COLORS["forward"])
-            axes.bar(place, wait, bottom=step - wait, color=report.COLORS[exposed], label=exposed)
+            axes.bar(place, step - wait, color=COLORS["forward"])
+            axes.bar(place, wait, bottom=step - wait, color=COLORS[exposed], label=exposed)
             axes.text(place, step, f"{step:.2f}", ha="center", va="bottom", fontsize=9)
             ticks[place] = LABELS.get(name, name)
             place += 1
