@@ -6,11 +6,9 @@ ladder.main(args, train_step, {"ZeRO2": Way(ZeRO2)}, others)    # any ways, in o
 
 import argparse
 import os
-import re
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy
@@ -131,7 +129,7 @@ class Trainee:
         }
         if self.way.waits_elsewhere:
             seconds = sum(end - start for start, end in waits)
-            times["waiting_seconds"] = seconds / network().stretch
+            times["waits_seconds"] = seconds / network().stretch
         else:
             times["exposed_comm_seconds"] = self.watch.seconds("last gradient", "finish ends")
         return loss, times
@@ -286,9 +284,8 @@ def verify(name: str, way: Way, train_step, args, device: torch.device) -> dict:
                 say_progress(batches, log)
                 log.clear()
         accuracy = evaluate(epoch, trainee.model, *held_out)
-    weights = module.state_dict()
-    if hasattr(trainee.model, "gather_full_params"):  # a rank has parts of them
-        weights = trainee.model.gather_full_params()
+    is_sharded = hasattr(trainee.model, "gather_full_params")
+    weights = trainee.model.gather_full_params() if is_sharded else module.state_dict()
     if args.save and rank == 0:
         torch.save(weights, args.save)
     return compare_weights(weights, twin.module.state_dict()) | {"accuracy": accuracy}
@@ -364,25 +361,20 @@ def benchmark(steps: dict[str, Callable[[], dict]], args) -> list[dict]:
     """Measure steps in turn; return "rows" of the JSON."""
     samples = timing.measure(at_one_pace(steps, pace_of(args)), args.steps, args.warmup)
     warn_of_drift()
-    return [{"name": name, **times, **count(steps[name])} for name, times in samples.items()]
+    rows = []
+    for name, times in samples.items():
+        rows.append({"name": name, **times, "collectives": count_collectives(steps[name])})
+    return rows
 
 
-def count(step: Callable[[], object]) -> dict[str, float]:
-    """Return how many collectives a step makes, and how many bytes this rank writes in it."""
+def count_collectives(step: Callable[[], object]) -> int:
+    """Return how many collectives one more step makes."""
     step()  # in its second step torch DDP arranges its buckets anew, with two broadcasts
     dist.barrier()
-    calls_before, bytes_before = network().calls, written_bytes()
+    before = network().calls
     with CommDebugMode() as counter:
         step()
-    collectives = network().calls - calls_before if network().text else counter.get_total_counts()
-    return {"collectives": collectives, "sent_bytes": written_bytes() - bytes_before}
-
-
-def written_bytes() -> float:
-    """Return the bytes that this process has written so far, usually to sockets; nan: unknown."""
-    counters = Path("/proc/self/io")  # on Linux
-    written = re.search(r"wchar: (\d+)", counters.read_text()) if counters.exists() else None
-    return float(written[1]) if written else float("nan")
+    return network().calls - before if network().text else counter.get_total_counts()
 
 
 def split_exposed(exposed: list[list[float]]) -> tuple[numpy.ndarray, numpy.ndarray]:
@@ -412,9 +404,9 @@ share: that in per cent of the step. Of it, network: the least of all ranks in a
 a rank that comes later, the mean. calls: collectives of a step; ÷ torch DDP: below 1 is faster."""
 
 
-def print_steps(result: dict, more: dict[str, Callable[[dict], str]] | None = None) -> None:
-    """Print the rows of the JSON; `more` columns: {title: a function of a row that returns it}."""
-    model, more = result["model"], more or {}
+def print_steps(result: dict, has_optimizer: bool = False) -> None:
+    """Print the rows of the JSON, perhaps with the ms of the optimizer's step."""
+    model = result["model"]
     tokens = model["batch_size"] * model["context_length"] * result["world_size"]
     seconds = {row["name"]: row["step_seconds"] for row in result["rows"]}
     table, late = [], []
@@ -422,21 +414,23 @@ def print_steps(result: dict, more: dict[str, Callable[[dict], str]] | None = No
         step = report.percentiles(row["step_seconds"])[0]
         cells = [row["name"], *report.milliseconds(row["step_seconds"]), f"{tokens / step:.0f}"]
         exposed = row.get("exposed_comm_seconds")
-        of_row = exposed or row["waiting_seconds"]
-        median = report.percentiles(of_row)[0] if row["collectives"] else 0.0
+        median = report.percentiles(exposed or row["waits_seconds"])[0]
         cells += [f"{1000 * median:.1f}", f"{100 * median / step:.0f} %"]
-        if exposed and row["collectives"]:
+        if exposed and row["name"] != NO_COMMUNICATION:
             of_network, waiting = split_exposed(exposed)
             cells += [f"{1000 * numpy.median(of_network):.1f}", f"{1000 * waiting.mean():.1f}"]
             if sentence := who_is_late(waiting, step):
                 late.append(f"{row['name']}: {sentence}.")
         else:
             cells += ["-", "-"]
-        cells += [str(row["collectives"]), *[cell(row) for cell in more.values()]]
+        cells.append(str(row["collectives"]))
+        if has_optimizer:
+            cells += report.milliseconds(row["optimizer_seconds"])[:1]
         table.append([*cells, report.ratio(row["step_seconds"], seconds.get(TORCH_DDP))])
     header = ["step, ms", "p50", "p75", "p90", "p95", "tokens/s"]
-    header += ["exposed", "share", "network", "waiting", "calls", *more, f"÷ {TORCH_DDP}"]
-    report.print_table(header, table)
+    header += ["exposed", "share", "network", "waiting", "calls"]
+    header += ["optimizer"] if has_optimizer else []
+    report.print_table([*header, f"÷ {TORCH_DDP}"], table)
     for sentence in late:
         setup.say(sentence)
     setup.say(LEGEND)
@@ -451,7 +445,7 @@ def torch_ddp(bucket_size_mb: float = BUCKET_SIZE_MB) -> dict[str, Way]:
 def main(args, train_step, ours: dict[str, Way], others: dict[str, Way], account=None) -> None:
     """Verify our ways; then measure them in turn with no communication and others. Print it all.
 
-    `account(ways, args, device, result)` may measure more, and returns `more` of print_steps.
+    `account(ways, train_step, args, device, result)` measures and prints what ranks hold.
     """
     with setup.process_group(args.device, args.backend, args.timeout) as device:
         result = report.begin(setup.stage(), args, device)
@@ -460,14 +454,15 @@ def main(args, train_step, ours: dict[str, Way], others: dict[str, Way], account
         for name, way in ours.items() if not args.no_verify else []:
             result["verify"][name] = verify(name, way, train_step, args, device)
         ways = ours if args.no_baseline else {NO_COMMUNICATION: Way(), **ours, **others}
-        more = account(ways, args, device, result) if account else {}
+        if account:
+            account(ways, train_step, args, device, result)
         steps = {}
         for name, way in ways.items():
             trainee = language_trainee(way, train_step, args, device)
             steps[name] = repeated(trainee, random_tokens(args, device))
         result["rows"] = benchmark(steps, args)
         timing.profile(steps, args.trace)
-        print_steps(result, more)
+        print_steps(result, has_optimizer=account is not None)
         report.write_json(args.json, result)
 
 

@@ -16,7 +16,7 @@ from bucketed import BucketedDDP, fill_buckets, train_step  # noqa: F401
 from flat_ddp import FlatDDP
 from naive_ddp import NaiveDDP
 from overlap_ddp import OverlapDDP
-from pictures import COLORS  # noqa: F401
+from pictures import COLORS, save_movie  # noqa: F401
 
 WHEN_READY, AFTER_BACKWARD = "when ready", "after backward"  # when calls are launched
 ONE_BY_ONE = "one by one"  # after backward, each when the call before has arrived
