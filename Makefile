@@ -39,7 +39,7 @@ TESTING := $(if $(PYTHON),check-python,.venv/.installed-dev)
 READER := $(or $(PYTHON),python3)
 PYTHON ?= .venv/bin/python
 
-# TEXT as one word of the shell; --size and the value of SIZE, if it has one: $(call option,size,SIZE)
+# A text as one word of the shell, and --size 'VALUE' of $(call option,size,SIZE), if SIZE has one.
 quoted = '$(subst ','\'',$(1))'
 option = $(if $($(2)),--$(1) $(call quoted,$($(2))))
 NPROC_FLAG = $(call option,nproc,NPROC)
