@@ -52,7 +52,7 @@ ON_RANKS = $(TORCHRUN)$(if $(NETWORK), $(SLOW))
 NO_RANK = env -u RANK -u LOCAL_RANK -u WORLD_SIZE -u LOCAL_WORLD_SIZE "$(PYTHON)"
 unexport OMP_PROC_BIND OMP_PLACES GOMP_CPU_AFFINITY  # with them importing torch leaves one core
 
-# $(call only,NAME,GOALS) refuses a variable that some other goal is given, which does not use it.
+# $(call only,NAME,GOALS) refuses a variable for all other goals, because they do not use it.
 GOALS := $(patsubst %/,%,$(MAKECMDGOALS))
 only = $(if $(and $($(1)),$(filter-out $(2),$(GOALS))),$(error $(1)='$($(1))' does nothing in \
 	make $(filter-out $(2),$(GOALS)): see make help))
@@ -66,7 +66,7 @@ ifeq ($(shell test $(call quoted,$(RANKS)) -ge 1 2> /dev/null && echo yes),)
 $(error NPROC='$(NPROC)' is not a whole number of at least 1)
 endif
 
-# A folder is made though it is there, also with the slash that Tab puts at its end.
+# Folders are there and are run all the same, also with the slash that Tab puts at their end.
 FOLDERS := $(wildcard 0?_* 0?_*/*)
 .NOTPARALLEL:
 .PHONY: $(FOLDERS) $(FOLDERS:%=%/) help compare predict timeline hosts read step check all setup \

@@ -8,7 +8,6 @@ import pytest
 
 from tools.testing import ROOT
 
-SLOW = "01_allreduce/slow_network/slow_network.py '1gbit,1ms'"
 FOLDERS = [page.parent.relative_to(ROOT).as_posix() for page in ROOT.glob("0?_*/**/README.md")]
 
 
@@ -62,31 +61,39 @@ def test_a_wrong_number_of_ranks_is_one_line(number):
     assert status == 2 and number in output and output.count("\n") == 1, output
 
 
-NETWORK = ["NETWORK=1gbit,1ms", "BACKEND=gloo"]
 MINE = "MINE=my ddp's.py:My"
-MINE_FLAG = r"--mine 'my ddp'\''s.py:My'"
 
 
 @pytest.mark.parametrize(
-    "words, handed_on",
+    "target, script",
     [
-        (["05", *NETWORK], f"{SLOW} 05_bucketed/bucketed.py --backend 'gloo'"),
-        (["compare", *NETWORK], f"{SLOW} 05_bucketed/compare/compare.py --backend 'gloo'"),
-        (["07_resnet_ddp", *NETWORK], f"{SLOW} 07_resnet_ddp/resnet_ddp.py --backend 'gloo'"),
-        (["timeline"], f"{SLOW} 05_bucketed/compare/timeline.py"),
-        (["01_allreduce/slow_network"], f"--nproc-per-node 2 {SLOW}"),
-        (["compare", MINE], f"--nproc-per-node 2 05_bucketed/compare/compare.py {MINE_FLAG}"),
-        (["predict", MINE], f"predict.py {MINE_FLAG}"),
-        (["06_sharded_optimizer", MINE], f"sharded_optimizer.py {MINE_FLAG}"),
-        (["06_sharded_optimizer/fsdp/", MINE], f"fsdp.py {MINE_FLAG}"),
-        (["hosts", MINE], f"--json results/hosts.json {MINE_FLAG}"),
-        (["hosts", "RATE=9mbit", "DELAY=1ms"], "'9mbit' '1ms' 05_bucketed/compare/compare.py"),
-        (["check", MINE, "NPROC=3"], f"check.py {MINE_FLAG.partition(' ')[2]} --nproc '3'"),
-        (["check", "KIND=fsdp", "LAYERS=a.b"], "check.py --kind 'fsdp' --layers 'a.b'"),
+        ("05", "05_bucketed/bucketed.py --backend 'gloo'"),
+        ("compare", "05_bucketed/compare/compare.py --backend 'gloo'"),
+        ("07_resnet_ddp", "07_resnet_ddp/resnet_ddp.py --backend 'gloo'"),
     ],
 )
-def test_variables_are_handed_on(words, handed_on):
-    assert handed_on in " ".join(would_make(*words).replace("\\\n", " ").split())
+def test_a_network_and_a_backend_are_handed_on(target, script):
+    command = " ".join(would_make(target, "NETWORK=1gbit,1ms", "BACKEND=gloo").split())
+    assert f" 2 01_allreduce/slow_network/slow_network.py '1gbit,1ms' {script}" in command
+
+
+@pytest.mark.parametrize("target", ["timeline", "01_allreduce/slow_network/"])
+def test_these_always_have_a_network(target):
+    assert " 2 01_allreduce/slow_network/slow_network.py '1gbit,1ms' " in would_make(target)
+
+
+@pytest.mark.parametrize(
+    "target", ["compare", "predict", "hosts", "06_sharded_optimizer", "06_sharded_optimizer/fsdp/"]
+)
+def test_a_class_is_handed_on(target):
+    assert r" --mine 'my ddp'\''s.py:My' " in would_make(target, MINE)
+
+
+def test_what_check_and_hosts_are_told():
+    command = would_make("check", MINE, "KIND=fsdp", "LAYERS=a.b", "NPROC=3")
+    words = r"check.py 'my ddp'\''s.py:My' --kind 'fsdp' --layers 'a.b' --nproc '3'"
+    assert words in " ".join(command.split())
+    assert " '9mbit' '1ms' " in would_make("hosts", "RATE=9mbit", "DELAY=1ms")
 
 
 @pytest.mark.parametrize(
