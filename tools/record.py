@@ -46,7 +46,7 @@ RECORDINGS = read_list()
 TIMELINE = "05_bucketed/compare/reference_output_timeline.txt"
 # Besides the scripts of its stage a recording may depend on these.
 ALWAYS = ["common/*.py", "Makefile", "01_allreduce/slow_network/*.py", "tools/*.sh", "docs/*.sh"]
-ALWAYS += ["tools/cable.py", "tools/torchrun.py", ":!*/test_*.py"]
+ALWAYS += ["tools/torchrun.py", ":!*/test_*.py"]
 
 
 def git(*words: str) -> subprocess.CompletedProcess:
