@@ -8,6 +8,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import NamedTuple
 
@@ -79,7 +80,7 @@ class Way(NamedTuple):
 
     wrap: Callable[[nn.Module], nn.Module] = nn.Sequential  # it calls the module, and sends nothing
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
-    waits_elsewhere: bool = False  # for collectives, also within forward and backward
+    waits_noted: Callable = nullcontext  # for one that waits within forward and backward, too
 
 
 class Trainee:
@@ -121,41 +122,50 @@ class Trainee:
 
     def train(self, inputs, targets) -> tuple[torch.Tensor, dict[str, float]]:
         """Train on a batch; return the loss, and the seconds of the step and of its parts."""
-        with timing.waits_noted() as waits:
+        with self.way.waits_noted() as waits:
             loss = self.train_step(self.model, self.optimizer, inputs, targets)
         times = {
             "step_seconds": self.watch.seconds("step starts", "step ends"),
             "optimizer_seconds": self.watch.seconds("optimizer starts", "optimizer ends"),
         }
-        if self.way.waits_elsewhere:
+        if waits is None:
+            times["exposed_comm_seconds"] = self.watch.seconds("last gradient", "finish ends")
+        else:
             seconds = sum(end - start for start, end in waits)
             times["waits_seconds"] = seconds / network().stretch
-        else:
-            times["exposed_comm_seconds"] = self.watch.seconds("last gradient", "finish ends")
         return loss, times
 
+    def step(self) -> dict[str, float]:
+        """Train on the batch that it has; return the seconds of the step and of its parts."""
+        return self.train(*self.batch)[1]
 
-def random_tokens(args, device: torch.device, shape=None) -> torch.Tensor:
-    """Return inputs and targets, int64 [2, batch, context], which differ from rank to rank."""
+
+def size_of(args) -> Size:
+    """Return that of --size, with --batch-size and --context-length."""
     size = SIZES[args.size]
-    own = args.batch_size or size.batch_size, args.context_length or size.context_length
-    torch.manual_seed(args.seed + dist.get_rank())
-    return torch.randint(size.vocabulary, (2, *(shape or own)), device=device)
+    return size._replace(
+        batch_size=args.batch_size or size.batch_size,
+        context_length=args.context_length or size.context_length,
+    )
 
 
 def language_trainee(way: Way, train_step, args, device, beside: Trainee | None = None) -> Trainee:
-    """Return one that trains the model of --size, or that of another trainee."""
-    if beside:
-        return Trainee(way, beside.module, train_step, beside)
+    """Return one that trains the model of --size, or that of another trainee, on random tokens.
+
+    Each rank has a batch of its own: int64 [inputs and targets, batch, context].
+    """
+    size = size_of(args)
     torch.manual_seed(args.seed)
     with device:
-        module = LanguageModel(*SIZES[args.size][:5]).to(getattr(torch, args.dtype))
-        return Trainee(way, module, train_step, lr=1e-4, fused=True)
-
-
-def repeated(trainee: Trainee, batch: torch.Tensor) -> Callable[[], dict[str, float]]:
-    """Return a function that trains a step on this batch, and returns its seconds."""
-    return lambda: trainee.train(*batch)[1]
+        if beside:
+            trainee = Trainee(way, beside.module, train_step, beside)
+        else:
+            module = LanguageModel(*size[:5]).to(getattr(torch, args.dtype))
+            trainee = Trainee(way, module, train_step, lr=1e-4, fused=True)
+        torch.manual_seed(args.seed + dist.get_rank())
+        shape = 2, size.batch_size, size.context_length
+        trainee.batch = torch.randint(size.vocabulary, shape)
+    return trainee
 
 
 # The command line
@@ -203,23 +213,15 @@ def stage_parser(description: str, steps: int = 10, warmup: int = 5) -> setup.Pa
 
 def describe(args) -> dict:
     """Print which model is measured, and how; return "model" of the JSON."""
-    size = SIZES[args.size]
+    size = size_of(args)
     with torch.device("meta"):
         parameters = sum(p.numel() for p in LanguageModel(*size[:5]).parameters())
-    batch_size = args.batch_size or size.batch_size
-    context_length = args.context_length or size.context_length
     setup.say(
         f"{args.size} model: {parameters / 1e6:.1f} million parameters, {args.dtype}, "
-        f"{batch_size} × {context_length} tokens per rank; "
+        f"{size.batch_size} × {size.context_length} tokens per rank; "
         f"{args.steps} steps are measured, after {args.warmup} to warm up"
     )
-    return {
-        "size": args.size,
-        "parameters": parameters,
-        "dtype": args.dtype,
-        "batch_size": batch_size,
-        "context_length": context_length,
-    }
+    return {"size": args.size, "parameters": parameters, "dtype": args.dtype, **size._asdict()}
 
 
 # Verify
@@ -458,8 +460,7 @@ def main(args, train_step, ours: dict[str, Way], others: dict[str, Way], account
             account(ways, train_step, args, device, result)
         steps = {}
         for name, way in ways.items():
-            trainee = language_trainee(way, train_step, args, device)
-            steps[name] = repeated(trainee, random_tokens(args, device))
+            steps[name] = language_trainee(way, train_step, args, device).step
         result["rows"] = benchmark(steps, args)
         timing.profile(steps, args.trace)
         print_steps(result, has_optimizer=account is not None)

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -34,29 +33,6 @@ class Stopwatch:
             self.marks[end].synchronize()
             return self.marks[start].elapsed_time(self.marks[end]) / 1000
         return (self.marks[end] - self.marks[start]) / network().stretch
-
-
-@contextmanager
-def waits_noted():
-    """Yield a list that gets (start, end) of each wait for a collective, by time.perf_counter().
-
-    Those in C++ are not seen, as in torch's DDP; and on a GPU it is not the host that waits.
-    """
-    work = network().work
-    wait = work.wait
-    waits = []
-
-    def noting_wait(*arguments) -> bool:
-        start = time.perf_counter()
-        is_done = wait(*arguments)
-        waits.append((start, time.perf_counter()))
-        return is_done
-
-    work.wait = noting_wait
-    try:
-        yield waits
-    finally:
-        work.wait = wait
 
 
 def gather(value) -> list:

@@ -36,7 +36,6 @@ def measure(args, device, controls: bool) -> list[dict]:
     They share one model and one optimizer, but for the user's own class: its hooks may act at any
     time.
     """
-    batch = ladder.random_tokens(args, device)
     floor = ladder.language_trainee(Way(), train_step, args, device)
     trainees = {NO_COMMUNICATION: floor}
     ways = {name: Way(s.wrap) for name, s in strategies(args.bucket_size_mb, controls).items()}
@@ -45,7 +44,7 @@ def measure(args, device, controls: bool) -> list[dict]:
         trainees[name] = ladder.language_trainee(way, train_step, args, device, beside=floor)
     for name, mine in users_rows(args.mine, args.bucket_size_mb).items():
         trainees[name] = ladder.language_trainee(Way(mine), train_step, args, device)
-    steps = {name: ladder.repeated(trainee, batch) for name, trainee in trainees.items()}
+    steps = {name: trainee.step for name, trainee in trainees.items()}
     return ladder.benchmark(steps, args)
 
 

@@ -14,7 +14,9 @@ On other networks, and on GPUs, --trace of a stage shows its steps in torch.prof
 """
 
 import sys
+import time
 from collections.abc import Callable
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -51,15 +53,37 @@ class Bar(NamedTuple):
     text: str = ""
 
 
-def take_steps(trainee: Trainee, batch, steps: int) -> dict:
+@contextmanager
+def waits_noted():
+    """Yield a list that gets (start, end) of each wait for a collective, by time.perf_counter().
+
+    Those in C++ are not seen, as in torch's DDP; and on a GPU it is not the host that waits.
+    """
+    work = network().work
+    wait = work.wait
+    waits = []
+
+    def noting_wait(*arguments) -> bool:
+        start = time.perf_counter()
+        is_done = wait(*arguments)
+        waits.append((start, time.perf_counter()))
+        return is_done
+
+    work.wait = noting_wait
+    try:
+        yield waits
+    finally:
+        work.wait = wait
+
+
+def take_steps(trainee: Trainee, steps: int) -> dict:
     """Train so many steps; return their mean seconds, and "bars"."""
     marks = trainee.watch.marks
     network().spans.clear()
     seconds, spans = [], []  # (name, start, end), in seconds of the clock
-    with timing.waits_noted() as waits:
+    with waits_noted() as waits:
         for _ in range(steps):
-            _, times = trainee.train(*batch)
-            seconds.append(times["step_seconds"])
+            seconds.append(trainee.step()["step_seconds"])
             spans += [
                 ("forward", marks["step starts"], marks["forward ends"]),
                 ("backward", marks["forward ends"], marks["finish starts"]),
@@ -90,10 +114,9 @@ def waited(bars: list[Bar]) -> float:
     return sum(bar.end - bar.start for bar in bars if bar.name == WAITS)
 
 
-def measure(trainees: dict[str, Trainee], args, device, steps: int = 1) -> dict[str, list[Bar]]:
+def measure(trainees: dict[str, Trainee], args, steps: int = 1) -> dict[str, list[Bar]]:
     """Measure in turn; return rank 0's bars of the turn of median length, and say what it shows."""
-    batch = ladder.random_tokens(args, device)
-    turns = {name: partial(take_steps, each, batch, steps) for name, each in trainees.items()}
+    turns = {name: partial(take_steps, each, steps) for name, each in trainees.items()}
     turns = ladder.at_one_pace(turns, ladder.pace_of(args))
     samples = timing.measure(turns, args.steps, args.warmup)
     found = {}
@@ -121,7 +144,7 @@ def draw_ways(args, train_step: Callable, ways: dict[str, Way], steps: int = 1) 
         trainees = {}
         for name, way in {NO_COMMUNICATION: Way(), **ways}.items():
             trainees[name] = ladder.language_trainee(way, train_step, args, device)
-        found = measure(trainees, args, device, steps)
+        found = measure(trainees, args, steps)
     if setup.is_rank_0():
         labelled = {f"{name}\nwaits {waited(bars):.0f} ms": bars for name, bars in found.items()}
         report.save_figure(drawing(labelled, axis_end(found))[0], args.timeline)
@@ -204,7 +227,7 @@ def main() -> None:
         for stage in STAGES:
             way = Way(strategies(ladder.BUCKET_SIZE_MB)[stage.name].wrap)
             trainees[stage.folder] = ladder.language_trainee(way, train_step, args, device, floor)
-        found = measure(trainees, args, device)
+        found = measure(trainees, args)
         drawn = result["drawn"] = {}
         for name, bars in found.items():
             drawn[name] = {"step_ms": duration(bars), "forward_ms": bars[0].end}

@@ -169,14 +169,13 @@ def measure_beside(args, device, wrappers: dict, result: dict, in_turn=True) -> 
     Puts what is measured into `result`, and returns what `simulate` needs.
     """
     result["model"] = ladder.describe(args)
-    batch = ladder.random_tokens(args, device)
     floor = ladder.language_trainee(Way(), train_step, args, device)
     watch, gradients = floor.watch, list(floor.module.parameters())[::-1]
 
     def alone() -> dict:
         """Train without sending; also says when each gradient is there."""
         hooks = [p.register_post_accumulate_grad_hook(watch.mark) for p in gradients]
-        _, times = floor.train(*batch)
+        times = floor.step()
         for hook in hooks:
             hook.remove()
         times["forward_ends"] = watch.seconds("step starts", "forward ends")
@@ -187,7 +186,7 @@ def measure_beside(args, device, wrappers: dict, result: dict, in_turn=True) -> 
         trainees = {}
         for name, wrap in group.items():
             trainees[name] = ladder.language_trainee(Way(wrap), train_step, args, device, floor)
-        steps = steps | {name: ladder.repeated(each, batch) for name, each in trainees.items()}
+        steps = steps | {name: each.step for name, each in trainees.items()}
         measured = ladder.benchmark(steps, args)
         for trainee in trainees.values():
             for hook in getattr(trainee.model, "hooks", []):  # they would keep it in memory

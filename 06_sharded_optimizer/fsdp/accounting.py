@@ -30,7 +30,7 @@ def fully_sharded(choose_units, model: nn.Module, **options) -> nn.Module:
 
 def torch_fsdp(choose_units) -> dict[str, ladder.Way]:
     """Return fully_shard as it comes, and with whole weights until backward (near ZeRO-2)."""
-    shards = partial(ladder.Way, waits_elsewhere=True)
+    shards = partial(ladder.Way, waits_noted=timeline.waits_noted)
     as_it_comes = partial(fully_sharded, choose_units)
     return {
         "torch fully_shard": shards(as_it_comes),
@@ -118,7 +118,7 @@ def main(description: str, fsdp, choose_units, train_step) -> None:
     formula = "only what one of so many ranks would hold, by a formula (8,64,1024)"
     parser.add_argument("--accounting", **numbers, const=[8, 64, 1024], help=formula)
     args = parser.parse_args()
-    shards = partial(ladder.Way, waits_elsewhere=True)
+    shards = partial(ladder.Way, waits_noted=timeline.waits_noted)
     without_prefetch = {"FSDP, no prefetch": shards(partial(fsdp, prefetch=False))}
     if args.accounting:
         print_accounting(args)

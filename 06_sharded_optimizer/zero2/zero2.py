@@ -386,7 +386,7 @@ def main():
     timeline.add_argument(parser)
     args = parser.parse_args()
     size = {"bucket_size_mb": args.bucket_size_mb}
-    shards = partial(ladder.Way, waits_elsewhere=True)
+    shards = partial(ladder.Way, waits_noted=timeline.waits_noted)
     ours = {"ZeRO2": shards(partial(ZeRO2, **size))}
     buckets = {"BucketedDDP": ladder.Way(partial(BucketedDDP, **size))}
     if args.timeline:
