@@ -389,12 +389,12 @@ def split_exposed(exposed: list[list[float]]) -> tuple[numpy.ndarray, numpy.ndar
 
 
 def who_is_late(waiting: numpy.ndarray, step_seconds: float) -> str:
-    """Say which rank the others wait for, if it is the same one in most steps; else nothing."""
+    """Say which rank the others wait for, if it is the same one in most of ten steps or more."""
     last = waiting.argmin(axis=0)  # [step]: the rank that waits least
     rank = numpy.bincount(last).argmax()
     others = numpy.delete(waiting, rank, axis=0)[:, last == rank]
     late = numpy.median(others.min(axis=0)) if len(others) else 0.0
-    if (last == rank).mean() < 0.8 or late < 0.05 * step_seconds:
+    if len(last) < 10 or (last == rank).mean() < 0.8 or late < 0.05 * step_seconds:
         return ""
     return f"rank {rank} is late by {1000 * late:.1f} ms a step; the others wait for it"
 
