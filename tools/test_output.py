@@ -5,10 +5,14 @@ import os
 import re
 import shutil
 import signal
+from functools import partial
 
+import bucketed
+import naive_ddp
 import pytest
 import torch
 
+from common import ladder
 from common.setup import ROOT
 from tools.testing import torchrun, wait_for_line
 
@@ -41,11 +45,18 @@ if not torch.cuda.is_available():
     WRONG += ", naive_ddp --device cuda, naive_ddp --backend nccl"
 
 
+MAINS = {
+    "naive_ddp": partial(ladder.run, naive_ddp.NaiveDDP, naive_ddp.train_step, ""),
+    "bucketed": partial(ladder.run, bucketed.BucketedDDP, bucketed.train_step, "", True),
+}
+
+
 @pytest.mark.parametrize("line", re.split(r",\s+", WRONG))
 def test_wrong_input_names_flag_and_value(refusal, line):
     """What all scripts have: test_common.py."""
     name, *words = line.split()
-    said = refusal(importlib.import_module(name).main, f"{name}.py", *words)
+    main = MAINS.get(name) or importlib.import_module(name).main
+    said = refusal(main, f"{name}.py", *words)
     flag = [word for word in words if word.startswith("--")][-1]
     assert said.startswith(f"argument {flag}") and words[-1] in said
 
