@@ -261,7 +261,80 @@ def refuses_wrong_use():
             model.finish_gradient_synchronization()
 
 
-PROMISES = [overlaps, keeps_parts, clips_as_torch, accumulates_by_adding, refuses_wrong_use]
+def decaying(model):
+    """The usual recipe: matrices decay, biases and norms don't."""
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    matrices = [p for name, p in named if p.ndim >= 2 and "norm" not in name]
+    others = [p for name, p in named if p.ndim < 2 or "norm" in name]
+    return [{"params": matrices, "weight_decay": 0.5}, {"params": others, "weight_decay": 0.0}]
+
+
+def groups_by_name_decay_as_in_stage_05():
+    pairs = twins()
+    optimizers = [torch.optim.AdamW(decaying(model), lr=0.01) for model, _ in pairs]
+    for step in range(3):
+        for (model, _), optimizer in zip(pairs, optimizers, strict=True):
+            compute_gradients(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+    (model, _), (other, _) = pairs
+    assert_same_weights(model, other, 1e-12)
+
+
+def refuses_optimizers_that_would_train_nothing():
+    """Of the module before it was wrapped or after, of a part of it, and of an outer one."""
+    module = Net().requires_grad_(True)
+    module.never.requires_grad_(False)
+    before = torch.optim.AdamW(module.parameters())
+    model = ZeRO2(module)
+    outer = nn.ModuleList([model, nn.Linear(2, 2)])
+    wrong = module, module.up, outer
+    for optimizer in [before, *[torch.optim.AdamW(each.parameters()) for each in wrong]]:
+        with pytest.raises(RuntimeError, match="model.parameters()"):
+            optimizer.step()
+    for parameters in (model.parameters(), model.shards):  # with and without the frozen ones
+        torch.optim.AdamW(parameters).step()
+
+
+def refuses_another_ranks_state():
+    """What rank 0 has saved, and every rank loads, are slices of other weights."""
+    [(model, optimizer), _] = twins()
+    compute_gradients(model, 0)
+    optimizer.step()
+    of_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, optimizer.state_dict())
+    optimizer.load_state_dict(of_ranks[dist.get_rank()])
+    optimizer.step()
+    optimizer.load_state_dict(of_ranks[0])
+    if dist.get_rank() > 0:
+        with pytest.raises(RuntimeError, match="has loaded the state of rank 0"):
+            optimizer.step()
+
+
+def clips_in_16_bits():
+    """A norm of some hundreds, whose square float16 does not have."""
+    for dtype in (torch.float16, torch.bfloat16):
+        model = ZeRO2(nn.Linear(64, 8, bias=False).to(dtype))
+        for shard in model.shards:
+            shard.grad = torch.full_like(shard, 16.0)
+        norm = model.clip_grad_norm_(1.0)
+        assert norm.item() == pytest.approx(16 * (64 * 8) ** 0.5, rel=1e-2)
+        left = sum(shard.grad.float().square().sum() for shard in model.shards)
+        dist.all_reduce(left)
+        assert left.item() == pytest.approx(1.0, rel=2e-2)
+
+
+PROMISES = [
+    overlaps,
+    keeps_parts,
+    clips_as_torch,
+    clips_in_16_bits,
+    accumulates_by_adding,
+    groups_by_name_decay_as_in_stage_05,
+    refuses_optimizers_that_would_train_nothing,
+    refuses_another_ranks_state,
+    refuses_wrong_use,
+]
 
 
 @pytest.mark.parametrize("promise", PROMISES)
