@@ -30,9 +30,10 @@ from tools.check import checks_of_fsdp as fsdp
 from tools.check import checks_of_losses as losses
 from tools.check import checks_of_optimizers as optimizers
 from tools.check import checks_of_wrappers as wrappers
+from tools.check import checks_of_zero2 as zero2
 from tools.check.findings import FAILED, NOT_TRIED, PASSED, UNUSABLE, WARNED, Answer
 
-KINDS = {"wrapper": wrappers, "optimizer": optimizers, "fsdp": fsdp, "loss": losses}
+KINDS = {"wrapper": wrappers, "optimizer": optimizers, "zero2": zero2, "fsdp": fsdp, "loss": losses}
 COURSE = "What a course's tests ask"
 MEANING = "What data parallelism means"
 BEYOND = "Beyond: right classes may fail it, as torch's do unless asked (find_unused_parameters)"

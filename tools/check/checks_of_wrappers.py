@@ -9,6 +9,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import nn
+from users_class import method_of
 
 from tools.check import models
 from tools.check.findings import (
@@ -30,6 +31,7 @@ from tools.check.models import (
     new,
     public_names,
     reset,
+    trained,
     why_not_reduced,
     wrap,
 )
@@ -41,6 +43,7 @@ NAMES = "gather_full_params() has to return all parameters, whole, under the mod
 COPIED = (
     "a copy is reduced: contiguous() and flatten() copy such a gradient, so copy the result back"
 )
+CLIPPED = "its norm is that of a rank's part, or counts N times what every rank has whole"
 SPLIT_TWICE = "a tied weight is split once for each of its names: make one shard of it"
 WEIGHTS = "it reduces weights, not gradients: a hook has to take the .grad of its parameter"
 
@@ -83,6 +86,9 @@ def weights_of(model, twin: nn.Module) -> dict[str, torch.Tensor]:
     like = dict(twin.named_parameters())
     if gather := gather_of(model):
         found = gather()
+    elif gather := method_of(model, ["gather"]):
+        gather()
+        found = dict(model.module.named_parameters())
     else:
         weights = [weight.detach() for weight in model.parameters()]
         weights = [each.full_tensor() if hasattr(each, "full_tensor") else each for each in weights]
@@ -114,7 +120,7 @@ def follow(
     dtype in which gradients may be averaged. Returns what has to be said of right gradients.
     """
     said = ""
-    optimizer, twin_optimizer = sgd(model.parameters()), sgd(twin.parameters())
+    optimizer, twin_optimizer = sgd(trained(model)), sgd(twin.parameters())
     after = weights_of(model, twin)
     for step in range(steps):
         before = after
@@ -164,7 +170,7 @@ def leaves_weights_to_the_optimizer(mine, layout=PLAIN):
     """weights change in optimizer.step() alone, and not in backward or the finish"""
     twin = new(Plain, layout)
     model = wrap(mine, new(Plain, layout))
-    optimizer = sgd(model.parameters())
+    optimizer = sgd(trained(model))
     for step in range(2):  # ranks that average weights have the same ones in the first
         before = weights_of(model, twin)
         backward_each(model, step)
@@ -235,6 +241,27 @@ def trains_sizes_that_ranks_cannot_divide(mine, layout=PLAIN):
         for width in WIDTHS_WITH_A_REST:
             said = follow_one_process(mine, layout._replace(rows=7, width=width), steps=1)
     return said
+
+
+def clips_by_the_norm_of_all(mine, layout=PLAIN):
+    """its own clip_grad_norm_(): the norm is that of the whole mean gradient, on all ranks"""
+    model, twin = wrap(mine, new(Plain, layout)), new(Plain, layout)
+    if not hasattr(model, "clip_grad_norm_"):
+        raise NotTried("there is no clip_grad_norm_(), and torch's sees a rank's part alone")
+    optimizer = sgd(trained(model))
+    before = weights_of(model, twin)
+    backward_each(model, step=0)
+    gradients_of_ranks(twin, step=0, parts=1)
+    most = nn.utils.get_total_norm([weight.grad for weight in twin.parameters()]) / 2
+    model.clip_grad_norm_(most.item())
+    optimizer.step()
+    after = weights_of(model, twin)
+    found = {name: (before[name] - after[name]) / LR for name in before}
+    check_arrived(found)
+    norm = nn.utils.get_total_norm(found.values())
+    if abs(norm - most) > 1e-3 * most:
+        seen = f"clipped to {most:.3g}, the whole gradient has the norm {norm:.3g}"
+        raise Failed(seen, CLIPPED)
 
 
 RANKS = 3  # some all-reduces are right on 2, 4, 8 only

@@ -13,6 +13,7 @@ MIXED = "order: ranks call in different orders, and calls are matched by their o
 ROUNDED = "rounded to {} on its way: a buffer has that dtype"
 PRECISIONS = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 1e-2}  # relative to the mean
 OVERWRITTEN = "overwritten: a gradient has to be added to what is there"
+NOT_GATHERED = "these weights do not change on this rank: they are never gathered, or not all are"
 UNKNOWN = "what a check above says; else print it beside the mean of all ranks"
 
 
@@ -95,6 +96,9 @@ def explain(name: str, found: torch.Tensor, gradients: dict, why_not_reduced: st
     for dtype in PRECISIONS:
         if is_rounded(found, mean, dtype):
             return f"the mean, but for a {dtype}'s rounding", ROUNDED.format(dtype)
+    unchanged = ((found == 0) & (mean != 0)).sum()
+    if unchanged:
+        return f"zero in {unchanged} of {found.numel()} values", NOT_GATHERED
     return "not the mean", UNKNOWN
 
 

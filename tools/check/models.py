@@ -199,6 +199,15 @@ def loss_of(model: nn.Module, step: int, part: int, rank: int) -> torch.Tensor:
     return model(inputs_of(step, part, rank)).double().square().mean()
 
 
+def trained(model: nn.Module) -> list[torch.Tensor]:
+    """Return what an optimizer gets: the parameters, or a list `shards` that is not among them."""
+    parameters = list(model.parameters())
+    shards = getattr(model, "shards", None)
+    if isinstance(shards, list) and not set(shards) <= set(parameters):
+        return shards
+    return parameters
+
+
 def finish(model: nn.Module) -> None:
     if method := finish_of(model):
         method()

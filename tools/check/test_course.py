@@ -14,9 +14,9 @@ CHECK = ROOT / "tools" / "check"
 
 @pytest.fixture
 def adapters(tmp_path):
-    """A copy of the course in examples/, which has our mistakes.py, too."""
+    """A copy of the course in fixtures/, which has our mistakes.py, too."""
     course = tmp_path / "course"
-    shutil.copytree(CHECK / "examples" / "course", course)
+    shutil.copytree(CHECK / "fixtures" / "course", course)
     shutil.copy(CHECK / "mistakes.py", course / "course_systems")
     return course / "tests" / "adapters.py"
 
