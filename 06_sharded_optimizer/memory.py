@@ -1,5 +1,6 @@
 """06: what ranks hold in training, in parts, for this stage, ZeRO2 and FSDP."""
 
+import gc
 import json
 import re
 import tempfile
@@ -49,8 +50,11 @@ def measure(way: ladder.Way, train_step, args, device: torch.device) -> tuple[He
         trainee.batch = trainee.batch[:, :1, :8]  # activations shall hardly count
         kept.append(kept_by(trainee))
 
-    # On a busy machine gloo lags, so the least counts.
-    peak = min(peak_bytes(train, device) for _ in range(2))
+    peaks = []
+    for _ in range(2):
+        peaks.append(peak_bytes(train, device))
+        gc.collect()  # a trainee holds itself
+    peak = min(peaks)  # on a busy machine gloo lags
     *parts, sent_bytes = kept[-1]
     return Held(*parts, peak - sum(parts)), sent_bytes
 

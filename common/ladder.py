@@ -97,28 +97,18 @@ class Trainee:
         self.module = module
         self.watch = timing.Stopwatch(first.device)
         self.model = way.wrap(module)
-        self.optimizer = beside.optimizer if beside else None
-        if not beside:
+        if beside:
+            self.optimizer = beside.optimizer
+        else:
             self.optimizer = way.optimizer(self.model.parameters(), **options)
-        self.train_step = self.marked("step", train_step)
-        self.model.forward = self.marked("forward", self.model.forward)
-        first.register_post_accumulate_grad_hook(lambda _: self.watch.mark("last gradient"))
+        marked = self.watch.marked
+        self.train_step = marked("step", train_step)
+        self.model.forward = marked("forward", self.model.forward)
+        first.register_post_accumulate_grad_hook(partial(self.watch.mark, "last gradient"))
         # Without communication, and in torch's DDP, there is nothing to finish.
         finish = getattr(self.model, "finish_gradient_synchronization", lambda: None)
-        self.model.finish_gradient_synchronization = self.marked("finish", finish)
-        self.optimizer.step = self.marked("optimizer", self.optimizer.step)
-
-    def marked(self, name: str, function: Callable) -> Callable:
-        """Return the function with marks of this name, by which traces show it, too."""
-
-        def call(*arguments):
-            self.watch.mark(f"{name} starts")
-            with torch.profiler.record_function(name):
-                result = function(*arguments)
-            self.watch.mark(f"{name} ends")
-            return result
-
-        return call
+        self.model.finish_gradient_synchronization = marked("finish", finish)
+        self.optimizer.step = marked("optimizer", self.optimizer.step)
 
     def train(self, inputs, targets) -> tuple[torch.Tensor, dict[str, float]]:
         """Train on a batch; return the loss, and the seconds of the step and of its parts."""

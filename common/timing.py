@@ -17,12 +17,24 @@ class Stopwatch:
         self.on_cuda = device.type == "cuda"
         self.marks = {}
 
-    def mark(self, name: str) -> None:
+    def mark(self, name: str, *_) -> None:
         """Remember the time now under this name; a second mark of the same name replaces it."""
         self.marks[name] = time.perf_counter()
         if self.on_cuda:
             self.marks[name] = torch.cuda.Event(enable_timing=True)
             self.marks[name].record()
+
+    def marked(self, name: str, function: Callable) -> Callable:
+        """Return the function with marks where it starts and ends; traces show it by this name."""
+
+        def call(*arguments):
+            self.mark(f"{name} starts")
+            with torch.profiler.record_function(name):
+                result = function(*arguments)
+            self.mark(f"{name} ends")
+            return result
+
+        return call
 
     def seconds(self, start: str, end: str) -> float:
         """Return the seconds from one mark to another; on an emulated network, its own seconds.
