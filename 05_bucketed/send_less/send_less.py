@@ -300,8 +300,8 @@ def main():
         for network in [text] if text else NETWORKS:
             print_races(result["races"], network, args.seconds)
         setup.say(
-            "ms a batch: calculated, and measured here; loss: of held-out text. With several seeds:\n"
-            "the median, the lowest and the highest."
+            "ms a batch: calculated, and measured here; loss: of held-out text. With several\n"
+            "seeds: the median, the lowest and the highest."
         )
         if args.plot and setup.is_rank_0() and not text:
             draw(result["races"], args.seconds, args.plot)
