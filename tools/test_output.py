@@ -37,10 +37,10 @@ def test_a_copy_of_a_script_alone_says_what_else_a_run_needs(forked, tmp_path, n
 
 WRONG = """allreduce --sizes-mb nan, allreduce --nproc 0, allreduce --backends mpi,
 compare --mine nowhere.py:X, bucketed --bucket-size-mb nan, bucket_sweep --bucket-sizes-mb nan,
-send_less --networks 1gbps, sweep --model resnet1, sweep --model nowhere.py:X,
+sweep --model resnet1, sweep --model nowhere.py:X,
 compile_ddp --compile gcc, ddp_rpc --trainers 100000,
 ddp_rpc --nproc 8 --embedding-dim 100, ddp_rpc --round-trip-ms nan,
-ddp_rpc --round-trip-ms -5, ddp_rpc --tables 0, ddp_rpc --master-port 70000"""
+ddp_rpc --round-trip-ms -5, ddp_rpc --master-port 70000"""
 if not torch.cuda.is_available():
     WRONG += ", naive_ddp --device cuda, naive_ddp --backend nccl"
 
