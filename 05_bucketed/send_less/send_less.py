@@ -43,7 +43,7 @@ class RoundedDDP(BucketedDDP):
     """BucketedDDP, but buckets travel in bfloat16: half the bytes, and about three digits."""
 
     def _launch_ready(self):
-        while self.waiting and self.ready.issuperset(self.waiting[0].views):
+        while self.waiting and self.ready.issuperset(self.waiting[0].parameters):
             bucket = self.waiting.pop(0)
             bucket.rounded = bucket.flat.bfloat16()
             work = dist.all_reduce(bucket.rounded, group=self.process_group, async_op=True)
