@@ -229,9 +229,12 @@ def load_images(args: argparse.Namespace) -> list[torch.Tensor]:
     try:
         from torchvision.datasets import MNIST
 
-        if args.download and os.environ["LOCAL_RANK"] == "0":  # on each host
-            MNIST(args.data, download=True)
-        dist.barrier()
+        if args.download:
+            # Rank 0 first: if its folder is that of all hosts, the others find everything there.
+            for number in ("RANK", "LOCAL_RANK"):
+                if os.environ[number] == "0":
+                    MNIST(args.data, download=True)
+                dist.barrier()
         splits = MNIST(args.data, train=True), MNIST(args.data, train=False)
     except Exception as error:  # torchvision has many kinds: files missing, cut short, not MNIST
         what = f"{args.data!r} holds no readable MNIST ({error!r})"

@@ -46,12 +46,17 @@ def progress(text: str = "") -> None:
 
 
 def fail(message: str):
-    """Say in one line what is wrong and exit with status 2; only rank 0 prints it."""
+    """Say in one line what is wrong and exit with status 2; one of the ranks that see it says it.
+
+    When a rank ends, torchrun ends the others. So rank 0 speaks at once, and a rank that is still
+    there after some seconds speaks for itself.
+    """
     progress()
-    if is_rank_0():
-        print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr, flush=True)
-    else:
-        time.sleep(10)  # a rank that ends makes torchrun end rank 0, which may not have said it yet
+    speaker = ""
+    if not is_rank_0():
+        time.sleep(10 + 2 * int(os.environ.get("LOCAL_RANK", 0)))
+        speaker = f"rank {os.environ['RANK']}: "
+    print(f"{Path(sys.argv[0]).name}: error: {speaker}{message}", file=sys.stderr, flush=True)
     sys.exit(2)
 
 

@@ -2,15 +2,19 @@
 
 import json
 import math
+import os
 import sys
+import time
 from datetime import datetime, timezone
 from pathlib import Path
 from types import SimpleNamespace
 
+import images
 import numpy
 import pytest
 import torch
 import torch.distributed as dist
+import torchvision
 from memory import held_bytes, peak_bytes
 from naive_ddp import train_step
 from torch.distributed.device_mesh import init_device_mesh
@@ -200,6 +204,55 @@ def test_mnist_that_is_cut_short_is_one_line_of_all_ranks(forked, tmp_path):
     status, output = forked(2, NAIVE, *QUICK, "--data", tmp_path)
     assert status == 2 and output.count("error: ") == 1, output
     assert "argument --data: " in output and str(tmp_path) in output, output
+
+
+def test_what_one_rank_alone_refuses_it_says_itself(refusal, monkeypatch):
+    """After a while, in which rank 0 would have ended the run."""
+    waits = []
+    monkeypatch.setattr(setup.time, "sleep", waits.append)
+    environment = ONLY_RANK | {"RANK": "3", "LOCAL_RANK": "1"}
+    said = refusal(parse, "script.py", "--size", "huge", environment=environment)
+    assert said.startswith("rank 3: argument --size: ") and sum(waits) >= 10, said
+
+
+class SlowDownload:
+    """A data set of torchvision whose download takes a while, and which counts them."""
+
+    def __init__(self, folder, train=True, transform=None, download=False):
+        self.data, self.targets = torch.zeros(4, 28, 28), torch.zeros(4)
+        whole = Path(folder, "whole")
+        if download and not whole.exists():
+            with Path(folder, "part").open("x") as part:  # an error if another writes it
+                time.sleep(0.2)
+                part.write("images")
+            os.replace(part.name, whole)
+            with Path(folder, "downloads").open("a") as downloads:
+                downloads.write("one\n")
+        assert whole.exists()
+
+
+def downloads_as_a_host(load: str, folders: list):
+    """On a rank that is alone on its host, as is each of the others."""
+    folder = folders[dist.get_rank()]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_RANK", "0")
+        patch.setattr(torchvision.datasets, "MNIST", SlowDownload)
+        patch.setattr(images, "CIFAR10", SlowDownload)
+        if load == "02 to 06":
+            ladder.load_images(SimpleNamespace(data=folder, download=True))
+        else:
+            images.image_sets(folder, True, 20)
+
+
+@pytest.mark.parametrize("load", ["02 to 06", "07"])
+@pytest.mark.parametrize("folders", [("shared", "shared"), ("of host 0", "of host 1")])
+def test_each_folder_of_the_hosts_is_filled_once(ranks, tmp_path, load, folders):
+    folders = [tmp_path / name for name in folders]
+    for folder in folders:
+        folder.mkdir(exist_ok=True)
+    ranks(2).run(downloads_as_a_host, load, folders)
+    for folder in folders:
+        assert (folder / "downloads").read_text() == "one\n"
 
 
 # Processes
