@@ -156,7 +156,6 @@ MEANING = [
     wrappers.trains_sizes_that_ranks_cannot_divide,
     computes_in_another_dtype,
     wrappers.accumulates_without_no_sync,
-    wrappers.trains_after_two_forwards,
     wrappers.evaluates_in_between,
     wrappers.clips_by_the_norm_of_all,
 ]
