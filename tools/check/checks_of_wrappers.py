@@ -114,7 +114,8 @@ def follow(
     dtype in which gradients may be averaged. Returns what has to be said of right gradients.
     """
     said = ""
-    optimizer, twin_optimizer = sgd(trained(model)), sgd(twin.parameters())
+    optimizer = sgd(trained(model))
+    twin_optimizer = sgd(twin.parameters())
     after = weights_of(model, twin)
     for step in range(steps):
         before = after
@@ -233,7 +234,8 @@ def trains_sizes_that_ranks_cannot_divide(mine, layout=PLAIN):
 
 def clips_by_the_norm_of_all(mine, layout=PLAIN):
     """its own clip_grad_norm_(): the norm is that of the whole mean gradient, on all ranks"""
-    model, twin = wrap(mine, new(Plain, layout)), new(Plain, layout)
+    model = wrap(mine, new(Plain, layout))
+    twin = new(Plain, layout)
     if not hasattr(model, "clip_grad_norm_"):
         raise NotTried("there is no clip_grad_norm_(), and torch's sees a rank's part alone")
     optimizer = sgd(trained(model))
