@@ -81,11 +81,8 @@ def read_arguments():
     add("--layers", default="", metavar="MODULE", help=own)
     seconds = "in which a rank has to get on, on a machine of its own"
     add("--seconds", type=setup.positive_number, default=8.0, help=seconds)
-    add(
-        "--nproc",
-        type=setup.whole_number(2, 64),
-        help="ranks (default: 3 of a wrapper or ZeRO2, else 2)",
-    )
+    ranks = "ranks (default: 3 of a wrapper or ZeRO2, 4 of a loss, else 2)"
+    add("--nproc", type=setup.whole_number(2, 64), help=ranks)
     return parser.parse_args()
 
 

@@ -42,7 +42,8 @@ def is_the_mean_of_its_shares(mine):
     loss, make_batch = mine
     rank = dist.get_rank()
     ranks = dist.get_world_size()
-    box = [make_batch(32 * ranks)]
+    torch.manual_seed(0)
+    box = [make_batch(16 * ranks)]
     dist.broadcast_object_list(box)
     [tensors] = box
     share = [tensor[rank::ranks] for tensor in tensors]
@@ -77,7 +78,7 @@ def explain(loss, found: torch.Tensor, whole: torch.Tensor) -> str:
     return MEETS + PARAMETERS.format(", ".join(names)) if names else MEETS
 
 
-RANKS = 2
+RANKS = 4  # two may have as many samples that count
 COURSE = []
 MEANING = [can_be_used, is_the_mean_of_its_shares]
 BEYOND = []

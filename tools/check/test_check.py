@@ -534,7 +534,7 @@ def judge_loss(number: int, store: str):
     answer = judge(checks_of_losses.is_the_mean_of_its_shares, mine)
     dist.destroy_process_group()
     rank = int(os.environ["RANK"])
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=4)
     return answer
 
 
@@ -542,7 +542,7 @@ def judge_loss(number: int, store: str):
 def test_losses(late_ranks, tmp_path, number):
     """Also those that call other ranks themselves. Of one across samples parameters are named."""
     means, loss, _ = LOSSES[number]
-    of_ranks = late_ranks(2).run(judge_loss, number, str(tmp_path / "store"))
+    of_ranks = late_ranks(4).run(judge_loss, number, str(tmp_path / "store"))
     verdict = verdict_of(dict(enumerate(of_ranks)))
     assert verdict.verdict == ("failed" if means else "passed"), verdict
     assert verdict.means.startswith(getattr(checks_of_losses, means, "")), verdict
