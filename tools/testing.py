@@ -121,7 +121,8 @@ class Forked:
     def __init__(self, world_size, path, *words, cwd=ROOT, **variables):
         self.folder = tempfile.TemporaryDirectory()
         self.output = Path(self.folder.name, "output")
-        shared, of_ranks = {"OMP_NUM_THREADS": 1, **variables}, [{}]
+        shared = {"OMP_NUM_THREADS": 1, **variables}
+        of_ranks = [{}]
         if world_size is not None:
             # As torchrun does it: the ranks meet at a store that is there before them.
             self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -45,7 +45,8 @@ class OfTokens(nn.Sequential):
 
 def keeps_a_part_of_the_weights(mine, layout=PLAIN):
     """between steps a rank keeps its part of the weights and gradients, and not the whole"""
-    before, model = storages(), wrap(mine, new(large, layout))
+    before = storages()
+    model = wrap(mine, new(large, layout))
     model(torch.ones(2, 64)).sum().backward()
     finish(model)
     if bytes_of(model) == bytes_of(large(layout)) and layout.layers is nn:
@@ -126,7 +127,9 @@ def name_of_dtype(mine) -> str:
 
 def frees_after_forward(mine, layout=PLAIN):
     """step 1: forward computes with whole weights, and frees them"""
-    before, model, inputs = storages(), wrap(mine, new(large, layout)), torch.ones(2, 64)
+    before = storages()
+    model = wrap(mine, new(large, layout))
+    inputs = torch.ones(2, 64)
     with torch.no_grad():
         output = model(inputs)
     check_freed(before, layout, "forward")
@@ -136,7 +139,8 @@ def frees_after_forward(mine, layout=PLAIN):
 
 def gathers_again_in_backward(mine, layout=PLAIN):
     """step 2: weights that forward has freed are whole again in backward: inputs' gradients"""
-    before, model = storages(), wrap(mine, new(large, layout))
+    before = storages()
+    model = wrap(mine, new(large, layout))
     inputs = torch.ones(2, 64, requires_grad=True)
     loss, expected = (each(inputs).square().mean() for each in (model, new(large, layout)))
     check_freed(before, layout, "forward", twins=1)
@@ -156,7 +160,6 @@ MEANING = [
     wrappers.trains_sizes_that_ranks_cannot_divide,
     computes_in_another_dtype,
     wrappers.accumulates_without_no_sync,
-    wrappers.trains_after_two_forwards,
     wrappers.evaluates_in_between,
     wrappers.clips_by_the_norm_of_all,
 ]

@@ -191,17 +191,6 @@ def keeps_groups_apart(mine):
     return follow(mine, groups=groups)
 
 
-def takes_a_new_group(mine):
-    """add_param_group() between two steps"""
-
-    def change(optimizer, owned, step):
-        if step == 2:
-            optimizer.add_param_group({"params": owned[5:], "lr": 0.01})
-
-    with may_be_refused():
-        return follow(mine, groups=lambda owned: owned[:5], change=change)
-
-
 def follows_a_scheduler(mine):
     """SGD with momentum, and a learning rate that changes in param_groups, as schedulers do it"""
 
@@ -210,11 +199,6 @@ def follows_a_scheduler(mine):
             group["lr"] = 0.05 / (1 + step)
 
     return follow(mine, torch.optim.SGD, momentum=0.9, change=change)
-
-
-def takes_fewer_parameters_than_ranks(mine):
-    """fewer parameters than ranks"""
-    return follow(mine, groups=lambda owned: owned[:1])
 
 
 def zeroes_all_gradients(mine):
@@ -256,9 +240,7 @@ MEANING = [
     says_who_averages,
     steps_sizes_that_ranks_cannot_divide,
     keeps_groups_apart,
-    takes_a_new_group,
     follows_a_scheduler,
-    takes_fewer_parameters_than_ranks,
     zeroes_all_gradients,
     goes_on_from_its_state_dict,
 ]

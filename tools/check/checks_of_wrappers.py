@@ -30,7 +30,6 @@ from tools.check.models import (
     loss_of,
     new,
     public_names,
-    reset,
     trained,
     why_not_reduced,
     wrap,
@@ -65,11 +64,6 @@ def backward_without_sync(model, step, parts):
     with model.no_sync():
         loss_here(model, step, 0).backward()
     loss_here(model, step, 1).backward()
-    finish(model)
-
-
-def backward_of_two_forwards(model, step, parts):
-    (loss_here(model, step, 0) + loss_here(model, step, 1)).backward()
     finish(model)
 
 
@@ -120,7 +114,8 @@ def follow(
     dtype in which gradients may be averaged. Returns what has to be said of right gradients.
     """
     said = ""
-    optimizer, twin_optimizer = sgd(trained(model)), sgd(twin.parameters())
+    optimizer = sgd(trained(model))
+    twin_optimizer = sgd(twin.parameters())
     after = weights_of(model, twin)
     for step in range(steps):
         before = after
@@ -129,7 +124,6 @@ def follow(
         optimizer.step()
         twin_optimizer.step()
         optimizer.zero_grad(set_to_none)
-        reset(model)
         after = weights_of(model, twin)
         found = {name: (before[name] - after[name]) / LR for name in gradients}
         if check_gradients(found, gradients, unreduced or why_not_reduced(model), rounds):
@@ -225,11 +219,6 @@ def accumulates_without_no_sync(mine, layout=PLAIN):
     return follow_one_process(mine, layout, parts=2)
 
 
-def trains_after_two_forwards(mine, layout=PLAIN):
-    """two forwards before a backward, so that each layer is used twice"""
-    return follow_one_process(mine, layout, backward=backward_of_two_forwards, parts=2)
-
-
 def evaluates_in_between(mine, layout=PLAIN):
     """evaluation between the steps, and zero_grad(set_to_none=False), which leaves zeros"""
     return follow_one_process(mine, layout, backward=evaluate_and_backward, set_to_none=False)
@@ -245,7 +234,8 @@ def trains_sizes_that_ranks_cannot_divide(mine, layout=PLAIN):
 
 def clips_by_the_norm_of_all(mine, layout=PLAIN):
     """its own clip_grad_norm_(): the norm is that of the whole mean gradient, on all ranks"""
-    model, twin = wrap(mine, new(Plain, layout)), new(Plain, layout)
+    model = wrap(mine, new(Plain, layout))
+    twin = new(Plain, layout)
     if not hasattr(model, "clip_grad_norm_"):
         raise NotTried("there is no clip_grad_norm_(), and torch's sees a rank's part alone")
     optimizer = sgd(trained(model))
@@ -279,7 +269,6 @@ MEANING = [
     keeps_one_order_on_any_branch,
     accumulates_with_no_sync,
     accumulates_without_no_sync,
-    trains_after_two_forwards,
     evaluates_in_between,
 ]
 BEYOND = [averages_what_one_rank_uses]  # torch's DDP has to be asked for it

@@ -70,7 +70,8 @@ def keeps_main_gradients(gradients: dict) -> bool:
 
 def explain(name: str, found: torch.Tensor, gradients: dict, why_not_reduced: str) -> tuple:
     """Return what a gradient is that is not the mean, and what that means."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
     of_ranks = gradients[name].sum(0)  # of all parts
     mean = of_ranks.mean(0)
     possible = [

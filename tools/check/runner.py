@@ -124,6 +124,7 @@ def serve(pipe, rank: int, world_size: int, folder: str, network) -> None:
             is_done.set()
             watch.join()
             pipe.send(answer)
+    os.killpg(0, signal.SIGKILL)  # and what it has started
 
 
 def tell_where_it_stands(thread: int, limit: float, is_done: threading.Event, pipe) -> None:

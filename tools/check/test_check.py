@@ -44,8 +44,6 @@ WEIGHTS = "leaves_weights_to_the_optimizer"
 MEAN = "trains_with_sgd"
 TIED = "trains_tied_and_frozen_weights"
 ADDS_UP = "accumulates_without_no_sync"
-TWICE = "trains_after_two_forwards"
-FEW = "takes_fewer_parameters_than_ranks"
 REST = "steps_sizes_that_ranks_cannot_divide"
 PARTS = "keeps_a_part_of_gradients_and_state"
 CLIPS = "clips_by_the_norm_of_all"
@@ -138,23 +136,6 @@ class ZeroesItsOwn(mistakes.RightShards):
         self.local.zero_grad(set_to_none)
 
 
-class ForgetsNewGroups(mistakes.RightShards):
-    """Passes over what comes after its first step."""
-
-    def add_param_group(self, group):
-        if not self.local.state:
-            super().add_param_group(group)
-
-
-class AnOptimizerPerRank(mistakes.RightShards):
-    """Asks for every rank's; torch refuses one without parameters."""
-
-    def __init__(self, params, optimizer_cls, **options):
-        super().__init__(params, optimizer_cls, **options)
-        for rank in range(dist.get_world_size()):
-            optimizer_cls(self.every[rank :: dist.get_world_size()])
-
-
 class KeepsCopies(FSDP):
     """Splits all weights, and keeps whole ones, too, where parameters() does not show them."""
 
@@ -189,7 +170,7 @@ class SplitsTiedWeightsTwice(mistakes.SplitsNothing):
 
 
 class CountsForwards(mistakes.SplitsNothing):
-    """Averages once each forward has had a finish; an evaluation has none, nor one of two."""
+    """Averages once each forward has had a finish; an evaluation has none."""
 
     forwards = 0
 
@@ -308,7 +289,6 @@ class ClipsByItsSlices(PlainZeRO2):
         (checks_of_fsdp, KeepsCopies, "keeps_a_part_of_the_weights", "not freed"),
         (checks_of_fsdp, SplitsTiedWeightsTwice, TIED, "a tied weight"),
         (checks_of_fsdp, mistakes.OverwritesAccumulated, ADDS_UP, "overwritten"),
-        (checks_of_fsdp, CountsForwards, TWICE, "never reduced"),
         (checks_of_fsdp, CountsForwards, "evaluates_in_between", "never reduced"),
         (checks_of_fsdp, LeavesTheRest, "trains_sizes_that_ranks_cannot_divide", ""),
         (checks_of_fsdp, IgnoresDtype, "computes_in_float16", "not cast"),
@@ -318,8 +298,6 @@ class ClipsByItsSlices(PlainZeRO2):
         (checks_of_optimizers, StepsFrozen, "skips_frozen_parameters", "other gradients"),
         (checks_of_optimizers, KeepsFirstOptions, "follows_a_scheduler", "learning rate"),
         (checks_of_optimizers, HasOneGroup, "keeps_groups_apart", "other options"),
-        (checks_of_optimizers, ForgetsNewGroups, "takes_a_new_group", "do not reach"),
-        (checks_of_optimizers, AnOptimizerPerRank, FEW, "within torch"),
         (checks_of_optimizers, ZeroesItsOwn, "zeroes_all_gradients", "only the parameters"),
         (checks_of_optimizers, StepsOnRank0, "shares_the_state_out", "unevenly"),
         (checks_of_optimizers, mistakes.SendsNothing, "steps_like_adamw", "do not reach"),
@@ -483,7 +461,6 @@ class FinishesAsFlush(NoModule):
         (FinishesAsFlush, 2, MEAN, "failed", "nobody calls its finish"),
         (RoundsToBfloat16, 2, MEAN, "failed", "rounded to bfloat16"),
         (ForgetsInNoSync, 2, "accumulates_with_no_sync", "failed", "overwritten"),
-        (CountsForwards, 2, TWICE, "failed", "never reduced"),
         (CountsForwards, 2, "evaluates_in_between", "failed", "never reduced"),
         (TakesTheSmallestDtype, 2, "trains_several_dtypes", "failed", "rounded to float32"),
         (SpoilsRank1, 2, WEIGHTS, "failed", "not waited for"),
@@ -557,7 +534,7 @@ def judge_loss(number: int, store: str):
     answer = judge(checks_of_losses.is_the_mean_of_its_shares, mine)
     dist.destroy_process_group()
     rank = int(os.environ["RANK"])
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=4)
     return answer
 
 
@@ -565,7 +542,7 @@ def judge_loss(number: int, store: str):
 def test_losses(late_ranks, tmp_path, number):
     """Also those that call other ranks themselves. Of one across samples parameters are named."""
     means, loss, _ = LOSSES[number]
-    of_ranks = late_ranks(2).run(judge_loss, number, str(tmp_path / "store"))
+    of_ranks = late_ranks(4).run(judge_loss, number, str(tmp_path / "store"))
     verdict = verdict_of(dict(enumerate(of_ranks)))
     assert verdict.verdict == ("failed" if means else "passed"), verdict
     assert verdict.means.startswith(getattr(checks_of_losses, means, "")), verdict
@@ -643,12 +620,12 @@ COMPUTES = "while dist.get_rank() == 1:" + 6 * "\n            time.sleep(0.05)"
     [
         ("SendsNothing", "", 1, ["FAILED"]),
         ("pair --kind loss", "", 0, ["2 of 2 passed"]),
-        ("Beside", "", 0, ["12 of 12 passed, 1 not tried"]),
+        ("Beside", "", 0, ["11 of 11 passed, 1 not tried"]),
         ("Odd", "assert dist.get_rank() != 1, 'no'", 1, ["rank 1: AssertionError: no"]),
         ("Odd", "os._exit(3)", 1, ["it ended with status 3"]),
         ("Odd", "while dist.get_rank() == 1: pass", 1, ["rank 1: hangs at odd.py:10"]),
         pytest.param("Odd", COMPUTES, 1, ["still computes after"], marks=pytest.mark.full),
-        ("Odd", "warnings.warn('renamed'); print('mine')", 0, ["mine", "12 of 12", "warning"]),
+        ("Odd", "warnings.warn('renamed'); print('mine')", 0, ["mine", "11 of 11", "warning"]),
     ],
 )
 def test_the_command(forked, tmp_path, name, code, status, said):
@@ -668,7 +645,7 @@ def test_our_fsdp_on_eight_ranks(forked):
     """Biases that stay whole weigh more, the more ranks there are."""
     fsdp = ROOT / "06_sharded_optimizer" / "fsdp" / "fsdp.py"
     status, output = forked(None, CHECK, f"{fsdp}:FSDP", "--nproc", 8)
-    assert status == 0 and "11 of 11 passed" in output, output
+    assert status == 0 and "10 of 10 passed" in output, output
     assert "FAILED" not in output and "warning" not in output, output
 
 
