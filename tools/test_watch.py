@@ -6,7 +6,10 @@ A program runs on two ranks that stay alive; what it does wrong stands in its na
 import contextlib
 import io
 import os
+import time
 from functools import partial
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -25,10 +28,11 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import parallel
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD, Adam, AdamW
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Subset, TensorDataset
+from zero2 import ZeRO2
 
 from tools.testing import ROOT, Forked
-from tools.watch import CAUSES, number_of, watch
+from tools.watch import LATE_CHECKS, PHASES, STEPS, number_of, watch, who_is_late
 
 DATA = TensorDataset(
     torch.randn(240, 6, generator=torch.Generator().manual_seed(5)), torch.arange(240) % 2
@@ -131,7 +135,7 @@ def split_stream():
 
 
 def run(name):
-    """On a rank: what its watches have said of a program, once rank 0 has read everything."""
+    """On a rank: what its watches say of a program, once rank 0 has read everything; why."""
     watches.clear()
     said.clear()
     torch.manual_seed(0)
@@ -139,32 +143,36 @@ def run(name):
     dist.barrier()
     if is_rank(0):
         for one in watches:
-            one.safely(one.read)()
+            one.read()
     dist.barrier()
     assert all(one.step > 1 and one.is_on for one in watches)
-    return said.copy()
+    return said.copy(), [cause for one in watches for cause in one.said]
 
 
 # ---------------------------------------------------------------------------- right programs
 
 
-def stages_02_to_05_and_torch():
-    for wrap in (NaiveDDP, FlatDDP, OverlapDDP, BucketedDDP, DDP):
+def stages_02_to_06_and_torch():
+    for wrap in (NaiveDDP, FlatDDP, OverlapDDP, BucketedDDP, ZeRO2, FSDP, DDP):
         train(*start(wrap), epochs=1)
 
 
-def optimizers_and_dropout():
-    train(*start(optimizer=Adam, lr=0.01, dropout=0.3), epochs=3)
+def adam_and_dropout():
+    for wrap in (DDP, ZeRO2, FSDP):
+        train(*start(wrap, Adam, lr=0.01, dropout=0.3))
+
+
+def optimizer_within_another():
+    """As accelerate does it."""
+    model = DDP(Net())
+    optimizer = SGD(model.parameters(), lr=0.1)
+    watched(model, SimpleNamespace(optimizer=optimizer))
+    train(model, optimizer)
 
 
 def sharded_optimizers():
     for wrap, cls in ((BucketedDDP, ShardedOptimizer), (DDP, ZeroRedundancyOptimizer)):
         train(*start(wrap, lambda p, lr, cls=cls: cls(p, Adam, lr=lr), lr=0.01), epochs=1)
-
-
-def fsdp_of_stage_06():
-    for optimizer in (SGD, AdamW):
-        train(*start(FSDP, optimizer), epochs=1)
 
 
 def sharded_by_torch(net):
@@ -313,8 +321,15 @@ def two_watches_of_a_gan():
 
 def tiny_data():
     for size, batch in ((40, 1), (40, 4), (10, 1)):
-        data = torch.utils.data.Subset(DATA, range(size))
+        data = Subset(DATA, range(size))
         train(*start(), 4, data=data, batch=batch)
+
+
+def scratch_of_each_rank():
+    """In a buffer that is not saved."""
+    model, optimizer = start(NaiveDDP)
+    model.module.mask.fill_(dist.get_rank())
+    train(model, optimizer, epochs=1)
 
 
 def few_distinct_samples():
@@ -383,20 +398,20 @@ def compiled():
         train(*start(wrap), epochs=1)
 
 
-RIGHT = """stages_02_to_05_and_torch optimizers_and_dropout sharded_optimizers fsdp_of_stage_06
-fsdp_of_torch tensor_parallel accumulation micro_batches_vary_by_rank_and_step
-unused_parameters frozen_and_tied batchnorm_evaluated_in_three_ways
-scaler_and_an_overflow_on_one_rank bad_batch_skipped_by_all lbfgs scheduler_and_groups
-two_watches_of_a_gan tiny_data few_distinct_samples one_batch_again_and_again
-loop_of_the_front_page sizes_vary_and_a_rank_is_late stream_that_is_split sparse_gradients
-other_dtypes_and_formats compiled""".split()
+RIGHT = """stages_02_to_06_and_torch adam_and_dropout optimizer_within_another sharded_optimizers
+fsdp_of_torch tensor_parallel accumulation micro_batches_vary_by_rank_and_step unused_parameters
+frozen_and_tied batchnorm_evaluated_in_three_ways scaler_and_an_overflow_on_one_rank
+bad_batch_skipped_by_all lbfgs scheduler_and_groups two_watches_of_a_gan tiny_data
+scratch_of_each_rank few_distinct_samples one_batch_again_and_again loop_of_the_front_page
+sizes_vary_and_a_rank_is_late stream_that_is_split sparse_gradients other_dtypes_and_formats
+compiled""".split()
 
 
 @pytest.mark.parametrize("program", RIGHT)
 def test_it_is_quiet_on_right_programs(ranks, program):
-    sentences, *of_others = ranks(2).run(run, program)
-    assert all(" compares " in sentence for sentence in sentences) and sentences
-    assert not any(of_others)
+    (sentences, causes), *of_others = ranks(2).run(run, program)
+    assert sentences and not causes, sentences
+    assert of_others == [([], [])]
 
 
 # ---------------------------------------------------------------------------- wrong programs
@@ -414,6 +429,15 @@ def all_in_no_sync():
     model, optimizer = start()
     with model.no_sync():
         steps(model, optimizer)
+
+
+def last_in_no_sync():
+    model, optimizer = start()
+    for step in range(10):
+        loss_of(model, 100 + step).backward()
+        with model.no_sync():
+            loss = loss_of(model, step)
+        take_step(model, optimizer, loss)
 
 
 def autograd_grad():
@@ -469,9 +493,9 @@ def loaded_on_rank_0():
     steps(model, optimizer)
 
 
-def rows_in_another_order():
-    """Equal sums do not hide them; no step changes them."""
-    model, optimizer = start(lr=0.0)
+def other_weights_at_the_start():
+    """The same ones in another order: equal sums do not hide that."""
+    model, optimizer = start()
     if is_rank(0):
         model.module.first.weight.data = model.module.first.weight.data.flip(0)
     steps(model, optimizer)
@@ -497,14 +521,27 @@ def random_rounding():
     steps(*start(optimizer=RoundsAtRandom))
 
 
-def zeroed_once_on_rank_1():
-    model, optimizer = start()
+class Codebook(Net):
+    """Forward moves it towards this rank's samples."""
 
-    def after(step):
-        if is_rank(1) and step == 5:
-            optimizer.zero_grad()
+    def __init__(self, register):
+        super().__init__()
+        register(self, "codebook", torch.zeros(6))
 
-    steps(model, optimizer, after=after)
+    def forward(self, x):
+        self.codebook.lerp_(x.mean(0), 0.1)
+        return super().forward(x)
+
+
+def codebook_in_a_buffer():
+    steps(*watched(DDP(Codebook(nn.Module.register_buffer))))
+
+
+def codebook_in_a_parameter():
+    def register(module, name, values):
+        module.register_parameter(name, nn.Parameter(values, requires_grad=False))
+
+    steps(*watched(NaiveDDP(Codebook(register))))
 
 
 def scheduler_on_rank_0(wrap=DDP):
@@ -538,18 +575,16 @@ def step_taken_twice_by_one_rank():
     steps(model, optimizer, after=lambda step: optimizer.step() if is_rank(1) and step == 4 else 0)
 
 
-def no_sampler_and_one_seed():
-    model, optimizer = start()
-    torch.manual_seed(0)
-    feed(model, optimizer, DataLoader(DATA, 8, shuffle=True))
-
-
-def no_sampler_and_two_seeds():
+def no_sampler():
     feed(*start(), DataLoader(DATA, 8, shuffle=True))
 
 
 def sampler_seeded_by_rank():
     train(*start(), seed=dist.get_rank())
+
+
+def files_in_another_order():
+    train(*start(), data=DATA if is_rank(0) else Subset(DATA, range(239, -1, -1)))
 
 
 def stream_not_split():
@@ -558,10 +593,6 @@ def stream_not_split():
 
 def stream_shuffled_by_rank():
     feed(*start(), stream(dist.get_rank(), dist.get_world_size(), dist.get_rank()))
-
-
-def split_by_rank():
-    train(*start(), data=torch.utils.data.random_split(DATA, [200, 40])[0])
 
 
 def epoch_never_set():
@@ -587,43 +618,44 @@ def nan_in_statistics():
     steps(model, optimizer, loss=loss, after=lambda step: is_finite(model))
 
 
-WRONG = [  # the usual cause that is said first, and what is named
+WRONG = [  # what is said first, and what is named
     (loss_bypasses_the_wrapper, "bypassed", "first.weight"),
-    (all_in_no_sync, "bypassed", "first.weight"),
+    (all_in_no_sync, "no_sync", "first.weight"),
+    (last_in_no_sync, "no_sync", "first.weight"),
     (no_wrapper, "bare", "first.weight"),
     (no_finish, "gradients", "first.weight"),
     (autograd_grad, "gradients", "first.weight"),
     (clipped_on_rank_0, "gradients", "first.weight"),
-    (unfrozen_after_wrapping, "some", "['first.weight', 'first.bias']"),
-    (layer_added_after_wrapping, "some", "['last.1.weight', 'last.1.bias']"),
-    (head_outside_the_wrapper, "some", "number 4"),
-    (loaded_on_rank_0, "reduced", "['last.bias']"),
-    (rows_in_another_order, "reduced", "['first.weight']"),
+    (unfrozen_after_wrapping, "some", "first.weight and first.bias"),
+    (layer_added_after_wrapping, "some", "last.1.weight and last.1.bias"),
+    (head_outside_the_wrapper, "some", "parameter 4"),
+    (other_weights_at_the_start, "start", "first.weight"),
+    (loaded_on_rank_0, "reduced", "last.bias"),
     (state_of_adam_on_rank_0, "reduced", "first.weight"),
     (random_rounding, "reduced", "first.weight"),
-    (zeroed_once_on_rank_1, "reduced", "first.weight"),
-    (scheduler_on_rank_0, "reduced", "rates"),
-    (scheduler_on_rank_0_of_shards, "reduced", "['rates']"),
-    (bad_batch_skipped_by_one_rank, "steps", "[5, 6]"),
-    (step_skipped_by_one_rank, "steps", "[5, 6]"),
-    (step_taken_twice_by_one_rank, "steps", "[10, 9]"),
-    (no_sampler_and_one_seed, "samples", ""),
-    (no_sampler_and_two_seeds, "samples", ""),
+    (codebook_in_a_buffer, "written", "codebook"),
+    (codebook_in_a_parameter, "written", "codebook"),
+    (scheduler_on_rank_0, "rates", "rates"),
+    (scheduler_on_rank_0_of_shards, "rates", "rates"),
+    (bad_batch_skipped_by_one_rank, "steps", "rank 1"),
+    (step_skipped_by_one_rank, "steps", "rank 1"),
+    (step_taken_twice_by_one_rank, "steps", "rank 1"),
+    (no_sampler, "samples", ""),
     (sampler_seeded_by_rank, "samples", ""),
-    (split_by_rank, "samples", ""),
+    (files_in_another_order, "samples", ""),
     (stream_not_split, "samples", ""),
     (stream_shuffled_by_rank, "samples", ""),
-    (epoch_never_set, "order", "16"),
-    (workers_keep_their_epoch, "order", "16"),
+    (epoch_never_set, "order", "batch 16"),
+    (workers_keep_their_epoch, "order", "batch 16"),
     (nan_in_weights, "NaN", "first.weight"),
-    (nan_in_statistics, "NaN", "[[], ['norm.running_mean', 'norm.running_var']]"),
+    (nan_in_statistics, "NaN", "rank 1 has it in norm.running_mean and norm.running_var"),
 ]
 
 
 @pytest.mark.parametrize("program, cause, named", WRONG)
 def test_it_names_what_is_wrong(ranks, program, cause, named):
-    _, sentence, *_ = ranks(2).run(run, program.__name__)[0]
-    assert CAUSES[cause] in sentence and named in sentence, sentence
+    sentences, causes = ranks(2).run(run, program.__name__)[0]
+    assert causes == [cause] and named in sentences[1], sentences
 
 
 def test_a_number_tells_places():
@@ -631,6 +663,64 @@ def test_a_number_tells_places():
     orders = [x, x.t(), x.flip(0), x.flip(1), x.flatten().roll(1).view(4, 4)]
     assert len({number_of(order) for order in orders}) == 5
     assert number_of(x) == number_of(x.t().contiguous().t())
+
+
+# ---------------------------------------------------------------------------- a late rank
+
+
+@pytest.mark.parametrize(
+    "step, late, steps_of_20, told",
+    [
+        (50, 11, 20, 2),  # its least is 10 ms
+        (50, 9, 20, None),
+        (200, 21, 20, 2),  # and a tenth of a step
+        (200, 19, 20, None),
+        (50, 11, 16, 2),  # in most steps
+        (50, 11, 15, None),
+    ],
+)
+def test_who_is_late(step, late, steps_of_20, told):
+    """Rank 2 of three, in backward, while another is the last in the other steps."""
+    times = torch.full((3, STEPS, len(PHASES)), step / len(PHASES))
+    times[0, :, -1] -= 1
+    times[2, :steps_of_20, -1] -= late + 1
+    times[2, :, PHASES.index("backward")] += late + 1
+    rank, ms, phase = who_is_late(times)
+    assert rank == told and (told is None or (round(ms), phase) == (late, "backward"))
+
+
+def rank_1_is_late(wrap, phase):
+    """What rank 0's watch says if rank 1 sleeps in this phase of each step."""
+
+    def sleep(now):
+        if is_rank(1) and phase == now:
+            time.sleep(0.05)
+
+    net = Net()
+    net.first.register_forward_hook(lambda *_: sleep("forward"))
+    net.last.register_full_backward_hook(lambda *_: sleep("backward"))
+    model = wrap(net)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    sentences = []
+    one = watch(model, optimizer, every=1, say=sentences.append)
+    optimizer.register_step_pre_hook(lambda *_: sleep("the optimizer"))
+    for step in range(STEPS + LATE_CHECKS):
+        sleep(PHASES[0])
+        take_step(model, optimizer, loss_of(model, step))
+    dist.barrier()
+    if is_rank(0):
+        one.read()
+    return sentences
+
+
+LATE = [(DDP, phase) for phase in PHASES[:-1]] + [(BucketedDDP, "backward")]
+
+
+@pytest.mark.parametrize("wrap, phase", LATE)
+def test_it_tells_who_is_late_and_where(ranks, wrap, phase):
+    """Once so many checks in a row have found the same rank."""
+    _, sentence = ranks(2).run(rank_1_is_late, wrap, phase)[0]
+    assert "rank 1 is late" in sentence and f"in {phase}" in sentence, sentence
 
 
 # ---------------------------------------------------------------------------- and never disturbs
@@ -642,7 +732,7 @@ def one_program_in_two_groups():
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     torch.manual_seed(rank // 2)
     train(*start(lambda net: DDP(net, process_group=groups[rank // 2])), epochs=1)
-    train(*start(), data=torch.utils.data.Subset(DATA, range(40)), batch=1, epochs=4)
+    train(*start(), data=Subset(DATA, range(40)), batch=1, epochs=4)
 
 
 def loaded_on_ranks_1_and_3():
@@ -655,10 +745,37 @@ def loaded_on_ranks_1_and_3():
 def test_of_several_groups_and_ranks(ranks):
     """Each group has its watch; and the ranks that differ from rank 0 are named."""
     found = ranks(4).run(run, "one_program_in_two_groups")
-    sentences = ranks(4).run(run, "loaded_on_ranks_1_and_3")[0]
+    sentences, causes = ranks(4).run(run, "loaded_on_ranks_1_and_3")[0]
     ranks(4).end()
-    assert [len(each) for each in found] == [2, 0, 1, 0], found
-    assert "ranks [1, 3] differ" in sentences[1], sentences
+    assert [len(sentences) for sentences, _ in found] == [2, 0, 1, 0], found
+    assert not any(causes for _, causes in found), found
+    assert causes == ["start"] and "rank 1 and rank 3" in sentences[1], sentences
+
+
+def group_of_one():
+    groups = [dist.new_group([rank]) for rank in range(2)]
+    model = DDP(Net(), process_group=groups[dist.get_rank()])
+    sentences = []
+    one = watch(model, SGD(model.parameters(), lr=0.1), say=sentences.append)
+    return len(sentences), one.is_on
+
+
+def test_a_group_of_one_rank_is_told_once(ranks):
+    assert ranks(2).run(group_of_one) == [(1, False), (0, False)]
+
+
+def without_queue_callback():
+    said.clear()
+    with mock.patch.object(torch.autograd.Variable, "_execution_engine", None):
+        model, optimizer = start()
+    steps(model, optimizer, 3)
+    return said.copy(), watches[-1].is_on
+
+
+def test_without_a_private_call_nobody_is_late(ranks):
+    """One line says so, and the rest is compared."""
+    (sentences, is_on), (of_rank_1, _) = ranks(2).run(without_queue_callback)
+    assert len(sentences) == 2 and is_on and not of_rank_1, sentences
 
 
 def long_run():
