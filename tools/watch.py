@@ -34,7 +34,7 @@ DATA = "data loading, or elsewhere between steps"
 PHASES = DATA, "forward", "backward", "the optimizer", "waiting"  # for other ranks
 CAUSES = {
     "bare": "nothing averages gradients, because the model is not wrapped, or this is local SGD",
-    "bypassed": "nothing averages gradients, because the loss comes from model.module(...)",
+    "bypassed": "nothing averages gradients, because the loss comes from model.module, not model",
     "no_sync": "the last micro-batch runs in no_sync(), which is for all but the last",
     "some": "nothing averages some gradients, because their weights were unfrozen, added or "
     "replaced after wrapping, or are outside the wrapper",
