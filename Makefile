@@ -7,9 +7,9 @@
 ##   make 04_overlap_ddp                     one all-reduce per parameter, during backward
 ##   make 05_bucketed                        one all-reduce per bucket, during backward
 ##   make 05_bucketed/bucket_sweep           which bucket size is best, measured and predicted
-##   make 05_bucketed/send_less              what sending less buys: bfloat16, DiLoCo, PowerSGD
 ##   make 05_bucketed/compare                02 to 05 beside each other: make compare
-##   make 05_bucketed/predict                what a model of the step predicts, and what is measured
+##   make 05_bucketed/predict                predict a step, and measure it: make predict
+##   make 05_bucketed/send_less              what sending less buys: bfloat16, local SGD, DiLoCo
 ##   make 06_sharded_optimizer               optimizer state split over the ranks (ZeRO stage 1)
 ##   make 06_sharded_optimizer/zero2         gradients split too, and as fast as DDP (ZeRO stage 2)
 ##   make 06_sharded_optimizer/fsdp          gradients and parameters split too (ZeRO stage 3)
@@ -18,8 +18,8 @@
 ##   make 07_resnet_ddp/compile_ddp          DDP and FSDP, eager and compiled
 ##   make 08_ddp_rpc                         DDP for the dense part, RPC servers for the embeddings
 ##
-##   make compare, make timeline             02 to 05 in turn; a step of each: results/*.png
-##   make hosts [RATE=1gbit DELAY=1ms]       make compare between two hosts that Linux plays here
+##   make timeline                           a step of 02 to 05: results/*.png
+##   make hosts [RATE=1gbit] [DELAY=1ms]     make compare between two hosts that Linux plays here
 ##   make read                               02 to 05 side by side: results/read.html
 ##   make step                               open the page that simulates a step, in a browser
 ##   make check MINE=my_ddp.py:MyDDP         is your own class right? (see tools/check)
@@ -30,82 +30,119 @@
 ##   make clean                              remove caches; results/ too with RESULTS=1
 ##
 ## PYTHON=python3         an interpreter that has torch, instead of .venv
-## NPROC=4                ranks on this host
-## NETWORK=1gbit,1ms      an emulated network of this rate and delay (01_allreduce/slow_network)
-## BACKEND=gloo or nccl   what carries the bytes
-## MINE=my_ddp.py:MyDDP   make compare, make check: a class of your own
-NPROC ?= 2
-STAGES := $(sort $(patsubst %/README.md,%,$(wildcard 0?_*/README.md)))
-BY_ITSELF := 01_allreduce 08_ddp_rpc
-BY_TORCHRUN := $(filter-out $(BY_ITSELF) 07_resnet_ddp,$(STAGES) \
-	$(patsubst %/README.md,%,$(wildcard 0?_*/*/README.md)))
-COMPARE := 05_bucketed/compare
-READER := $(or $(PYTHON),python3)
+## NPROC=4                ranks on this host: 01 to 08, compare, predict, timeline, check
+## NETWORK=1gbit,1ms      an emulated network: 02 to 07, compare, predict, timeline, slow_network
+## BACKEND=gloo or nccl   what carries the bytes: 01 to 07, compare, predict, timeline
+## MINE=my_ddp.py:MyDDP   a class of your own: compare, hosts, predict, check, 06, and its fsdp
 RUNTIME := $(if $(PYTHON),check-python,.venv/.installed)
 TESTING := $(if $(PYTHON),check-python,.venv/.installed-dev)
+READER := $(or $(PYTHON),python3)
 PYTHON ?= .venv/bin/python
-ifeq ($(shell test '$(NPROC)' -ge 1 2> /dev/null && echo yes),)
-$(error NPROC='$(NPROC)' is not a whole number of at least 1)
-endif
-TIMES_MINE := compare $(COMPARE) hosts 06 06_sharded_optimizer 06_sharded_optimizer/fsdp
-ifneq ($(and $(MINE),$(filter-out check $(TIMES_MINE),$(MAKECMDGOALS))),)
-$(error MINE='$(MINE)' is for make compare, which times a class, or make check, which judges it)
-endif
-ifneq ($(and $(NETWORK),$(filter 01 01_allreduce 08 08_ddp_rpc hosts check,$(MAKECMDGOALS))),)
-$(error NETWORK='$(NETWORK)' is for what torchrun starts here: see 01_allreduce/slow_network)
-endif
 
-QUOTED = '$(subst ','\'',$(1))'
-OPTION = $(if $($(2)), --$(1) $(call QUOTED,$($(2))))
-FLAGS = $(OWN)$(call OPTION,backend,BACKEND) $(ARGS)
-NPROC_GIVEN = $(if $(filter file,$(origin NPROC)),, --nproc $(NPROC))
-OVER = $(if $(NETWORK),01_allreduce/slow_network/over.py $(call QUOTED,$(NETWORK)) )
-TORCHRUN = "$(PYTHON)" -m tools.torchrun --standalone --nproc-per-node $(NPROC)
-PIP = .venv/bin/python -m pip install --quiet --disable-pip-version-check
+# A text as one word of the shell, and --size 'VALUE' of $(call option,size,SIZE), if SIZE has one.
+quoted = '$(subst ','\'',$(1))'
+option = $(if $($(2)),--$(1) $(call quoted,$($(2))))
+NPROC_FLAG = $(call option,nproc,NPROC)
+MINE_FLAG = $(call option,mine,MINE)
+FLAGS = $(call option,backend,BACKEND) $(ARGS)
+RANKS = $(or $(NPROC),2)
+TORCHRUN = "$(PYTHON)" -m tools.torchrun --standalone --nproc-per-node $(RANKS)
+SLOW = 01_allreduce/slow_network/slow_network.py $(call quoted,$(NETWORK))
+ON_RANKS = $(TORCHRUN)$(if $(NETWORK), $(SLOW))
 NO_RANK = env -u RANK -u LOCAL_RANK -u WORLD_SIZE -u LOCAL_WORLD_SIZE "$(PYTHON)"
 unexport OMP_PROC_BIND OMP_PLACES GOMP_CPU_AFFINITY  # with them importing torch leaves one core
-LESSON = $@/$(shell echo $(@F) | sed 's/^[0-9]*_//').py
 
+# $(call only,NAME,GOALS) refuses a variable for all other goals, because they do not use it.
+GOALS := $(patsubst %/,%,$(MAKECMDGOALS))
+only = $(if $(and $($(1)),$(filter-out $(2),$(GOALS))),$(error $(1)='$($(1))' does nothing in \
+	make $(filter-out $(2),$(GOALS)): see make help))
+$(call only,NPROC,0% compare predict timeline check all)
+$(call only,NETWORK,01_allreduce/% 02% 03% 04% 05% 06% 07% compare predict timeline)
+$(call only,BACKEND,01 01_allreduce 02% 03% 04% 05% 06% 07% compare predict timeline)
+$(call only,MINE,06 06_sharded_optimizer %/fsdp %compare %predict hosts check)
+$(call only,RATE,hosts)
+$(call only,DELAY,hosts)
+ifeq ($(shell test $(call quoted,$(RANKS)) -ge 1 2> /dev/null && echo yes),)
+$(error NPROC='$(NPROC)' is not a whole number of at least 1)
+endif
+
+# Folders are there and are run all the same, also with the slash that Tab puts at their end.
+FOLDERS := $(wildcard 0?_* 0?_*/*)
 .NOTPARALLEL:
-.PHONY: help setup test test-full hosts lint all reference clean check compare timeline read step \
-	check-python 07_resnet_ddp $(BY_TORCHRUN) $(BY_ITSELF)
+.PHONY: $(FOLDERS) $(FOLDERS:%=%/) help compare predict timeline hosts read step check all setup \
+	check-python test test-full lint reference clean
+
 help:
 	@sed -n 's/^## \{0,1\}//p' Makefile
-# make 05 and make 05_bucketed/ are make 05_bucketed.
-$(foreach stage,$(STAGES),$(eval $(firstword $(subst _, ,$(stage))) $(stage)/: $(stage)))
-timeline 01_allreduce/slow_network: NETWORK ?= 1gbit,1ms
-$(BY_TORCHRUN): $(RUNTIME)
-	$(TORCHRUN) $(OVER)$(LESSON)$(FLAGS)
-$(BY_ITSELF): $(RUNTIME)
-	$(NO_RANK) $(LESSON)$(NPROC_GIVEN)$(FLAGS)
-07_resnet_ddp: $(RUNTIME)
-	$(if $(filter -h --help,$(ARGS)),,$(NO_RANK) $(OVER)$(LESSON)$(FLAGS))
-	$(TORCHRUN) $(OVER)$(LESSON)$(FLAGS)
-$(TIMES_MINE): OWN = $(call OPTION,mine,MINE)
-compare: $(COMPARE)
+
+01 01_allreduce 01_allreduce/: $(RUNTIME)
+	$(NO_RANK) 01_allreduce/allreduce.py $(NPROC_FLAG) $(FLAGS)
+01_allreduce/slow_network 01_allreduce/slow_network/ timeline: NETWORK ?= 1gbit,1ms
+01_allreduce/slow_network 01_allreduce/slow_network/: $(RUNTIME)
+	$(TORCHRUN) $(SLOW) $(ARGS)
+02 02_naive_ddp 02_naive_ddp/: $(RUNTIME)
+	$(ON_RANKS) 02_naive_ddp/naive_ddp.py $(FLAGS)
+03 03_flat_ddp 03_flat_ddp/: $(RUNTIME)
+	$(ON_RANKS) 03_flat_ddp/flat_ddp.py $(FLAGS)
+04 04_overlap_ddp 04_overlap_ddp/: $(RUNTIME)
+	$(ON_RANKS) 04_overlap_ddp/overlap_ddp.py $(FLAGS)
+05 05_bucketed 05_bucketed/: $(RUNTIME)
+	$(ON_RANKS) 05_bucketed/bucketed.py $(FLAGS)
+05_bucketed/bucket_sweep 05_bucketed/bucket_sweep/: $(RUNTIME)
+	$(ON_RANKS) 05_bucketed/bucket_sweep/bucket_sweep.py $(FLAGS)
+compare 05_bucketed/compare 05_bucketed/compare/: $(RUNTIME)
+	$(ON_RANKS) 05_bucketed/compare/compare.py $(MINE_FLAG) $(FLAGS)
+predict 05_bucketed/predict 05_bucketed/predict/: $(RUNTIME)
+	$(ON_RANKS) 05_bucketed/predict/predict.py $(MINE_FLAG) $(FLAGS)
+05_bucketed/send_less 05_bucketed/send_less/: $(RUNTIME)
+	$(ON_RANKS) 05_bucketed/send_less/send_less.py $(FLAGS)
+06 06_sharded_optimizer 06_sharded_optimizer/: $(RUNTIME)
+	$(ON_RANKS) 06_sharded_optimizer/sharded_optimizer.py $(MINE_FLAG) $(FLAGS)
+06_sharded_optimizer/zero2 06_sharded_optimizer/zero2/: $(RUNTIME)
+	$(ON_RANKS) 06_sharded_optimizer/zero2/zero2.py $(FLAGS)
+06_sharded_optimizer/fsdp 06_sharded_optimizer/fsdp/: $(RUNTIME)
+	$(ON_RANKS) 06_sharded_optimizer/fsdp/fsdp.py $(MINE_FLAG) $(FLAGS)
+07 07_resnet_ddp 07_resnet_ddp/: $(RUNTIME)
+	$(if $(filter -h --help,$(ARGS)),,$(NO_RANK) 07_resnet_ddp/resnet_ddp.py $(FLAGS))
+	$(ON_RANKS) 07_resnet_ddp/resnet_ddp.py $(FLAGS)
+07_resnet_ddp/sweep 07_resnet_ddp/sweep/: $(RUNTIME)
+	$(ON_RANKS) 07_resnet_ddp/sweep/sweep.py $(FLAGS)
+07_resnet_ddp/compile_ddp 07_resnet_ddp/compile_ddp/: $(RUNTIME)
+	$(ON_RANKS) 07_resnet_ddp/compile_ddp/compile_ddp.py $(FLAGS)
+08 08_ddp_rpc 08_ddp_rpc/: $(RUNTIME)
+	$(NO_RANK) 08_ddp_rpc/ddp_rpc.py $(NPROC_FLAG) $(ARGS)
+all: 01_allreduce 02_naive_ddp 03_flat_ddp 04_overlap_ddp 05_bucketed 06_sharded_optimizer \
+	07_resnet_ddp 08_ddp_rpc
+
 timeline: $(RUNTIME)
-	$(TORCHRUN) $(OVER)$(COMPARE)/timeline.py$(FLAGS)
-hosts: CABLE = $(call QUOTED,$(or $(RATE),1gbit)) $(call QUOTED,$(DELAY))
+	$(ON_RANKS) 05_bucketed/compare/timeline.py $(FLAGS)
+hosts: RATE ?= 1gbit
 hosts: $(RUNTIME)
-	exec bash tools/hosts.sh "$(PYTHON)" $(CABLE) $(COMPARE)/compare.py$(FLAGS)
-check: MINE_FLAGS = $(call OPTION,kind,KIND)$(call OPTION,level,LEVEL)$(call OPTION,layers,LAYERS)
+	exec bash tools/hosts.sh "$(PYTHON)" $(call quoted,$(RATE)) $(call quoted,$(DELAY)) \
+	  05_bucketed/compare/compare.py --label TCP --plot results/hosts.png \
+	  --json results/hosts.json $(MINE_FLAG) $(ARGS)
+CHECKED = $(if $(MINE),$(call quoted,$(MINE))) $(call option,kind,KIND) \
+	$(call option,level,LEVEL) $(call option,layers,LAYERS)
 check: $(RUNTIME)
-	$(NO_RANK) tools/check/check.py $(if $(MINE),$(call QUOTED,$(MINE)))$(MINE_FLAGS)$(NPROC_GIVEN) $(ARGS)
+	$(NO_RANK) tools/check/check.py $(CHECKED) $(NPROC_FLAG) $(ARGS)
 read:
 	"$(READER)" -m tools.read
+STEP = $(lastword $(wildcard 05_bucketed/predict/step.html results/step.html))
 step:
-	"$(READER)" -m webbrowser "file://$(CURDIR)/$(lastword $(wildcard */*/step.html results/step.html))"
-all: $(STAGES)
+	"$(READER)" -m webbrowser "file://$(CURDIR)/$(STEP)"
+
 setup: $(TESTING)
 check-python:
-	@"$(PYTHON)" -c 'import importlib.util, sys; sys.exit(not importlib.util.find_spec("torch"))' || \
-	  { echo 'error: PYTHON=$(PYTHON) cannot import torch: pip install -r requirements.txt'; exit 2; }
+	@"$(PYTHON)" -c 'import importlib.util as u, sys; sys.exit(not u.find_spec("torch"))' || \
+	  { echo 'error: no torch in PYTHON=$(PYTHON): pip install -r requirements.txt'; exit 2; }
+PIP = .venv/bin/python -m pip install --quiet --disable-pip-version-check
 .venv/.installed: requirements.txt
-	@python3 -c 'import sys; sys.exit(sys.version_info < (3, 10) and "error: needs Python 3.10")'
+	@python3 -c 'import sys; sys.exit(sys.version_info < (3,10) and "error: needs Python 3.10")'
 	python3 -m venv .venv
 	$(PIP) -r $< && touch $@
 .venv/.installed-dev: requirements-dev.txt .venv/.installed
 	$(PIP) -r $< && touch $@
+
 PYTEST = "$(PYTHON)" -m pytest -n auto --maxprocesses 4 --dist worksteal
 test: $(TESTING)
 	$(PYTEST) -m "not full" $(ARGS)

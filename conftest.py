@@ -61,17 +61,18 @@ def refusal(monkeypatch, capsys):
 @pytest.fixture(scope="session")
 def ranks():
     """ranks(n).run(function, *arguments): call a module-level function on n ranks of gloo."""
-    from tools.testing import Ranks
+    from tools.testing import LastingRanks
 
-    return cache(Ranks)
+    return cache(LastingRanks)
 
 
 @pytest.fixture(scope="session")
 def late_ranks():
     """The same on the network that is late, for the checks of `make check`."""
-    from tools.testing import Ranks
+    from tools.check.late import late_network
+    from tools.testing import LastingRanks
 
-    return cache(partial(Ranks, is_late=True))
+    return cache(partial(LastingRanks, network=late_network))
 
 
 @pytest.fixture

@@ -202,14 +202,15 @@ def print_measured(row: dict, backend_p50: float) -> None:
 
 def join(backend: str, rank: int, world_size: int, store: dist.Store) -> torch.device:
     """Join a group of the first ranks, with this rank's share of the cores; return its device."""
-    from common.setup import threads_per_rank
+    from common.setup import threads_per_rank, without_gloo_greeting
 
     torch.set_num_threads(threads_per_rank(world_size))
     device_id = torch.device("cuda", rank) if backend == "nccl" else None
     if device_id:
         torch.cuda.set_device(device_id)
     options = {"rank": rank, "world_size": world_size, "store": store, "device_id": device_id}
-    dist.init_process_group(backend, **options)
+    with without_gloo_greeting():
+        dist.init_process_group(backend, **options)
     return device_id or torch.device("cpu")
 
 
@@ -223,8 +224,8 @@ def run_rank(rank: int, port: int, args, result: dict) -> None:
     from common.report import print_row, write_json
     from common.setup import cores, say
 
-    os.environ["RANK"] = str(rank)
-    store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
+    os.environ["RANK"] = str(rank)  # only rank 0 prints
+    store = dist.TCPStore("127.0.0.1", port)
     if rank < 4:
         join("gloo", rank, 4, dist.PrefixStore("demonstration", store))
         demonstrate()
@@ -288,7 +289,7 @@ def main():
     try:
         import cost_model  # noqa: F401
 
-        from common import report, setup
+        from common import report
     except ModuleNotFoundError as error:
         files = "the repository's folder common/, and cost_model.py"
         sys.exit(f"error: {error}: copy {files} beside this script")
@@ -298,8 +299,9 @@ def main():
     # Lists where later stages have one backend, device and world size; threads are in the rows.
     where = args.backends, devices, args.world_sizes, None
     result = report.head("01_allreduce", args, *where)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # any free port
     try:
-        mp.spawn(run_rank, (setup.free_port(), args, result), max(4, *args.world_sizes))
+        mp.spawn(run_rank, (store.port, args, result), max(4, *args.world_sizes))
     except KeyboardInterrupt:
         sys.exit("interrupted")
     except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:

@@ -12,12 +12,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from movie import save_movie
+from pictures import COLORS, save_movie
 
 from common import report, setup
 
 TENSORS = [[4, 1, 2], [5, 3, 1], [8, 2, 6]]  # of ranks 0, 1 and 2
-REDUCE, GATHER = report.COLORS["reduce-scatter"], report.COLORS["all-gather"]
+REDUCE, GATHER = COLORS["reduce-scatter"], COLORS["all-gather"]
 FRAMES_PER_STEP = 7
 
 

@@ -27,6 +27,9 @@ class NaiveDDP(nn.Module):
     @contextmanager
     def no_sync(self):
         """Return a context within which gradients are only added up, and nothing is sent."""
+        before = self.synchronizing
         self.synchronizing = False
-        yield
-        self.synchronizing = True
+        try:
+            yield
+        finally:
+            self.synchronizing = before

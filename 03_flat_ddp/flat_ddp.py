@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 
 
@@ -66,6 +67,16 @@ class FlatDDP(nn.Module):
         return accumulating(self)  # a context: gradients are added up, and nothing is sent
 
 
+def train_step(model, optimizer, inputs, targets):
+    """Train on this rank's share of a batch; return its loss."""
+    loss = F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
+    loss.backward()
+    model.finish_gradient_synchronization()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
 def broadcast_from_rank_0(module: nn.Module, process_group: dist.ProcessGroup | None) -> None:
     """Give all ranks rank 0's parameters and buffers. ValueError if the module is wrapped."""
     for submodule in module.modules():
@@ -101,4 +112,4 @@ if __name__ == "__main__":
         from common import ladder
     except ModuleNotFoundError as error:
         sys.exit(f"error: {error}: copy the repository's folder common/ beside this script")
-    ladder.run(FlatDDP, __doc__)
+    ladder.run(FlatDDP, train_step, __doc__)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 
 
@@ -24,14 +25,14 @@ class Bucket:
     """Parameters that share an all-reduce, and the flat tensor of their gradients."""
 
     def __init__(self, parameters: list[nn.Parameter]):
-        sizes = [parameter.numel() for parameter in parameters]
-        self.flat = parameters[0].new_zeros(sum(sizes))
-        pieces = zip(parameters, self.flat.split(sizes), strict=True)
-        self.views = {p: view_like(p, piece) for p, piece in pieces}  # gradients' places in flat
+        self.parameters = parameters
+        self.flat = parameters[0].new_zeros(sum(parameter.numel() for parameter in parameters))
+        views = views_like(parameters, self.flat)  # the gradients' places in flat
+        self.view_of = dict(zip(parameters, views, strict=True))
 
     def put(self, parameter: nn.Parameter, world_size: int):
         """Copy its gradient into flat; .grad becomes the view: nothing is copied back."""
-        view = self.views[parameter]
+        view = self.view_of[parameter]
         torch.mul(gradient_or_zeros(parameter), 1 / world_size, out=view)  # copy and divide
         parameter.grad = view
 
@@ -58,7 +59,7 @@ class BucketedDDP(nn.Module):
         # Ranks match calls by their order alone, so all use this one, which is close to backward's.
         self.order = [p for p in module.parameters() if p.requires_grad][::-1]
         self.buckets = [Bucket(members) for members in fill_buckets(self.order, bucket_size_mb)]
-        self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.views}
+        self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
         self.waiting = self.buckets.copy()  # not launched yet
         self.ready = set()  # parameters whose gradient is complete
         self.works = []  # all-reduces under way
@@ -79,7 +80,7 @@ class BucketedDDP(nn.Module):
             self._launch_ready()
 
     def _launch_ready(self):
-        while self.waiting and self.ready.issuperset(self.waiting[0].views):
+        while self.waiting and self.ready.issuperset(self.waiting[0].parameters):
             flat = self.waiting.pop(0).flat
             self.works.append(dist.all_reduce(flat, group=self.process_group, async_op=True))
 
@@ -104,6 +105,16 @@ class BucketedDDP(nn.Module):
         return accumulating(self)  # a context: gradients are added up, and nothing is sent
 
 
+def train_step(model, optimizer, inputs, targets):
+    """Train on this rank's share of a batch; return its loss."""
+    loss = F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
+    loss.backward()
+    model.finish_gradient_synchronization()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
 def fill_buckets(parameters: list[nn.Parameter], bucket_size_mb: float | None) -> list[list]:
     """Split parameters, in this order, into lists of limited size, each of one dtype and device."""
     limit = torch.inf if bucket_size_mb is None else bucket_size_mb * 2**20
@@ -119,10 +130,16 @@ def fill_buckets(parameters: list[nn.Parameter], bucket_size_mb: float | None) -
     return buckets
 
 
-def view_like(parameter: nn.Parameter, piece: torch.Tensor) -> torch.Tensor:
-    """Return this piece of memory with the parameter's shape and memory format (channels_last)."""
-    strides = torch.empty_like(parameter, device="meta").stride()  # without memory
-    return piece.as_strided(parameter.shape, strides)
+def views_like(tensors: list[torch.Tensor], flat: torch.Tensor) -> list[torch.Tensor]:
+    """Return each tensor's place in flat memory, one after another, in its shape and strides."""
+    views = []
+    start = 0
+    for tensor in tensors:
+        strides = torch.empty_like(tensor, device="meta").stride()  # channels_last, too
+        place = flat[start : start + tensor.numel()]
+        views.append(place.as_strided(tensor.shape, strides))
+        start += tensor.numel()
+    return views
 
 
 def broadcast_from_rank_0(module: nn.Module, process_group: dist.ProcessGroup | None) -> None:
@@ -160,4 +177,4 @@ if __name__ == "__main__":
         from common import ladder
     except ModuleNotFoundError as error:
         sys.exit(f"error: {error}: copy the repository's folder common/ beside this script")
-    ladder.run(BucketedDDP, __doc__, bucket_size_mb=5.0)
+    ladder.run(BucketedDDP, train_step, __doc__, has_buckets=True)

@@ -33,6 +33,9 @@ class BucketedDDP(nn.Module):
     @contextmanager
     def no_sync(self):
         """Return a context within which gradients are only added up, and nothing is sent."""
+        before = self.synchronizing
         self.synchronizing = False
-        yield
-        self.synchronizing = True
+        try:
+            yield
+        finally:
+            self.synchronizing = before

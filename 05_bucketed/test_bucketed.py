@@ -32,7 +32,7 @@ def buckets_of_layers(bucket_size_mb):
     layers[4] = nn.Linear(4, 4, bias=False)
     model = BucketedDDP(nn.Sequential(*layers), bucket_size_mb)
     numbers = {layer.weight: number for number, layer in enumerate(model.module)}
-    return [[numbers[parameter] for parameter in bucket.views] for bucket in model.buckets]
+    return [[numbers[parameter] for parameter in bucket.parameters] for bucket in model.buckets]
 
 
 def test_buckets_are_filled_in_reverse_order(ranks):

@@ -14,12 +14,13 @@ Source: Rajbhandari et al., "ZeRO", SC 2020, section 5.1 (P_os); Stanford CS336,
 """
 
 import sys
-from collections import ChainMap
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils._pytree import tree_map_only
@@ -39,31 +40,38 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def __init__(self, params, optimizer_cls, *, process_group=None, **options):
         check_can_be_sharded(optimizer_cls)
-        self.process_group, self.rank = process_group, dist.get_rank(process_group)
-        self.local = None  # later: an optimizer_cls with the same groups and state
+        self.process_group = process_group
+        self.rank = dist.get_rank(process_group)
+        self.local = None  # later: an optimizer_cls of all parameters, which steps this rank's own
         self.owners = {}  # parameter -> the rank that keeps its state and updates it
         self.loads = [0] * dist.get_world_size(process_group)  # bytes that each rank owns
         self.flats = []  # what is broadcast, on all ranks in this order
         super().__init__(params, {})  # calls add_param_group() for each group
         self.local = optimizer_cls(self.param_groups, **options)
-        self.defaults, self.state = self.local.defaults, self.local.state
+        self.defaults = self.local.defaults
         self.param_groups = self.local.param_groups  # both have what a scheduler changes in them
+        self.state = self.local.state
         for parameter, owner in self.owners.items():
             if owner != self.rank:
                 self.state.pop(parameter, None)  # Adagrad makes it at once
 
     def add_param_group(self, param_group: dict) -> None:
         """Assign owners to a new group, also in mid-training; older ones keep owner and state."""
-        (self.local or super()).add_param_group(param_group)  # to the list that both have
+        if self.local is None:  # while the base class is made
+            super().add_param_group(param_group)
+        else:
+            self.local.add_param_group(param_group)  # to the list that both have
         parameters = self.param_groups[-1]["params"]
         if any(hasattr(parameter, "is_shard") for parameter in parameters):
             self.param_groups.pop()  # what is refused leaves no trace
-            raise ValueError("these are FSDP's shards: their state is split already")
+            raise ValueError("these are FSDP's or ZeRO2's shards: their state is split already")
         self._choose_owners(parameters)
         alike = {}  # what one buffer can hold; frozen ones, in their own, are not sent
         for p in parameters:
-            alike.setdefault((self.owners[p], p.requires_grad, p.dtype, p.device), []).append(p)
-        self.flats += [FlatBuffer(self.owners[each[0]], each) for each in alike.values()]
+            kind = self.owners[p], p.requires_grad, p.dtype, p.device
+            alike.setdefault(kind, []).append(p)
+        for (owner, *_), members in alike.items():
+            self.flats.append(FlatBuffer(owner, members))
 
     def _choose_owners(self, parameters: list[nn.Parameter]) -> None:
         """Give the largest first, frozen ones last, to the rank with the fewest bytes."""
@@ -76,18 +84,32 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure=None):
         """Update this rank's parameters, and send them. All ranks call a closure."""
-        with torch.enable_grad():  # a closure runs backward
-            loss = closure() if closure is not None else None
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():  # it runs backward
+                loss = closure()
         for flat in self.flats:
             flat.check()
-        hidden = {p: p.grad for p, owner in self.owners.items() if owner != self.rank}
-        try:
-            for parameter in hidden:
-                parameter.grad = None  # the local optimizer skips it, and makes no state
+        with self._gradients_of_others_hidden():
             self.local.step()
+        self._send_values()
+        return loss
+
+    @contextmanager
+    def _gradients_of_others_hidden(self):
+        """The local optimizer skips a parameter without a gradient, and makes no state for it."""
+        others = [parameter for parameter, owner in self.owners.items() if owner != self.rank]
+        gradients = [parameter.grad for parameter in others]
+        for parameter in others:
+            parameter.grad = None
+        try:
+            yield
         finally:
-            for parameter, gradient in hidden.items():
+            for parameter, gradient in zip(others, gradients, strict=True):
                 parameter.grad = gradient
+
+    def _send_values(self) -> None:
+        """Broadcast the new values of each owner's parameters, but for frozen ones."""
         works = []
         for flat in self.flats:
             if any(p.requires_grad or p.grad is not None for p in flat.parameters):
@@ -95,30 +117,46 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 works.append(dist.broadcast(flat.values, **root, async_op=True))
         for work in works:
             work.wait()
-        return loss
+
+    def state_dict(self) -> dict:
+        """Return the whole state on rank 0, on CPU, as without sharding; elsewhere the groups."""
+        saved = self.local.state_dict()
+        own = on_cpu(self._own(saved["state"]))
+        of_ranks = [None for _ in self.loads] if self.rank == 0 else None
+        dist.gather_object(own, of_ranks, group=self.process_group, group_dst=0)
+        whole = {}
+        for of_rank in of_ranks or []:
+            whole.update(of_rank)
+        saved["state"] = {number: whole[number] for number in sorted(whole)}
+        return saved
+
+    def load_state_dict(self, state_dict: dict | None) -> None:
+        """Load what rank 0 passes: a whole state, saved at any world size or without sharding."""
+        received = [on_cpu(state_dict)]
+        dist.broadcast_object_list(received, group=self.process_group, group_src=0)
+        [saved] = received
+        self.local.load_state_dict({**saved, "state": self._own(saved["state"])})
+        self.param_groups = self.local.param_groups  # they are new
+        self.state = self.local.state
 
     def _own(self, state: dict) -> dict:
         """Return what a state_dict has of this rank's parameters, which are numbers there."""
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         return {n: each for n, each in state.items() if self.owners[parameters[n]] == self.rank}
 
-    def state_dict(self) -> dict:
-        """Return the whole state on rank 0, on CPU, as without sharding; elsewhere the groups."""
-        saved, of_ranks = self.local.state_dict(), [{} for _ in self.loads]
-        own, received = on_cpu(self._own(saved["state"])), of_ranks if self.rank == 0 else None
-        dist.gather_object(own, received, group=self.process_group, group_dst=0)
-        return {**saved, "state": dict(sorted(ChainMap(*of_ranks).items()))}
 
-    def load_state_dict(self, state_dict: dict | None) -> None:
-        """Load what rank 0 passes: a whole state, saved at any world size or without sharding."""
-        received = [on_cpu(state_dict)]
-        dist.broadcast_object_list(received, group=self.process_group, group_src=0)
-        self.local.load_state_dict({**received[0], "state": self._own(received[0]["state"])})
-        self.param_groups, self.state = self.local.param_groups, self.local.state  # new ones
+def train_step(model, optimizer, inputs, targets):
+    """Train on this rank's share of a batch; return its loss."""
+    loss = F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
+    loss.backward()
+    model.finish_gradient_synchronization()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
 
 
 # ==================================================================================================
-# Below this line: what is refused, flat buffers, main.
+# Below this line: what is refused, flat buffers, and the comparison.
 
 
 def check_can_be_sharded(optimizer_cls) -> None:
@@ -133,18 +171,30 @@ class FlatBuffer:
     """Holds the values of alike parameters of one owner: they become views into it."""
 
     def __init__(self, owner: int, parameters: list[nn.Parameter]):
-        self.owner, self.parameters = owner, parameters
-        sizes = [parameter.numel() for parameter in parameters]
-        self.values = parameters[0].detach().new_empty(sum(sizes))
-        for parameter, piece in zip(parameters, self.values.split(sizes), strict=True):
-            strides = torch.empty_like(parameter, device="meta").stride()  # channels_last, too
-            view = piece.as_strided(parameter.shape, strides)
+        self.owner = owner
+        self.parameters = parameters
+        size = sum(parameter.numel() for parameter in parameters)
+        self.values = parameters[0].detach().new_empty(size)
+        for parameter, view in zip(parameters, views_like(parameters, self.values), strict=True):
             parameter.data = view.copy_(parameter.detach())
 
     def check(self) -> None:
+        """Raise RuntimeError if a parameter is no longer a view."""
         address = self.values.untyped_storage().data_ptr()
         if any(p.untyped_storage().data_ptr() != address for p in self.parameters):
             raise RuntimeError("a parameter has left its flat buffer: move or cast it before")
+
+
+def views_like(tensors: list[torch.Tensor], flat: torch.Tensor) -> list[torch.Tensor]:
+    """Return each tensor's place in flat memory, one after another, in its shape and strides."""
+    views = []
+    start = 0
+    for tensor in tensors:
+        strides = torch.empty_like(tensor, device="meta").stride()  # channels_last, too
+        place = flat[start : start + tensor.numel()]
+        views.append(place.as_strided(tensor.shape, strides))
+        start += tensor.numel()
+    return views
 
 
 def on_cpu(state: dict) -> dict:
@@ -158,25 +208,30 @@ def of_adamw(cls):
 
 
 def main():
-    sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[:2]]
+    stage = Path(__file__).resolve().parent
+    sys.path[:0] = [str(stage), str(stage.parent), str(stage.parent / "05_bucketed" / "compare")]
     try:
         from memory import account
+        from users_class import users_rows
 
         from common import ladder
     except ModuleNotFoundError as error:
-        sys.exit(f"error: {error}: copy the repository's folder common/ and memory.py, too")
+        folders = "common/, 05_bucketed/compare/ and 06_sharded_optimizer/"
+        sys.exit(f"error: {error}: copy the repository's folders {folders}")
     parser = ladder.stage_parser(__doc__)
     parser.add_argument("--mine", metavar="FILE.py:NAME", help="measure your own class, too")
     args = parser.parse_args()
+    [(ddp, averages)] = ladder.torch_ddp().items()  # it averages the gradients in every row
+    ours = {"ShardedOptimizer": ShardedOptimizer, **users_rows(args.mine)}
+    ours = {name: averages._replace(optimizer=of_adamw(each)) for name, each in ours.items()}
     zero = partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW)
-    ours = {"ShardedOptimizer": of_adamw(ShardedOptimizer)}
-    ours |= {name: of_adamw(each) for name, each in ladder.users_rows(args).items()}
-    others = {"AdamW": torch.optim.AdamW, "torch ZeRO": zero}
-    others["torch ZeRO view"] = partial(zero, parameters_as_bucket_view=True)
-    ddp = ladder.torch_ddp(args)["torch DDP"]  # averages the gradients in every row
-    ours = {name: ddp._replace(optimizer=each) for name, each in ours.items()}
-    others = {name: ddp._replace(optimizer=each) for name, each in others.items()}
-    ladder.main(args, ours, others, "torch ZeRO", account)
+    views = partial(zero, parameters_as_bucket_view=True)
+    others = {
+        ddp: averages,
+        "torch ZeRO": averages._replace(optimizer=zero),
+        "torch ZeRO view": averages._replace(optimizer=views),
+    }
+    ladder.main(args, train_step, ours, others, account)
 
 
 if __name__ == "__main__":

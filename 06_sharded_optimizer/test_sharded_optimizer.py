@@ -347,13 +347,15 @@ def test_script(run, tmp_path):
     assert list(found) == ["ShardedOptimizer", "RightShards (mine)"]
     assert max(found.values()) <= 1e-10
     whole = 4 * result["model"]["parameters"]
-    for name, most in (("AdamW", 2.001), ("ShardedOptimizer", 1.05)):
-        state = [of_rank[2] for of_rank in result["memory_bytes"][name]]
+    memory = {row["name"]: row for row in result["memory"]}
+    for name, most in (("torch DDP", 2.001), ("ShardedOptimizer", 1.05)):
+        state = [of_rank["state"] for of_rank in memory[name]["held_bytes"]]
         assert 2 * whole <= sum(state) and max(state) <= most * whole
     if sys.platform == "linux":
-        sent = {one["name"]: one["sent_bytes"] / whole for one in result["candidates"]}
-        assert 0.95 < sent["AdamW"] < 1.2 and 1.4 < sent["ShardedOptimizer"] < 1.7, sent
-    assert "RightShards (mine)" in output and "traceEvents" in (tmp_path / "trace").read_text()
+        sent = {name: row["sent_bytes"] / whole for name, row in memory.items()}
+        assert 0.95 < sent["torch DDP"] < 1.2 and 1.4 < sent["ShardedOptimizer"] < 1.7, sent
+    assert "RightShards (mine)" in output
+    assert "traceEvents" in (tmp_path / "trace.rank0").read_text()
 
 
 def test_a_class_of_the_users_own_that_is_wrong_does_not_pass(run):

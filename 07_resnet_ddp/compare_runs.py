@@ -15,16 +15,16 @@ from pathlib import Path
 import numpy
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from common.report import COLORS, new_figure, print_table, save_figure
+from common.report import new_figure, print_table, save_figure
 from common.setup import Parser, add_plot_arguments, say
 
 # Of a batch, from bottom to top: what is measured, its name and its color.
 PHASES = {
     "data_seconds": ("data", "#CC79A7"),
-    "forward_seconds": ("forward", COLORS["forward"]),
-    "backward_seconds": ("backward", COLORS["backward"]),
-    "exposed_comm_seconds": ("exposed all-reduce", COLORS["exposed communication"]),
-    "optimizer_seconds": ("optimizer", COLORS["optimizer"]),
+    "forward_seconds": ("forward", "#56B4E9"),
+    "backward_seconds": ("backward", "#0072B2"),
+    "exposed_comm_seconds": ("exposed all-reduce", "#F0E442"),
+    "optimizer_seconds": ("optimizer", "#999999"),
 }
 # What runs must have in common to be compared.
 COMMON = ["torch", "torchvision", "backend", "network", "device_name", "settings", "workers"]

@@ -54,9 +54,11 @@ def image_sets(data: str | None, download: bool, image_size: int) -> tuple[Datas
         return train_set, Images(grey[:297], labels[:297], transform)
     try:
         if download:
-            if os.environ["LOCAL_RANK"] == "0":
-                CIFAR10(data, download=True)
-            dist.barrier()
+            # Rank 0 first: if its folder is that of all hosts, the others find everything there.
+            for number in ("RANK", "LOCAL_RANK"):
+                if os.environ[number] == "0":
+                    CIFAR10(data, download=True)
+                dist.barrier()
         transform = to_input(image_size, [0.491, 0.482, 0.447], [0.247, 0.244, 0.262])
         return CIFAR10(data, True, transform), CIFAR10(data, False, transform)
     except Exception as error:  # torchvision has many kinds: files missing, cut short, not CIFAR-10

@@ -147,7 +147,8 @@ def train_epoch(args, training: Training, batches, epoch: int) -> tuple[list[dic
     from common import setup
     from common.timing import Stopwatch
 
-    watches, logged = [], []
+    watches = []
+    logged = []
     training.model.train()
     steps = min(len(batches), args.steps_per_epoch or len(batches))
     batches = iter(batches)
@@ -184,7 +185,8 @@ def fit(args, training: Training, train_batches, test_batches) -> dict:
     from common.setup import network
 
     evaluations = resume(args, training) if args.checkpoint else []
-    steps, logged = [], []
+    steps = []
+    logged = []
     seconds = 0.0
     for epoch in range(len(evaluations) + 1, args.epochs + 1):
         train_batches.sampler.set_epoch(epoch)  # else every epoch has the same order
@@ -236,7 +238,8 @@ def resume(args, training: Training) -> list[dict]:
     if dist.get_rank() == 0 and args.checkpoint.exists():
         try:
             found = [torch.load(args.checkpoint, map_location="cpu", weights_only=True)]
-            done, settings = len(found[0]["evaluations"]), found[0]["settings"]
+            done = len(found[0]["evaluations"])
+            settings = found[0]["settings"]
             if done >= args.epochs or settings != settings_of(args):
                 raise ValueError(f"it has {done} epochs of {settings}")
         except Exception as error:  # torch.load has many kinds: cut short, not a checkpoint
@@ -270,8 +273,9 @@ def print_report(result: dict) -> None:
     for name, (row, _, _) in SECONDS.items():
         seconds = numpy.array(result[name])
         mean = seconds.mean()
-        row = [row, f"{mean * seconds.shape[1]:.1f}", f"{mean / batch:.1%}", f"{1000 * mean:.1f}"]
-        rows.append(row + report.milliseconds(seconds))
+        total = mean * seconds.shape[1]
+        cells = [row, f"{total:.1f}", f"{mean / batch:.1%}", f"{1000 * mean:.1f}"]
+        rows.append(cells + report.milliseconds(seconds))
     report.print_table(["", "total s", "share", "mean ms", "p50", "p75", "p90", "p95"], rows)
     seconds = result["train_seconds"]
     setup.say(
@@ -280,20 +284,13 @@ def print_report(result: dict) -> None:
     )
 
 
-def add_size_arguments(parser) -> None:
+def add_arguments(parser) -> None:
+    from common import setup
     from common.setup import whole_number as whole
 
     add = parser.add_argument
     add("--image-size", type=whole(8, 1024), help="pixels (default: 64 on CPU, 224 on CUDA)")
     add("--global-batch", type=whole(1), help="images per step (default: 64 on CPU, 512 on CUDA)")
-
-
-def add_arguments(parser) -> None:
-    from common import setup
-    from common.setup import whole_number as whole
-
-    add_size_arguments(parser)
-    add = parser.add_argument
     add("--epochs", type=whole(1), default=3)
     add("--steps-per-epoch", type=whole(1), help="end each epoch after so many (default: all)")
     add("--lr", type=setup.positive_number, default=0.02, help="learning rate")

@@ -1,6 +1,6 @@
 """resnet_ddp.py: the loss curve against one device, evaluation, kill and resume, bad input.
 
-And images.py, compare_runs.py and waterfall.py.
+And images.py and compare_runs.py.
 """
 
 import json
@@ -18,7 +18,6 @@ import pytest
 import resnet_ddp
 import torch
 import torch.distributed as dist
-import waterfall
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
@@ -231,36 +230,6 @@ def test_runs_are_compared_where_all_that_matters_agrees(tmp_path, capsys):
         [line] = [line for line in lines if line.startswith(name)]
         assert "not compared" in line and differs in line
     testing.assert_png(tmp_path / "speedup.png")
-
-
-@pytest.mark.parametrize("more", ["", " --fresh-memory"])
-def test_waterfall(forked, tmp_path, more):
-    """Its bars add up to DDP's step; one device is measured on rank 0 alone."""
-    words = f"--image-size 16 --global-batch 4 --steps 2 --device cpu --json json --plot png{more}"
-    status, output = forked(2, SCRIPT.with_name("waterfall.py"), *words.split(), cwd=tmp_path)
-    assert status == 0, output
-    testing.assert_png(tmp_path / "png")
-    rows = re.findall(r"^\w[^:\n]* (-?\d+\.\d)$", output, re.MULTILINE)
-    *parts, whole = [float(ms) for ms in rows]
-    assert len(parts) == 5 and sum(parts) == pytest.approx(whole, abs=0.3), output
-    candidates = testing.read_json(tmp_path / "json", "07_resnet_ddp/waterfall")["candidates"]
-    ranks = [len(times["batch_seconds"]) for times in candidates.values()]
-    assert ranks == [1, 2, 2]
-
-
-def test_the_parts_of_waterfall():
-    """Of one device with 8 s, and DDP with 6 s, of which half a second is the optimizer's.
-
-    After the last gradient one rank waits 1 s, and another one longer, for that rank, too.
-    Without sending the slower rank takes 4.5 s.
-    """
-    one = {"batch_seconds": [[8.0] * 3]}
-    ddp = {"batch_seconds": 2 * [[6.0] * 3], "optimizer_seconds": 2 * [[0.5] * 3]}
-    ddp["exposed_comm_seconds"] = [[1.0, 3.0, 1.0], [2.0, 1.0, 2.0]]
-    apart = {"batch_seconds": [[4.5] * 3, [4.4] * 3]}
-    candidates = {"one device": one, "DDP": ddp, "without sending": apart}
-    reasons = waterfall.reasons_of({"world_size": 2, "candidates": candidates})
-    assert [*reasons.values()] == [4000, 250, 250, 500, 1000, 6000]
 
 
 # Bad input

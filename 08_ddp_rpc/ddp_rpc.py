@@ -3,10 +3,8 @@
 Tables too large for one process are not replicated: every parameter server keeps its own, and
 trainers ask for the rows they need by remote procedure call. The dense net is small: every trainer
 has a replica, and DDP keeps them equal. One distributed backward pass serves both. Epochs that ask
-all servers at once take turns with epochs that ask one after another. With --tables, a table on
-servers is compared with replicas under DDP, by its size.
+all servers at once take turns with epochs that ask one after another.
 
-    make 08_ddp_rpc ARGS="--tables"                     (three ways to train an embedding)
     make 08_ddp_rpc                                     (2 trainers and 2 servers)
     make 08_ddp_rpc NPROC=8                             (8 and 8, as upstream)
 
@@ -27,7 +25,6 @@ import subprocess
 import sys
 import time
 from datetime import timedelta
-from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -51,13 +48,10 @@ LOOKUPS = ["parallel", "sequential"]
 
 # Three functions that run on a parameter server when a trainer calls them. A table is an object on
 # its server; all others hold a remote reference (RRef) to it.
-def new_table(embeddings: int, embedding_dim: int, sparse: bool = False) -> nn.EmbeddingBag:
-    """Make this server's table, float32 [embeddings, embedding_dim].
-
-    With sparse gradients a step touches the rows that were looked up, else the whole table.
-    """
+def new_table(embeddings: int, embedding_dim: int) -> nn.EmbeddingBag:
+    """Make this server's table, float32 [embeddings, embedding_dim]."""
     torch.manual_seed(rpc.get_worker_info().id)  # each server's table is another one
-    return nn.EmbeddingBag(embeddings, embedding_dim, mode="sum", sparse=sparse)
+    return nn.EmbeddingBag(embeddings, embedding_dim, mode="sum")
 
 
 def look_up(table: rpc.RRef, indices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
@@ -171,11 +165,12 @@ def run_rank(rank, ports, args, names):
         _channels=["basic"],
     )
     os.environ["RANK"] = str(rank)
-    of_rpc, of_ddp = [f"tcp://{args.master_addr}:{port}" for port in ports]
-    options.init_method = of_rpc
+    port_of_rpc, port_of_ddp = ports
+    options.init_method = f"tcp://{args.master_addr}:{port_of_rpc}"
     if is_trainer:
         limit = timedelta(seconds=args.timeout)
-        dist.init_process_group("gloo", of_ddp, limit, args.trainers, rank - 1)
+        address = f"tcp://{args.master_addr}:{port_of_ddp}"
+        dist.init_process_group("gloo", address, limit, args.trainers, rank - 1)
     rpc.init_rpc(names[rank], None, rank, len(names), options)
     if rank == 0:
         run_master(args, names)
@@ -186,11 +181,10 @@ def run_rank(rank, ports, args, names):
 
 def read_arguments():
     """Read the command line, check and complete it; all of upstream's flags work, too."""
-    from tables import ROWS
-
     from common import setup
 
-    count, one = setup.whole_number(1, 64), setup.whole_number(1)
+    count = setup.whole_number(1, 64)
+    one = setup.whole_number(1)
     milliseconds = setup.checked(float, lambda n: 0 <= n <= 1e6, "a number from 0 to 1e6")
     gpus = torch.cuda.device_count()
     devices = ["auto", "cpu", "cuda"] if gpus else ["auto", "cpu"]
@@ -201,12 +195,8 @@ def read_arguments():
     add("--servers", "--number-ps", type=count, help="(default: --nproc)")
     add("--embeddings", "--number-embeddings", type=one, default=300, help="rows of each table")
     add("--embedding-dim", type=one, help="its columns (default: the fewest that are enough)")
-    sizes = {"nargs": "?", "type": setup.list_of(one), "const": ROWS, "metavar": "ROWS,ROWS,…"}
-    add("--tables", **sizes, help="train tables of so many rows in three ways")
-    add(
-        "--steps", type=one, help=f"in epochs of {EPOCH} (default: 500; of --tables one by one, 15)"
-    )
-    add("--warmup-cycles", type=setup.whole_number(0), default=5, help="epochs, steps before them")
+    add("--steps", type=one, default=500, help=f"for each lookup, in epochs of {EPOCH}")
+    add("--warmup-cycles", type=setup.whole_number(0), default=5, help="epochs before them")
     add("--round-trip-ms", type=milliseconds, default=0.0, help="the least that a round trip takes")
     add("--master-addr", default="127.0.0.1", help="where the processes meet on this host")
     add("--master-port", type=setup.whole_number(0, 65535), default=0, help="0: any free port")
@@ -214,13 +204,11 @@ def read_arguments():
     add("--timeout", type=setup.positive_number, default=300.0, help="seconds to wait for others")
     add("--no-verify", action="store_true", help="only measure; verify copies all tables")
     add("--json", type=setup.output_file, metavar="FILE", help="everything measured, raw")
-    setup.add_plot_arguments(parser, "08_ddp_rpc.png")
     args = parser.parse_args()
     args.trainers = args.trainers or args.nproc
     args.servers = args.servers or args.nproc
     if args.device == "auto":
         args.device = "cuda" if gpus else "cpu"
-    args.steps = args.steps or (15 if args.tables else 500)
     multiple = DENSE_INPUT // math.gcd(DENSE_INPUT, args.servers)
     args.embedding_dim = args.embedding_dim or multiple
     if args.embedding_dim % multiple:
@@ -292,11 +280,13 @@ def verify_one_trainer(args, tables):
         training_step(model, optimizer, batch)
         indices, offsets, targets = batch
         columns = [table(indices, offsets) for table in copies]
-        logits = dense(torch.cat(columns, dim=1).reshape(-1, DENSE_INPUT).to(model.device))
+        rows = torch.cat(columns, dim=1).reshape(-1, DENSE_INPUT)
+        logits = dense(rows.to(model.device))
         F.cross_entropy(logits, targets.to(model.device)).backward()
         plain_optimizer.step()
         plain_optimizer.zero_grad()
-    weights = [*model.dense.parameters(), *[table.to_here().weight for table in tables]]
+    weights = list(model.dense.parameters())
+    weights += [table.to_here().weight for table in tables]
     return largest_difference(weights, plain.parameters())
 
 
@@ -331,7 +321,8 @@ def train(args, tables):
         batches = list(islice(all_batches, EPOCH))  # the same for both
         for lookup in LOOKUPS:
             model.lookup = lookup
-            model.lookup_seconds, model.message_bytes = 0.0, 0
+            model.lookup_seconds = 0.0
+            model.message_bytes = 0
             start = time.perf_counter()
             losses = [training_step(model, optimizer, batch) for batch in batches]
             losses[-1].item()  # waits for the GPU, if any
@@ -342,8 +333,9 @@ def train(args, tables):
                 "examples": sum(len(offsets) for _, offsets, _ in batches),  # bags
             }
             epochs[lookup].append(epoch)
+    counted = {lookup: epochs[lookup][args.warmup_cycles :] for lookup in LOOKUPS}
     weights = nn.utils.parameters_to_vector(model.dense.parameters())
-    return {name: epochs[name][args.warmup_cycles :] for name in LOOKUPS}, weights.detach().cpu()
+    return counted, weights.detach().cpu()
 
 
 def run_master(args, names):
@@ -351,20 +343,17 @@ def run_master(args, names):
     from common import report
     from common.setup import say
 
-    trainers, servers = names[1 : 1 + args.trainers], names[1 + args.trainers :]
+    trainers = names[1 : 1 + args.trainers]
+    servers = names[1 + args.trainers :]
     threads = torch.get_num_threads()
     result = report.head("08_ddp_rpc", args, "gloo", args.device, len(names), threads)
     say(
         f"08_ddp_rpc: torch {torch.__version__}, gloo on {args.device}, "
         f"{len(names)} ranks, threads per rank: {threads}\n"
-        f"CUDA: {torch.version.cuda}, GPUs of this host: {torch.cuda.device_count()}{topology()}"
+        f"CUDA: {torch.version.cuda}, GPUs of this host: {torch.cuda.device_count()}{topology()}\n"
+        f"trainers: {args.trainers}, DDP over gloo; servers: {args.servers}, "
+        f"each with a table of {args.embeddings} × {args.embedding_dim}"
     )
-    layout = f"trainers: {args.trainers}, DDP over gloo; servers: {args.servers}, "
-    if args.tables:
-        say(f"{layout}each with {args.embedding_dim} columns of each table\n")
-        compare_tables(args, trainers, servers, result)
-        return
-    say(f"{layout}each with a table of {args.embeddings} × {args.embedding_dim}")
     shape = (args.embeddings, args.embedding_dim)
     tables = [rpc.remote(name, new_table, shape) for name in servers]
     result["verify"] = {}
@@ -373,10 +362,10 @@ def run_master(args, names):
     # Without a time limit, because trainers notice a process that ends, and say so.
     answers = [rpc.rpc_async(name, train, (args, tables), timeout=0) for name in trainers]
     epochs, replicas = zip(*torch.futures.wait_all(answers), strict=True)
-    result["candidates"] = [
-        {"name": lookup, **by_quantity([of_trainer[lookup] for of_trainer in epochs])}
-        for lookup in LOOKUPS
-    ]
+    result["candidates"] = []
+    for lookup in LOOKUPS:
+        of_trainers = [of_trainer[lookup] for of_trainer in epochs]
+        result["candidates"].append({"name": lookup, **by_quantity(of_trainers)})
     print_result(result["candidates"])
     if not all(torch.equal(replica, replicas[0]) for replica in replicas):
         sys.exit("verify FAILED: the trainers hold different dense weights")
@@ -390,66 +379,9 @@ def topology() -> str:
         found = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True)
     except OSError:
         return ""
-    return f"\nnvidia-smi topo -m:\n{found.stdout.rstrip()}" if found.returncode == 0 else ""
-
-
-def train_three_ways(args, tables):
-    """Train on a trainer with the servers' tables and with two replicas of them, in turn.
-
-    Returns {way: {quantity: [trainer][step]}}: the seconds of a step, its loss, and the bytes of
-    the parameters and gradients that the trainer holds.
-    """
-    from tables import Replica, bytes_of
-
-    from common.timing import Stopwatch, measure
-
-    served, optimizer = new_model(args, tables)
-    weights = torch.cat([table.to_here().weight.detach() for table in tables], dim=1)
-    new_replica = partial(Replica, weights, served.dense.module, LEARNING_RATE)
-    watch = Stopwatch(served.device)
-
-    def train_with_servers(batch):
-        loss = training_step(served, optimizer, batch)
-        return loss, 2 * bytes_of(served.dense.parameters())  # and as many gradients
-
-    def step(train, batches):
-        batch = next(batches)
-        watch.mark("start")
-        loss, held = train(batch)
-        watch.mark("end")
-        return {"seconds": watch.seconds("start", "end"), "loss": loss.item(), "bytes": held}
-
-    ways = {
-        "dense": new_replica(sparse=False).train,
-        "sparse": new_replica(sparse=True).train,
-        "servers": train_with_servers,
-    }
-    same_batches = {way: random_batches(args, seed=dist.get_rank()) for way in ways}
-    candidates = {way: partial(step, ways[way], same_batches[way]) for way in ways}
-    return measure(candidates, args.steps, args.warmup_cycles)
-
-
-def compare_tables(args, trainers, servers, result):
-    """Have the trainers train tables of all sizes in three ways, on the master; print and draw."""
-    from tables import draw, print_sizes
-
-    from common import report
-    from common.setup import progress
-
-    sizes = result["sizes"] = []
-    for rows in sorted(args.tables):
-        progress(f"training: tables of {rows} rows")
-        args.embeddings = rows
-        shape = (rows, args.embedding_dim, True)
-        tables = [rpc.remote(name, new_table, shape) for name in servers]
-        answers = [
-            rpc.rpc_async(name, train_three_ways, (args, tables), timeout=0) for name in trainers
-        ]
-        ways, *_ = torch.futures.wait_all(answers)  # each has those of all
-        sizes.append({"rows": rows, "columns": args.servers * args.embedding_dim, **ways})
-        report.write_json(args.json, result)
-    print_sizes(sizes)
-    draw(sizes, args.plot)
+    if found.returncode != 0:
+        return ""
+    return f"\nnvidia-smi topo -m:\n{found.stdout.rstrip()}"
 
 
 def by_quantity(epochs):
@@ -469,27 +401,29 @@ def print_result(candidates):
 
     rows = []
     for measured in candidates:
-        trainers = range(len(measured["seconds"]))
-        groups = {f"trainer{number}": [number] for number in trainers} | {"All": list(trainers)}
+        seconds = numpy.array(measured["seconds"])  # [trainer, epoch]
+        lookups = numpy.array(measured["lookup_seconds"])
+        examples = numpy.array(measured["examples"])
+        everyone = list(range(len(seconds)))
+        groups = {f"trainer{number}": [number] for number in everyone}
+        groups["All"] = everyone
         for name, members in groups.items():
-            seconds, examples, lookups = [
-                numpy.array(measured[quantity])[members]
-                for quantity in ("seconds", "examples", "lookup_seconds")
-            ]
             cells = [f"{name}, {measured['name']}"]
-            for percentile in percentiles(seconds):
-                rate = len(members) * examples.mean() / percentile
+            for percentile in percentiles(seconds[members]):
+                rate = len(members) * examples[members].mean() / percentile
                 cells += [f"{percentile:.3f}", f"{rate:.0f}"]
-            rows.append([*cells, f"{100 * lookups.sum() / seconds.sum():.0f} %"])
+            share = lookups[members].sum() / seconds[members].sum()
+            rows.append([*cells, f"{100 * share:.0f} %"])
     header = ["", "p50", "ex./s", "p75", "ex./s", "p90", "ex./s", "p95", "ex./s", "lookups"]
     print_table(header, rows)
     say(
         "Seconds per epoch (ten steps) at each percentile, and examples (bags) per second at that\n"
         "pace; lookups: their share of the time. All: samples pooled, trainers' examples summed."
     )
-    at_once, in_turn = [numpy.sum(c["examples"]) / numpy.sum(c["seconds"]) for c in candidates]
-    say(f"parallel / sequential: {at_once / in_turn:.3f} × the examples per second, all epochs")
-    kilobytes = numpy.mean([c["message_bytes"] for c in candidates]) / EPOCH / 1000
+    parallel, sequential = candidates
+    gain = numpy.sum(sequential["seconds"]) / numpy.sum(parallel["seconds"])  # of the same batches
+    say(f"parallel / sequential: {gain:.3f} × the examples per second, all epochs")
+    kilobytes = numpy.mean(parallel["message_bytes"]) / EPOCH / 1000  # sequential's are as many
     say(
         f"A trainer and all servers exchange {kilobytes:.1f} kB per step (1 kB = 1000 bytes): the\n"
         "tensors in requests (indices), in answers (sums) and in backward (the sums' gradients)."
@@ -497,22 +431,20 @@ def print_result(candidates):
 
 
 def main():
-    folder = Path(__file__).resolve().parent
-    sys.path[:0] = [str(folder), str(folder.parent)]
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     try:
-        import tables  # noqa: F401
-
         from common import setup
     except ModuleNotFoundError as error:
-        files = "the repository's folder common/, and tables.py"
-        sys.exit(f"error: {error}: copy {files} beside this script")
+        sys.exit(f"error: {error}: copy the repository's folder common/ beside this script")
 
     args = read_arguments()
     trainers = [f"trainer{number}" for number in range(args.trainers)]
-    names = ["master", *trainers, *[f"ps{number}" for number in range(args.servers)]]
+    servers = [f"ps{number}" for number in range(args.servers)]
+    names = ["master", *trainers, *servers]
     setup.progress(f"starting {len(names)} processes")
     try:
-        ports = args.master_port or setup.free_port(), setup.free_port()
+        port_of_rpc = args.master_port or setup.free_port()
+        ports = port_of_rpc, setup.free_port()
         mp.spawn(run_rank, (ports, args, names), len(names))
     except KeyboardInterrupt:
         sys.exit("interrupted")

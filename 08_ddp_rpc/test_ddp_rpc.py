@@ -1,4 +1,4 @@
-"""Stage 08: layouts, verify (and that it can fail), three ways to train, how a run ends, flags."""
+"""Stage 08: what is verified, trained and counted, verify can fail, how a run ends, flags."""
 
 import math
 import os
@@ -13,7 +13,6 @@ from types import SimpleNamespace
 
 import ddp_rpc
 import pytest
-import tables
 import torch
 
 from tools import testing
@@ -38,12 +37,23 @@ def bytes_of_a_step(indices, offsets, servers, embedding_dim):
     return servers * (8 * len(indices) + 8 * len(offsets) + 2 * 4 * embedding_dim * len(offsets))
 
 
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
 @pytest.mark.parametrize("trainers, servers", [(2, 2), pytest.param(1, 3, marks=pytest.mark.full)])
 def test_what_is_verified_trained_and_counted(forked, tmp_path, trainers, servers):
     """Examples, bytes, and what lookups take: a round trip, or one for each server."""
-    words = f"--trainers {trainers} --servers {servers} --embeddings 31 --round-trip-ms 10"
-    status, output = forked(None, *QUICK, *words.split(), "--json", tmp_path / "out.json")
+    nvidia_smi = tmp_path / "nvidia-smi"
+    nvidia_smi.write_text('#!/bin/sh\n[ "$*" = "topo -m" ] && echo "GPU0 X NV12"')
+    nvidia_smi.chmod(0o755)
+    words = f"--trainers {trainers} --servers {servers} --embeddings 31 --round-trip-ms 10".split()
+    words += ["--master-addr", "localhost", "--master-port", free_port()]
+    words += ["--json", tmp_path / "out.json"]
+    status, output = forked(None, *QUICK, *words, PATH=f"{tmp_path}:{os.environ['PATH']}")
     assert status == 0 and output.count("verify: passed") == 2 and "Warning" not in output, output
+    assert "\nGPU0 X NV12\n" in output, output
     result = testing.read_json(tmp_path / "out.json", "08_ddp_rpc")
     assert result["verify"]["trainer0"]["max_abs_diff"] <= 1e-5
     for number in [*range(trainers), "All"]:
@@ -75,64 +85,10 @@ def test_verify_notices_wrong_training(script, tmp_path):
     text = SCRIPT.read_text()
     assert text.count(right) == 1
     (tmp_path / "ddp_rpc.py").write_text(text.replace(right, wrong))
-    shutil.copy(FOLDER / "tables.py", tmp_path)
     shutil.copytree(FOLDER.parent / "common", tmp_path / "common")
     words = ["--servers", 1, "--steps", 10]
     status, output = script([sys.executable, tmp_path / "ddp_rpc.py", *words]).wait()
     assert status == 1 and "verify FAILED" in output, output
-
-
-# Three ways to train a table.
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
-
-
-@pytest.mark.parametrize("trainers", [1, 2])
-def test_three_ways_train_the_same_model(forked, tmp_path, trainers):
-    """With one trainer all lose the same; servers add up several trainers' gradients, in any order.
-
-    And what it holds: parameters and gradients, of a sparse one the rows of all trainers.
-    """
-    nvidia_smi = tmp_path / "nvidia-smi"
-    nvidia_smi.write_text('#!/bin/sh\n[ "$*" = "topo -m" ] && echo "GPU0 X NV12"')
-    nvidia_smi.chmod(0o755)
-    words = f"--tables 40,90 --trainers {trainers} --servers 2 --steps 4 --warmup-cycles 0".split()
-    words += ["--master-addr", "localhost", "--master-port", free_port()]
-    files = {"--json": tmp_path / "out.json", "--plot": tmp_path / "out.png"}
-    words += [word for pair in files.items() for word in pair]
-    status, output = forked(None, SCRIPT, *words, PATH=f"{tmp_path}:{os.environ['PATH']}")
-    assert status == 0 and "\nGPU0 X NV12\n" in output, output
-    testing.assert_png(files["--plot"])
-    net = tables.bytes_of(ddp_rpc.dense_net().parameters())
-    for size in testing.read_json(files["--json"], "08_ddp_rpc")["sizes"]:
-        losses = {way: torch.tensor(size[way]["loss"]) for way in tables.WAYS}
-        assert losses["dense"].shape == (trainers, 4) and losses["dense"].unique().numel() > 3
-        torch.testing.assert_close(losses["sparse"], losses["dense"])
-        if trainers == 1:
-            torch.testing.assert_close(losses["servers"], losses["dense"])
-        args = SimpleNamespace(servers=2, embedding_dim=256, embeddings=size["rows"])
-        of_trainers = [islice(ddp_rpc.random_batches(args, seed), 4) for seed in range(trainers)]
-        for step, batches in enumerate(zip(*of_trainers, strict=True)):
-            held = {way: size[way]["bytes"][0][step] for way in tables.WAYS}
-            touched = torch.cat([indices for indices, _, _ in batches]).unique().numel()
-            row = 4 * 512
-            assert held["dense"] == 2 * (net + size["rows"] * row)
-            assert held["sparse"] == 2 * net + size["rows"] * row + touched * (row + 8)
-            assert held["servers"] == 2 * net
-
-
-def one_size(rows: int, **seconds: float) -> dict:
-    return {"rows": rows, **{way: {"seconds": [[one, one]]} for way, one in seconds.items()}}
-
-
-def test_where_lines_cross():
-    """On logarithmic scales: a line from 1 to 100 s over 10 to 1,000 rows meets √10 s at 10·√10."""
-    sizes = [one_size(10, a=1, b=10**0.5), one_size(1000, a=100, b=10**0.5)]
-    assert tables.crossing(sizes, "a", "b") == pytest.approx(10**1.5)
-    assert tables.crossing(sizes, "b", "a") is None
 
 
 # How a run ends.

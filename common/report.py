@@ -4,7 +4,6 @@ import json
 import os
 import platform
 import re
-from collections.abc import Iterable
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -43,18 +42,6 @@ def print_row(cells: list[str], widths: list[int]) -> None:
     for cell, width in zip(cells[1:], widths[1:], strict=True):
         line += "  " + cell.rjust(width)
     say(line.rstrip())
-
-
-COLORS = {  # one for one thing in all pictures; those of the stages: 05_bucketed/compare
-    "forward": "#56B4E9",
-    "backward": "#0072B2",
-    "exposed communication": "#F0E442",
-    "optimizer": "#999999",
-    "pack, unpack": "#009E73",
-    "all-reduce": "#D55E00",
-    "all-gather": "#009E73",
-    "reduce-scatter": "#D55E00",
-}
 
 
 def new_figure(width: float, height: float):
@@ -117,15 +104,10 @@ def write_json(path: Path | None, result: dict) -> None:
     """
     if path is None or not is_rank_0():
         return
-    result["stretch"] = network().stretch  # seconds here for each of an emulated network's
+    result["stretch"] = [network().lowest_stretch, network().highest_stretch]
     result["seconds"] = (datetime.now(timezone.utc) - result["started"]).total_seconds()
     text = json.dumps(result, default=lambda value: getattr(value, "item", value.__str__)())
     finite = json.loads(text, parse_constant=lambda _: None)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     beside.write_text(json.dumps(finite, indent=1) + "\n")
     beside.replace(path)
-
-
-def held_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the bytes of tensors on this rank: of a DTensor, those of its local part."""
-    return sum(getattr(tensor, "to_local", lambda t=tensor: t)().nbytes for tensor in tensors)

@@ -3,7 +3,6 @@
 import argparse
 import atexit
 import os
-import socket
 import sys
 import time
 from contextlib import contextmanager, nullcontext, suppress
@@ -47,12 +46,17 @@ def progress(text: str = "") -> None:
 
 
 def fail(message: str):
-    """Say in one line what is wrong and exit with status 2; only rank 0 prints it."""
+    """Say in one line what is wrong and exit with status 2; one of the ranks that see it says it.
+
+    When a rank ends, torchrun ends the others. So rank 0 speaks at once, and a rank that is still
+    there after some seconds speaks for itself.
+    """
     progress()
-    if is_rank_0():
-        print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr, flush=True)
-    else:
-        time.sleep(10)  # a rank that ends makes torchrun end rank 0, which may not have said it yet
+    speaker = ""
+    if not is_rank_0():
+        time.sleep(10 + 2 * int(os.environ.get("LOCAL_RANK", 0)))
+        speaker = f"rank {os.environ['RANK']}: "
+    print(f"{Path(sys.argv[0]).name}: error: {speaker}{message}", file=sys.stderr, flush=True)
     sys.exit(2)
 
 
@@ -94,8 +98,11 @@ def list_of(convert):
 
 
 def can_be_written(file: Path) -> bool:
-    (ROOT / "results").mkdir(exist_ok=True)
+    """Tell whether its folder is there and can be written to; only results/ is made."""
     folder = file.absolute().parent
+    if folder == ROOT / "results":
+        with suppress(OSError):
+            folder.mkdir(exist_ok=True)
     is_new_or_file = file.is_file() or not file.exists()  # no /dev/null: it would be replaced
     return folder.is_dir() and os.access(folder, os.W_OK) and is_new_or_file
 
@@ -121,19 +128,37 @@ def add_plot_arguments(parser: Parser, name: str) -> None:
     parser.add_argument("--no-plot", dest="plot", action="store_false", help="draw nothing")
 
 
-def cores() -> int:
-    """Return the cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+def cores() -> float:
+    """Return the cores that this process may use, by its affinity and a container's quota."""
+    found = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):  # macOS has none
+        found = len(os.sched_getaffinity(0))
+    with suppress(OSError, ValueError):  # "max" is no number: no quota
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        found = min(found, int(quota) / int(period))
+    return found
 
 
 def threads_per_rank(ranks: int) -> int:
     """Return the cores divided by the ranks of this host; at least 1."""
-    return max(1, cores() // ranks)
+    return max(1, int(cores() // ranks))
+
+
+def can_compute(gpu: int) -> bool:
+    """Tell whether this torch has kernels for a GPU."""
+    try:
+        torch.zeros(1, device=f"cuda:{gpu}")
+    except RuntimeError:
+        return False
+    return True
 
 
 def choose_device(device: str, backend: str) -> tuple[torch.device, str]:
     """Return this rank's device and the backend, where either may be "auto"."""
     gpus = torch.cuda.device_count()
+    if gpus and not can_compute(int(os.environ["LOCAL_RANK"]) % gpus):
+        say("This torch has no kernels for the GPU of this host, so the CPU computes.")
+        gpus = 0
     if device == "auto":
         device = "cuda" if gpus else "cpu"
     if device == "cuda" and gpus == 0:
@@ -150,6 +175,19 @@ def choose_device(device: str, backend: str) -> tuple[torch.device, str]:
     return torch.device("cuda", index), backend
 
 
+@contextmanager
+def without_gloo_greeting():
+    """Discard what C++ prints meanwhile: until torch 2.11 gloo says how many ranks it has found."""
+    output = os.dup(1)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+    try:
+        yield
+    finally:
+        os.dup2(output, 1)
+        os.close(output)
+
+
 # Groups that were left. If a DDP model frees the group it may wait for ever: it keeps Python's lock
 # while it waits for gloo's threads, and these want it. At Python's end no model is there any more.
 LEFT = []
@@ -161,6 +199,9 @@ class AsItIs(nullcontext):
 
     text = None  # 1gbit,1ms
     stretch = 1.0  # seconds here for each of the network's
+    lowest_stretch = highest_stretch = 1.0  # while it was measured
+    calls = 0  # which an emulated one counts
+    work = dist.Work  # what a call returns that is not waited for
 
 
 AS_IT_IS = AsItIs()
@@ -172,12 +213,6 @@ def network():
 
 
 OF_TORCHRUN = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
-
-
-def free_port() -> int:
-    """Return a TCP port of this host that nobody listens on now."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def require_torchrun() -> None:
@@ -196,7 +231,9 @@ def process_group(device="auto", backend="auto", timeout=300.0):
     device, backend = choose_device(device, backend)
     torch.set_num_threads(threads_per_rank(int(os.environ["LOCAL_WORLD_SIZE"])))
     device_id = device if backend == "nccl" else None
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout), device_id=device_id)
+    limit = timedelta(seconds=timeout)
+    with without_gloo_greeting():
+        dist.init_process_group(backend, timeout=limit, device_id=device_id)
     network().is_slow = False  # but where something is measured
     try:
         yield device

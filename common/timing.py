@@ -1,8 +1,7 @@
-"""A stopwatch for CPU and CUDA, and the loop that measures candidates side by side."""
+"""A stopwatch for CPU and CUDA, and the loop that measures rows side by side."""
 
 import time
 from collections.abc import Callable
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -15,23 +14,27 @@ class Stopwatch:
     """Named points in time: `perf_counter` on CPU, CUDA events on a GPU, which wait for nothing."""
 
     def __init__(self, device: torch.device):
-        self.device, self.on_cuda = device, device.type == "cuda"
+        self.on_cuda = device.type == "cuda"
         self.marks = {}
 
-    def mark(self, name: str) -> None:
+    def mark(self, name: str, *_) -> None:
         """Remember the time now under this name; a second mark of the same name replaces it."""
         self.marks[name] = time.perf_counter()
         if self.on_cuda:
             self.marks[name] = torch.cuda.Event(enable_timing=True)
             self.marks[name].record()
 
-    @contextmanager
-    def phase(self, name: str):
-        """Mark its start and its end; torch's profiler shows it under this name."""
-        self.mark(f"{name} starts")
-        with torch.profiler.record_function(name):
-            yield
-        self.mark(f"{name} ends")
+    def marked(self, name: str, function: Callable) -> Callable:
+        """Return the function with marks where it starts and ends; traces show it by this name."""
+
+        def call(*arguments):
+            self.mark(f"{name} starts")
+            with torch.profiler.record_function(name):
+                result = function(*arguments)
+            self.mark(f"{name} ends")
+            return result
+
+        return call
 
     def seconds(self, start: str, end: str) -> float:
         """Return the seconds from one mark to another; on an emulated network, its own seconds.
@@ -51,42 +54,44 @@ def gather(value) -> list:
     return gathered
 
 
-def measure(candidates: dict, steps: int, warmup: int) -> dict[str, dict]:
-    """Run the candidates step by step in turn (A B C A B C …): noise then meets them all alike.
+def measure(rows: dict[str, Callable[[], dict]], steps: int, warmup: int) -> dict[str, dict]:
+    """Run the rows step by step in turn (A B C A B C …): noise then meets them all alike.
 
-    A candidate runs one step, after a barrier, and returns its times, {quantity: seconds}; or None
-    on a rank that has no part in it.
-    Returns {candidate: {quantity: [rank][step]}}, on every rank, without the first `warmup` rounds.
+    A row runs one step, after a barrier, and returns its times, {quantity: seconds}; or None on a
+    rank that has no part in it.
+    Returns {row: {quantity: [rank][step]}}, on every rank, without the first `warmup` rounds.
     """
-    local = {name: [] for name in candidates}
+    local = {name: [] for name in rows}
     for i in range(warmup + steps):
-        for name, step in candidates.items():
+        for name, step in rows.items():
             progress(f"step {i + 1} of {warmup + steps}: {name}")
             dist.barrier()
             with network():
                 local[name].append(step())
     all_ranks = gather({name: times[warmup:] for name, times in local.items()})
     samples = {}
-    for name in candidates:
-        counted = [of_rank[name] for of_rank in all_ranks if of_rank[name][0] is not None]
+    for name in rows:
+        of_ranks = [of_rank[name] for of_rank in all_ranks if of_rank[name][0] is not None]
         samples[name] = {
-            quantity: [[times[quantity] for times in of_rank] for of_rank in counted]
-            for quantity in counted[0][0]
+            quantity: [[times[quantity] for times in of_rank] for of_rank in of_ranks]
+            for quantity in of_ranks[0][0]
         }
     return samples
 
 
-def profile(candidates: dict[str, Callable[[], object]], trace: Path | None) -> None:
-    """Write a Chrome trace of rank 0, if there is a path: three more steps of each, by its name."""
+def profile(rows: dict[str, Callable[[], object]], trace: Path | None) -> None:
+    """Write a Chrome trace of every rank, if there is a path: three more steps of each row.
+
+    The files are `trace`.rank0, `trace`.rank1, …
+    """
     if trace is None:
         return
     # acc_events: torch 2.12 warns that a profiler without it forgets earlier cycles.
     with torch.profiler.profile(acc_events=True) as profiler:
-        for name, step in candidates.items():
+        for name, step in rows.items():
             for _ in range(3):
                 dist.barrier()
                 with torch.profiler.record_function(name), network():
                     step()
-    if dist.get_rank() == 0:
-        profiler.export_chrome_trace(str(trace))
-        say(f"written: {trace}")
+    profiler.export_chrome_trace(f"{trace}.rank{dist.get_rank()}")
+    say(f"written: {trace}.rank0 and so on, one for each rank")

@@ -1,10 +1,13 @@
 """The blocks of everyday.md are executed, by several ranks."""
 
 import contextlib
+import copy
 import io
 import itertools
 import multiprocessing
+import os
 import re
+import signal
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import TensorDataset
+from torch.utils.data import DistributedSampler, TensorDataset
 
 from tools.testing import ROOT
 
@@ -139,6 +142,107 @@ def test_stream():
     assert sorted(seen) == [*range(17)]
 
 
+def test_batches_of_like_lengths():
+    """Each rank gets as many, and in a step the ranks get neighbours; what is too many is left."""
+    share = re.search(r"`(batches\[:.*?\])`", PAGE)[1]
+    names = [{"batches": range(11), "rank": rank, "world_size": 3} for rank in range(3)]
+    assert [[*eval(share, each)] for each in names] == [[0, 3, 6], [1, 4, 7], [2, 5, 8]]
+
+
+def mixed_precision():
+    """As one process in float32; in float16 both ranks skip a step, because of rank 1's batch."""
+    share = slice(dist.get_rank(), None, dist.get_world_size())
+    bad = torch.inf if dist.get_rank() == 1 else 1.0
+    for dtype, scale_of_inputs in ((torch.bfloat16, 4), (torch.float16, 2)):  # 4 is clipped
+        inputs = scale_of_inputs * INPUTS.float()
+        module = ddp().module.float()
+        model = DistributedDataParallel(copy.deepcopy(module))
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, module)]
+        batches = 3 * [(inputs[share], TARGETS[share])]
+        if dtype == torch.float16:
+            batches.insert(1, (bad * inputs[share], TARGETS[share]))
+        names = {"model": model, "optimizer": optimizers[0], "loader": batches, "dtype": dtype}
+        scaler = execute("Mixed precision", **names)["scaler"]
+        for _ in range(3):
+            F.cross_entropy(module(inputs), TARGETS).backward()
+            nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+            optimizers[1].step()
+            optimizers[1].zero_grad()
+        assert scaler.get_scale() == (1 if dtype == torch.bfloat16 else 2**15)
+        torch.testing.assert_close(model.module.weight, module.weight, rtol=0, atol=0.02)
+
+
+def metric_of_all():
+    """Ranks have 13 and 12 predictions."""
+    scores = torch.rand(25, generator=torch.Generator().manual_seed(0))
+    share = slice(dist.get_rank(), None, dist.get_world_size())
+    names = {"scores": scores[share], "targets": torch.arange(25)[share]}
+    names = execute("A metric that is no sum", **names)
+    assert len(names["targets"]) == 25
+    torch.testing.assert_close(names["scores"], scores[names["targets"]])
+
+
+def preempted():
+    """The signal reaches rank 1 alone, in its second step: both stop, and go on with the rest."""
+    handler = signal.getsignal(signal.SIGTERM)
+    sampler = DistributedSampler(DATA, drop_last=True)
+    seen = []
+
+    def train_step(batch):
+        seen.append(batch[0])
+        if len(seen) == 2 and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    names = {"sampler": sampler, "train_set": DATA, "batch_size": 3, "epoch": 5}
+    names |= {"train_step": train_step, "done": 0}
+    names["done"] = execute("Preempted", **names)["done"]
+    assert len(seen) == names["done"] == 2
+    assert execute("Preempted", **names)["done"] == 4
+    signal.signal(signal.SIGTERM, handler)
+    sampler.set_epoch(5)
+    torch.testing.assert_close(torch.cat(seen), INPUTS[[*sampler]])
+
+
+class Blocks(nn.Module):
+    """A model of blocks, which notes the dtypes in which it computes."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+        self.dtypes = set()
+
+    def forward(self, inputs):
+        outputs = self.blocks(inputs)
+        self.dtypes.add(outputs.dtype)
+        return outputs
+
+
+def sharded(path: Path, steps: range):
+    """Some of four steps: afterwards the weights are those of one process that did all so far."""
+    module, whole = Blocks(), Blocks()
+    share = slice(dist.get_rank(), None, dist.get_world_size())
+    batches = [(step + 1) * INPUTS.float() for step in range(4)]
+    names = {"module": module, "path": path}
+    names["loader"] = [(batches[step][share], TARGETS[share]) for step in steps]
+    code = BLOCKS[""] + BLOCKS["Shard"]
+    exec(code.replace("torch.bfloat16", "torch.float64"), names)  # as exact as the other's float32
+    optimizer = torch.optim.AdamW(whole.parameters())
+    for inputs in batches[: steps.stop]:
+        F.cross_entropy(whole(inputs), TARGETS).backward()
+        nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert module.dtypes == {torch.float64}
+    for ours, expected in zip(module.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(ours.full_tensor(), expected, rtol=0, atol=1e-5)
+
+
+def test_shards_are_saved_for_any_number_of_ranks(ranks, tmp_path):
+    ranks(2).run(sharded, tmp_path / "saved", range(2))
+    ranks(3).run(sharded, tmp_path / "saved", range(2, 4))
+
+
 def mean_losses():
     """So a scheduler decides alike on all ranks, though only rank 1's loss gets worse."""
     for epoch in range(3):
@@ -177,6 +281,7 @@ def watched():
 
 OF_TWO_RANKS = [losses_across_samples, infinite_outputs, weighted_means]
 OF_TWO_RANKS += [bad_batch, mean_losses, evaluation, watched]
+OF_TWO_RANKS += [mixed_precision, metric_of_all, preempted]
 DRILLS = [(losses_across_samples, 3), *((drill, 2) for drill in OF_TWO_RANKS)]
 
 

@@ -1,15 +1,12 @@
 #!/usr/bin/env bash
 # Two "hosts" on one Linux machine: two network namespaces, half of the cores for each, one rank on
-# each. A cable whose rate the kernel limits (tc) joins them; with a DELAY it is tools/cable.py.
+# each. The kernel (tc) limits the rate between them and, if it has netem, delays what is sent.
 # `make hosts` starts it.
 # usage: hosts.sh PYTHON RATE DELAY SCRIPT [flags of the script]      (DELAY may be empty)
 #
 # Nothing outlives it, not even kill -9 of make: each process here is killed when the one before it
 # dies, and the last is the first of a process namespace, which the kernel ends with it.
 set -euo pipefail
-# cable.py takes time of the ranks' cores, so with it all is so many times slower: rate, delay, and
-# a step's computing, which takes a batch so many times as large.
-dilation=4
 PATH=$PATH:/usr/sbin:/sbin  # where ip and tc are, and users do not look
 
 fail() {
@@ -57,25 +54,6 @@ torchrun_on_host() {  # NUMBER SCRIPT FLAGS…: one node of torchrun
     --node-rank "$1" --nproc-per-node 1 --master-addr 10.77.0.1 --master-port 29400 "${@:2}"
 }
 
-join_by_kernel() {
-  ip link add name host0 type veth peer name host1 netns $host1
-  for number in 0 1; do
-    on_host $number tc qdisc add dev host$number root \
-      tbf rate "$rate" burst 128k latency 50ms 2> /dev/null ||
-      fail "RATE='$rate' is no rate of tc, such as 1gbit, or this kernel has no tbf"
-  done
-  echo "TCP ($(cat /proc/sys/net/ipv4/tcp_congestion_control)) between two hosts: $rate"
-}
-
-join_by_cable() {
-  for number in 0 1; do
-    on_host $number ip tuntap add host$number mode tun 2> /dev/null ||
-      fail "make hosts DELAY=$delay needs /dev/net/tun, and the right to use it: try as root"
-    on_host $number ip link set host$number mtu 65000
-  done
-  on_host 1 "$python" tools/cable.py "$rate" "$delay" $dilation <> /dev/net/tun &
-}
-
 within() {
   python=$1 rate=$2 delay=$3
   unshare --net sleep infinity &
@@ -83,17 +61,22 @@ within() {
   until [ "$(readlink /proc/$host1/ns/net)" != "$(readlink /proc/self/ns/net)" ]; do
     sleep 0.01
   done
-  if [ -n "$delay" ]; then join_by_cable; else join_by_kernel; fi
+  ip link add name host0 type veth peer name host1 netns $host1
   for number in 0 1; do
     on_host $number ip link set lo up
     on_host $number ip link set host$number up
     on_host $number ip address add 10.77.0.$((number + 1))/24 dev host$number
+    on_host $number tc qdisc add dev host$number root handle 1: \
+      tbf rate "$rate" burst 128k latency 50ms 2> /dev/null ||
+      fail "RATE='$rate' is no rate of tc, such as 1gbit, or this kernel has no tbf"
+    [ -z "$delay" ] || on_host $number tc qdisc add dev host$number parent 1: \
+      netem delay "$delay" limit 10000 2> /dev/null ||
+      fail "DELAY='$delay' is no time of tc, such as 1ms, or this kernel has no netem"
   done
-  mkdir -p results
-  set -- "$4" --label "hosts, $rate${delay:+, $delay}" --plot results/hosts.png \
-    --json results/hosts.json ${delay:+--batch-size $((10 * dilation)) --pace 0} "${@:5}"
-  torchrun_on_host 1 "$@" &
-  torchrun_on_host 0 "$@" &
+  congestion_control=$(cat /proc/sys/net/ipv4/tcp_congestion_control)
+  echo "TCP ($congestion_control) between two hosts: $rate${delay:+, $delay}"
+  torchrun_on_host 1 "${@:4}" &
+  torchrun_on_host 0 "${@:4}" &
   wait -n && wait -n  # what fails first ends all
 }
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from common.ladder import NO_COMMUNICATION
+from common.ladder import MOST_DRIFT, NO_COMMUNICATION
 from common.report import processor_name
 from common.setup import ROOT, Parser, fail, say
 from tools import figures
@@ -26,7 +26,6 @@ from tools import figures
 sys.path += [str(ROOT / "05_bucketed" / "compare"), str(ROOT / "01_allreduce" / "slow_network")]
 
 import medians
-from network import MOST_DRIFT
 from strategies import STAGES
 
 
@@ -46,7 +45,7 @@ RECORDINGS = read_list()
 TIMELINE = "05_bucketed/compare/reference_output_timeline.txt"
 # Besides the scripts of its stage a recording may depend on these.
 ALWAYS = ["common/*.py", "Makefile", "01_allreduce/slow_network/*.py", "tools/*.sh", "docs/*.sh"]
-ALWAYS += ["tools/cable.py", "tools/torchrun.py", ":!*/test_*.py"]
+ALWAYS += ["tools/torchrun.py", ":!*/test_*.py"]
 
 
 def git(*words: str) -> subprocess.CompletedProcess:
@@ -85,10 +84,8 @@ def run(command: str) -> str:
 
 def has_drifted(file: Path) -> bool:
     """Tell whether the stretch of the network has changed by too much within a run."""
-    candidates = json.loads(file.read_text()).get("candidates", [])
-    of_ranks = [rank for one in candidates for rank in one.get("stretch", [])]
-    stretches = [stretch for rank in of_ranks for stretch in rank] or [1.0]
-    return max(stretches) > MOST_DRIFT * min(stretches)
+    lowest, highest = json.loads(file.read_text())["stretch"]
+    return highest > MOST_DRIFT * lowest
 
 
 def draw_stages(drawn: set[str], is_last_run: bool) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -11,13 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from tools.cable import Line
 from tools.testing import ROOT, rank_1, wait_for_line
 
 TRIAL = "ip link add name x type veth peer name y"
 TRIAL += " && tc qdisc add dev x root tbf rate 1mbit burst 9k latency 9ms"
 CAN = ["unshare", "--net", "--pid", "--fork", "--mount-proc", "bash", "-c", TRIAL]
-TUN = ["unshare", "--net", "ip", "tuntap", "add", "x", "mode", "tun"]
 PROBE = """
 import os, time, torch, torch.distributed as dist
 dist.init_process_group("gloo")
@@ -36,42 +35,24 @@ SAYS_ITS_CORES = f"{sys.executable} -c 'import os; print(sorted(os.sched_getaffi
 
 @pytest.fixture
 def hosts(script, tmp_path):
-    """hosts(rate, delay, …): `make hosts` with a script that all-reduces 4 bytes, then 5 MB."""
+    """hosts(rate, delay, …): two hosts with a script that all-reduces 4 bytes, then 5 MB.
+
+    Started by a make, as `make hosts` starts them.
+    """
     try:
         subprocess.run(CAN, check=True, capture_output=True)
-        subprocess.run(TUN, check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError):
-        pytest.skip(
-            "this system gives no network namespaces, has no tc with tbf, or no TUN devices"
-        )
-    (tmp_path / "compare.py").write_text(PROBE)
+        pytest.skip("this system gives no network namespaces, or has no tc with tbf")
+    (tmp_path / "probe.py").write_text(PROBE)
 
     def start(rate: str, delay="", python=sys.executable, cores=(), **variables):
-        command = ["make", "--silent", "hosts", f"PYTHON={python}", f"COMPARE={tmp_path}"]
+        words = ["exec", "bash", "tools/hosts.sh", python, rate, delay, tmp_path / "probe.py"]
+        (tmp_path / "Makefile").write_text(f"hosts:\n\t{shlex.join(map(str, words))}\n")
         limit = ["taskset", "-c", ",".join(map(str, cores))] if cores else []
-        words = [*limit, *command, f"RATE={rate}", f"DELAY={delay}"]
-        return script(words, cwd=ROOT, env=variables)
+        command = [*limit, "make", "--silent", "--file", tmp_path / "Makefile"]
+        return script(command, cwd=ROOT, env=variables)
 
     return start
-
-
-def arrivals(line: Line, sent: list[tuple[float, int]]) -> list[tuple[float, int]]:
-    """Send packets of so many bytes at these moments; return when each arrives, and its bytes."""
-    for now, size in sent:
-        line.send(bytes(size), now)
-    return [(at, len(packet)) for at, packet in line.packets]
-
-
-def test_a_cable_has_a_rate_a_delay_and_a_queue_that_drops():
-    """1000 bytes a second, half a second of delay, and two seconds of bytes that may wait."""
-    line = Line(1000, 0.5, 2.0)
-    sent = [(0.0, 1000), (0.0, 2000), (10.0, 500)]
-    assert arrivals(line, sent) == [(1.5, 1000), (3.5, 2000), (11.0, 500)]
-    assert line.arrived(1.4) == [] and line.arrived(3.5) == [bytes(1000), bytes(2000)]
-    line = Line(1000, 0.5, 2.0)
-    assert len(arrivals(line, [(0.0, 1000)] * 9)) == 3, "one leaves, two wait"
-    line.send(b"after a second there is room again", 1.0)
-    assert len(line.packets) == 4
 
 
 def test_hosts_share_the_cores_that_may_be_used(hosts, tmp_path):
@@ -94,17 +75,19 @@ def test_a_wrong_rate_or_delay_is_one_line(hosts, words):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("delay, dilation", [("", 1), ("20ms", 4)])
-def test_a_call_takes_no_less_than_its_rate_and_delay(hosts, delay, dilation):
+@pytest.mark.parametrize("delay", ["", "20ms"])
+def test_a_call_takes_no_less_than_its_rate_and_delay(hosts, delay):
     """Two delays there and back, and the bytes of 5 MB but for the burst that tc lets through.
 
     (A call has four delays, but this rank may find the other waiting.)
     """
     status, output = hosts("200mbit", delay).wait()
+    if delay and status == 2:
+        pytest.skip("this kernel has no netem")
     small, large = [float(seconds) for seconds in re.findall("^took (.*)$", output, re.M)]
-    delays = 2 * 0.020 * dilation if delay else 0
+    delays = 2 * 0.020 if delay else 0
     assert status == 0 and small >= delays, output
-    assert large >= delays + 0.95 * 5 * 2**20 / (200e6 / 8) * dilation, output
+    assert large >= delays + 0.95 * 5 * 2**20 / (200e6 / 8), output
 
 
 def holders(namespace: str) -> list[str]:
@@ -124,7 +107,7 @@ def holders(namespace: str) -> list[str]:
 def test_nothing_is_left_behind(hosts, fault):
     """No process, no device, no namespace; whatever happens to make, or to a rank."""
     before = socket.if_nameindex()
-    run = hosts("1gbit", "1ms", LONGER="1000")
+    run = hosts("1gbit", LONGER="1000")
     wait_for_line(run, "took ")
     namespace = os.readlink(f"/proc/{rank_1(run)}/ns/net")
     assert holders(namespace)

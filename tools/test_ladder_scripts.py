@@ -22,7 +22,7 @@ from tools.testing import ROOT
 STAGES = ["02_naive_ddp", "03_flat_ddp", "04_overlap_ddp", "05_bucketed"]
 SCRIPTS = [ROOT / stage / f"{stage[3:]}.py" for stage in STAGES]
 NAIVE, _, OVERLAP, BUCKETED = SCRIPTS
-MAIN = partial(ladder.run, naive_ddp.NaiveDDP, "")
+MAIN = partial(ladder.run, naive_ddp.NaiveDDP, naive_ddp.train_step, "")
 full = pytest.mark.full
 # All-reduces of a step: the model has 15 parameters, which fit in one bucket.
 CALLS = {"no communication": 0, "NaiveDDP": 15, "FlatDDP": 1, "OverlapDDP": 15}
@@ -38,19 +38,20 @@ def check_run(run, path, folder, world_size, *words) -> dict:
     files = ["--json", folder / "json", "--trace", folder / "trace", "--data", folder / "mnist"]
     words = [*testing.QUICK, "--device", "cpu", *files, *words]
     status, output = run(world_size, path, *words, "--log-every", 0, cwd=folder)
-    assert status == 0 and "verify: passed" in output and "ms a step" not in output, output
+    assert status == 0 and "verify: passed" in output and "batch 1," not in output, output
     assert "\x1b" not in output, "progress is for terminals"
     result = testing.read_json(folder / "json", path.parent.name)
     assert result["world_size"] == world_size
     assert all(one["passed"] for one in result["verify"].values())
-    counts = {one["name"]: one["collectives_per_step"] for one in result["candidates"]}
+    counts = {row["name"]: row["collectives"] for row in result["rows"]}
     assert counts == {name: CALLS[name] for name in counts}
-    for one in result["candidates"]:
+    for row in result["rows"]:
         for times in ("step_seconds", "exposed_comm_seconds", "optimizer_seconds"):
-            assert [len(rank_times) for rank_times in one[times]] == world_size * [2], times
-    trace = json.loads((folder / "trace").read_text())
-    spans = {event["name"] for event in trace["traceEvents"]}
-    assert {"forward", "backward", "sync", "optimizer", *counts} <= spans
+            assert [len(rank_times) for rank_times in row[times]] == world_size * [2], times
+    for rank in range(world_size):
+        trace = json.loads((folder / f"trace.rank{rank}").read_text())
+        spans = {event["name"] for event in trace["traceEvents"]}
+        assert {"forward", "finish", "optimizer", *counts} <= spans
     return result
 
 
@@ -64,7 +65,7 @@ def check_run(run, path, folder, world_size, *words) -> dict:
 )
 def test_run(forked, tmp_path, stage, name, world_size):
     result = check_run(forked, stage, tmp_path, world_size)
-    names = [one["name"] for one in result["candidates"]]
+    names = [row["name"] for row in result["rows"]]
     assert names == ["no communication", name, "torch DDP"]
 
 

@@ -8,6 +8,8 @@ import pytest
 
 from tools.testing import ROOT
 
+FOLDERS = [page.parent.relative_to(ROOT).as_posix() for page in ROOT.glob("0?_*/**/README.md")]
+
 
 def make(*words) -> tuple[int, str]:
     """Exit status and output of make, with none of the variables of a make that runs the tests."""
@@ -25,20 +27,24 @@ def would_make(*words) -> str:
     return output
 
 
-FOLDERS = [page.parent.relative_to(ROOT).as_posix() for page in ROOT.glob("0?_*/**/README.md")]
-
-
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_every_lesson_is_run_and_nproc_reaches_it(folder):
-    script = f"{folder}/{folder.split('/')[-1].lstrip('0123456789_')}.py"
-    command = would_make(folder, "NPROC=3")
+def test_every_folder_is_run_by_each_of_its_names(folder):
+    script = f" {folder}/{folder.split('/')[-1].lstrip('0123456789_')}.py "
+    command = would_make(folder, "NPROC=3", "ARGS=--steps 3")
+    assert command.endswith(" --steps 3\n")
     if folder in ("01_allreduce", "08_ddp_rpc"):
-        assert f" {script} --nproc 3" in command and "--nproc" not in would_make(folder)
+        assert f"{script}--nproc '3' " in command and "--nproc" not in would_make(folder)
     else:
-        assert "--standalone --nproc-per-node 3 " in command and f" {script}" in command
+        assert " --standalone --nproc-per-node 3 " in command and script in command
+    others = [f"{folder}/"]
+    if "/" not in folder:
+        others.append(folder[:2])
+        assert script in would_make("all")
+    if folder.endswith(("/compare", "/predict")):
+        others.append(folder.rpartition("/")[2])
+    for name in others:
+        assert would_make(name, "NPROC=3", "ARGS=--steps 3") == command, name
     assert f"make {folder} " in make()[1]  # the help
-    short = "05", "05_bucketed/"
-    assert folder != "05_bucketed" or all(would_make(name, "NPROC=3") == command for name in short)
 
 
 def test_an_interpreter_without_torch_is_one_line(tmp_path):
@@ -49,43 +55,69 @@ def test_an_interpreter_without_torch_is_one_line(tmp_path):
     assert status == 2 and output.count("error: ") == 1 and str(python) in output, output
 
 
-def test_a_wrong_number_of_ranks_is_one_line():
-    for number in ("0", "two", "-1"):
-        status, output = make("05_bucketed", f"NPROC={number}")
-        assert status == 2 and number in output and len(output.splitlines()) == 1, output
+@pytest.mark.parametrize("number", ["0", "two", "-1", "it's"])
+def test_a_wrong_number_of_ranks_is_one_line(number):
+    status, output = make("05_bucketed", f"NPROC={number}")
+    assert status == 2 and number in output and output.count("\n") == 1, output
 
 
-def test_variables_are_handed_on():
-    for target in ("05", "compare", "timeline", "07_resnet_ddp"):
-        command = would_make(target, "NETWORK=1gbit,1ms", "BACKEND=gloo", "ARGS=--steps 3")
-        assert "over.py '1gbit,1ms' 0" in command, target
-        assert ".py --backend 'gloo' --steps 3\n" in command, target
-    for target in ("compare", "hosts", "06_sharded_optimizer/fsdp"):
-        assert ".py --mine 'my ddp.py:My' " in would_make(target, "MINE=my ddp.py:My"), target
-    command = would_make("check", "MINE=my ddp.py:My", "KIND=fsdp", "LAYERS=a.b", "NPROC=3")
-    for words in ("'my ddp.py:My'", "--kind 'fsdp'", "--layers 'a.b'", "--nproc 3"):
-        assert words in command
+MINE = "MINE=my ddp's.py:My"
 
 
 @pytest.mark.parametrize(
-    "target, variable, instead",
+    "target, script",
     [
-        ("02_naive_ddp", "MINE=my.py:My", "make compare"),
-        ("08_ddp_rpc", "NETWORK=1gbit,1ms", "slow_network"),
-        ("hosts", "NETWORK=1gbit,1ms", "slow_network"),
-        ("check", "NETWORK=1gbit,1ms", "slow_network"),
+        ("05", "05_bucketed/bucketed.py --backend 'gloo'"),
+        ("compare", "05_bucketed/compare/compare.py --backend 'gloo'"),
+        ("07_resnet_ddp", "07_resnet_ddp/resnet_ddp.py --backend 'gloo'"),
     ],
 )
-def test_a_variable_that_means_nothing_is_refused(target, variable, instead):
-    status, output = make("-n", target, variable)
-    assert status == 2 and output.count("\n") == 1, output
-    assert variable.partition("=")[2] in output and instead in output
+def test_a_network_and_a_backend_are_handed_on(target, script):
+    command = " ".join(would_make(target, "NETWORK=1gbit,1ms", "BACKEND=gloo").split())
+    assert f" 2 01_allreduce/slow_network/slow_network.py '1gbit,1ms' {script}" in command
+
+
+@pytest.mark.parametrize("target", ["timeline", "01_allreduce/slow_network/"])
+def test_these_always_have_a_network(target):
+    assert " 2 01_allreduce/slow_network/slow_network.py '1gbit,1ms' " in would_make(target)
+
+
+@pytest.mark.parametrize(
+    "target", ["compare", "predict", "hosts", "06_sharded_optimizer", "06_sharded_optimizer/fsdp/"]
+)
+def test_a_class_is_handed_on(target):
+    assert r" --mine 'my ddp'\''s.py:My' " in would_make(target, MINE)
+
+
+def test_what_check_and_hosts_are_told():
+    command = would_make("check", MINE, "KIND=fsdp", "LAYERS=a.b", "NPROC=3")
+    words = r"check.py 'my ddp'\''s.py:My' --kind 'fsdp' --layers 'a.b' --nproc '3'"
+    assert words in " ".join(command.split())
+    assert " '9mbit' '1ms' " in would_make("hosts", "RATE=9mbit", "DELAY=1ms")
+
+
+@pytest.mark.parametrize(
+    "variable, targets",
+    [
+        ("NETWORK=1gbit,1ms", "01 01_allreduce 01_allreduce/ 08_ddp_rpc/ all hosts check read"),
+        ("BACKEND=gloo", "01_allreduce/slow_network 08 all hosts check test"),
+        ("NPROC=3", "hosts test read setup"),
+        ("MINE=my.py:My", "02_naive_ddp 05_bucketed/ 06_sharded_optimizer/zero2 timeline all"),
+        ("RATE=1gbit", "compare"),
+        ("DELAY=1ms", "compare"),
+    ],
+)
+def test_a_variable_that_a_target_does_not_use_is_refused(variable, targets):
+    for target in targets.split():
+        status, output = make("-n", target, variable)
+        assert status == 2 and output.count("\n") == 1, output
+        assert variable.partition("=")[2] in output and target.rstrip("/") in output
 
 
 def test_a_single_run_is_no_rank_of_another_job():
     command = would_make("07_resnet_ddp")
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        assert f"-u {name} " in command
+        assert f"-u {name} " in command.partition("resnet_ddp.py")[0]
 
 
 def test_clean_keeps_what_was_measured():

@@ -38,7 +38,6 @@ def test_by_torchrun(launched, tmp_path, name, world_size):
     [
         ("01_allreduce/allreduce", "--nproc 1 --backends gloo,nccl --sizes-mb 1 --no-plot", "nccl"),
         ("08_ddp_rpc/ddp_rpc", "--device cuda --steps 20", "verify: passed"),
-        ("08_ddp_rpc/ddp_rpc", "--device cuda --tables 300 --no-plot", "servers, ms"),
     ],
 )
 def test_by_itself(script, name, words, expected):

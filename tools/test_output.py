@@ -5,10 +5,14 @@ import os
 import re
 import shutil
 import signal
+from functools import partial
 
+import bucketed
+import naive_ddp
 import pytest
 import torch
 
+from common import ladder
 from common.setup import ROOT
 from tools.testing import torchrun, wait_for_line
 
@@ -33,19 +37,26 @@ def test_a_copy_of_a_script_alone_says_what_else_a_run_needs(forked, tmp_path, n
 
 WRONG = """allreduce --sizes-mb nan, allreduce --nproc 0, allreduce --backends mpi,
 compare --mine nowhere.py:X, bucketed --bucket-size-mb nan, bucket_sweep --bucket-sizes-mb nan,
-send_less --networks 1gbps, sweep --model resnet1, sweep --model nowhere.py:X,
+sweep --model resnet1, sweep --model nowhere.py:X,
 compile_ddp --compile gcc, ddp_rpc --trainers 100000,
 ddp_rpc --nproc 8 --embedding-dim 100, ddp_rpc --round-trip-ms nan,
-ddp_rpc --round-trip-ms -5, ddp_rpc --tables 0, ddp_rpc --master-port 70000"""
+ddp_rpc --round-trip-ms -5, ddp_rpc --master-port 70000"""
 if not torch.cuda.is_available():
     WRONG += ", naive_ddp --device cuda, naive_ddp --backend nccl"
+
+
+MAINS = {
+    "naive_ddp": partial(ladder.run, naive_ddp.NaiveDDP, naive_ddp.train_step, ""),
+    "bucketed": partial(ladder.run, bucketed.BucketedDDP, bucketed.train_step, "", True),
+}
 
 
 @pytest.mark.parametrize("line", re.split(r",\s+", WRONG))
 def test_wrong_input_names_flag_and_value(refusal, line):
     """What all scripts have: test_common.py."""
     name, *words = line.split()
-    said = refusal(importlib.import_module(name).main, f"{name}.py", *words)
+    main = MAINS.get(name) or importlib.import_module(name).main
+    said = refusal(main, f"{name}.py", *words)
     flag = [word for word in words if word.startswith("--")][-1]
     assert said.startswith(f"argument {flag}") and words[-1] in said
 

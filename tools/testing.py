@@ -16,115 +16,56 @@ import sys
 import tempfile
 import time
 import traceback
-from datetime import timedelta
+from contextlib import nullcontext
 from multiprocessing import connection
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 from PIL import Image
 
 from tools.check.findings import Answer, judge, verdict_of
+from tools.check.runner import FORKS, Ranks, end, start
 
 ROOT = Path(__file__).resolve().parent.parent
 QUICK = "--size nano --steps 2 --warmup 1 --batch-size 1 --context-length 8".split()
 LONG = "--batch-size 1 --context-length 8 --steps 1000000".split()
 ONLY_RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 ONLY_RANK |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOCTTY
-OVER = ROOT / "01_allreduce" / "slow_network" / "slow_network.py"
-on_linux = sys.platform == "linux"
-needs_proc = pytest.mark.skipif(not on_linux, reason="finding the ranks needs /proc")
+OVER = ROOT / "01_allreduce" / "slow_network" / "slow_network.py"  # runs a script over a network
+needs_proc = pytest.mark.skipif(not FORKS, reason="finding the ranks needs /proc")
 
 
-def new_process(function, *arguments, daemon: bool = False) -> multiprocessing.Process:
-    """A process that calls this; on Linux it is forked from one that has imported torch."""
-    context = multiprocessing.get_context("forkserver" if on_linux else "spawn")
-    needed = ["torch", "torchvision", "torch.distributed.optim", "torch.distributed.tensor.debug"]
-    context.set_forkserver_preload([*needed, "matplotlib.figure", "pytest"])
-    process = context.Process(target=function, args=arguments, daemon=daemon)
-    process.start()
-    return process
+CONTEXT = multiprocessing.get_context("forkserver" if FORKS else "spawn")
+needed = ["torch", "torchvision", "torch.distributed.optim", "torch.distributed.tensor.debug"]
+CONTEXT.set_forkserver_preload([*needed, "matplotlib.figure", "pytest"])
 
 
-class Ranks:
-    """Processes joined by gloo that stay alive between tests, so that each imports torch once.
+class LastingRanks(Ranks):
+    """Ranks that stay alive between tests, so that each imports torch once."""
 
-    is_late: on the network that is late, as `make check` runs.
-    """
+    def __init__(self, world_size: int, network=nullcontext):
+        self.printed = tempfile.NamedTemporaryFile(mode="r")
+        super().__init__(CONTEXT, world_size, network, self.printed.name)
 
-    def __init__(self, world_size: int, is_late: bool = False):
-        self.world_size, self.is_late = world_size, is_late
-        self.processes = {}  # by our end of the pipe
-
-    def start(self) -> None:
-        self.folder = tempfile.TemporaryDirectory()
-        for rank in range(self.world_size):
-            ours, theirs = multiprocessing.Pipe()
-            member = rank, self.world_size, self.is_late, Path(self.folder.name), theirs
-            self.processes[ours] = new_process(_serve, *member, daemon=True)
-            theirs.close()  # so that recv() ends with EOFError when the rank dies
-
-    def run(self, function, *arguments, timeout: float = 180) -> list:
-        """Call function(*arguments) on every rank; returns the results by rank.
-
-        The first rank that raises or dies, or silence for so long, fails the test.
-        """
-        if not self.processes:
-            self.start()
-        answers = {}
+    def run(self, function, *arguments) -> list:
+        """Return what a function returns, by rank; fail if a rank raises, ends or hangs."""
         try:
-            for pipe in self.processes:
-                pipe.send(sys.path)  # first, because it may be needed to find the function
-                pipe.send((function, arguments))
-            while waiting := self.processes.keys() - answers.keys():
-                ready = connection.wait(waiting, timeout)
-                assert ready, "no answer"
-                for pipe in ready:
-                    answers[pipe], failure = pipe.recv()
-                    assert failure is None, failure
+            answers = self.call(60, attempt, function, *arguments)
+            verdict = verdict_of(answers)
+            assert verdict.verdict == "passed", verdict.seen
         except BaseException:  # the end of the test's time, too
-            print(Path(self.folder.name, "output").read_text())
             self.end()
+            print(self.printed.read())
             raise
-        return [answers[pipe] for pipe in self.processes]
-
-    def end(self) -> None:
-        for process in self.processes.values():
-            process.kill()
-            process.join()
-        self.processes = {}
+        return [answers[rank].seen for rank in range(self.world_size)]
 
 
-def _serve(rank: int, world_size: int, is_late: bool, folder: Path, pipe) -> None:
-    _write_into(folder / "output")
-    torch.set_num_threads(1)
-    network = contextlib.nullcontext()
-    if is_late:
-        from tools.check.late import late_network
-
-        network = late_network()
-    options = {"rank": rank, "world_size": world_size, "timeout": timedelta(seconds=150)}
-    with network:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", **options)
-        while True:
-            try:
-                sys.path[:] = pipe.recv()
-                function, arguments = pipe.recv()
-                answer = function(*arguments), None
-            except EOFError:
-                return
-            except BaseException:
-                answer = None, f"rank {rank}: {traceback.format_exc()}"
-            pipe.send(answer)
-
-
-def _write_into(path: Path) -> None:
-    """What this process prints, also by itself in C++."""
-    file = os.open(path, APPEND)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
+def attempt(function, *arguments) -> Answer:
+    try:
+        return Answer("passed", function(*arguments))
+    except BaseException:
+        return Answer("failed", traceback.format_exc())
 
 
 class Script:
@@ -180,7 +121,8 @@ class Forked:
     def __init__(self, world_size, path, *words, cwd=ROOT, **variables):
         self.folder = tempfile.TemporaryDirectory()
         self.output = Path(self.folder.name, "output")
-        shared, of_ranks = {"OMP_NUM_THREADS": 1, **variables}, [{}]
+        shared = {"OMP_NUM_THREADS": 1, **variables}
+        of_ranks = [{}]
         if world_size is not None:
             # As torchrun does it: the ranks meet at a store that is there before them.
             self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -188,39 +130,31 @@ class Forked:
             shared |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
             shared |= {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
             of_ranks = [{"RANK": rank, "LOCAL_RANK": rank} for rank in range(world_size)]
-        options = [str(word) for word in (path, *words)], cwd, self.output
-        self.ranks = [new_process(_run_script, shared | each, *options) for each in of_ranks]
+        command = [str(word) for word in (path, *words)], cwd
+        self.ranks = []
+        for own in of_ranks:
+            _, rank = start(CONTEXT, self.output, run_script, shared | own, *command)
+            self.ranks.append(rank)
 
-    def wait(self, timeout: float = 200) -> tuple[int, str]:
+    def wait(self) -> tuple[int, str]:
         """Exit status and output, once all have ended, or one with a failure; then all end."""
         failed = []
         try:
             while not failed and (running := [rank for rank in self.ranks if rank.is_alive()]):
-                if not connection.wait([rank.sentinel for rank in running], timeout):
-                    pytest.fail(f"still running after {timeout} s\n{self.output.read_text()}")
+                if not connection.wait([rank.sentinel for rank in running], 200):
+                    pytest.fail(f"still running after 200 s\n{self.output.read_text()}")
                 failed = [rank.exitcode for rank in self.ranks if rank.exitcode]
         finally:
-            self.kill()
+            end(self.ranks)
         return (failed or [0])[0], self.output.read_text()
 
-    def kill(self) -> None:
-        for rank in self.ranks:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(rank.pid, signal.SIGKILL)
-            rank.kill()  # it may have no group yet
-            rank.join()
 
-
-def _run_script(variables, words, folder, output) -> None:
-    """Run `python words` in this folder, with these environment variables, into this file."""
-    os.setsid()  # all that it starts is in one group, which Ctrl-C at the tests' terminal spares
+def run_script(_, variables: dict, words: list[str], folder) -> None:
+    """Run `python words` in this folder, with these environment variables."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # What plain python has for a DataLoader's workers, and not what this process was made with.
     multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
     os.environ.update({name: str(value) for name, value in variables.items()})
-    _write_into(output)
-    sys.stdout = os.fdopen(1, "w", buffering=1)
-    sys.stderr = os.fdopen(2, "w", buffering=1)
     os.chdir(folder)
     # Nothing of this repository is found where plain python would not find it; .venv is deeper.
     others = [entry for entry in sys.path if ROOT not in [Path(entry), *Path(entry).parents[:2]]]

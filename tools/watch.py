@@ -4,12 +4,16 @@
     watch(model, optimizer)  # after wrapping, before the first step
 
 In steps 1, 2, 3, 10, 30 and every 100th each rank writes some numbers into the store through which
-the ranks have met. Rank 0 reads them later, when all are there, and says what differs and what
-usually causes it. Nobody waits, and there is no collective call, so a rank that skips or sleeps
-hangs nothing. An error in here ends the watch, not the training. Its limits: docs/everyday.md.
+the ranks have met. Rank 0 reads them later, when all are there, and says what differs, what usually
+causes it, and which rank the others wait for. There is no collective call, so a rank that skips or
+sleeps hangs nothing. An error in here ends the watch, not the training. See docs/everyday.md.
 """
 
+import functools
+import itertools
 import json
+import time
+from collections import deque
 
 import torch
 import torch.distributed as dist
@@ -21,24 +25,59 @@ BATCHES, ROWS, COLUMNS = 50, 64, 4096  # the samples that are compared, and thei
 MOST_BATCHES = 10_000  # after the first 50 only the first sample of each, for their order
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 SHARDS = "to_local", "is_shard", "_fsdp_flattened"  # of fully_shard, of stage 06, of torch's FSDP
+STATISTICS = "running_mean", "running_var"  # of BatchNorm: each rank may have its own
+RATES = "the learning rates"
+STEPS = 20  # whose times are compared in a check
+LATE_CHECKS = 3  # so many in a row must find the same rank late,
+LEAST_MS, LEAST_SHARE = 10, 0.1  # by more than so many ms and so much of a step
+DATA = "data loading, or elsewhere between steps"
+PHASES = DATA, "forward", "backward", "the optimizer", "waiting"  # for other ranks
 CAUSES = {
-    "bare": "nothing averages gradients, because the model is not wrapped (or it is local SGD)",
-    "bypassed": "the loss comes from model.module(...), or every forward runs in no_sync()",
-    "some": "they were unfrozen, added or replaced after wrapping, or are outside the wrapper",
-    "gradients": "no finish_gradient_synchronization(), autograd.grad() in place of backward(), "
-    "all parameters replaced, or a rank that clips or zeroes gradients by itself",
-    "reduced": "no broadcast, or weights that one rank has loaded; a scheduler that steps on one "
-    "rank or by its loss; an optimizer with other options, state or random numbers, or a closure "
-    "with one rank's loss; gradients that one rank has changed (or experts, which should differ)",
+    "bare": "nothing averages gradients, because the model is not wrapped, or this is local SGD",
+    "bypassed": "nothing averages gradients, because the loss comes from model.module, not model",
+    "no_sync": "the last micro-batch runs in no_sync(), which is for all but the last",
+    "some": "nothing averages some gradients, because their weights were unfrozen, added or "
+    "replaced after wrapping, or are outside the wrapper",
+    "gradients": "each rank takes its own gradients: finish_gradient_synchronization() is missing, "
+    "autograd.grad() replaces backward(), all parameters are new ones, or a rank clips or zeroes "
+    "gradients by itself",
+    "start": "the ranks begin with other weights: nothing broadcasts them, or a rank loads its own",
+    "rates": "a scheduler steps on one rank alone, or by each rank's own loss",
+    "written": "forward writes values from each rank's own samples, such as a codebook: all-reduce "
+    "them, because torch's DDP keeps rank 0's buffers, and all else drifts apart",
+    "reduced": "the gradients are equal and the steps are not: a rank's optimizer has other "
+    "options, state or random numbers, or a closure with its own loss; a rank has loaded weights "
+    "or changed gradients; another kernel or kind of GPU rounds differently; or these are experts",
     "steps": "a rank skips a bad batch or a step by itself, or takes one more",
-    "samples": "no DistributedSampler, one with another seed on each rank, or an unsplit stream",
-    "order": "no set_epoch(), or persistent workers that never see it; or you want no shuffling",
-    "NaN": "a bad batch; skipping its step does not mend BatchNorm's statistics",
+    "samples": "ranks train on the same samples: there is no DistributedSampler, it has another "
+    "seed on each rank, a stream is not split, or each host lists its files in another order",
+    "order": "the samples come in one order again: set_epoch() is missing, persistent workers keep "
+    "a data set's own epoch, or you want it, as in several passes over a few batches",
+    "NaN": "a bad batch brings NaN, and skipping its step does not mend BatchNorm's statistics",
+    "late": "a rank has more to do than the others, or a slower device or disk",
 }
 
 
 def print_at_once(sentence):
     print(sentence, flush=True)
+
+
+def safe(method):
+    """Let a method of the watch end the watch, and not the training, if it raises."""
+
+    @torch.compiler.disable
+    @functools.wraps(method)
+    def call(self, *arguments):
+        capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        try:
+            if self.is_on and not capturing:
+                method(self, *arguments)
+        except Exception as error:
+            self.is_on = False
+            reason = error if type(error) is RuntimeError else repr(error)
+            print_at_once(f"{self.name} ends in step {self.step}: {reason}")
+
+    return call
 
 
 class watch:
@@ -51,40 +90,39 @@ class watch:
 
     def __init__(self, model, optimizer, every=100, say=print_at_once):
         watch.made += 1
-        self.name, self.say, self.said = f"watch {watch.made}", say, set()
+        self.name, self.say = f"watch {watch.made}", say
+        self.said = []  # keys of CAUSES
+        self.apart = set()  # names of weights that were found to differ
         self.model, self.module = model, getattr(model, "module", model)
-        self.optimizer, self.every = optimizer, every
+        self.optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
+        self.every = every
         self.is_on = True
         self.step = self.checks = self.judged = 0  # steps and checks of this rank
         self.forwards = 0  # in training, through the wrapper and not in no_sync()
+        self.in_no_sync = False  # the last of those in training
         self.batches, self.noted = [], 0  # numbers of samples, not posted yet; how many there were
-        self.safely(self.start)()
-
-    def safely(self, function):
-        """Return a function that calls this one, and ends the watch if it raises."""
-
-        @torch.compiler.disable
-        def call(*arguments):
-            capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-            try:
-                if self.is_on and not capturing:
-                    function(*arguments)
-            except Exception as error:
-                self.is_on = False
-                print_at_once(f"{self.name} ends in step {self.step}: {error!r}")
-
-        return call
+        self.marks = []  # of this step: a phase, and when it ended
+        self.steps = deque(maxlen=STEPS)  # the marks of the last ones
+        self.late = deque(maxlen=LATE_CHECKS)  # whom the last checks have found late
+        self.start()
 
     def tell(self, cause, seen):
-        """Say this, unless this cause was said."""
+        """Say what usually causes what was seen, unless this cause was said."""
         if cause not in self.said:
-            self.said.add(cause)
-            self.say(f"{self.name}, step {self.step}: {seen}. Usual cause: {CAUSES[cause]}.")
+            self.said.append(cause)
+            self.say(f"{self.name}, step {self.step}: {CAUSES[cause]} ({seen}).")
 
+    @safe
     def start(self):
         group = getattr(self.model, "process_group", None) or dist.group.WORLD
-        if group is None or group.size() == 1:
+        if group is None or dist.get_world_size() == 1:
             raise RuntimeError("this process trains alone (world size 1): start it with torchrun")
+        if group.size() == 1:
+            self.is_on = False
+            if dist.get_rank() == 0:
+                alone = "the wrapper's process group has one rank, and averages nothing"
+                self.say(f"{self.name}: {alone}, which is wrong if other ranks have other samples.")
+            return
         self.store = group.get_group_store().clone()  # with a connection of its own
         self.rank = group.rank()
         self.samples = [[] for _ in range(group.size())]  # of each rank: batches of their numbers
@@ -94,47 +132,123 @@ class watch:
             for parameter in self.model.parameters()
             if hasattr(parameter, "to_local")
         )
-        self.model.register_forward_pre_hook(self.safely(self.before_forward), with_kwargs=True)
-        self.optimizer.register_step_pre_hook(self.safely(self.before_step))
+        self.model.register_forward_pre_hook(self.before_forward, with_kwargs=True)
+        self.optimizer.register_step_pre_hook(self.before_step)
         if self.rank == 0:
             what = "weights (no shards), gradients, rates, forwards" + ", samples" * self.are_copies
-            self.say(f"{self.name} compares {what}; it looks for NaN and for epochs of one order.")
+            seeks = "NaN, epochs of one order and a late rank"
+            self.say(f"{self.name} compares {what}; it looks for {seeks}.")
+        self.start_clock()
 
+    def start_clock(self):
+        """Begin to note when the phases of a step end."""
+        self.on_cuda = any(parameter.is_cuda for parameter in self.module.parameters())
+        engine = getattr(torch.autograd.Variable, "_execution_engine", None)
+        self.at_end_of_backward = getattr(engine, "queue_callback", None)
+        if self.at_end_of_backward:
+            self.model.register_forward_hook(self.after_forward)
+        elif self.rank == 0:
+            self.say(f"{self.name}: this torch has no queue_callback, so a late rank is not told.")
+        self.module.register_forward_pre_hook(self.before_module)
+        self.optimizer.register_step_post_hook(self.after_step)
+
+    @safe
     def before_forward(self, model, *inputs):
-        if not (torch.is_grad_enabled() and model.training):
+        if not is_training(model):
             return
         # What torch's DDP, and the classes of stages 02 to 05, set within no_sync().
         ours = getattr(model, "synchronizing", True)
-        self.forwards += getattr(model, "require_backward_grad_sync", ours)
+        self.in_no_sync = not getattr(model, "require_backward_grad_sync", ours)
+        self.forwards += not self.in_no_sync
         if self.noted < MOST_BATCHES:
             self.noted += 1
             self.batches += numbers_of_batch(inputs, ROWS if self.noted <= BATCHES else 1)
+        self.mark(DATA)
 
+    @safe
+    def before_module(self, *_):
+        if self.marks and self.marks[-1][0] == DATA:
+            self.mark("waiting")  # torch's DDP sends rank 0's buffers
+
+    @safe
+    def after_forward(self, model, inputs, outputs):
+        if not is_training(model):
+            return
+        self.mark("forward")
+        for tensor in tree_leaves(outputs):
+            if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+                tensor.register_hook(self.begin_backward)
+
+    @safe
+    def begin_backward(self, _):
+        self.at_end_of_backward(self.after_gradients)  # before torch's DDP, which waits then
+
+    @safe
+    def after_gradients(self):
+        self.mark("backward")
+        self.at_end_of_backward(functools.partial(self.mark, "waiting"))  # when DDP has waited
+
+    @safe
     def before_step(self, *_):
+        waits_in_finish = hasattr(self.model, "finish_gradient_synchronization")
+        self.mark("waiting" if waits_in_finish else "the optimizer")
         self.step += 1
         if self.step in EARLY or self.step % self.every == 0:
             self.post()
         if self.rank == 0:
             self.read()
 
+    @safe
+    def after_step(self, *_):
+        self.mark("the optimizer")
+        self.steps.append(self.marks)
+        self.marks = self.marks[-1:]  # the next step begins there
+
+    @safe
+    def mark(self, phase):
+        """Note that what has run since the last mark was of this phase."""
+        now = time.perf_counter()
+        if self.on_cuda:
+            now = torch.cuda.Event(enable_timing=True)
+            now.record()
+        self.marks.append((phase, now))
+
     def post(self):
-        """Write into the store what the ranks should have alike."""
-        names = {parameter: name for name, parameter in self.module.named_parameters()}
-        rates = {"rates": [float(group.get("lr") or 0) for group in self.optimizer.param_groups]}
-        trained = [p for group in self.optimizer.param_groups for p in group["params"]]
-        named = {names.get(p, f"number {i} (not in the model)"): p for i, p in enumerate(trained)}
-        tensors = named | dict(self.module.named_buffers())
+        """Write into the store what the ranks should have alike, and what their steps took."""
+        parameters = self.parameters()
+        buffers = dict(self.module.named_buffers())
+        alike = parameters | {name: b for name, b in buffers.items() if self.is_alike(name, b)}
+        rates = [float(group.get("lr") or 0) for group in self.optimizer.param_groups]
         check = {
-            "weights": rates | {name: number_of(p) for name, p in named.items()},
-            "gradients": {name: number_of(p.grad) for name, p in named.items()},
-            "nan": [name for name, tensor in tensors.items() if has_nan(tensor)][:3],
+            "weights": {RATES: rates} | {name: number_of(each) for name, each in alike.items()},
+            "gradients": {name: number_of(each.grad) for name, each in alike.items()},
+            "nan": [name for name, each in (parameters | buffers).items() if has_nan(each)],
             "forwards": self.forwards,
+            "in_no_sync": self.in_no_sync,
             "samples": [numbers.tolist() for numbers in self.batches],
+            "times": [times_of(marks) for marks in self.steps],
         }
         self.batches = []
         self.store.set(f"{self.name} {self.checks % RING} {self.rank}", json.dumps(check))
         self.checks += 1
 
+    def parameters(self):
+        """Return the module's and the optimizer's by name, without ZeRO2's shards."""
+        found = dict(self.module.named_parameters())
+        others = {*found.values(), *getattr(self.model, "shards", [])}
+        trained = [p for group in self.optimizer.param_groups for p in group["params"]]
+        for number, parameter in enumerate(trained):
+            if parameter not in others:
+                found[f"the optimizer's parameter {number}"] = parameter
+        return found
+
+    def is_alike(self, name, buffer):
+        """Tell whether ranks should have the same: not in BatchNorm's, or in what is not saved."""
+        owner, _, own_name = name.rpartition(".")
+        scratch = self.module.get_submodule(owner)._non_persistent_buffers_set
+        return buffer.is_floating_point() and own_name not in {*STATISTICS, *scratch}
+
+    @safe
     def read(self):
         """Judge what all ranks have posted, and delete it."""
         while self.judged < self.checks:
@@ -149,34 +263,45 @@ class watch:
         if self.checks - self.judged == RING:
             raise RuntimeError("a rank has left too many checks unanswered")
 
-    def judge(self, weights, gradients, nan, forwards, samples):
+    def judge(self, weights, gradients, nan, forwards, in_no_sync, samples, times):
         """Say what is wrong; each argument is a list of what the ranks have posted."""
-        for earlier, new in zip(self.samples, samples, strict=True):
-            earlier += new
+        for earlier, later in zip(self.samples, samples, strict=True):
+            earlier += later
         self.judge_samples()
-        if any(nan):
-            self.tell("NaN", f"the ranks have NaN in {nan}")
+        self.judge_times(times)
+        for rank, names in enumerate(nan):
+            if names:
+                self.tell("NaN", f"rank {rank} has it in {listed(names)}")
         apart = names_of_unequal(weights)
+        new = [name for name in apart if name not in self.apart]
+        self.apart.update(new)
+        other = [rank for rank, count in enumerate(forwards) if count != forwards[0]]
+        if other and (apart or hasattr(self.model, "reducer")):
+            # torch's DDP, which has a reducer, runs as many forwards on all ranks.
+            counts = f"{forwards[other[0]]} forwards by then, and rank 0 {forwards[0]}"
+            self.tell("steps", f"rank {other[0]} has run {counts}")
+        elif new:
+            ranks = [f"rank {rank}" for rank, each in enumerate(weights) if each != weights[0]]
+            cause = self.cause_of(new, gradients, forwards, in_no_sync)
+            self.tell(cause, f"seen in {listed(new)}, on {listed(ranks)}")
+
+    def cause_of(self, apart, gradients, forwards, in_no_sync):
+        """Return what usually sets these weights apart."""
         unequal = [name for name in names_of_unequal(gradients) if name in apart]
         averaged = [name for name, n in gradients[0].items() if n and name not in unequal]
-        if min(forwards) < max(forwards) and (apart or hasattr(self.model, "reducer")):
-            cause = "steps"  # torch's DDP, which has a reducer, runs as many on all ranks
-        elif not apart:
-            return
-        elif not unequal:
-            cause = "reduced"
-        elif self.model is self.module:
-            cause = "bare"
-        elif not any(forwards):
-            cause = "bypassed"
-        else:
-            cause = "some" if averaged else "gradients"
-        ranks = [rank for rank, each in enumerate(weights) if each != weights[0]]
-        seen = f"the ranks' forwards are {forwards}"
-        if apart:
-            what = f"weights or rates ({len(apart)}: {apart[:3]} …), their gradients in"
-            seen += f"; ranks {ranks} differ from rank 0 in {what} {len(unequal)}"
-        self.tell(cause, seen)
+        if not unequal and RATES in self.apart:
+            return "rates"
+        if not unequal and all(each[name] is None for each in gradients for name in apart):
+            return "written"
+        if not unequal:
+            return "start" if self.judged == 1 else "reduced"
+        if self.model is self.module:
+            return "bare"
+        if any(in_no_sync):
+            return "no_sync"
+        if not any(forwards):
+            return "bypassed"
+        return "some" if averaged else "gradients"
 
     def judge_samples(self):
         # The second half may be of a new epoch, in which a rank has not seen its own again yet.
@@ -189,6 +314,54 @@ class watch:
         for again in range(4, len(first)):
             if first[again : again + 8] == first[:8] and first[0] not in first[1:4]:
                 self.tell("order", f"batch {again + 1} and those after it are the first ones again")
+
+    def judge_times(self, times):
+        if min(map(len, times)) < STEPS:
+            return
+        rank, late, phase = who_is_late(torch.tensor(times))
+        self.late.append(rank)
+        if rank is not None and self.late.count(rank) == LATE_CHECKS:
+            how = f"by {late:.0f} ms a step, in {phase}; the others wait for it"
+            self.tell("late", f"rank {rank} is late {how}")
+
+
+def is_training(model):
+    return torch.is_grad_enabled() and model.training
+
+
+def listed(names):
+    if len(names) > 3:
+        names = names[0], f"{len(names) - 1} others"
+    return " and ".join(names)
+
+
+def times_of(marks):
+    """Return the ms that a step has spent in each of the phases."""
+    times = dict.fromkeys(PHASES, 0.0)
+    for (_, before), (phase, after) in itertools.pairwise(marks):
+        if isinstance(after, float):
+            times[phase] += 1000 * (after - before)
+        else:
+            after.synchronize()
+            times[phase] += before.elapsed_time(after)
+    return list(times.values())
+
+
+def who_is_late(times):
+    """Return the rank that the others wait for, or None; by how many ms a step; in which phase.
+
+    times: [rank, step, phase] in ms. In a step the last rank is the one that waits least.
+    """
+    waiting, ranks = times[:, :, -1].sort(dim=0)
+    rank = ranks[0].mode().values.item()
+    is_last = ranks[0] == rank
+    late = (waiting[1] - waiting[0])[is_last].median().item()
+    step = times.sum(dim=2).median().item()
+    is_late = is_last.sum() >= 0.8 * STEPS and late > max(LEAST_MS, LEAST_SHARE * step)
+    own = times[:, :, :-1].median(dim=1).values  # [rank, phase]
+    others = own[torch.arange(len(own)) != rank]
+    more = own[rank] - others.median(dim=0).values
+    return rank if is_late else None, late, PHASES[more.argmax()]
 
 
 def first_epoch(batches):
@@ -211,10 +384,11 @@ def has_nan(tensor):
 
 
 def number_of(tensor):
-    """Return a number that tells a tensor's bits and their places; None for a shard."""
-    is_shard = any(hasattr(tensor, mark) for mark in SHARDS)
-    if tensor is None or tensor.layout != torch.strided or is_shard:
+    """Return a number that tells a tensor's bits and their places; 0 for a shard or sparse one."""
+    if tensor is None:
         return None
+    if tensor.layout != torch.strided or any(hasattr(tensor, mark) for mark in SHARDS):
+        return 0
     while tensor.ndim:
         tensor = fold(tensor)
     return tensor.item()

@@ -346,9 +346,10 @@ class SlowNetwork:
         self.begin_at(1.0)
 
     def connect(self, text: str) -> None:
-        """Be as slow as a text like 1gbit,1ms says."""
+        """Be as slow as a text like 1gbit,1ms says, without a stretch."""
         self.text = text
         self.speed = read_network(text)
+        self.begin_at(1.0)
 
     def __enter__(self):
         self.is_slow = True

@@ -1,5 +1,6 @@
 """Tests of the emulated network: times as asked for, results as over gloo, nothing left behind."""
 
+import os
 import re
 import shutil
 import sys
@@ -17,7 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from tools.testing import ONLY_RANK, on_linux
+from tools.testing import ONLY_RANK
 
 SCRIPT = Path(__file__).with_name("slow_network.py")
 MAXIMUM = dist.ReduceOp.MAX
@@ -393,7 +394,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.skipif(not on_linux, reason="macOS cannot take cores from a process")
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="macOS has no affinity")
 @pytest.mark.parametrize("flags", [[], ["--divides"]])
 def test_with_more_ranks_than_cores_all_is_slower_and_that_is_said(forked, tmp_path, flags):
     """Once, of a module, too; not if the script knows of the stretch."""

@@ -33,23 +33,23 @@ from torch.nn.parallel import DistributedDataParallel
 FOLDER = Path(__file__).resolve().parent
 sys.path[:0] = [str(FOLDER), str(FOLDER.parent / "predict"), str(FOLDER.parent.parent)]
 
-from predict import Link, measure_beside, strategies
+from predict import Network, measure_beside, strategies
 
 from common import ladder, report, setup
 from common.setup import say
 
 
-def overhead(buckets: float, size: float, link: Link) -> float:
+def overhead(buckets: float, size: float, network: Network) -> float:
     """Return the seconds left after backward: one bucket's transfer, and every bucket's call.
 
     Nothing hides the transfer of the last bucket any more, because backward is over.
     """
-    return size / (buckets * link.bytes_per_second) + buckets * link.call_seconds
+    return size / (buckets * network.bytes_per_second) + buckets * network.call_seconds
 
 
-def best_number_of_buckets(size: float, link: Link) -> float:
+def best_number_of_buckets(size: float, network: Network) -> float:
     """Return where `overhead` is smallest: its derivative, o − s / (n²·w), is 0 at √(s / (w·o))."""
-    return math.sqrt(size / (link.bytes_per_second * link.call_seconds))
+    return math.sqrt(size / (network.bytes_per_second * network.call_seconds))
 
 
 # ==================================================================================================
@@ -58,7 +58,7 @@ def best_number_of_buckets(size: float, link: Link) -> float:
 NO_LIMIT = "BucketedDDP, no limit"
 
 
-def sweep(args, device: torch.device, result: dict) -> Link:
+def sweep(args, device: torch.device, result: dict) -> Network:
     """Measure every size, add to the result what both models say, and return what calls cost."""
     in_turn = args.size in ("nano", "mini")  # others take too much memory
     ours = {NO_LIMIT: strategies(None)["BucketedDDP"]}
@@ -70,26 +70,26 @@ def sweep(args, device: torch.device, result: dict) -> Link:
             torchs[f"torch DDP, {mb:g} MB"] = partial(DistributedDataParallel, **options)
     wrappers = {name: strategy.wrap for name, strategy in ours.items()} | torchs
     alone = measure_beside(args, device, wrappers, result, in_turn)
-    link = alone.link
+    network = alone.network
     if not in_turn:
         say("Each row was built, measured and freed before the next, not in turn with the others.")
     size = result["gradient_bytes"] = sum(parameter.nbytes for parameter in alone.gradients)
-    best_mb = size / best_number_of_buckets(size, link) / 2**20
+    best_mb = size / best_number_of_buckets(size, network) / 2**20
     say(f"formula: of {size / 2**20:.1f} MB of gradients the best bucket has {best_mb:.1f} MB")
     rows = result["overheads"] = []
-    for candidate in result["candidates"]:
-        name, buckets = candidate["name"], candidate["collectives_per_step"]
+    for candidate in result["rows"]:
+        name, buckets = candidate["name"], candidate["collectives"]
         step = report.percentiles(candidate["step_seconds"])[0]
         row = {"name": name, "buckets": buckets, "step": step}
         row["measured"] = step - rows[0]["step"] if rows else None
         row["simulated"] = None
         if name in ours:
             row["simulated"] = alone.step(ours[name]) - rows[0]["step"]
-        row["formula"] = overhead(buckets, size, link) if buckets else None
+        row["formula"] = overhead(buckets, size, network) if buckets else None
         of_ranks = candidate["step_seconds"]
         row["ranks"] = [{"min": min(r), "mean": numpy.mean(r), "max": max(r)} for r in of_ranks]
         rows.append(row)
-    return link
+    return network
 
 
 def print_rows(rows: list[dict]) -> None:
@@ -110,13 +110,13 @@ def print_rows(rows: list[dict]) -> None:
     )
 
 
-def draw(result: dict, link: Link, path: Path) -> None:
+def draw(result: dict, network: Network, path: Path) -> None:
     """Draw the overhead of each size, from small to large: measured, simulated; the formula."""
     rows = [row for row in result["overheads"] if row["simulated"] is not None]
     buckets = [row["buckets"] for row in rows]
     figure, axes = report.new_figure(8, 4.5)
     numbers = numpy.geomspace(1, max(buckets), 100)
-    curve = [1000 * overhead(number, result["gradient_bytes"], link) for number in numbers]
+    curve = [1000 * overhead(number, result["gradient_bytes"], network) for number in numbers]
     axes.plot(numbers, curve, ":", color="black", label="formula")
     simulated = [1000 * row["simulated"] for row in rows]
     axes.plot(buckets, simulated, "x", color="#CC79A7", ms=10, mew=2.5, label="simulated")
@@ -145,10 +145,10 @@ def main():
     args = parser.parse_args()
     with setup.process_group(args.device, args.backend, args.timeout) as device:
         result = report.begin("05_bucketed/bucket_sweep", args, device)
-        link = sweep(args, device, result)
+        network = sweep(args, device, result)
         print_rows(result["overheads"])
         if args.plot and dist.get_rank() == 0:
-            draw(result, link, args.plot)
+            draw(result, network, args.plot)
         report.write_json(args.json, result)
 
 

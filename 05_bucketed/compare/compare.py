@@ -7,7 +7,6 @@ backward. What 04 and 05 gain over these is what overlap gains.
 
     make compare                                                        (see also ARGS="--help")
     make compare NETWORK=1gbit,1ms                  (on an emulated network, as slow as you like)
-    make compare NETWORK=1gbit,1ms,2                    (two calls at once, as gloo's two threads)
     make compare NETWORK=1gbit,1ms NPROC=8                 (eight machines, emulated on your cores)
     make compare MINE=my_ddp.py:MyDDP                              (and a class of your own)
     torchrun --standalone --nproc-per-node 2 05_bucketed/compare/compare.py
@@ -24,42 +23,51 @@ ROOT = FOLDER.parent.parent
 sys.path[:0] = [str(ROOT), str(FOLDER)]
 
 import medians
-from strategies import strategies
-from users_class import FINISHES
+from strategies import strategies, train_step
+from users_class import FINISHES, users_rows
 
 from common import ladder, report, setup
 from common.ladder import NO_COMMUNICATION, Way
+
+
+def measure(args, device, controls: bool) -> list[dict]:
+    """Measure all ways in turn; return "rows" of the JSON.
+
+    They share one model and one optimizer, but for the user's own class: its hooks may act at any
+    time.
+    """
+    floor = ladder.language_trainee(Way(), train_step, args, device)
+    trainees = {NO_COMMUNICATION: floor}
+    ways = {name: Way(s.wrap) for name, s in strategies(args.bucket_size_mb, controls).items()}
+    ways |= ladder.torch_ddp(args.bucket_size_mb)
+    for name, way in ways.items():
+        trainees[name] = ladder.language_trainee(way, train_step, args, device, beside=floor)
+    for name, mine in users_rows(args.mine, args.bucket_size_mb).items():
+        trainees[name] = ladder.language_trainee(Way(mine), train_step, args, device)
+    steps = {name: trainee.step for name, trainee in trainees.items()}
+    return ladder.benchmark(steps, args)
 
 
 def main():
     many = int(os.environ.get("WORLD_SIZE", 2)) > 2
     parser = setup.Parser(__doc__)
     ladder.add_training_arguments(parser, steps=3 if many else 6, warmup=1 if many else 2)
+    ladder.add_bucket_size(parser)
     parser.add_argument("--mine", metavar="FILE.py:NAME", help="measure your own class, too")
-    megabytes = {"type": setup.positive_number, "default": 5.0, "metavar": "MB"}
-    parser.add_argument("--bucket-size-mb", **megabytes, help="of 05 and of torch's DDP")
     setup.add_plot_arguments(parser, "compare.png")
-    parser.add_argument(
-        "--label", help="of the network in table and picture (default: its rate and delay)"
-    )
+    label = "of the network in table and picture (default: its rate and delay)"
+    parser.add_argument("--label", help=label)
     parser.set_defaults(json=str(ROOT / "results" / "compare.json"))
     args = parser.parse_args()
     with setup.process_group(args.device, args.backend, args.timeout) as device:
         result = report.begin("05_bucketed/compare", args, device)
         result["model"] = ladder.describe(args)
-        shared = ladder.language_trainee(Way(), args, device)
-        wraps = strategies(args.bucket_size_mb, controls=not many)
-        ways = {name: strategy.wrap for name, strategy in wraps.items()}
-        ways |= {name: way.wrap for name, way in ladder.torch_ddp(args).items()}
-        steps = {name: shared.in_wrapper(wrap).step for name, wrap in ways.items()}
-        mine = ladder.users_rows(args)
-        for name, wrap in mine.items():  # its hooks may act at any time
-            steps[name] = ladder.language_trainee(Way(wrap), args, device).step
-        result["candidates"] = ladder.benchmark({NO_COMMUNICATION: shared.step, **steps}, args)
+        result["rows"] = measure(args, device, controls=not many)
         ladder.print_steps(result)
-        for name in mine:
-            if not result["candidates"][-1]["collectives_per_step"]:
-                setup.say(f"{name} made no collective: its finish may be {', '.join(FINISHES)}")
+        last = result["rows"][-1]
+        if args.mine and not last["collectives"]:
+            finishes = ", ".join(FINISHES)
+            setup.say(f"{last['name']} made no collective: its finish may be {finishes}")
         columns = {args.label or result["network"] or dist.get_backend(): [medians.p50s(result)]}
         setup.say()
         medians.print_runs(f"step ÷ {NO_COMMUNICATION}", columns, medians.ratios, NO_COMMUNICATION)

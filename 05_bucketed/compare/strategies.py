@@ -9,13 +9,14 @@ from typing import NamedTuple
 from torch import nn
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-FOLDERS = ["02_naive_ddp", "03_flat_ddp", "04_overlap_ddp", "05_bucketed"]
+FOLDERS = ["01_allreduce", "02_naive_ddp", "03_flat_ddp", "04_overlap_ddp", "05_bucketed"]
 sys.path[:0] = [str(ROOT / folder) for folder in FOLDERS]
 
-from bucketed import BucketedDDP, fill_buckets  # noqa: F401
+from bucketed import BucketedDDP, fill_buckets, train_step  # noqa: F401
 from flat_ddp import FlatDDP
 from naive_ddp import NaiveDDP
 from overlap_ddp import OverlapDDP
+from pictures import COLORS, save_movie  # noqa: F401
 
 WHEN_READY, AFTER_BACKWARD = "when ready", "after backward"  # when calls are launched
 ONE_BY_ONE = "one by one"  # after backward, each when the call before has arrived

@@ -1,217 +1,247 @@
-r"""05: one training step of each stage on one time axis, on an emulated network.
+r"""05: steps of 02 to 05, or of any way to train, on one time axis, on an emulated network.
 
-    make timeline                       (1 Gbit/s, and 1 ms one way)
+    make timeline                       (02 to 05, on 1 Gbit/s, and 1 ms one way)
     make timeline NETWORK=100mbit,5ms
     torchrun --standalone --nproc-per-node 2 01_allreduce/slow_network/slow_network.py 1gbit,1ms \
         05_bucketed/compare/timeline.py
 
-`no communication` and stages 02 to 05 train in turn in one process group. Of nine steps of each the
-one of median length is drawn: what computes above, what the network carries below (in two rows if
-it carries two calls at once). Beside the picture lies one of each stage alone, on the same axis,
-and timeline.gif, in which time passes.
+All ways train in turn in one process group. Of nine turns of each the one of median length is
+drawn: above, what rank 0 computes, and where it waits; below, what the network carries. Beside the
+picture of all lies one of each stage alone, on the same axis, and timeline.gif, in which time
+passes. ZeRO2 and FSDP draw their own with --timeline FILE.
 
 On other networks, and on GPUs, --trace of a stage shows its steps in torch.profiler's own form.
 """
 
 import sys
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 FOLDER = Path(__file__).resolve().parent
-ROOT = FOLDER.parent.parent
-OF_01 = [str(ROOT / "01_allreduce"), str(ROOT / "01_allreduce" / "slow_network")]
-sys.path[:0] = [str(ROOT), *OF_01, str(FOLDER)]
+sys.path[:0] = [str(FOLDER), str(FOLDER.parents[1])]
 
-from movie import save_movie
-from slow_network import Span, network
-from strategies import STAGES, strategies
+from strategies import COLORS, STAGES, save_movie, strategies, train_step
 
 from common import ladder, report, setup, timing
-from common.ladder import NO_COMMUNICATION, Way
+from common.ladder import NO_COMMUNICATION, Trainee, Way
+from common.setup import network
 
-DISTANCE = 2.7  # from one step to the next below it
+WAITS = "exposed communication"
+DISTANCE = 2.7  # from one way to the next below it
 PLACES = [(0.0, 0.9), (0.85, 0.45), (1.3, 0.45)]  # of rows: their middle, and height
+ALL_REDUCE, GATHER, REDUCE = ("all-reduce", 1), ("all-gather", 1), ("reduce-scatter", 2)
+KINDS = {  # what collectives do, and the row of their bars, by their names on the network
+    "allreduce": ALL_REDUCE,
+    "_allgather_base": GATHER,
+    "all_gather_single": GATHER,
+    "alltoall_base": REDUCE,
+    "all_to_all_single": REDUCE,
+}
 
 
 class Bar(NamedTuple):
-    """What takes time in a step, in seconds of the clock or (from bars_of) in ms."""
+    """What takes time, in ms of the network since the first step's begin."""
 
     name: str  # key of COLORS
     start: float
     end: float
-    row: int = 0  # 0: computes; 1 and 2: the network carries it
+    row: int = 0  # 0: rank 0 computes or waits; 1 and 2: the network carries it
     text: str = ""
 
 
-def bars_of(marks: dict[str, float], backward_ends: float, others: list[Bar]) -> list[Bar]:
-    """Return a step's bars in ms of the network from its start: of its stopwatch, and others.
+@contextmanager
+def waits_noted():
+    """Yield a list that gets (start, end) of each wait for a collective, by time.perf_counter().
 
-    Marks and others are seconds of one clock (time.perf_counter and time.monotonic are the same).
+    Those in C++ are not seen, as in torch's DDP; and on a GPU it is not the host that waits.
     """
-    bars = [
-        Bar("forward", marks["forward starts"], marks["forward ends"]),
-        Bar("backward", marks["backward starts"], backward_ends),
-        Bar("optimizer", marks["optimizer starts"], marks["optimizer ends"]),
-        *others,
-    ]
+    work = network().work
+    wait = work.wait
+    waits = []
 
-    def in_ms(moment: float) -> float:
-        return 1000 * (moment - marks["forward starts"]) / network.stretch
+    def noting_wait(*arguments) -> bool:
+        start = time.perf_counter()
+        is_done = wait(*arguments)
+        waits.append((start, time.perf_counter()))
+        return is_done
 
-    return [bar._replace(start=in_ms(bar.start), end=in_ms(bar.end)) for bar in bars]
+    work.wait = noting_wait
+    try:
+        yield waits
+    finally:
+        work.wait = wait
 
 
-def all_reduces(marks: dict[str, float], calls: list[Span]) -> list[Bar]:
-    """Return the bars of a step's calls, and of what is exposed of them.
+def take_steps(trainee: Trainee, steps: int) -> dict:
+    """Train so many steps; return their mean seconds, and "bars"."""
+    marks = trainee.watch.marks
+    network().spans.clear()
+    seconds, spans = [], []  # (name, start, end), in seconds of the clock
+    with waits_noted() as waits:
+        for _ in range(steps):
+            seconds.append(trainee.step()["step_seconds"])
+            spans += [
+                ("forward", marks["step starts"], marks["forward ends"]),
+                ("backward", marks["forward ends"], marks["finish starts"]),
+                ("pack, unpack", marks["finish starts"], marks["finish ends"]),
+                ("optimizer", marks["optimizer starts"], marks["optimizer ends"]),
+            ]
+    begin = spans[0][1]
+    spans += [(WAITS, start, end) for start, end in waits]  # over what waits there
 
-    What surrounds a single call after backward packs and unpacks.
-    """
-    last, ends = marks["last gradient"], marks["sync ends"]
-    bars = []
-    if len(calls) == 1 and calls[0].launched >= last:
-        bars.append(Bar("pack, unpack", last, calls[0].launched))
-        bars.append(Bar("pack, unpack", calls[0].delivered, ends))
-        last, ends = calls[0].launched, calls[0].delivered
-    bars.append(Bar("exposed communication", last, ends))
-    first_row_is_free = 0.0
-    for number, call in enumerate(calls, 1):
-        row = 2 if call.begins < first_row_is_free else 1
-        if row == 1:
-            first_row_is_free = call.delivered
-        bars.append(Bar("all-reduce", call.begins, call.delivered, row, str(number)))
-    return bars
+    def bar(name: str, start: float, end: float, row: int = 0, text: str = "") -> Bar:
+        start, end = [1000 * (moment - begin) / network().stretch for moment in (start, end)]
+        return Bar(name, start, end, row, text)
+
+    bars = [bar(*span) for span in spans]
+    for number, call in enumerate(network().spans, 1):
+        name, row = KINDS[call.name]
+        bars.append(bar(name, call.begins, call.delivered, row, str(number)))
+    return {"step_seconds": sum(seconds) / steps, "bars": bars}
 
 
 def duration(bars: list[Bar]) -> float:
-    """Return the ms that a step takes."""
+    """Return the ms from the first step's begin to the last one's end."""
     return max(bar.end for bar in bars)
 
 
-def median_steps(candidates: dict, args, result: dict) -> dict[str, list[Bar]]:
-    """Measure candidates in turn; of each return rank 0's "bars" of the step of median length."""
-    candidates = ladder.at_one_pace(candidates, args)
-    samples = timing.measure(candidates, args.steps, args.warmup)
-    steps = {}
-    for name, of_candidate in samples.items():
-        steps[name] = sorted(of_candidate.pop("bars")[0], key=duration)[args.steps // 2]
-    result["candidates"] = [{"name": name, **samples[name]} for name in samples]
-    return steps
+def waited(bars: list[Bar]) -> float:
+    """Return the ms in which rank 0 waits for collectives."""
+    return sum(bar.end - bar.start for bar in bars if bar.name == WAITS)
 
 
-def draw(steps: dict[str, list[Bar]], path: Path, end: float) -> None:
-    """Save a picture of the steps, on one axis until `end`."""
-    figure, _ = drawing(steps, end)
-    report.save_figure(figure, path)
+def measure(trainees: dict[str, Trainee], args, steps: int = 1) -> dict[str, list[Bar]]:
+    """Measure in turn; return rank 0's bars of the turn of median length, and say what it shows."""
+    turns = {name: partial(take_steps, each, steps) for name, each in trainees.items()}
+    turns = ladder.at_one_pace(turns, ladder.pace_of(args))
+    samples = timing.measure(turns, args.steps, args.warmup)
+    found = {}
+    for name, sample in samples.items():
+        found[name] = sorted(sample["bars"][0], key=duration)[args.steps // 2]
+        calls = sum(bar.row > 0 for bar in found[name])
+        what = f"{duration(found[name]):.0f} ms, of which it waits {waited(found[name]):.0f}"
+        setup.say(f"{name}: {what}; {calls} call{'' if calls == 1 else 's'}")
+    return found
 
 
-def drawing(steps: dict[str, list[Bar]], end: float, durations: bool = True):
-    """Draw the steps below each other, with texts where they fit; return a figure and its axes."""
+def add_argument(parser: setup.Parser) -> None:
+    """Add --timeline to a script that draws its own ways."""
+    picture = "only draw where rank 0 waits, on an emulated network, as PNG"
+    parser.add_argument("--timeline", type=setup.output_file, metavar="FILE", help=picture)
+
+
+def draw_ways(args, train_step: Callable, ways: dict[str, Way], steps: int = 1) -> None:
+    """Measure and draw ways beside no communication, each with a model of its own."""
+    with setup.process_group(args.device, args.backend, args.timeout) as device:
+        result = report.begin(setup.stage(), args, device)
+        if not network().text:
+            setup.fail("argument --timeline: it needs an emulated network: NETWORK=1gbit,1ms")
+        result["model"] = ladder.describe(args)
+        trainees = {}
+        for name, way in {NO_COMMUNICATION: Way(), **ways}.items():
+            trainees[name] = ladder.language_trainee(way, train_step, args, device)
+        found = measure(trainees, args, steps)
+    if setup.is_rank_0():
+        labelled = {f"{name}\nwaits {waited(bars):.0f} ms": bars for name, bars in found.items()}
+        report.save_figure(drawing(labelled, axis_end(found))[0], args.timeline)
+
+
+def axis_end(found: dict[str, list[Bar]]) -> float:
+    """Return where the time axis ends, in ms: behind the longest one's text."""
+    return 1.15 * max(map(duration, found.values()))
+
+
+def drawing(found: dict[str, list[Bar]], end: float, durations: bool = True):
+    """Draw all below each other, with texts where they fit; return a figure and its axes."""
     from matplotlib.patches import Patch
 
-    figure, axes = report.new_figure(8, 1 + 0.9 * len(steps))
+    figure, axes = report.new_figure(8, 1 + 0.9 * len(found))
     ticks = {}  # height: text
-    for number, (label, bars) in enumerate(steps.items()):
+    for number, (label, bars) in enumerate(found.items()):
         top = DISTANCE * number
         ticks[top] = label
-        exposed = [bar for bar in bars if bar.name == "exposed communication"]
-        center = {"ha": "center", "va": "center", "fontsize": 8}
         for bar in bars:
             shift, height = PLACES[bar.row]
-            width, middle = bar.end - bar.start, top + shift
-            look = {"color": report.COLORS[bar.name], "edgecolor": "white", "linewidth": 0.3}
-            axes.barh(middle, width, height, bar.start, **look)
-            text = bar.text
-            if bar.name == "exposed communication" and len(exposed) > 1:
-                text = f"{width:.0f} ms"
-            if width > 0.011 * len(text) * end:
-                axes.text((bar.start + bar.end) / 2, middle, text, **center)
+            middle = top + shift
+            width = bar.end - bar.start
+            look = {"color": COLORS[bar.name], "edgecolor": "white"}
+            axes.barh(middle, width, height, bar.start, linewidth=0.3 if bar.row else 0, **look)
+            if width > 0.011 * len(bar.text) * end:
+                center = {"ha": "center", "va": "center", "fontsize": 8}
+                axes.text(bar.start + width / 2, middle, bar.text, **center)
         if durations:
             axes.text(duration(bars), top, f"  {duration(bars):.0f} ms", va="center", fontsize=9)
         for name in {bar.name for bar in bars if bar.row}:
             rows = [bar.row for bar in bars if bar.name == name]
-            middle = top + (PLACES[min(rows)][0] + PLACES[max(rows)][0]) / 2
-            ticks[middle] = f"{name}s: {len(rows)}"
+            ticks[top + PLACES[rows[0]][0]] = f"{name}s: {len(rows)}"
     axes.set_yticks(list(ticks), list(ticks.values()), fontsize=9)
     axes.invert_yaxis()
     axes.set_xlim(0, end)
     axes.set_xlabel("time on rank 0, ms")
-    drawn = {bar.name for bars in steps.values() for bar in bars}
-    handles = [
-        Patch(color=report.COLORS[name], label=name) for name in report.COLORS if name in drawn
-    ]
+    drawn = {bar.name for bars in found.values() for bar in bars}
+    handles = [Patch(color=COLORS[name], label=name) for name in COLORS if name in drawn]
     figure.legend(handles=handles, loc="outside upper center", ncols=3, fontsize=9, frameon=False)
     return figure, axes
 
 
-def draw_movie(steps: dict[str, list[Bar]], path: Path) -> None:
-    """Save the steps as time passes: a moving picture, in which what is to come is covered.
+def draw_movie(found: dict[str, list[Bar]], end: float, path: Path) -> None:
+    """Save a moving picture, in which what is to come is covered.
 
     It stands where readers have yet to guess, so it only says what the last one exposes.
     """
     from matplotlib.patches import Rectangle
 
-    end = 1.23 * max(map(duration, steps.values()))
-    figure, axes = drawing(steps, end, durations=False)
-    last = [*steps.values()][-1]
-    (exposed,) = [bar.end - bar.start for bar in last if bar.name == "exposed communication"]
-    top = DISTANCE * (len(steps) - 1)
-    axes.text(duration(last), top, f"  {exposed:.0f} ms exposed", va="center", weight="bold")
+    figure, axes = drawing(found, end, durations=False)
+    last = [*found.values()][-1]
+    top = DISTANCE * (len(found) - 1)
+    text = f"  {waited(last):.0f} ms exposed"
+    axes.text(duration(last), top, text, va="center", weight="bold")
     look = {"facecolor": "white", "edgecolor": "black", "zorder": 4}
     cover = Rectangle((0, -1), end, 3, transform=axes.get_xaxis_transform(), **look)
     axes.add_patch(cover)
     save_movie(figure, cover.set_x, [end * frame / 29 for frame in range(1, 31)], path)
 
 
-def read_arguments(description: str, picture: str):
-    """Return the command line's; ends without an emulated network."""
-    parser = setup.Parser(description)
+def read_arguments():
+    """Return the command line's."""
+    parser = setup.Parser(__doc__)
     ladder.add_training_arguments(parser, steps=9)
-    setup.add_plot_arguments(parser, picture)
+    setup.add_plot_arguments(parser, "timeline.png")
     parser.set_defaults(device="cpu")
-    args = parser.parse_args()
-    if not network.text:
-        setup.fail("start it over a network: slow_network.py 1gbit,1ms, and this script")
-    return args
+    return parser.parse_args()
 
 
 def main() -> None:
-    args = read_arguments(__doc__, "timeline.png")
+    args = read_arguments()
     with setup.process_group(args.device, args.backend, args.timeout) as device:
         result = report.begin("05_bucketed/compare/timeline", args, device)
+        if not network().text:
+            setup.fail("start it over an emulated network: make timeline NETWORK=1gbit,1ms")
         result["model"] = ladder.describe(args)
-        shared = ladder.language_trainee(Way(), args, device)
-        marks = shared.watch.marks
-
-        def step(trainee) -> dict:
-            network.spans.clear()
-            times = trainee.step()
-            others = all_reduces(marks, list(network.spans))
-            return times | {"bars": bars_of(marks, marks["last gradient"], others)}
-
-        candidates = {NO_COMMUNICATION: partial(step, shared)}
-        wrappers = strategies(args.bucket_size_mb)
+        floor = ladder.language_trainee(Way(), train_step, args, device)
+        trainees = {NO_COMMUNICATION: floor}
         for stage in STAGES:
-            trainee = shared.in_wrapper(wrappers[stage.name].wrap)
-            candidates[stage.folder] = partial(step, trainee)
-        steps = median_steps(candidates, args, result)
-        drawn = {}
-        for name, bars in steps.items():
-            calls = sum(bar.row > 0 for bar in bars)
+            way = Way(strategies(ladder.BUCKET_SIZE_MB)[stage.name].wrap)
+            trainees[stage.folder] = ladder.language_trainee(way, train_step, args, device, floor)
+        found = measure(trainees, args)
+        drawn = result["drawn"] = {}
+        for name, bars in found.items():
             drawn[name] = {"step_ms": duration(bars), "forward_ms": bars[0].end}
-            what = "all-reduce" if calls == 1 else "all-reduces"
-            setup.say(f"{name}: {calls} {what} in {duration(bars):.0f} ms")
-        result["drawn"] = drawn
         report.write_json(args.json, result)
     if not args.plot or not setup.is_rank_0():
         return
-    end = 1.23 * max(map(duration, steps.values()))
-    draw(steps, args.plot, end)
+    end = axis_end(found)
+    report.save_figure(drawing(found, end)[0], args.plot)
     for stage in STAGES:
-        two = {name: steps[name] for name in (NO_COMMUNICATION, stage.folder)}
-        draw(two, args.plot.with_name(f"timeline_{stage.folder}.png"), end)
-    of_stages = {stage.label: steps[stage.folder] for stage in STAGES}
-    draw_movie(of_stages, args.plot.with_suffix(".gif"))
+        two = {name: found[name] for name in (NO_COMMUNICATION, stage.folder)}
+        alone = args.plot.with_name(f"timeline_{stage.folder}.png")
+        report.save_figure(drawing(two, end)[0], alone)
+    of_stages = {stage.label: found[stage.folder] for stage in STAGES}
+    draw_movie(of_stages, end, args.plot.with_suffix(".gif"))
 
 
 if __name__ == "__main__":

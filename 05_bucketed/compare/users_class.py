@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 
 from common import setup
+from common.ladder import BUCKET_SIZE_MB
 
 
 @cache
@@ -89,7 +90,7 @@ def bucket_options(wrapper, size_mb: float) -> dict[str, float]:
     return options
 
 
-def users_rows(text: str | None, bucket_size_mb: float = 5.0) -> dict:
+def users_rows(text: str | None, bucket_size_mb: float = BUCKET_SIZE_MB) -> dict:
     """Return {name of its row: what --mine names}; {} without it. A wrong one ends the run."""
     if not text:
         return {}

@@ -32,13 +32,22 @@ from torch import nn
 FOLDER = Path(__file__).resolve().parent
 sys.path[:0] = [str(FOLDER.parent / "compare"), str(FOLDER.parent.parent)]
 
-from strategies import AFTER_BACKWARD, ONE_BY_ONE, WHEN_READY, Strategy, fill_buckets, strategies
+from strategies import (
+    AFTER_BACKWARD,
+    COLORS,
+    ONE_BY_ONE,
+    WHEN_READY,
+    Strategy,
+    fill_buckets,
+    strategies,
+    train_step,
+)
 
 from common import ladder, report, setup, timing
 from common.ladder import NO_COMMUNICATION, Way
 
 
-class Link(NamedTuple):
+class Network(NamedTuple):
     """What an all-reduce costs: o, and a second for each w bytes; so many are under way at once.
 
     One that is waited for before the next is launched has an o of its own, and one that is under
@@ -53,28 +62,28 @@ class Link(NamedTuple):
     processor_per_byte: float = 0.0
 
 
-def simulate(calls: list, backward_ends: float, strategy: Strategy, link: Link) -> list:
+def simulate(calls: list, backward_ends: float, strategy: Strategy, network: Network) -> list:
     """Return when each all-reduce is launched, begins and arrives, in seconds from a step's begin.
 
     `calls`: (bytes, when the gradients are there without communication) of each, in launch order.
     They send their bytes in that order, one after another; o passes beside those of others. Two
     calls at once take o and the bytes of both, as on the emulated network.
     """
-    places = [0.0] * link.calls_at_once  # when each is free for another call
-    wire_is_free = late = 0.0
+    places = [0.0] * network.calls_at_once  # when each is free for another call
+    network_is_free = late = 0.0
     one_by_one = strategy.launches == ONE_BY_ONE
-    call_seconds = link.blocking_call_seconds if one_by_one else link.call_seconds
+    call_seconds = network.blocking_call_seconds if one_by_one else network.call_seconds
     arrived = backward_ends
     spans = []
     for size, ready in calls:
         launched = {WHEN_READY: ready + late, AFTER_BACKWARD: backward_ends, ONE_BY_ONE: arrived}
         launched = launched[strategy.launches]
         if strategy.launches == WHEN_READY:
-            late += link.processor_per_call + size * link.processor_per_byte
-        begins = max(launched, places.pop(0), wire_is_free)
-        wire_is_free = begins + size / link.bytes_per_second
-        arrived = wire_is_free + call_seconds
-        behind = wire_is_free - begins  # a call in the other place keeps it for these bytes, too
+            late += network.processor_per_call + size * network.processor_per_byte
+        begins = max(launched, places.pop(0), network_is_free)
+        network_is_free = begins + size / network.bytes_per_second
+        arrived = network_is_free + call_seconds
+        behind = network_is_free - begins  # a call in the other place keeps it for these bytes, too
         places = [free + behind if free > begins else free for free in places] + [arrived]
         spans.append((launched, begins, arrived))
     return spans
@@ -95,24 +104,23 @@ class Alone(NamedTuple):
     forward_ends: float
     backward_ends: float
     optimizer: float  # seconds that it takes
-    link: Link
+    network: Network
 
     def step(self, strategy: Strategy) -> float:
         """Return the seconds of a step that sends, as simulated."""
         calls = calls_of(self.gradients, self.ready, strategy.bucket_size_mb)
-        _, _, arrived = simulate(calls, self.backward_ends, strategy, self.link)[-1]
+        _, _, arrived = simulate(calls, self.backward_ends, strategy, self.network)[-1]
         return max(arrived, self.backward_ends) + self.optimizer
 
 
-def measure_link(device) -> Link:
+def measure_network(device) -> Network:
     """Measure what all-reduces cost, blocking ones and those that are launched together.
 
     Where a GPU computes they take no processor time from backward.
     """
-    wire = setup.network()
-    calls_at_once = 2 if dist.get_backend() == "gloo" else 1
-    if wire.text:
-        calls_at_once = wire.network.calls_at_once
+    emulated = setup.network()
+    # gloo has two threads.
+    calls_at_once = 2 if dist.get_backend() == "gloo" and not emulated.text else 1
     small = [torch.zeros(2**10, device=device) for _ in range(10)]
     large = [torch.zeros(2**21, device=device) for _ in range(2)]
     watch = timing.Stopwatch(device)
@@ -124,7 +132,7 @@ def measure_link(device) -> Link:
         processor = time.process_time()
         for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
             work.wait()
-        processor = (time.process_time() - processor) * ranks_per_core / wire.stretch
+        processor = (time.process_time() - processor) * ranks_per_core / emulated.stretch
         watch.mark("end")
         times = {"seconds": watch.seconds("start", "end"), "processor": processor}
         return {name: seconds / len(tensors) for name, seconds in times.items()}
@@ -147,12 +155,12 @@ def measure_link(device) -> Link:
     transfer = max(median("transfer", "seconds") - call_seconds, 1e-9)
     bytes_per_second = large[0].nbytes / transfer
     together = median("small", "seconds") * calls_at_once
-    link = Link(together, bytes_per_second, calls_at_once, call_seconds)
+    found = Network(together, bytes_per_second, calls_at_once, call_seconds)
     if device.type == "cuda":
-        return link
+        return found
     per_call = median("small", "processor")
     per_byte = max(0.0, median("large", "processor") - per_call) / large[0].nbytes
-    return link._replace(processor_per_call=per_call, processor_per_byte=per_byte)
+    return found._replace(processor_per_call=per_call, processor_per_byte=per_byte)
 
 
 def measure_beside(args, device, wrappers: dict, result: dict, in_turn=True) -> Alone:
@@ -161,62 +169,57 @@ def measure_beside(args, device, wrappers: dict, result: dict, in_turn=True) -> 
     Puts what is measured into `result`, and returns what `simulate` needs.
     """
     result["model"] = ladder.describe(args)
-    shared = ladder.language_trainee(Way(), args, device)
-    watch, gradients = shared.watch, list(shared.module.parameters())[::-1]
+    floor = ladder.language_trainee(Way(), train_step, args, device)
+    watch, gradients = floor.watch, list(floor.module.parameters())[::-1]
 
     def alone() -> dict:
         """Train without sending; also says when each gradient is there."""
         hooks = [p.register_post_accumulate_grad_hook(watch.mark) for p in gradients]
-        times = shared.step()
+        times = floor.step()
         for hook in hooks:
             hook.remove()
-        for phase in ("forward", "backward"):
-            times[f"{phase}_ends"] = watch.seconds("forward starts", f"{phase} ends")
-        return times | {"ready": [watch.seconds("forward starts", p) for p in gradients]}
+        times["forward_ends"] = watch.seconds("step starts", "forward ends")
+        times["backward_ends"] = watch.seconds("step starts", "finish starts")
+        return times | {"ready": [watch.seconds("step starts", p) for p in gradients]}
 
     def measure_group(group: dict, steps: dict) -> list[dict]:
-        trainees = {name: shared.in_wrapper(wrap) for name, wrap in group.items()}
-        steps = steps | {name: trainee.step for name, trainee in trainees.items()}
+        trainees = {}
+        for name, wrap in group.items():
+            trainees[name] = ladder.language_trainee(Way(wrap), train_step, args, device, floor)
+        steps = steps | {name: each.step for name, each in trainees.items()}
         measured = ladder.benchmark(steps, args)
         for trainee in trainees.values():
             for hook in getattr(trainee.model, "hooks", []):  # they would keep it in memory
                 hook.remove()
         return measured
 
-    floor = {NO_COMMUNICATION: alone}
     if in_turn:
-        candidates = measure_group(wrappers, floor)
+        rows = measure_group(wrappers, {NO_COMMUNICATION: alone})
     else:
-        candidates = measure_group({}, floor)
+        rows = measure_group({}, {NO_COMMUNICATION: alone})
         for name, wrap in wrappers.items():
-            candidates += measure_group({name: wrap}, {})
-    result["candidates"] = candidates
+            rows += measure_group({name: wrap}, {})
+    result["rows"] = rows
     # A call waits for the last rank. All begin a step together, so their times compare.
     keys = ("ready", "forward_ends", "backward_ends", "optimizer_seconds")
-    moments = [numpy.max(candidates[0][key], axis=0) for key in keys]
+    moments = [numpy.max(rows[0][key], axis=0) for key in keys]
     moments = [numpy.median(each, axis=0).tolist() for each in moments]
-    link = measure_link(device)
-    result["link"] = link._asdict()
-    return Alone(gradients, *moments, link)
+    network = measure_network(device)
+    result["all_reduce"] = network._asdict()
+    return Alone(gradients, *moments, network)
 
 
 def print_predicted(result: dict) -> None:
     """Print each predicted step beside what was measured."""
-    rows = []
-    for candidate in result["candidates"][1:]:
-        name, calls = candidate["name"], candidate["collectives_per_step"]
-        measured = report.percentiles(candidate["step_seconds"])[0]
+    table = []
+    for row in result["rows"][1:]:
+        name, calls = row["name"], row["collectives"]
+        measured = report.percentiles(row["step_seconds"])[0]
         predicted = result["predicted"][name]
-        row = [name, str(calls), f"{1000 * predicted:.1f}", f"{1000 * measured:.1f}"]
-        for seconds in (predicted, result["without_contention"][name]):
-            row.append(f"{100 * (seconds / measured - 1):+.1f} %")
-        rows.append(row)
-    header = ["step, ms", "all-reduces", "predicted", "measured", "error", "without contention"]
-    report.print_table(header, rows)
-    setup.say(
-        "measured: p50 of all steps of all ranks; without contention: the error if calls took no\n"
-        "processor time from backward"
-    )
+        cells = [name, str(calls), f"{1000 * predicted:.1f}", f"{1000 * measured:.1f}"]
+        table.append([*cells, f"{100 * (predicted / measured - 1):+.1f} %"])
+    report.print_table(["step, ms", "all-reduces", "predicted", "measured", "error"], table)
+    setup.say("measured: p50 of all steps of all ranks")
 
 
 # ==================================================================================================
@@ -227,14 +230,13 @@ def draw(alone: Alone, path: Path) -> None:
     """Draw the time from each gradient's arrival until backward ends; the last layer's on top."""
     figure, axes = report.new_figure(7, 2.8)
     forward, backward = 1000 * alone.forward_ends, 1000 * alone.backward_ends
-    colors = report.COLORS
-    axes.barh(-14, forward, 10, color=colors["forward"], label="forward")
-    axes.barh(-14, backward - forward, 10, forward, color=colors["backward"], label="backward")
+    axes.barh(-14, forward, 10, color=COLORS["forward"], label="forward")
+    axes.barh(-14, backward - forward, 10, forward, color=COLORS["backward"], label="backward")
     rows = range(len(alone.ready))
     ready = [1000 * moment for moment in alone.ready]
     lengths = [backward - moment for moment in ready]
     label = "gradient complete: its all-reduce can overlap"
-    axes.barh(rows, lengths, 1, ready, color=colors["all-reduce"], label=label)
+    axes.barh(rows, lengths, 1, ready, color=COLORS["all-reduce"], label=label)
     axes.set_yticks([-14, 0, rows[-1]], ["computes", "last layer", "first layer"])
     axes.invert_yaxis()
     axes.set_xlabel("ms")
@@ -248,10 +250,10 @@ def write_page(alone: Alone, result: dict, path: Path) -> None:
     data = alone._asdict()
     data["gradients"] = list(zip(sizes, data.pop("ready"), strict=True))
     data["tokens"] = result["model"]["batch_size"] * result["model"]["context_length"]
-    link, ranks = data.pop("link"), result["world_size"]
-    data["processor_per_call"] = link.processor_per_call
+    network, ranks = data.pop("network"), result["world_size"]
+    data["processor_per_call"] = network.processor_per_call
     # That of a byte sent: for each of the gradients' a rank sends 2(n-1)/n.
-    data["processor_per_byte"] = link.processor_per_byte / max(1, 2 * (ranks - 1) / ranks)
+    data["processor_per_byte"] = network.processor_per_byte / max(1, 2 * (ranks - 1) / ranks)
     page = (FOLDER / "step.html").read_text(encoding="utf-8")
     page = re.sub("const DATA = .*", f"const DATA = {json.dumps(data)};", page, count=1)
     path.write_text(page, encoding="utf-8")
@@ -264,12 +266,9 @@ def main():
     args = parser.parse_args()
     with setup.process_group(args.device, args.backend, args.timeout) as device:
         result = report.begin("05_bucketed/predict", args, device)
-        stages = strategies(args.bucket_size_mb).items()
+        stages = strategies(ladder.BUCKET_SIZE_MB).items()
         alone = measure_beside(args, device, {name: each.wrap for name, each in stages}, result)
-        link = alone.link._replace(processor_per_call=0.0, processor_per_byte=0.0)
-        free = alone._replace(link=link)
         result["predicted"] = {name: alone.step(strategy) for name, strategy in stages}
-        result["without_contention"] = {name: free.step(strategy) for name, strategy in stages}
         print_predicted(result)
         report.write_json(args.json, result)
     if args.json and setup.is_rank_0():

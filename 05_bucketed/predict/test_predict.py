@@ -15,55 +15,57 @@ from urllib.parse import unquote, urlsplit
 import predict
 import pytest
 import torch
-from predict import Alone, Link, simulate
+from predict import Alone, Network, simulate
 from strategies import AFTER_BACKWARD, ONE_BY_ONE, WHEN_READY, Strategy, strategies
 
 from tools import testing
 
 FOLDER = Path(__file__).resolve().parent
-LINK = Link(0.5, 16.0, calls_at_once=2, blocking_call_seconds=0.5)  # 8 bytes: 0.5 s on the wire
+NETWORK = Network(0.5, 16.0, calls_at_once=2, blocking_call_seconds=0.5)  # 8 bytes: 0.5 s
 OVERLAP = Strategy(None, 0, WHEN_READY)
 CONTROL = Strategy(None, 0, AFTER_BACKWARD)
 BLOCKING = Strategy(None, 0, ONE_BY_ONE)
 # Backward ends at second 4; a call is (bytes, the second when it is ready).
-LATE = (8.0, 4.0)  # ready when backward ends, and half a second on the wire
+LATE = (8.0, 4.0)  # ready when backward ends, and half a second
 CASES = [
     # Bytes take turns, o passes beside the second's: two take o and the bytes of both. Only then
     # the third begins.
     ([LATE] * 3, [(4.0, 5.0), (4.5, 5.5), (5.5, 6.5)]),
     ([LATE, (16.0, 1.0)], [(4.0, 5.0), (4.5, 6.0)]),  # launches keep their order
     ([(48.0, 1.0), (8.0, 3.0)], [(1.0, 4.5), (4.0, 5.0)]),  # the first delays the second
-    ([(8.0, 1.0), (8.0, 3.75)], [(1.0, 2.0), (3.75, 4.75)]),  # the wire is idle in between
+    ([(8.0, 1.0), (8.0, 3.75)], [(1.0, 2.0), (3.75, 4.75)]),  # the network is idle in between
 ]
 
 
-def times(calls: list, way: Strategy, link: Link) -> list:
+def times(calls: list, way: Strategy, network: Network) -> list:
     """When each begins and arrives; backward ends at second 4."""
-    return [(begins, arrived) for _, begins, arrived in simulate(calls, 4.0, way, link)]
+    return [(begins, arrived) for _, begins, arrived in simulate(calls, 4.0, way, network)]
 
 
 def test_calls_during_and_after_backward():
     """Two at a time, or each when the one before has arrived, or where the network takes one."""
     for calls, spans in CASES:
-        assert times(calls, OVERLAP, LINK) == spans
+        assert times(calls, OVERLAP, NETWORK) == spans
     early = [(8.0, 1.0)] * 3
     two = [(4.0, 5.0), (4.5, 5.5), (5.5, 6.5)]
     one = [(4.0, 5.0), (5.0, 6.0), (6.0, 7.0)]
-    assert times(early, CONTROL, LINK) == two
-    assert times(early, BLOCKING, LINK) == one
-    assert times(early, CONTROL, LINK._replace(calls_at_once=1)) == one
-    slower = LINK._replace(blocking_call_seconds=1.0)
+    assert times(early, CONTROL, NETWORK) == two
+    assert times(early, BLOCKING, NETWORK) == one
+    assert times(early, CONTROL, NETWORK._replace(calls_at_once=1)) == one
+    slower = NETWORK._replace(blocking_call_seconds=1.0)
     assert times(early[:2], BLOCKING, slower) == [(4.0, 5.5), (5.5, 7.0)]
 
 
 def test_calls_during_backward_take_processor_time_from_it():
     """Each delays all gradients that come later; after backward there is nothing to delay."""
-    link = LINK._replace(processor_per_call=0.25, processor_per_byte=1 / 32)  # 0.5 s for 8 bytes
+    network = NETWORK._replace(
+        processor_per_call=0.25, processor_per_byte=1 / 32
+    )  # 0.5 s for 8 bytes
     calls = [(8.0, 1.0), (8.0, 3.0), (8.0, 4.0)]
-    launched = [span[0] for span in simulate(calls, 4.0, OVERLAP, link)]
+    launched = [span[0] for span in simulate(calls, 4.0, OVERLAP, network)]
     assert launched == [1.0, 3.5, 5.0]
     for way in (CONTROL, BLOCKING):
-        assert simulate(calls, 4.0, way, link) == simulate(calls, 4.0, way, LINK)
+        assert simulate(calls, 4.0, way, network) == simulate(calls, 4.0, way, NETWORK)
 
 
 def gradients(*sizes_mb: int) -> list[torch.nn.Parameter]:
@@ -78,7 +80,7 @@ def test_buckets_are_those_of_stage_05_and_wait_for_their_last_gradient():
 
 def test_a_step():
     """One call of 2 MB after backward."""
-    alone = Alone(gradients(1, 1), [1.0, 4.0], 0.5, 4.0, 0.25, Link(0.5, 2.0 * 2**20))
+    alone = Alone(gradients(1, 1), [1.0, 4.0], 0.5, 4.0, 0.25, Network(0.5, 2.0 * 2**20))
     assert alone.step(Strategy(None, None, AFTER_BACKWARD)) == 4.0 + 1.0 + 0.5 + 0.25
 
 
@@ -106,7 +108,7 @@ const window = {}, location = { hash: "" };
 
 NAMES_ON_THE_PAGE = "callSeconds bytesPerSecond callsAtOnce blockingCallSeconds".split()
 NAMES_ON_THE_PAGE += ["processorPerCall", "processorPerByte"]
-MORE = 0.0045, 0.001, 6e-10  # of a link
+MORE = 0.0045, 0.001, 6e-10  # of a network
 
 
 def test_the_page_computes_the_same():
@@ -135,7 +137,7 @@ def test_the_page_computes_the_same():
     sizes, ready = zip(*data, strict=True)
     parameters = [torch.nn.Parameter(torch.empty(n // 4, device="meta")) for n in sizes]
     here = [predict.calls_of(parameters, ready, mb) for mb in (0, 1, 5, None)]
-    here += [simulate(calls, 0.3, way, Link(0.0041, 1.25e8, n, *MORE)) for n, way in ways]
+    here += [simulate(calls, 0.3, way, Network(0.0041, 1.25e8, n, *MORE)) for n, way in ways]
     assert said == [[list(times) for times in of_calls] for of_calls in here]
 
 
@@ -145,15 +147,15 @@ def test_zero2_on_the_page():
     Gathers arrive at seconds 1.5, 3, 4.5 and 6; a forward that never waits needs one each second.
     """
     calls = [[32.0, 6.0], [32.0, 8.0], [32.0, 10.0], [32.0, 12.0]]
-    link = dict(zip(NAMES_ON_THE_PAGE, (1.0, 16.0, 1, 1.0, 0.0, 0.0), strict=True))
-    [zero2] = asked_of_the_page(f"simulateZero2({calls}, 4, 12, {json.dumps(link)})")
+    network = dict(zip(NAMES_ON_THE_PAGE, (1.0, 16.0, 1, 1.0, 0.0, 0.0), strict=True))
+    [zero2] = asked_of_the_page(f"simulateZero2({calls}, 4, 12, {json.dumps(network)})")
     assert [span[2] for span in zero2["gathers"]] == [1.5, 3.0, 4.5, 6.0]
     assert zero2["waits"] == [[0.0, 1.5], [2.5, 3.0], [4.0, 4.5], [5.5, 6.0]]
     assert zero2["late"] == 3.0
-    half = Link(0.5, 32.0, calls_at_once=1)
+    half = Network(0.5, 32.0, calls_at_once=1)
     spans = simulate([(size, ready + 3.0) for size, ready in calls], 15.0, OVERLAP, half)
     assert [tuple(span) for span in zero2["spans"]] == spans
-    busy = link | {"processorPerCall": 0.25, "processorPerByte": 1 / 64}  # 0.5 s for a gather
+    busy = network | {"processorPerCall": 0.25, "processorPerByte": 1 / 64}  # 0.5 s for a gather
     [zero2] = asked_of_the_page(f"simulateZero2({calls}, 4, 12, {json.dumps(busy)})")
     assert zero2["waits"] == [[0.5, 1.5]] and zero2["late"] == 3.0
 
@@ -228,12 +230,12 @@ def test_run(forked, tmp_path):
     status, output = forked(2, FOLDER / "predict.py", *words, cwd=tmp_path)
     assert status == 0, output
     result = testing.read_json(tmp_path / "json", "05_bucketed/predict")
-    alone, *candidates = result["candidates"]
-    assert [one["name"] for one in candidates] == list(strategies(5.0))
+    alone, *rows = result["rows"]
+    assert [one["name"] for one in rows] == list(strategies(5.0))
     for ready, ends in zip(alone["ready"], alone["backward_ends"], strict=True):
         assert max(map(max, ready)) <= max(ends) and {len(moments) for moments in ready} == {15}
     assert list(result["predicted"]) == list(strategies(5.0))
-    assert result["link"]["processor_per_call"] > 0
+    assert result["all_reduce"]["processor_per_call"] > 0
     testing.assert_png(tmp_path / "gradients.png")
     data = re.search(r"const DATA = (.*);", (tmp_path / "step.html").read_text())[1]
     assert len(json.loads(data)["gradients"]) == 15

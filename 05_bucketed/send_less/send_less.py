@@ -1,57 +1,49 @@
-r"""05: send less, and see what it costs. Loss over time, on any network, by a calculated clock.
+"""05: send less, and see what it costs. Loss over time on two networks, by a calculated clock.
 
 Stages 02 to 05 send every gradient of every step. On a slow network one sends less: numbers of 16
-bits, matrices of a low rank, the sum of several batches, or nothing for many steps and then the
-mean of the weights. Each gives something up. Here all train one small transformer from the same
-weights, on the sources of Python's standard library. `alone` never sends anything: what does not
-beat it should not communicate.
+bits, or nothing for many steps and then the mean of the weights. Each gives something up. Here all
+train one small transformer from the same weights, on the sources of Python's standard library.
+`alone` never sends anything: what does not beat it should not communicate.
 
-A loss needs no network, so each candidate trains once, and the script notes what it sends. From
-that it calculates when each loss would be reached, on as many networks as you like:
+A loss needs no network, so each row trains once, and the script notes what it sends. From that it
+calculates how long a batch takes on two networks:
 
     make 05_bucketed/send_less NPROC=4                                      (see also ARGS="--help")
-    make 05_bucketed/send_less NPROC=4 ARGS="--networks 10mbit,20ms 5gbit,0 --seeds 3"
     torchrun --standalone --nproc-per-node 4 05_bucketed/send_less/send_less.py
 
-Over the emulated network it checks the clock: some train there, with batches as long as calculated.
+Over one of these two, emulated, it checks the clock: do batches take as long as calculated?
 
     make 05_bucketed/send_less NPROC=4 NETWORK=1gbit,1ms
 
-Source: Stich, "Local SGD Converges Fast and Communicates Little", 2019; Vogels et al., "PowerSGD",
-2019; Douillard et al., "DiLoCo", 2023.
+Source: Stich, "Local SGD Converges Fast and Communicates Little", 2019; Douillard et al., "DiLoCo",
+2023.
 """
 
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd
-from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parent.parent
-FOLDERS = [FOLDER.parent, FOLDER.parent / "compare", ROOT / "01_allreduce" / "slow_network", ROOT]
-sys.path[:0] = [str(folder) for folder in FOLDERS]
+sys.path[:0] = [str(FOLDER.parent), str(FOLDER.parent / "compare"), str(ROOT)]
 
 from bucketed import BucketedDDP, broadcast_from_rank_0
-from slow_network import Speed, read_network
 
 
 class RoundedDDP(BucketedDDP):
     """BucketedDDP, but buckets travel in bfloat16: half the bytes, and about three digits."""
 
     def _launch_ready(self):
-        while self.waiting and self.ready.issuperset(self.waiting[0].views):
+        while self.waiting and self.ready.issuperset(self.waiting[0].parameters):
             bucket = self.waiting.pop(0)
             bucket.rounded = bucket.flat.bfloat16()
             work = dist.all_reduce(bucket.rounded, group=self.process_group, async_op=True)
@@ -64,45 +56,44 @@ class RoundedDDP(BucketedDDP):
                 bucket.flat.copy_(bucket.rounded)
 
 
-class DiLoCo:
+class DiLoCo(nn.Module):
     """Let ranks train alone, and now and then average what they have learned.
 
     The mean change of the ranks' weights, with its sign turned, is the gradient of an outer SGD
     with Nesterov momentum. With lr=1 and momentum=0 the new weights are their mean: local SGD.
+    Floating buffers, such as BatchNorm's statistics, become their mean.
     """
 
     def __init__(self, module: nn.Module, lr=0.7, momentum=0.9, process_group=None):
+        super().__init__()
         broadcast_from_rank_0(module, process_group)
         self.module = module
         self.process_group = process_group  # the ranks that train together; None: all of them
-        self.shared = parameters_to_vector(module.parameters()).detach()  # as of the last average
+        buffers = [buffer for buffer in module.buffers() if buffer.is_floating_point()]
+        self.tensors = [*module.parameters(), *buffers]
+        weights = sum(parameter.numel() for parameter in module.parameters())
+        self.shared = self.flat()[:weights]  # the weights as of the last average
         self.outer = torch.optim.SGD([self.shared], lr, momentum, nesterov=momentum > 0)
 
+    def forward(self, *inputs, **kwargs):
+        return self.module(*inputs, **kwargs)
+
+    def flat(self) -> torch.Tensor:
+        """Return a copy of all weights, and after them of the buffers, in one flat tensor."""
+        return torch.cat([tensor.detach().flatten() for tensor in self.tensors])
+
+    @torch.no_grad()
     def average(self) -> None:
         """Take the outer step from the weights of the last average, the same on all ranks."""
-        local = parameters_to_vector(self.module.parameters()).detach()
-        self.shared.grad = (self.shared - local) / dist.get_world_size(self.process_group)
-        dist.all_reduce(self.shared.grad, group=self.process_group)
+        mean = self.flat() / dist.get_world_size(self.process_group)
+        dist.all_reduce(mean, group=self.process_group)
+        weights = mean[: len(self.shared)]  # the rest are buffers
+        self.shared.grad = self.shared - weights
         self.outer.step()
-        # A copy, because the parameters become views of it.
-        vector_to_parameters(self.shared.clone(), self.module.parameters())
-
-
-def power_sgd_ddp(module: nn.Module, min_compression_rate: float = 2.0, rank: int = 4):
-    """Return torch's DDP, which sends two thin factors of each matrix instead of the matrix.
-
-    What they miss is added to the next gradient. The first ten steps send everything.
-    """
-    model = DistributedDataParallel(module, bucket_cap_mb=1000)  # one: calls of two could mix
-    state = power_sgd.PowerSGDState(None, rank, 10, min_compression_rate)
-    model.register_comm_hook(state, power_sgd.powerSGD_hook)
-    return model
-
-
-def diloco_on_one_rank(module: nn.Module) -> DiLoCo:
-    """Return DiLoCo in a group of this rank alone: its outer optimizer without an average."""
-    group, _ = dist.new_subgroups(group_size=1)
-    return DiLoCo(module, process_group=group)
+        weights.copy_(self.shared)
+        pieces = mean.split([tensor.numel() for tensor in self.tensors])
+        for tensor, piece in zip(self.tensors, pieces, strict=True):
+            tensor.copy_(piece.view_as(tensor))  # and so it keeps its dtype
 
 
 def loss_of(model: nn.Module, batch: tuple) -> torch.Tensor:
@@ -110,72 +101,42 @@ def loss_of(model: nn.Module, batch: tuple) -> torch.Tensor:
     return F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
 
 
-def train_alone(model: nn.Module, optimizer, batches: list) -> None:
-    """Take a step for each batch. Nothing is sent, unless torch's DDP does it within backward."""
+def train(model: nn.Module, optimizer, batches: list) -> None:
+    """Take a step for each batch; after the last one DiLoCo averages the weights."""
     for batch in batches:
         loss_of(model, batch).backward()
+        if isinstance(model, BucketedDDP):
+            model.finish_gradient_synchronization()
         optimizer.step()
         optimizer.zero_grad()
+    if isinstance(model, DiLoCo):
+        model.average()
 
 
-def train_together(model: BucketedDDP, optimizer, batches: list) -> None:
-    """Take one step with the mean gradient of all batches of all ranks."""
-    with model.no_sync():
-        for batch in batches[:-1]:
-            (loss_of(model, batch) / len(batches)).backward()
-    (loss_of(model, batches[-1]) / len(batches)).backward()
-    model.finish_gradient_synchronization()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def train_apart(diloco: DiLoCo, optimizer, batches: list) -> None:
-    """Train alone on all batches, then average."""
-    train_alone(diloco.module, optimizer, batches)
-    diloco.average()
-
-
-class Candidate(NamedTuple):
-    """What wraps a module, and what trains it in one turn, on so many batches of each rank."""
-
-    wrap: Callable
-    train: Callable
-    batches: int = 1
-    lr: float = 1.5e-3
-    besides: float = 0.0  # seconds of the processor that a batch takes more than `every step`
-
-
-CANDIDATES = {
-    "alone": Candidate(lambda module: module, train_alone, 20),
-    "every step": Candidate(BucketedDDP, train_together),
-    "bfloat16": Candidate(RoundedDDP, train_together),
-    "PowerSGD": Candidate(power_sgd_ddp, train_alone, besides=0.008),
-    "every 8 batches": Candidate(BucketedDDP, train_together, 8, 4e-3),
-    "local SGD": Candidate(partial(DiLoCo, lr=1.0, momentum=0.0), train_apart, 20),
-    "DiLoCo": Candidate(DiLoCo, train_apart, 50),
-    "DiLoCo on one rank": Candidate(diloco_on_one_rank, train_apart, 50),
+ROWS = {  # what wraps a module, and the batches of a turn, after which DiLoCo averages
+    "alone": (lambda module: module, 20),
+    "every step": (BucketedDDP, 20),
+    "bfloat16": (RoundedDDP, 20),
+    "local SGD": (partial(DiLoCo, lr=1.0, momentum=0.0), 20),
+    "DiLoCo": (DiLoCo, 50),
 }
+NETWORKS = {  # bytes per second, and seconds of one way
+    "100mbit,1ms": (12.5e6, 0.001),
+    "1gbit,1ms": (125e6, 0.001),
+}
+COMPUTING = 0.06  # seconds that the computing of a batch counts as
 
 
-class Point(NamedTuple):
-    """How far a candidate has come: its batches, its all-reduces, their bytes, and the loss."""
-
-    batches: int
-    calls: int
-    size_bytes: int
-    loss: float
-
-
-def clock(point: Point, candidate: Candidate, network: Speed, ranks: int) -> float:
-    """Return the seconds after which a candidate has come so far on a network.
+def seconds_of_a_batch(calls: float, size_bytes: float, network: str) -> float:
+    """Return how long a batch takes on a network, with so many all-reduces, and bytes in them.
 
     A ring all-reduce takes 2(n-1) steps of two delays each, and 2(n-1)/n of the bytes. Nothing
     hides it, because the only bucket is full when backward ends.
     """
+    rate, delay = NETWORKS[network]
+    ranks = dist.get_world_size()
     steps = 2 * (ranks - 1)
-    computing = point.batches * (NOMINAL + candidate.besides)
-    delays = point.calls * steps * 2 * network.delay
-    return computing + delays + steps / ranks * point.size_bytes / network.rate
+    return COMPUTING + calls * steps * 2 * delay + steps / ranks * size_bytes / rate
 
 
 # ==================================================================================================
@@ -190,18 +151,12 @@ from common.ladder import LanguageModel
 MODEL = {"d_model": 128, "d_ff": 512, "layers": 2, "heads": 4, "vocabulary": 256}
 CONTEXT = 64  # tokens of a sequence; a batch is one, so gradients are noisy
 HELD_OUT = 64  # sequences
-NOMINAL = 0.06  # seconds that the computing of a batch counts as
-EVERY = 20  # batches, or a turn: then the loss is taken
-CHECKED = ["alone", "every step", "PowerSGD", "local SGD"]  # over the emulated network
-COLORS = ["black", "#332288", "#56B4E9", "#117733", "#A6761D", "#E69F00", "#D55E00", "#999999"]
+COLORS = ["black", "#332288", "#56B4E9", "#E69F00", "#D55E00"]
 
 
 def read_text() -> list[torch.Tensor]:
     """Return the bytes of the standard library's sources, and those of every tenth, held out."""
-    folder = Path(sysconfig.get_path("stdlib"))
-    files = sorted(folder.glob("*.py"))
-    if len(files) < 20:
-        setup.fail(f"{folder} does not hold the sources of Python's standard library")
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     parts = [file for i, file in enumerate(files) if i % 10], files[::10]
     joined = [bytearray(b"\n".join(file.read_bytes() for file in part)) for part in parts]
     return [torch.frombuffer(text, dtype=torch.uint8) for text in joined]
@@ -216,163 +171,140 @@ def draw_batch(text: torch.Tensor, sequences: int, generator: torch.Generator) -
 
 @contextmanager
 def noted_calls() -> Iterator[list[int]]:
-    """Yield a list that gets the bytes of each all-reduce of several ranks."""
-    calls, all_reduce = [], dist.all_reduce
+    """Yield a list that gets the bytes of each all-reduce."""
+    calls = []
+    all_reduce = dist.all_reduce
 
-    def note(tensor, *arguments, group=None, **options):
-        if dist.get_world_size(group) > 1:
-            calls.append(tensor.nbytes)
-        return all_reduce(tensor, *arguments, group=group, **options)
+    def note(tensor, *arguments, **options):
+        calls.append(tensor.nbytes)
+        return all_reduce(tensor, *arguments, **options)
 
     dist.all_reduce = note
-    yield calls
-    dist.all_reduce = all_reduce
+    try:
+        yield calls
+    finally:
+        dist.all_reduce = all_reduce
 
 
-def race(candidate: Candidate, text, held_out: tuple, args, seed: int, sleep: float) -> dict:
-    """Train until --seconds have passed on every network, by the calculated clock.
+def race(name: str, text, held_out: tuple, args, seed: int, sleep: float = 0.0) -> dict:
+    """Train on as many batches as --seconds have room for if nothing is sent.
 
-    Returns "points", and the seconds that a batch has taken of the "processor", and "here" in all.
+    Returns the losses after so many "batches". And of a batch on average: its "calls", the "bytes"
+    in them, and the seconds that it took "here".
     """
+    wrap, turn = ROWS[name]
     torch.manual_seed(seed)
     module = LanguageModel(**MODEL)
-    model = candidate.wrap(module)
-    lr = args.lr_times * candidate.lr
-    optimizer = torch.optim.AdamW(module.parameters(), lr, (0.9, 0.99), fused=True)
-    ranks = dist.get_world_size()
+    model = wrap(module)
+    optimizer = torch.optim.AdamW(module.parameters(), args.lr, (0.9, 0.99), fused=True)
     generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
-    networks = [read_network(each) for each in args.networks]
-    points, calls = [], []
-    batches = processor = here = first_clock = 0
-    while first_clock < args.seconds:
-        if batches >= EVERY * len(points):
-            with torch.no_grad():
-                loss = loss_of(module, held_out) / ranks  # of this rank's share
-            dist.all_reduce(loss)
-            points.append(Point(batches, len(calls), sum(calls), loss.item()))
-            first_clock = min(clock(points[-1], candidate, each, ranks) for each in networks)
-        drawn = [draw_batch(text, 1, generator) for _ in range(candidate.batches)]
-        processor -= time.process_time()
-        here -= time.perf_counter()
-        time.sleep(candidate.batches * sleep)
-        with setup.network(), noted_calls() as of_turn:
-            candidate.train(model, optimizer, drawn)
-        processor += time.process_time()
-        here += time.perf_counter()
-        batches += candidate.batches
-        calls += of_turn
-    return {"points": points, "processor": processor / batches, "here": here / batches}
+    batches = []
+    losses = []
+    sent = []
+    here = 0.0
+    count = 0
+    while count < args.seconds / COMPUTING:
+        drawn = [draw_batch(text, 1, generator) for _ in range(turn)]
+        start = time.perf_counter()
+        time.sleep(sleep * turn)
+        with setup.network(), noted_calls() as calls:
+            train(model, optimizer, drawn)
+        here += time.perf_counter() - start
+        sent += calls
+        count += turn
+        with torch.no_grad():
+            loss = loss_of(module, held_out) / dist.get_world_size()  # of this rank's share
+        dist.all_reduce(loss)
+        batches.append(count)
+        losses.append(loss.item())
+    of_a_batch = {"calls": len(sent) / count, "bytes": sum(sent) / count, "here": here / count}
+    return {"batches": batches, "losses": losses, **of_a_batch}
 
 
 def race_all(args) -> list[dict]:
-    """Let the candidates race, once with each seed; returns {candidate: what race() found}.
+    """Let all rows race, once with each seed; return {row: what race() found} for each.
 
-    Over the emulated network only some do, and a batch sleeps for what it lacks of NOMINAL.
+    On an emulated network a batch sleeps for what it lacks of COMPUTING.
     """
     text, held_out = read_text()
     generator = torch.Generator().manual_seed(dist.get_rank())
     held_out = draw_batch(held_out, HELD_OUT // dist.get_world_size(), generator)
-    names, sleep = list(CANDIDATES), 0.0
-    wire = setup.network()
-    if wire.text:
-        names, args.networks = CHECKED, [wire.text]
-        wire.connect(wire.text)  # without a stretch, because ranks sleep more than they compute
-        alone = race(CANDIDATES["alone"], text, held_out, args, 0, 0.0)
-        sleep = max(0.0, NOMINAL - alone["here"])
+    network = setup.network()
+    sleep = 0.0
+    if network.text:
+        network.connect(network.text)  # without a stretch: ranks sleep more than they compute
+        sleep = max(0.0, COMPUTING - race("alone", text, held_out, args, 0)["here"])
     races = []
     for seed in range(args.seeds):
-        found = {}
-        for name in names:
+        races.append({})
+        for name in ROWS:
             setup.progress(f"seed {seed}: {name}")
-            found[name] = race(CANDIDATES[name], text, held_out, args, seed, sleep)
-        races.append(found)
+            races[-1][name] = race(name, text, held_out, args, seed, sleep)
     return races
 
 
-def seconds_on(network: str, name: str, points: list[Point]) -> list[float]:
-    """Return the candidate's clock at each point."""
-    link, ranks = read_network(network), dist.get_world_size()
-    return [clock(point, CANDIDATES[name], link, ranks) for point in points]
+def losses_after(batches: float, name: str, races: list[dict]) -> list[float]:
+    """Return the row's loss after so many batches, for each seed; nan before the first is known."""
+    points = [(one[name]["batches"], one[name]["losses"]) for one in races]
+    return [numpy.interp(batches, *each, left=numpy.nan) for each in points]
 
 
-def losses_of(name: str, races: list[dict]) -> list[list[float]]:
-    """Return the losses at the points, for each seed."""
-    return [[point.loss for point in found[name]["points"]] for found in races]
+def print_races(races: list[dict], network: str, seconds: float) -> None:
+    """Print how far each row comes on a network, and what a batch takes."""
+    most = seconds / COMPUTING
+    rows = []
+    for name, found in races[0].items():
+        a_batch = seconds_of_a_batch(found["calls"], found["bytes"], network)
+        reached = seconds / a_batch
+        row = [name, f"{1000 * a_batch:.1f}", f"{1000 * found['here']:.1f}", f"{reached:.0f}"]
+        row += [medians.cell(losses_after(count, name, races)) for count in (reached, most)]
+        rows.append(row)
+    header = [network, "ms a batch", "here", f"batches in {seconds:g} s", "loss"]
+    report.print_table([*header, f"after {most:.0f} batches"], rows)
+    setup.say()
 
 
-def print_races(races: list[dict], args) -> None:
-    """Print how far each comes on every network, and what a batch takes."""
-    same = min(each["points"][-1].batches for each in races[0].values())
-    others = dist.get_world_size() - 1
-    for network in args.networks:
-        rows = []
-        for name, each in races[0].items():
-            batches, _, sizes, _ = zip(*each["points"], strict=True)
-            seconds = seconds_on(network, name, each["points"])
-            reached = numpy.interp(args.seconds, seconds, batches)
-            sent = 2 * others / (others + 1) * numpy.interp(args.seconds, seconds, sizes)
-            losses = losses_of(name, races)
-            ends = [numpy.interp(args.seconds, seconds, of_seed) for of_seed in losses]
-            at_same = [numpy.interp(same, batches, of_seed) for of_seed in losses]
-            cells = [f"{reached:.0f}", f"{sent / 2**20:.1f}", medians.cell(ends)]
-            times = seconds[-1] / batches[-1], each["here"], each["processor"]
-            cells += [medians.cell(at_same), *[f"{1000 * one:.1f}" for one in times]]
-            rows.append([name, *cells])
-        header = [network, "batches", "MB sent", "loss", f"after {same} batches"]
-        report.print_table([*header, "ms a batch", "here", "processor"], rows)
-        setup.say()
-    setup.say(
-        f"batches, MB sent: of a rank in {args.seconds:g} s; loss: of held-out text, then;\n"
-        "ms a batch: calculated; here, processor: of this machine's time and of its processor.\n"
-        "Losses of several seeds: the median, the lowest and the highest."
-    )
-
-
-def draw(races: list[dict], args, path: Path) -> None:
+def draw(races: list[dict], seconds: float, path: Path) -> None:
     """Draw the median loss of the held-out text over time, each network in a panel of its own."""
-    networks = args.networks
-    figure, axes = report.new_figure(5 * len(networks), 4.5)
+    figure, axes = report.new_figure(10, 4.5)
     axes.remove()
-    panels = figure.subplots(1, len(networks), sharex=True, sharey=True, squeeze=False)[0]
-    for axes, network in zip(panels, networks, strict=True):
-        for (name, each), color in zip(races[0].items(), COLORS, strict=True):
-            losses = numpy.median(losses_of(name, races), axis=0)
+    panels = figure.subplots(1, 2, sharex=True, sharey=True)
+    for axes, network in zip(panels, NETWORKS, strict=True):
+        for (name, found), color in zip(races[0].items(), COLORS, strict=True):
+            batches = numpy.array(found["batches"])
+            losses = numpy.median([one[name]["losses"] for one in races], axis=0)
+            times = batches * seconds_of_a_batch(found["calls"], found["bytes"], network)
             style = "--" if name == "alone" else "-"
-            width = 2.5 if name in ("alone", "every step", "local SGD") else 1
-            look = {"color": color, "linewidth": width, "label": name}
-            axes.plot(seconds_on(network, name, each["points"]), losses, style, **look)
-        link = read_network(network)
-        mbits = 8e-6 * link.rate
-        rate = f"{mbits:g} Mbit/s" if mbits < 1000 else f"{mbits / 1000:g} Gbit/s"
-        axes.set_title(f"{rate}, {1000 * link.delay:g} ms")
-        axes.set_xlabel("seconds, calculated")
+            axes.plot(times, losses, style, color=color, linewidth=2, label=name)
+        axes.set(title=network, xlabel="seconds, calculated", xlim=(0, seconds), ylim=(2.2, 3.0))
     panels[0].set_ylabel("loss of held-out text")
-    panels[0].set_xlim(0, args.seconds)
-    lowest = min(point.loss for each in races[0].values() for point in each["points"])
-    panels[0].set_ylim(0.97 * lowest, 1.35 * lowest)
-    legend = axes.get_legend_handles_labels()
-    figure.legend(*legend, loc="outside lower center", ncols=4, frameon=False)
+    panels[0].legend(frameon=False)
     report.save_figure(figure, path)
 
 
 def main():
     parser = setup.Parser(__doc__)
     add = parser.add_argument
-    a_network = setup.checked(str, read_network, "a network, as 1gbit,1ms")
-    networks = ["100mbit,1ms", "1gbit,1ms"]
-    add("--networks", type=a_network, nargs="+", default=networks, help="rate, delay of one way")
     add("--seconds", type=setup.positive_number, default=25.0, help="for each, by its own clock")
     add("--seeds", type=setup.whole_number(1), default=1, help="train each so many times")
-    add("--lr-times", type=setup.positive_number, default=1.0, help="of every learning rate")
+    add("--lr", type=setup.positive_number, default=1.5e-3, help="learning rate of AdamW")
     add("--json", type=setup.output_file, metavar="FILE", help="everything measured, raw")
     setup.add_plot_arguments(parser, "send_less.png")
     args = parser.parse_args()
     with setup.process_group("cpu", "gloo") as device:
+        text = setup.network().text
+        if text not in (None, *NETWORKS):
+            setup.fail(f"NETWORK={text}: the clock is calculated for {' and '.join(NETWORKS)}")
         result = report.begin("05_bucketed/send_less", args, device)
-        races = result["races"] = race_all(args)
-        print_races(races, args)
-        if args.plot and setup.is_rank_0() and not setup.network().text:
-            draw(races, args, args.plot)
+        result["races"] = race_all(args)
+        for network in [text] if text else NETWORKS:
+            print_races(result["races"], network, args.seconds)
+        setup.say(
+            "ms a batch: calculated, and measured here; loss: of held-out text. With several\n"
+            "seeds: the median, the lowest and the highest."
+        )
+        if args.plot and setup.is_rank_0() and not text:
+            draw(result["races"], args.seconds, args.plot)
         report.write_json(args.json, result)
 
 

@@ -1,4 +1,4 @@
-"""05/send_less: what each candidate promises, the clock, and the script from outside."""
+"""05/send_less: what each row promises, the clock, and the script from outside."""
 
 from pathlib import Path
 
@@ -60,25 +60,14 @@ def check_bfloat16():
         assert all(torch.equal(other, found) for other in of_all_ranks(found))
 
 
-def check_power_sgd():
-    exact = BucketedDDP(small())
-    full = send_less.power_sgd_ddp(small(), min_compression_rate=0.0, rank=9)
-    low = send_less.power_sgd_ddp(small(), min_compression_rate=0.0, rank=1)
-    for step in range(14):
-        mean = flat_gradient(exact, step)
-        torch.testing.assert_close(flat_gradient(full, step), mean)
-        is_compressed = not torch.allclose(flat_gradient(low, step), mean, rtol=1e-2)
-        assert is_compressed == (step >= 10)
-
-
 def check_diloco_that_averages_each_step():
     """With SGD the mean of the weights is a step with the mean of the gradients."""
     ours = send_less.DiLoCo(small(dist.get_rank()), lr=1.0, momentum=0.0)
     exact = BucketedDDP(small())
     for step in range(5):
-        for train, model in ((send_less.train_apart, ours), (send_less.train_together, exact)):
+        for model in (ours, exact):
             optimizer = torch.optim.SGD(model.module.parameters(), lr=0.5)
-            train(model, optimizer, [batch_of(step)])
+            send_less.train(model, optimizer, [batch_of(step)])
     torch.testing.assert_close(flat_weights(ours.module), flat_weights(exact.module))
 
 
@@ -89,7 +78,7 @@ def check_diloco():
     shared = flat_weights(small())
     velocity = torch.zeros_like(shared)
     for turn in range(3):
-        send_less.train_alone(model.module, optimizer, [batch_of(4 * turn + i) for i in range(4)])
+        send_less.train(model.module, optimizer, [batch_of(4 * turn + i) for i in range(4)])
         local = of_all_ranks(flat_weights(model.module))
         assert not torch.equal(*local)
         change = shared - sum(local) / len(local)
@@ -117,25 +106,27 @@ def check_two_groups_of_two():
     assert local.module.weight.item() == pytest.approx(mean)
 
 
-def check_diloco_on_one_rank():
-    """Ranks stay apart, and take the outer step from their own weights."""
-    model = send_less.diloco_on_one_rank(small())
-    before = flat_weights(model.module)
-    optimizer = torch.optim.SGD(model.module.parameters(), lr=0.5)
-    with send_less.noted_calls() as calls:
-        send_less.train_apart(model, optimizer, [batch_of(0)])
-    assert calls == []
-    of_ranks = of_all_ranks(flat_weights(model.module))
-    assert not torch.equal(*of_ranks)
-    alone = small()
-    optimizer = torch.optim.SGD(alone.parameters(), lr=0.5)
-    send_less.train_alone(alone, optimizer, [batch_of(0)])
-    change = flat_weights(alone) - before
-    torch.testing.assert_close(flat_weights(model.module), before + 0.7 * 1.9 * change)
+def check_buffers_and_dtypes():
+    """BatchNorm's statistics become their mean, its counter stays, and weights stay in bfloat16."""
+    rank = dist.get_rank()
+    module = nn.Sequential(nn.Linear(6, 8).bfloat16(), nn.BatchNorm1d(8))
+    model = send_less.DiLoCo(module)
+    dtypes = {name: tensor.dtype for name, tensor in module.state_dict().items()}
+    linear, norm = module
+    nn.init.constant_(norm.running_mean, rank)
+    nn.init.constant_(norm.running_var, 2 + rank)
+    norm.num_batches_tracked.fill_(rank)
+    nn.init.constant_(linear.weight, rank)
+    model.average()
+    assert {name: tensor.dtype for name, tensor in module.state_dict().items()} == dtypes
+    assert norm.running_mean.unique().tolist() == [0.5]
+    assert norm.running_var.unique().tolist() == [2.5]
+    assert norm.num_batches_tracked.item() == rank
+    assert torch.equal(*of_all_ranks(linear.weight.detach()))
 
 
-CHECKS = [check_bfloat16, check_power_sgd, check_diloco_that_averages_each_step, check_diloco]
-CHECKS += [check_diloco_on_one_rank]
+CHECKS = [check_bfloat16, check_diloco_that_averages_each_step, check_diloco]
+CHECKS += [check_buffers_and_dtypes]
 
 
 @pytest.mark.parametrize("check", CHECKS)
@@ -154,12 +145,21 @@ def test_groups(ranks):
     ranks(4).run(check_two_groups_of_two)
 
 
-def test_clock():
-    """Three batches, and two calls on 8 ranks: 14 steps of two delays each, 14/8 of the bytes."""
-    network = send_less.read_network("8mbit,10ms")
-    candidate = send_less.Candidate(None, None, besides=0.04)
-    point = send_less.Point(3, 2, 2_000_000, 0.0)
-    assert send_less.clock(point, candidate, network, 8) == pytest.approx(0.3 + 0.56 + 3.5)
+def check_clock():
+    """Two calls on 4 ranks take 6 steps of two delays each, and 6/4 of a second's bytes."""
+    seconds = send_less.seconds_of_a_batch(2, 12_500_000, "100mbit,1ms")
+    assert seconds == pytest.approx(0.06 + 0.024 + 1.5)
+
+
+def test_clock(ranks):
+    ranks(4).run(check_clock)
+
+
+def test_after_an_error_all_reduce_is_torchs_own():
+    before = dist.all_reduce
+    with pytest.raises(FloatingPointError), send_less.noted_calls():
+        raise FloatingPointError
+    assert dist.all_reduce is before
 
 
 IN_SHORT = f"""
@@ -169,37 +169,36 @@ import send_less
 send_less.MODEL.update(d_model=64, d_ff=128, layers=1)
 send_less.main()
 """
-PARTS = {"alone": 0, "every step": 1, "bfloat16": 1 / 2, "every 8 batches": 1 / 8}
-PARTS |= {"local SGD": 1 / 20, "DiLoCo": 1 / 50, "DiLoCo on one rank": 0}  # of all gradients
+PARTS = {"alone": 0, "every step": 1, "bfloat16": 1 / 2, "local SGD": 1 / 20, "DiLoCo": 1 / 50}
 
 
 def test_run(forked, tmp_path):
-    """Every candidate has trained and sent what it says, with each seed."""
+    """Every row has trained and sent what it says, as part of all gradients, with each seed."""
     (tmp_path / "short.py").write_text(IN_SHORT)
-    words = "--networks 1gbit,0 20mbit,5ms --seconds 2 --seeds 2 --json json --plot png".split()
+    words = "--seconds 2 --seeds 2 --json json --plot png".split()
     status, output = forked(2, tmp_path / "short.py", *words, cwd=tmp_path)
     assert status == 0, output
     testing.assert_png(tmp_path / "png")
     races = testing.read_json(tmp_path / "json", "05_bucketed/send_less")["races"]
     for race in races:
-        assert list(race) == list(send_less.CANDIDATES)
-        sent = {}
-        for name, each in race.items():
-            batches, _, size_bytes, loss = each["points"][-1]
-            sent[name] = size_bytes / batches
-            assert loss < 5.5  # ln 256 is 5.55
-        parts = {name: sent[name] / sent["every step"] for name in PARTS}
-        assert sent["every step"] > 0 and parts == pytest.approx(PARTS)
-    assert races[0]["alone"]["points"] != races[1]["alone"]["points"]
+        every_step = race["every step"]["bytes"]
+        assert every_step > 0
+        parts = {name: found["bytes"] / every_step for name, found in race.items()}
+        assert parts == pytest.approx(PARTS)
+        assert all(found["losses"][-1] < 5.5 for found in race.values())  # ln 256 is 5.55
+    assert races[0]["alone"]["losses"] != races[1]["alone"]["losses"]
 
 
 def test_check_of_the_clock(forked, tmp_path):
     """Over the emulated network, where a step that sends takes longer than one that does not."""
-    more_often = "send_less.EVERY = 5\nsend_less.main"
-    (tmp_path / "short.py").write_text(IN_SHORT.replace("send_less.main", more_often))
-    words = testing.OVER, "30mbit,5ms", tmp_path / "short.py", *"--seconds 0.3 --json json".split()
-    status, output = forked(2, *words, cwd=tmp_path)
+    (tmp_path / "short.py").write_text(IN_SHORT)
+    words = "100mbit,1ms", tmp_path / "short.py", *"--seconds 0.6 --json json".split()
+    status, output = forked(2, testing.OVER, *words, cwd=tmp_path)
     assert status == 0, output
     [race] = testing.read_json(tmp_path / "json", "05_bucketed/send_less")["races"]
-    assert list(race) == send_less.CHECKED
     assert race["every step"]["here"] > race["local SGD"]["here"] > 0
+
+
+def test_a_network_without_a_clock_is_refused(forked):
+    status, output = forked(2, testing.OVER, "30mbit,5ms", SCRIPT)
+    assert status == 2 and output.count("error: NETWORK=30mbit,5ms") == 1, output

@@ -1,14 +1,16 @@
-"""06, FSDP: what ranks hold, measured and by a formula, and the harness's rows."""
+"""06, FSDP: compared with torch's; what ranks hold, measured and by a formula."""
 
 import warnings
 from functools import partial
 
 import memory
 import numpy
+import timeline
 import torch
 import torch.distributed as dist
 from sharded_optimizer import ShardedOptimizer, of_adamw
 from torch import nn
+from users_class import users_rows
 
 from common import ladder, report, setup
 
@@ -26,49 +28,50 @@ def fully_sharded(choose_units, model: nn.Module, **options) -> nn.Module:
     return fully_shard(model, mesh=mesh, **options)
 
 
-def torch_fsdp(choose_units) -> dict:
+def torch_fsdp(choose_units) -> dict[str, ladder.Way]:
     """Return fully_shard as it comes, and with whole weights until backward (near ZeRO-2)."""
-    shard = partial(fully_sharded, choose_units)
+    shards = partial(ladder.Way, waits_noted=timeline.waits_noted)
+    as_it_comes = partial(fully_sharded, choose_units)
     return {
-        "torch fully_shard": shard,
-        "torch, no reshard": partial(shard, reshard_after_forward=False),
+        "torch fully_shard": shards(as_it_comes),
+        "torch, no reshard": shards(partial(as_it_comes, reshard_after_forward=False)),
     }
 
 
-def account(plot, ways: dict, args, device, result: dict) -> dict:
+def account(plot, ways: dict, train_step, args, device, result: dict) -> None:
     """Measure what a rank holds, also with ZeRO's first stage, and draw it."""
-    if not args.no_baseline:
-        ddp = ways["torch DDP"]
+    ddp = ways.get(ladder.TORCH_DDP)
+    if ddp:
         stage_1 = ddp._replace(optimizer=of_adamw(ShardedOptimizer))
-        ways = {"torch DDP": ddp, "ShardedOptimizer": stage_1, **ways}
-    memory.account(ways, args, device, result)
+        ways = {ladder.TORCH_DDP: ddp, "ShardedOptimizer": stage_1, **ways}
+    memory.account(ways, train_step, args, device, result)
     if plot and setup.is_rank_0():
-        draw(result["memory_bytes"], plot)
-    return {}
+        draw(result["memory"], plot)
 
 
-def draw(memory_bytes: dict, path) -> None:
-    """Draw a bar for each candidate, stacked of the parts."""
-    most = {name: max(all_ranks, key=sum) for name, all_ranks in memory_bytes.items()}
+def draw(measured: list[dict], path) -> None:
+    """Draw a bar for each row, stacked of the parts, of the rank that has most."""
+    most = {row["name"]: max(row["held_bytes"], key=memory.total) for row in measured}
     figure, axes = report.new_figure(9, 1.4 + 0.5 * len(most))
     axes.invert_yaxis()
-    sizes = numpy.array(list(most.values())).T / 2**20  # [part][candidate]
     left = numpy.zeros(len(most))
     colors = "#56B4E9", "#E69F00", "#999999", "#D55E00"
-    for part, color, widths in zip(memory.PARTS, colors, sizes, strict=True):
-        bars = axes.barh(list(most), widths, left=left, color=color, label=part, height=0.75)
+    for part, color in zip(memory.Held._fields, colors, strict=True):
+        widths = numpy.array([held[part] for held in most.values()]) / 2**20
+        label = part.replace("_", " ")
+        bars = axes.barh(list(most), widths, left=left, color=color, label=label, height=0.75)
         left += widths
     totals = zip(left, widths, strict=True)
     ends = [f"{total:.1f} MB ({in_flight:.1f} in flight)" for total, in_flight in totals]
     axes.bar_label(bars, ends, padding=5, fontsize=9)
     axes.set_xlim(0, 1.25 * max(left))
     axes.set_xlabel("what a rank holds at most, MB")
-    figure.legend(loc="outside lower center", ncols=len(memory.PARTS), frameon=False)
+    figure.legend(loc="outside lower center", ncols=len(colors), frameon=False)
     report.save_figure(figure, path)
 
 
-def by_formula(size: str, world_size: int) -> dict[str, list[float]]:
-    """Return {candidate: bytes of each of PARTS}: 4, 4, 8 per parameter, ÷ ranks that share them.
+def by_formula(size: str, world_size: int) -> dict[str, memory.Held]:
+    """Return by row what a rank holds: 4, 4 and 8 bytes a parameter, ÷ ranks that share them.
 
     With FSDP three neighbours have memory in backward: one's gradients travel, and are sent and
     received; one computes, and has weights and gradients; one is gathered, by gloo into a copy.
@@ -88,38 +91,41 @@ def by_formula(size: str, world_size: int) -> dict[str, list[float]]:
         in_backward = units[last - 1] + 2 * units[last]
         whole_until_backward.append(sum(units[:last]) + in_backward - missing)
     return {
-        "DDP": [whole, whole, 2 * whole, 0],
-        "ShardedOptimizer": [whole, whole, shards[2], 0],
-        "torch, no reshard": [*shards, max(whole_until_backward)],
-        "FSDP": [*shards, max(resharded)],
+        "DDP": memory.Held(whole, whole, 2 * whole, 0),
+        "ShardedOptimizer": memory.Held(whole, whole, shards[2], 0),
+        "torch, no reshard": memory.Held(*shards, max(whole_until_backward)),
+        "FSDP": memory.Held(*shards, max(resharded)),
     }
 
 
 def print_accounting(args) -> None:
     """Print what the formula says for each number of ranks."""
-    held = {}
+    rows = []
     for world_size in args.accounting:
-        for name, parts in by_formula(args.size, world_size).items():
-            held[f"{world_size} ranks, {name}"] = [parts]
+        for name, held in by_formula(args.size, world_size).items():
+            rows.append({"name": f"{world_size} ranks, {name}", "held_bytes": [held._asdict()]})
     setup.say(f"{args.size} model, float32, AdamW; a rank by the formula, without activations")
-    memory.print_memory(held, memory.PARTS)
+    memory.print_memory(rows)
 
 
-def main(description: str, fsdp, choose_units) -> None:
+def main(description: str, fsdp, choose_units, train_step) -> None:
     """Verify, measure what ranks hold and how long steps take; or print the formula's table."""
     parser = ladder.stage_parser(description, steps=5, warmup=2)  # seven rows within a minute
     parser.add_argument("--mine", metavar="FILE.py:NAME", help="measure your own class, too")
     setup.add_plot_arguments(parser, "fsdp.png")
+    timeline.add_argument(parser)
     numbers = {"type": setup.list_of(setup.whole_number(2)), "nargs": "?", "metavar": "N,N,…"}
     formula = "only what one of so many ranks would hold, by a formula (8,64,1024)"
     parser.add_argument("--accounting", **numbers, const=[8, 64, 1024], help=formula)
     args = parser.parse_args()
+    shards = partial(ladder.Way, waits_noted=timeline.waits_noted)
+    without_prefetch = {"FSDP, no prefetch": shards(partial(fsdp, prefetch=False))}
     if args.accounting:
         print_accounting(args)
-        return
-    ours = {"FSDP": fsdp, **ladder.users_rows(args)}
-    others = {**torch_fsdp(choose_units), "FSDP, no prefetch": partial(fsdp, prefetch=False)}
-    way = partial(ladder.Way, waits_anywhere=True)
-    ours, others = [{name: way(wrap) for name, wrap in each.items()} for each in (ours, others)]
-    others = ladder.torch_ddp(args) | others
-    ladder.main(args, ours, others, "torch fully_shard", partial(account, args.plot))
+    elif args.timeline:
+        timeline.draw_ways(args, train_step, {**without_prefetch, "FSDP": shards(fsdp)})
+    else:
+        mine = users_rows(args.mine)
+        ours = {name: shards(wrap) for name, wrap in {"FSDP": fsdp, **mine}.items()}
+        others = ladder.torch_ddp() | torch_fsdp(choose_units) | without_prefetch
+        ladder.main(args, train_step, ours, others, partial(account, args.plot))

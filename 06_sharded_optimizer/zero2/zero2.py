@@ -14,44 +14,47 @@ Source: Rajbhandari et al., "ZeRO", SC 2020, 5.2; Zhang et al., "DeAR", ICDCS 20
 
 import os
 import sys
-from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 
 class Bucket:
     """Weights that travel together: one after another in `flat`, which is cut into N slices."""
 
-    def __init__(self, weights: list[nn.Parameter], process_group):
-        self.group, self.rank = process_group, dist.get_rank(process_group)
+    def __init__(self, parameters: list[nn.Parameter], process_group):
+        self.parameters = parameters
+        self.group = process_group
+        self.rank = dist.get_rank(process_group)
         self.world_size = dist.get_world_size(process_group)
-        size = sum(weight.numel() for weight in weights)
-        self.flat = weights[0].new_zeros(size + -size % self.world_size)  # N slices of one size
-        for weight, view in zip(weights, views_like(weights, self.flat), strict=True):
-            weight.data = view.copy_(weight.detach())
+        size = sum(parameter.numel() for parameter in parameters)
+        self.flat = parameters[0].new_zeros(size + -size % self.world_size)  # N slices of one size
+        for parameter, view in zip(parameters, views_like(parameters, self.flat), strict=True):
+            parameter.data = view.copy_(parameter.detach())
         self.slice = self.flat.view(self.world_size, -1)[self.rank]  # this rank updates it
-        pieces = pieces_of(weights, self.slice, self.rank)
-        self.shards = {w: nn.Parameter(piece) for w, piece in zip(weights, pieces, strict=True)}
+        pieces = pieces_of(parameters, self.slice, self.rank)
+        self.shards = [nn.Parameter(piece) for piece in pieces]  # of each parameter
         self.gathering = []  # the all-gather under way
 
     def begin_reduce_scatter(self, buffers):
         """Begin to send every rank its slice of the gradients; those of the weights are freed."""
         sent, received = [buffer[: self.flat.nbytes].view(self.flat.dtype) for buffer in buffers]
-        for weight, view in zip(self.shards, views_like(self.shards, sent), strict=True):
-            torch.mul(gradient_or_zeros(weight), 1 / self.world_size, out=view)
-            weight.grad = None
+        for parameter, view in zip(self.parameters, views_like(self.parameters, sent), strict=True):
+            torch.mul(gradient_or_zeros(parameter), 1 / self.world_size, out=view)
+            parameter.grad = None
         self.buffers = buffers
         self.reducing, self.parts = reduce_scatter(received, sent, self.group)
 
     def end_reduce_scatter(self):
         """Add the mean to the shards' gradients; return the buffers for the next bucket."""
         self.reducing.wait()
-        gradients = pieces_of(self.shards, self.parts.sum(0), self.rank)
-        for shard, gradient in zip(self.shards.values(), gradients, strict=True):
+        gradients = pieces_of(self.parameters, self.parts.sum(0), self.rank)
+        for shard, gradient in zip(self.shards, gradients, strict=True):
             shard.grad = gradient if shard.grad is None else shard.grad + gradient
         return self.buffers
 
@@ -65,7 +68,7 @@ class ZeRO2(nn.Module):
     """Keep 1/N of the gradients and of the optimizer's state; the weights stay whole.
 
     model = ZeRO2(module)                                  # on every rank; takes rank 0's weights
-    optimizer = torch.optim.AdamW(model.shards, lr=1e-3)   # this rank's slice of every bucket
+    optimizer = torch.optim.AdamW(model.parameters())      # this rank's slice of every bucket
     loss_fn(model(x), y).backward()                        # reduce-scatter, bucket by bucket
     model.finish_gradient_synchronization()                # the shards' .grad are the means
     optimizer.step()
@@ -82,22 +85,27 @@ class ZeRO2(nn.Module):
         # Ranks match calls by their order alone, so all use this one, which is close to backward's.
         self.order = [p for p in module.parameters() if p.requires_grad][::-1]
         filled = fill_buckets(self.order, bucket_size_mb)
-        self.buckets = [Bucket(weights, process_group) for weights in filled]
-        self.bucket_of = {weight: bucket for bucket in self.buckets for weight in bucket.shards}
-        self.shards = [shard for bucket in self.buckets for shard in bucket.shards.values()]
+        self.buckets = [Bucket(members, process_group) for members in filled]
+        self.bucket_of = {}  # by parameter
+        self.shard_of = {}
+        for bucket in self.buckets:
+            self.bucket_of |= dict.fromkeys(bucket.parameters, bucket)
+            self.shard_of |= zip(bucket.parameters, bucket.shards, strict=True)
+        self.shards = [shard for bucket in self.buckets for shard in bucket.shards]
         self.free = buffers_for(self.buckets)  # pairs that no bucket has now, to send and receive
         self.waiting = self.buckets.copy()  # not launched yet
-        self.ready = set()  # weights whose gradient is complete
+        self.ready = set()  # parameters whose gradient is complete
         self.reducing = []  # buckets whose gradients are under way
         self.in_step = False  # True from a forward to the finish: only then gradients are sent
         self.stale = False  # True when an optimizer may have changed the slices of other ranks
         self.called = set()  # modules whose forward was called
         self.needed_by = {}  # after the first forward: module -> the buckets that it waits for
         self.layout = layout_of(module)
-        for weight in self.order:
-            weight.register_post_accumulate_grad_hook(self._gradient_is_ready)
+        for parameter in self.order:
+            parameter.register_post_accumulate_grad_hook(self._gradient_is_ready)
         for submodule in module.modules():
             submodule.register_forward_pre_hook(self._before_forward)
+        mark_for_optimizers(self.order, self.shards, process_group)
 
     def forward(self, *inputs, **kwargs):
         self.in_step = self.in_step or torch.is_grad_enabled()
@@ -107,7 +115,8 @@ class ZeRO2(nn.Module):
             wait_for(self.buckets)  # the first forward notes who is called; evaluation may differ
         outputs = self.module(*inputs, **kwargs)
         wait_for(self.buckets)  # those that this forward did not use
-        self.needed_by = self.needed_by or who_needs_what(self.module, self.called, self.bucket_of)
+        if not self.needed_by:
+            self.needed_by = who_needs_what(self.module, self.called, self.bucket_of)
         return outputs
 
     def _begin_to_gather(self):
@@ -120,32 +129,29 @@ class ZeRO2(nn.Module):
         self.called.add(module)
         wait_for(self.needed_by.get(module, []))
 
-    def gather(self) -> None:
-        """Make the weights whole, to save or read them after a step. All ranks must call it."""
-        self._begin_to_gather()
-        wait_for(self.buckets)
-
-    def _gradient_is_ready(self, weight):  # autograd calls it when weight.grad is complete
-        if weight in self.ready:
+    def _gradient_is_ready(self, parameter):  # autograd calls it when parameter.grad is complete
+        if parameter in self.ready:
             raise RuntimeError("a gradient came twice: finish after every backward")
         if self.in_step:
-            self.ready.add(weight)
+            self.ready.add(parameter)
             self._launch_ready()
 
     def _launch_ready(self):
-        while self.waiting and self.ready.issuperset(self.waiting[0].shards):
+        while self.waiting and self.ready.issuperset(self.waiting[0].parameters):
             if not self.free:
                 self._end_oldest()
-            self.reducing.append(self.waiting.pop(0))
-            self.reducing[-1].begin_reduce_scatter(self.free.pop())
+            bucket = self.waiting.pop(0)
+            bucket.begin_reduce_scatter(self.free.pop())
+            self.reducing.append(bucket)
 
     def _end_oldest(self):
-        self.free.append(self.reducing.pop(0).end_reduce_scatter())
+        bucket = self.reducing.pop(0)
+        self.free.append(bucket.end_reduce_scatter())
 
     def finish_gradient_synchronization(self) -> None:
         """Complete the shards' gradients. Call it after backward(), before optimizer.step()."""
         self.in_step = False
-        self.ready.update(self.order)  # an unused weight counts as zero
+        self.ready.update(self.order)  # an unused parameter counts as zero
         self._launch_ready()
         while self.reducing:
             self._end_oldest()
@@ -157,20 +163,46 @@ class ZeRO2(nn.Module):
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Clip by the norm of the whole gradient, as torch does; after the finish, on all ranks."""
-        square = nn.utils.get_total_norm([shard.grad for shard in self.shards]).square()
+        norms = []  # in float32 at least: the square of 256 is infinite in float16
+        for shard in self.shards:
+            dtype = torch.promote_types(shard.dtype, torch.float32)
+            norms.append(torch.linalg.vector_norm(shard.grad, dtype=dtype))
+        square = torch.stack(norms).square().sum()
         dist.all_reduce(square, group=self.process_group)
         nn.utils.clip_grads_with_norm_(self.shards, max_norm, square.sqrt())
         return square.sqrt()
 
-    def parameters(self, recurse: bool = True):
-        return iter(self.shards)  # with the weights an optimizer would do nothing
+    def gather(self) -> None:
+        """Make the weights whole, to save or read them after a step. All ranks must call it."""
+        self._begin_to_gather()
+        wait_for(self.buckets)
+
+    def gather_full_params(self) -> dict[str, torch.Tensor]:
+        """Return a copy of the module's state_dict, on every rank; all ranks must call it."""
+        self.gather()
+        return {name: tensor.clone() for name, tensor in self.module.state_dict().items()}
+
+    def named_parameters(self, prefix="", recurse=True, remove_duplicate=True):
+        """Yield the shards, by the names of their weights; so parameters() has the shards, too."""
+        for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
+            yield name, self.shard_of.get(parameter, parameter)  # a frozen one has no shard
 
     def no_sync(self):
         raise RuntimeError("there is no no_sync: finish after every backward, gradients add up")
 
 
+def train_step(model, optimizer, inputs, targets):
+    """Train on this rank's share of a batch; return its loss."""
+    loss = F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
+    loss.backward()
+    model.finish_gradient_synchronization()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
 # ==================================================================================================
-# Below this line: helpers, the benchmark.
+# Below this line: helpers, and the comparison.
 
 
 # torch has renamed them (2.13, 2.14), and warns of the old names.
@@ -215,12 +247,13 @@ def who_needs_what(module: nn.Module, called: set[nn.Module], bucket_of: dict) -
     """
     needed_by = {}
     for submodule in module.modules():
-        buckets = [bucket_of[w] for w in weights_used_by(submodule, called) if w in bucket_of]
-        needed_by[submodule] = list(dict.fromkeys(buckets))
+        weights = weights_used_by(submodule, called)
+        needed_by[submodule] = {bucket_of[weight] for weight in weights if weight in bucket_of}
     return needed_by
 
 
 def weights_used_by(module: nn.Module, called: set[nn.Module]) -> list[nn.Parameter]:
+    """Return its own weights, and those of its children that were never called."""
     weights = list(module.parameters(recurse=False))
     for child in module.children():
         if child not in called:
@@ -229,29 +262,59 @@ def weights_used_by(module: nn.Module, called: set[nn.Module]) -> list[nn.Parame
 
 
 def layout_of(module: nn.Module) -> list[tuple]:
+    """Return what must not change while the module is wrapped."""
     return [(id(p), p.requires_grad, p.data_ptr()) for p in module.parameters()]
 
 
-def views_like(weights: Iterable[torch.Tensor], flat: torch.Tensor) -> list[torch.Tensor]:
-    """Return each weight's place in flat memory, one after another, with its strides."""
-    weights = list(weights)
-    sizes = [weight.numel() for weight in weights]
+def mark_for_optimizers(weights: list, shards: list, group) -> None:
+    """Let check_optimizer() know these weights and shards."""
+    for weight in weights:
+        weight.is_sharded = True
+    for shard in shards:
+        shard.is_shard = f"rank {dist.get_rank(group)} of {dist.get_world_size(group)}"
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, *_) -> None:
+    """Refuse whole weights, which get no gradient, and another rank's state. Runs before a step."""
+    for group in optimizer.param_groups:
+        if any(hasattr(parameter, "is_sharded") for parameter in group["params"]):
+            raise RuntimeError("this optimizer holds whole weights: give it model.parameters()")
+        for shard in [parameter for parameter in group["params"] if hasattr(parameter, "is_shard")]:
+            saved_by = group.setdefault("shards of", shard.is_shard)  # it is saved with the state
+            if saved_by != shard.is_shard:
+                raise RuntimeError(f"{shard.is_shard} has loaded the state of {saved_by}")
+
+
+register_optimizer_step_pre_hook(check_optimizer)
+
+
+def views_like(tensors: list[torch.Tensor], flat: torch.Tensor) -> list[torch.Tensor]:
+    """Return each tensor's place in flat memory, one after another, in its shape and strides."""
     views = []
-    for weight, piece in zip(weights, flat[: sum(sizes)].split(sizes), strict=True):
-        strides = torch.empty_like(weight, device="meta").stride()  # of its memory format
-        views.append(piece.as_strided(weight.shape, strides))
+    start = 0
+    for tensor in tensors:
+        strides = torch.empty_like(tensor, device="meta").stride()  # channels_last, too
+        place = flat[start : start + tensor.numel()]
+        views.append(place.as_strided(tensor.shape, strides))
+        start += tensor.numel()
     return views
 
 
-def pieces_of(weights: Iterable[torch.Tensor], part: torch.Tensor, rank: int) -> list[torch.Tensor]:
-    """Return what a rank's slice has of each weight, maybe nothing, with as many dimensions."""
+def pieces_of(weights: list[torch.Tensor], part: torch.Tensor, rank: int) -> list[torch.Tensor]:
+    """Return what a rank's part of flat memory has of each weight, maybe nothing.
+
+    A piece has as many dimensions as its weight: recipes decay what has two.
+    """
     pieces = []
-    start = -rank * len(part)  # of a weight, counted from where the slice begins
+    begins = 0  # of a weight, in flat memory
+    part_begins = rank * len(part)
     for weight in weights:
-        end = start + weight.numel()
-        ones = [1] * (weight.ndim - 1)  # recipes decay what has two dimensions
-        pieces.append(part[max(start, 0) : max(end, 0)].view(*ones, -1))
-        start = end
+        ends = begins + weight.numel()
+        first = max(begins - part_begins, 0)
+        last = max(ends - part_begins, 0)
+        ones = [1] * (weight.ndim - 1)
+        pieces.append(part[first:last].view(*ones, -1))
+        begins = ends
     return pieces
 
 
@@ -263,20 +326,21 @@ def gradient_or_zeros(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def fill_buckets(parameters: list[nn.Parameter], bucket_size_mb: float | None) -> list[list]:
-    """Split parameters, in this order, into lists of limited size and of one dtype."""
+    """Split parameters, in this order, into lists of limited size, each of one dtype and device."""
     limit = torch.inf if bucket_size_mb is None else bucket_size_mb * 2**20
     buckets = []
-    last = {}  # dtype -> the last bucket of that kind
+    last = {}  # (dtype, device) -> the last bucket of that kind
     for parameter in parameters:
-        bucket = last.get(parameter.dtype)
+        kind = parameter.dtype, parameter.device
+        bucket = last.get(kind)
         if bucket is None or sum(p.nbytes for p in bucket) + parameter.nbytes > limit:
-            bucket = last[parameter.dtype] = []
+            bucket = last[kind] = []
             buckets.append(bucket)
         bucket.append(parameter)
     return buckets
 
 
-def broadcast_from_rank_0(module: nn.Module, process_group) -> None:
+def broadcast_from_rank_0(module: nn.Module, process_group: dist.ProcessGroup | None) -> None:
     """Give all ranks rank 0's parameters and buffers. ValueError if the module is wrapped."""
     for submodule in module.modules():
         if hasattr(submodule, "no_sync") or hasattr(submodule, "finish_gradient_synchronization"):
@@ -300,53 +364,42 @@ class ZeRO2WithoutOverlap(ZeRO2):
             super()._launch_ready()
 
 
-def most_bytes(ways: dict, args, device, result: dict) -> dict:
-    """Measure what a rank holds at most if a model is made and trained for two steps: a column."""
-    from memory import peak_bytes
-
-    from common import ladder, setup, timing
-
-    memory = result["memory_bytes"] = {}
-    for name, way in ways.items():
-        setup.progress(f"memory of {name}")
-
-        def train(way=way):
-            trainee = ladder.language_trainee(way, args, device, (1, 8))
-            trainee.step()
-            trainee.step()
-
-        # On a busy machine gloo lags, so the least counts.
-        memory[name] = timing.gather(min(peak_bytes(train, device) for _ in range(2)))
-    return {"MB": {name: f"{max(of_ranks) / 2**20:.1f}" for name, of_ranks in memory.items()}}
-
-
 def main():
     stage = Path(__file__).resolve().parents[1]
-    folders = stage.parent, stage, stage / "fsdp", stage.parent / "05_bucketed"
+    stage_05 = stage.parent / "05_bucketed"
+    folders = stage.parent, stage, stage / "fsdp", stage_05, stage_05 / "compare"
     sys.path[:0] = [str(folder) for folder in folders]
     try:
         import accounting
-        import fsdp
+        import timeline
         from bucketed import BucketedDDP
+        from fsdp import FSDP, choose_units
+        from memory import account
 
         from common import ladder
     except ModuleNotFoundError as error:
-        sys.exit(f"error: {error}: copy the repository's folders common/, 05_* and 06_*, too")
-    many = int(os.environ.get("WORLD_SIZE", 2)) > 2  # seven candidates, and all within a minute
-    args = ladder.stage_parser(
-        __doc__, steps=3 if many else 5, warmup=1 if many else 2, bucket_size_mb=5.0
-    ).parse_args()
+        folders = "common/, 05_bucketed/ and 06_sharded_optimizer/"
+        sys.exit(f"error: {error}: copy the repository's folders {folders}")
+    many = int(os.environ.get("WORLD_SIZE", 2)) > 2  # seven rows, and all within a minute
+    parser = ladder.stage_parser(__doc__, steps=3 if many else 5, warmup=1 if many else 2)
+    ladder.add_bucket_size(parser)
+    timeline.add_argument(parser)
+    args = parser.parse_args()
     size = {"bucket_size_mb": args.bucket_size_mb}
-    way = partial(ladder.Way, waits_anywhere=True)
+    shards = partial(ladder.Way, waits_noted=timeline.waits_noted)
+    ours = {"ZeRO2": shards(partial(ZeRO2, **size))}
+    buckets = {"BucketedDDP": ladder.Way(partial(BucketedDDP, **size))}
+    if args.timeline:
+        timeline.draw_ways(args, train_step, {**buckets, **ours}, steps=2)
+        return
     others = {
-        "BucketedDDP": ladder.Way(partial(BucketedDDP, **size)),
-        **ladder.torch_ddp(args),
-        "ZeRO2, no overlap": way(partial(ZeRO2WithoutOverlap, **size)),
-        "FSDP": way(fsdp.FSDP),
-        "torch, no reshard": way(accounting.torch_fsdp(fsdp.choose_units)["torch, no reshard"]),
+        **buckets,
+        **ladder.torch_ddp(args.bucket_size_mb),
+        "ZeRO2, no overlap": shards(partial(ZeRO2WithoutOverlap, **size)),
+        "FSDP": shards(FSDP),
+        "torch, no reshard": accounting.torch_fsdp(choose_units)["torch, no reshard"],
     }
-    ours = {"ZeRO2": way(partial(ZeRO2, **size))}
-    ladder.main(args, ours, others, account=most_bytes)
+    ladder.main(args, train_step, ours, others, account)
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ FOLDERS.append(FOLDERS[1] / "06_sharded_optimizer")
 sys.path[:0] = map(str, FOLDERS)
 
 from compile_models import blocks_of, create
-from memory import peak_bytes
+from memory import held_bytes, peak_bytes
 from resnet_ddp import be_the_only_rank
 
 from common import report, setup, timing
@@ -223,7 +223,7 @@ def first_steps(args, device, configuration: Configuration, expected: dict) -> t
     if args.torchviz:
         draw_graph(model, inputs, args.torchviz, name)
     parameters = list(model.parameters())
-    held = report.held_bytes(parameters)
+    held = held_bytes(parameters)
     copies = 2 if configuration.how == "ddp" else 1  # DDP's buckets hold each gradient
     found["parameters"] = held // parameters[0].itemsize  # on this rank
     found["peak_bytes"] = peak + copies * held  # the most bytes of tensors during a step

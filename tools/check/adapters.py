@@ -42,16 +42,8 @@ class Found(NamedTuple):
     libraries: list[str]  # modules that are not the user's
 
 
-class NotInstalled(MagicMock):
-    """Stands for a module that is not installed, and for all in it, while a file is imported."""
-
-    def __call__(self, given=None, *arguments, **options):
-        """Return what is decorated, as it is."""
-        return given if inspect.isfunction(given) or inspect.isclass(given) else self
-
-
 def import_mine(file: str) -> tuple[ModuleType, list[str]]:
-    """Import a file, though modules that it imports may be missing; return it, and their names."""
+    """Import a file; return it, and the names of modules that it misses, as Triton on a CPU."""
     absent = []
     try:
         while True:
@@ -61,7 +53,7 @@ def import_mine(file: str) -> tuple[ModuleType, list[str]]:
                 if not error.name or error.name in absent:
                     raise
                 absent.append(error.name)
-                sys.modules[error.name] = NotInstalled()
+                sys.modules[error.name] = MagicMock()  # its decorators, too
     finally:
         for name in absent:
             sys.modules.pop(name, None)
@@ -166,8 +158,11 @@ def kind_of(mine) -> str:
         text = ENGINE.replace("NAME", mine.__name__).replace("ARGUMENTS", f"module{own}")
         sent = "backward(torch.zeros((), requires_grad=True))" if "backward" in has else "step()"
         raise Failed(text.replace("CALL", sent), "")
-    is_fsdp = "compute_dtype" in names or set(has).intersection(GATHERS)
-    return "fsdp" if is_fsdp or "fsdp" in getattr(mine, "__name__", "").lower() else "wrapper"
+    name = getattr(mine, "__name__", "").lower()
+    if "zero" in name:
+        return "zero2"
+    is_fsdp = "compute_dtype" in names or "fsdp" in name or set(has).intersection(GATHERS)
+    return "fsdp" if is_fsdp else "wrapper"
 
 
 def not_written(mine) -> list[str]:

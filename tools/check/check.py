@@ -6,7 +6,8 @@ r"""Is your own wrapper, sharded optimizer, FSDP or loss right? Our promises, tr
     python tools/check/check.py my_ddp.py:MyDDP --nproc 4
 
 A wrapper is called as Mine(module), a sharded optimizer as Mine(params, optimizer_cls, **options),
-FSDP as Mine(module) or Mine(module, compute_dtype=...); a function that returns it does as well.
+FSDP as Mine(module) or Mine(module, compute_dtype=...), ZeRO2 as a wrapper whose optimizer gets its
+`shards`; a function that returns it does as well.
 Exit status: 0 if all that has to hold holds, 1 if not, 2 if the class cannot be called so.
 """
 
@@ -30,9 +31,10 @@ from tools.check import checks_of_fsdp as fsdp
 from tools.check import checks_of_losses as losses
 from tools.check import checks_of_optimizers as optimizers
 from tools.check import checks_of_wrappers as wrappers
+from tools.check import checks_of_zero2 as zero2
 from tools.check.findings import FAILED, NOT_TRIED, PASSED, UNUSABLE, WARNED, Answer
 
-KINDS = {"wrapper": wrappers, "optimizer": optimizers, "fsdp": fsdp, "loss": losses}
+KINDS = {"wrapper": wrappers, "optimizer": optimizers, "zero2": zero2, "fsdp": fsdp, "loss": losses}
 COURSE = "What a course's tests ask"
 MEANING = "What data parallelism means"
 BEYOND = "Beyond: right classes may fail it, as torch's do unless asked (find_unused_parameters)"
@@ -79,7 +81,8 @@ def read_arguments():
     add("--layers", default="", metavar="MODULE", help=own)
     seconds = "in which a rank has to get on, on a machine of its own"
     add("--seconds", type=setup.positive_number, default=8.0, help=seconds)
-    add("--nproc", type=setup.whole_number(2, 64), help="ranks (default: 3 of a wrapper, else 2)")
+    ranks = "ranks (default: 3 of a wrapper or ZeRO2, 4 of a loss, else 2)"
+    add("--nproc", type=setup.whole_number(2, 64), help=ranks)
     return parser.parse_args()
 
 
@@ -107,7 +110,8 @@ def run_checks(args, text: str, kind: str, ranks: int) -> bool:
             if has_to_hold:
                 answers.append(answer)
     verdicts = [answer.verdict for answer in answers]
-    passed, untried = verdicts.count(PASSED) + verdicts.count(WARNED), verdicts.count(NOT_TRIED)
+    passed = verdicts.count(PASSED) + verdicts.count(WARNED)
+    untried = verdicts.count(NOT_TRIED)
     has_to = len([answer for answer in answers if answer.verdict != NOT_TRIED or answer.means])
     rest = f", {untried} not tried" if untried else ""
     setup.say(f"\nhas to hold: {passed} of {has_to} passed{rest}")
@@ -127,7 +131,8 @@ def run_steps(args, text: str, ranks: int) -> None:
 
 def show(promise: str, answer: Answer, has_to_hold: bool) -> None:
     """Print what came of a check. What fails and need not hold is a warning."""
-    label, texts = answer.verdict, [": ".join(filter(None, [promise, answer.seen, answer.means]))]
+    label = answer.verdict
+    texts = [": ".join(filter(None, [promise, answer.seen, answer.means]))]
     if answer.verdict in (FAILED, WARNED):
         label = "FAILED" if answer.verdict == FAILED and has_to_hold else WARNED
         texts = [promise, f"seen: {answer.seen}", f"usually: {answer.means}"]

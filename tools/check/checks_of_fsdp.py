@@ -11,29 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from common.report import held_bytes
 from tools.check import checks_of_wrappers as wrappers
-from tools.check.checks_of_wrappers import can_be_used, trains_with_sgd, weights_of
-from tools.check.findings import (
-    OWN_PART,
-    Failed,
-    NotTried,
-    Warned,
-    is_close,
-    may_be_refused,
-    storages,
-)
-from tools.check.models import (
-    PLAIN,
-    Plain,
-    embedding,
-    finish,
-    inputs_of,
-    new,
-    of_user,
-    tokens_of,
-    wrap,
-)
+from tools.check.checks_of_wrappers import can_be_used, trains_with_sgd
+from tools.check.findings import Failed, NotTried, Warned, is_close, may_be_refused, storages
+from tools.check.models import PLAIN, embedding, finish, inputs_of, new, tokens_of, wrap
 
 NOT_SPLIT = "none of torch's layers was split"
 OWN_LAYERS = "if yours splits layers of its own, say LAYERS=my.model"
@@ -44,7 +25,6 @@ ROUNDED = (
     "shards are cut from weights already cast, or cast back: the optimizer's small steps are lost"
 )
 IN_16_BITS = "small gradients are lost where many are added: reduce in float32, after a cast"
-NOT_WHOLE = "it is no checkpoint: save what gather_full_params() returns"
 
 
 def large(layout):
@@ -65,18 +45,27 @@ class OfTokens(nn.Sequential):
 
 def keeps_a_part_of_the_weights(mine, layout=PLAIN):
     """between steps a rank keeps its part of the weights and gradients, and not the whole"""
-    before, model = storages(), wrap(mine, new(large, layout))
+    before = storages()
+    model = wrap(mine, new(large, layout))
     model(torch.ones(2, 64)).sum().backward()
     finish(model)
-    is_whole = held_bytes(model.parameters()) == held_bytes(large(layout).parameters())
-    if is_whole and layout.layers is nn:
+    if bytes_of(model) == bytes_of(large(layout)) and layout.layers is nn:
         raise NotTried(NOT_SPLIT, OWN_LAYERS)
     check_freed(before, layout, "a step", shards=2)
 
 
+def bytes_of(model) -> int:
+    return sum(local_part(weight).nbytes for weight in model.parameters())
+
+
+def local_part(weight: nn.Parameter) -> torch.Tensor:
+    """Return what this rank has of a weight: torch's own are DTensors."""
+    return weight.to_local() if hasattr(weight, "to_local") else weight
+
+
 def check_freed(before: dict[int, int], layout, after: str, shards=1, twins=0) -> None:
     """Raise Failed if more memory is new than shards, and than twins that are whole."""
-    whole = held_bytes(large(layout).parameters())
+    whole = bytes_of(large(layout))
     kept = sum(size for address, size in storages().items() if address not in before) / whole
     needed = shards / dist.get_world_size() + twins
     if kept > needed + 0.4:  # biases may stay whole, and buffers for some layers
@@ -116,7 +105,7 @@ def compute_in(dtype: torch.dtype, mine, layout) -> None:
         if dtypes != {torch.float32}:
             raise Failed(f"weights and gradients have {dtypes}", LOW)
         for weight in model.parameters():
-            local = (weight.to_local() if hasattr(weight, "to_local") else weight).detach()
+            local = local_part(weight).detach()
             if not torch.isin(local[local != 0], given).all():  # shards may be padded with zeros
                 raise Failed("before the first step weights are no longer those it got", ROUNDED)
 
@@ -136,29 +125,11 @@ def name_of_dtype(mine) -> str:
     return max(alike, key=lambda name: "compute" in name)
 
 
-def loads_what_it_saves(mine, layout=PLAIN):
-    """state_dict(), loaded into another model on as many ranks, brings all weights back"""
-    twin = new(Plain, layout)
-    model, other = wrap(mine, new(Plain, layout)), wrap(mine, new(Plain, layout, seed=1))
-    wrappers.backward_each(model, step=0)
-    wrappers.sgd(model.parameters()).step()
-    with may_be_refused():
-        state = dict(model.state_dict())
-        if any(p.numel() and not p.untyped_storage().nbytes() for p in state.values()):
-            raise Warned("state_dict() has weights whose memory is freed", NOT_WHOLE)
-        other.load_state_dict({name: each.clone() for name, each in state.items()})
-    found, expected = weights_of(other, twin), weights_of(model, twin)
-    wrong = [name for name in expected if not torch.equal(found[name], expected[name])]
-    if wrong:
-        is_torchs = type(of_user(model)).state_dict is nn.Module.state_dict
-        raise (Warned if is_torchs else Failed)(f"{', '.join(wrong)} are not in it", NOT_WHOLE)
-    if sum(each.numel() for each in state.values()) < sum(p.numel() for p in twin.parameters()):
-        raise Warned("each rank's has its own part of the weights alone", OWN_PART)
-
-
 def frees_after_forward(mine, layout=PLAIN):
     """step 1: forward computes with whole weights, and frees them"""
-    before, model, inputs = storages(), wrap(mine, new(large, layout)), torch.ones(2, 64)
+    before = storages()
+    model = wrap(mine, new(large, layout))
+    inputs = torch.ones(2, 64)
     with torch.no_grad():
         output = model(inputs)
     check_freed(before, layout, "forward")
@@ -168,7 +139,8 @@ def frees_after_forward(mine, layout=PLAIN):
 
 def gathers_again_in_backward(mine, layout=PLAIN):
     """step 2: weights that forward has freed are whole again in backward: inputs' gradients"""
-    before, model = storages(), wrap(mine, new(large, layout))
+    before = storages()
+    model = wrap(mine, new(large, layout))
     inputs = torch.ones(2, 64, requires_grad=True)
     loss, expected = (each(inputs).square().mean() for each in (model, new(large, layout)))
     check_freed(before, layout, "forward", twins=1)
@@ -188,9 +160,8 @@ MEANING = [
     wrappers.trains_sizes_that_ranks_cannot_divide,
     computes_in_another_dtype,
     wrappers.accumulates_without_no_sync,
-    wrappers.trains_after_two_forwards,
     wrappers.evaluates_in_between,
-    loads_what_it_saves,
+    wrappers.clips_by_the_norm_of_all,
 ]
 BEYOND = [wrappers.starts_with_the_parameters_of_rank_0]  # torch's does not take its values
 HAS_TO_HOLD = [*COURSE, *MEANING]

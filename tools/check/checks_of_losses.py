@@ -4,11 +4,13 @@ The batch: what batch(n) beside it returns, tensors of n rows; or cross_entropy'
 """
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tools.check.findings import UNUSABLE, Failed
 
 SUMMED = "a sum over samples, not a mean: divide it by the number of samples"
+SCALED = "; if it divides by what all ranks add up, multiply it by the number of ranks"
 UNEVEN = "a weighted mean: divide by the mean of all ranks' weights (docs/everyday.md, which loss?)"
 MEETS = "a loss across samples: gather all ranks' outputs, with gradient (docs/everyday.md)"
 PARAMETERS = "; its parameters ({}) then get N times their gradient on N ranks: divide it by N"
@@ -36,37 +38,47 @@ def can_be_used(mine):
 
 
 def is_the_mean_of_its_shares(mine):
-    """the mean over the shares of 2 ranks, and of 4, is the loss of the batch; so are gradients"""
-    compare_with_shares(*mine, 2)
-    compare_with_shares(*mine, 4)
-
-
-def compare_with_shares(loss, make_batch, ranks: int) -> None:
-    """Raise Failed unless the loss of a batch is the mean of that of so many ranks' shares."""
+    """the mean over the ranks, each with its share, is the loss of the batch; so are gradients"""
+    loss, make_batch = mine
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
     torch.manual_seed(0)
-    tensors = make_batch(64)
+    box = [make_batch(16 * ranks)]
+    dist.broadcast_object_list(box)
+    [tensors] = box
+    share = [tensor[rank::ranks] for tensor in tensors]
+    pairs = [None] * ranks
+    dist.all_gather_object(pairs, loss_and_gradient(loss, share))
+    # From here on each rank is alone, because a loss may call other ranks itself.
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     value, gradient = loss_and_gradient(loss, tensors)
-    shares = [[tensor[rank::ranks] for tensor in tensors] for rank in range(ranks)]
-    pairs = [loss_and_gradient(loss, share) for share in shares]
     mean = sum(value for value, _ in pairs) / ranks
     found = torch.stack([gradient for _, gradient in pairs]).flatten(1)  # a row per share
     whole = torch.stack([gradient[rank::ranks] for rank in range(ranks)]).flatten(1)
     apart = (found / ranks - whole).norm() / whole.norm()
-    if apart < 1e-4 and abs(mean - value) <= 1e-4 * abs(value):
-        return
-    seen = f"the mean is {mean:.4g}, and not {value:.4g}; the gradient is off by {apart:.0%}"
+    if apart > 1e-4 or abs(mean - value) > 1e-4 * abs(value):
+        seen = f"the mean is {mean:.4g}, and not {value:.4g}; the gradient is off by {apart:.0%}"
+        raise Failed(seen, explain(loss, found, whole))
+
+
+def explain(loss, found: torch.Tensor, whole: torch.Tensor) -> str:
+    """Return what it means that the gradients of shares, a row each, are not the whole's."""
+    ranks = len(found)
     # In a sum divided by one number a share's gradient is a multiple of the whole's.
     factors = (found * whole).sum(1) / whole.square().sum(1)
     off = (found - factors[:, None] * whole).norm(dim=1)
     if (off < 1e-4 * found.norm(dim=1)).all():
         inverses = (1 / factors).sum()
         if abs(inverses - ranks) < 1e-4:
-            raise Failed(seen, SUMMED)
+            return SUMMED + SCALED
         if abs(inverses - 1) < 1e-5:
-            raise Failed(seen, UNEVEN)
+            return UNEVEN
     names = [name for name, _ in loss.named_parameters()] if isinstance(loss, nn.Module) else []
-    raise Failed(seen, MEETS + PARAMETERS.format(", ".join(names)) if names else MEETS)
+    return MEETS + PARAMETERS.format(", ".join(names)) if names else MEETS
 
 
-RANKS = 1
-COURSE, MEANING, BEYOND = [], [can_be_used, is_the_mean_of_its_shares], []
+RANKS = 4  # two may have as many samples that count
+COURSE = []
+MEANING = [can_be_used, is_the_mean_of_its_shares]
+BEYOND = []

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import nn
+from users_class import method_of
 
 from tools.check import models
 from tools.check.findings import (
@@ -29,7 +30,7 @@ from tools.check.models import (
     loss_of,
     new,
     public_names,
-    reset,
+    trained,
     why_not_reduced,
     wrap,
 )
@@ -41,6 +42,7 @@ NAMES = "gather_full_params() has to return all parameters, whole, under the mod
 COPIED = (
     "a copy is reduced: contiguous() and flatten() copy such a gradient, so copy the result back"
 )
+CLIPPED = "its norm is that of a rank's part, or counts N times what every rank has whole"
 SPLIT_TWICE = "a tied weight is split once for each of its names: make one shard of it"
 WEIGHTS = "it reduces weights, not gradients: a hook has to take the .grad of its parameter"
 
@@ -65,11 +67,6 @@ def backward_without_sync(model, step, parts):
     finish(model)
 
 
-def backward_of_two_forwards(model, step, parts):
-    (loss_here(model, step, 0) + loss_here(model, step, 1)).backward()
-    finish(model)
-
-
 def evaluate_and_backward(model, step, parts):
     model.eval()
     with torch.no_grad():
@@ -83,6 +80,9 @@ def weights_of(model, twin: nn.Module) -> dict[str, torch.Tensor]:
     like = dict(twin.named_parameters())
     if gather := gather_of(model):
         found = gather()
+    elif gather := method_of(model, ["gather"]):
+        gather()
+        found = dict(model.module.named_parameters())
     else:
         weights = [weight.detach() for weight in model.parameters()]
         weights = [each.full_tensor() if hasattr(each, "full_tensor") else each for each in weights]
@@ -114,7 +114,8 @@ def follow(
     dtype in which gradients may be averaged. Returns what has to be said of right gradients.
     """
     said = ""
-    optimizer, twin_optimizer = sgd(model.parameters()), sgd(twin.parameters())
+    optimizer = sgd(trained(model))
+    twin_optimizer = sgd(twin.parameters())
     after = weights_of(model, twin)
     for step in range(steps):
         before = after
@@ -123,7 +124,6 @@ def follow(
         optimizer.step()
         twin_optimizer.step()
         optimizer.zero_grad(set_to_none)
-        reset(model)
         after = weights_of(model, twin)
         found = {name: (before[name] - after[name]) / LR for name in gradients}
         if check_gradients(found, gradients, unreduced or why_not_reduced(model), rounds):
@@ -164,7 +164,7 @@ def leaves_weights_to_the_optimizer(mine, layout=PLAIN):
     """weights change in optimizer.step() alone, and not in backward or the finish"""
     twin = new(Plain, layout)
     model = wrap(mine, new(Plain, layout))
-    optimizer = sgd(model.parameters())
+    optimizer = sgd(trained(model))
     for step in range(2):  # ranks that average weights have the same ones in the first
         before = weights_of(model, twin)
         backward_each(model, step)
@@ -219,11 +219,6 @@ def accumulates_without_no_sync(mine, layout=PLAIN):
     return follow_one_process(mine, layout, parts=2)
 
 
-def trains_after_two_forwards(mine, layout=PLAIN):
-    """two forwards before a backward, so that each layer is used twice"""
-    return follow_one_process(mine, layout, backward=backward_of_two_forwards, parts=2)
-
-
 def evaluates_in_between(mine, layout=PLAIN):
     """evaluation between the steps, and zero_grad(set_to_none=False), which leaves zeros"""
     return follow_one_process(mine, layout, backward=evaluate_and_backward, set_to_none=False)
@@ -235,6 +230,28 @@ def trains_sizes_that_ranks_cannot_divide(mine, layout=PLAIN):
         for width in WIDTHS_WITH_A_REST:
             said = follow_one_process(mine, layout._replace(rows=7, width=width), steps=1)
     return said
+
+
+def clips_by_the_norm_of_all(mine, layout=PLAIN):
+    """its own clip_grad_norm_(): the norm is that of the whole mean gradient, on all ranks"""
+    model = wrap(mine, new(Plain, layout))
+    twin = new(Plain, layout)
+    if not hasattr(model, "clip_grad_norm_"):
+        raise NotTried("there is no clip_grad_norm_(), and torch's sees a rank's part alone")
+    optimizer = sgd(trained(model))
+    before = weights_of(model, twin)
+    backward_each(model, step=0)
+    gradients_of_ranks(twin, step=0, parts=1)
+    most = nn.utils.get_total_norm([weight.grad for weight in twin.parameters()]) / 2
+    model.clip_grad_norm_(most.item())
+    optimizer.step()
+    after = weights_of(model, twin)
+    found = {name: (before[name] - after[name]) / LR for name in before}
+    check_arrived(found)
+    norm = nn.utils.get_total_norm(found.values())
+    if abs(norm - most) > 1e-3 * most:
+        seen = f"clipped to {most:.3g}, the whole gradient has the norm {norm:.3g}"
+        raise Failed(seen, CLIPPED)
 
 
 RANKS = 3  # some all-reduces are right on 2, 4, 8 only
@@ -252,7 +269,6 @@ MEANING = [
     keeps_one_order_on_any_branch,
     accumulates_with_no_sync,
     accumulates_without_no_sync,
-    trains_after_two_forwards,
     evaluates_in_between,
 ]
 BEYOND = [averages_what_one_rank_uses]  # torch's DDP has to be asked for it

@@ -13,6 +13,7 @@ MIXED = "order: ranks call in different orders, and calls are matched by their o
 ROUNDED = "rounded to {} on its way: a buffer has that dtype"
 PRECISIONS = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 1e-2}  # relative to the mean
 OVERWRITTEN = "overwritten: a gradient has to be added to what is there"
+NOT_GATHERED = "these weights do not change on this rank: they are never gathered, or not all are"
 UNKNOWN = "what a check above says; else print it beside the mean of all ranks"
 
 
@@ -69,7 +70,8 @@ def keeps_main_gradients(gradients: dict) -> bool:
 
 def explain(name: str, found: torch.Tensor, gradients: dict, why_not_reduced: str) -> tuple:
     """Return what a gradient is that is not the mean, and what that means."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
     of_ranks = gradients[name].sum(0)  # of all parts
     mean = of_ranks.mean(0)
     possible = [
@@ -95,6 +97,9 @@ def explain(name: str, found: torch.Tensor, gradients: dict, why_not_reduced: st
     for dtype in PRECISIONS:
         if is_rounded(found, mean, dtype):
             return f"the mean, but for a {dtype}'s rounding", ROUNDED.format(dtype)
+    unchanged = ((found == 0) & (mean != 0)).sum()
+    if unchanged:
+        return f"zero in {unchanged} of {found.numel()} values", NOT_GATHERED
     return "not the mean", UNKNOWN
 
 

@@ -16,7 +16,6 @@ from users_class import FINISHES, GATHERS, bucket_options, finish_of, method_of
 from tools.check.findings import NOT_REDUCED
 
 SMALL_BUCKET_MB = 0.0005  # so that our models fill several
-RESETS = ["zero_grad_buffer", "zero_grad_buffers", "reset_gradients", "reset"]
 
 
 class Layout(NamedTuple):
@@ -199,14 +198,17 @@ def loss_of(model: nn.Module, step: int, part: int, rank: int) -> torch.Tensor:
     return model(inputs_of(step, part, rank)).double().square().mean()
 
 
+def trained(model: nn.Module) -> list[torch.Tensor]:
+    """Return what an optimizer gets: the parameters, or a list `shards` that is not among them."""
+    parameters = list(model.parameters())
+    shards = getattr(model, "shards", None)
+    if isinstance(shards, list) and not set(shards) <= set(parameters):
+        return shards
+    return parameters
+
+
 def finish(model: nn.Module) -> None:
     if method := finish_of(model):
-        method()
-
-
-def reset(model: nn.Module) -> None:
-    """Call what a wrapper has to empty its own gradients after a step."""
-    if method := method_of(model, RESETS):
         method()
 
 

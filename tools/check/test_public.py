@@ -1,4 +1,4 @@
-"""Five public ways to write ZeRO and FSDP, each right and with a mistake: see examples/."""
+"""Five public ways to write ZeRO and FSDP, each right and with a mistake: see fixtures/."""
 
 import shutil
 
@@ -8,7 +8,7 @@ from tools.check.adapters import kind_of, named_by, prepare
 from tools.check.check import KINDS, ROOT
 from tools.check.findings import Answer, judge, verdict_of
 
-EXAMPLES = ROOT / "tools" / "check" / "examples"
+FIXTURES = ROOT / "tools" / "check" / "fixtures"
 
 
 def judge_file(text: str, last: str) -> tuple[str, dict[str, Answer]]:
@@ -25,7 +25,7 @@ def judge_file(text: str, last: str) -> tuple[str, dict[str, Answer]]:
     [
         ("course_2025.py:ShardedOptimizer", "optimizer", "", "give it averaged gradients"),
         ("course_2025.py:DropsHandles", "optimizer", "steps_like_adamw", "not waited for"),
-        ("course_2026.py:FSDP", "fsdp", "", "each rank's has its own part"),
+        ("course_2026.py:FSDP", "fsdp", "", "no clip_grad_norm_()"),
         ("course_2026.py:SumsIn16Bits", "fsdp", "computes_in_another_dtype", "summed"),
         ("picotron.py:DataParallel", "wrapper", "", "main gradients are float32"),
         ("picotron.py:NeverResets", "wrapper", "trains_with_sgd", "not the mean"),
@@ -37,7 +37,7 @@ def judge_file(text: str, last: str) -> tuple[str, dict[str, Answer]]:
 )
 def test_public_ways(late_ranks, tmp_path, text, kind, fails, said):
     """Copied, as a user's files are: a line in them is no line of the checks."""
-    shutil.copytree(EXAMPLES, tmp_path / "mine")
+    shutil.copytree(FIXTURES, tmp_path / "mine")
     of_ranks = late_ranks(2).run(judge_file, f"{tmp_path}/mine/{text}", fails)
     assert {found for found, _ in of_ranks} == {kind}
     verdicts = {}
@@ -53,5 +53,5 @@ def test_public_ways(late_ranks, tmp_path, text, kind, fails, said):
 
 
 def test_an_engine_is_told_how_to_be_checked(forked):
-    status, output = forked(None, EXAMPLES.parent / "check.py", f"{EXAMPLES}/deepspeed.py:Engine")
+    status, output = forked(None, FIXTURES.parent / "check.py", f"{FIXTURES}/deepspeed.py:Engine")
     assert status == 2 and "def averaged(module):" in output and "Traceback" not in output, output

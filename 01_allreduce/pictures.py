@@ -1,10 +1,20 @@
-"""01: save a moving picture; the timeline of 05 is one, too."""
+"""01: the colors of pictures, and what saves a moving one; the timelines of 05 use both, too."""
 
 from collections.abc import Callable
 from pathlib import Path
 
-from common.report import COLORS
 from common.setup import say
+
+COLORS = {  # one for one thing in all pictures; those of the stages are in 05_bucketed/compare
+    "forward": "#56B4E9",
+    "backward": "#0072B2",
+    "exposed communication": "#F0E442",
+    "optimizer": "#999999",
+    "pack, unpack": "#009E73",
+    "all-reduce": "#D55E00",
+    "all-gather": "#009E73",
+    "reduce-scatter": "#D55E00",
+}
 
 
 def save_movie(figure, show: Callable[[float], None], moments: list[float], path: Path) -> None:
