@@ -3,7 +3,6 @@
 conftest.py's fixtures hand out the three classes.
 """
 
-import contextlib
 import json
 import multiprocessing
 import os
@@ -16,7 +15,7 @@ import sys
 import tempfile
 import time
 import traceback
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from multiprocessing import connection
 from pathlib import Path
 
@@ -85,7 +84,7 @@ class Script:
         wanted = {mark.encode() for mark in (self.mark, *marks)}
         found = []
         for file in Path("/proc").glob("[0-9]*/environ"):
-            with contextlib.suppress(OSError):  # it ended meanwhile
+            with suppress(OSError):  # it ended meanwhile
                 if wanted <= set(file.read_bytes().split(b"\0")):
                     found.append(int(file.parent.name))
         return found
@@ -107,7 +106,7 @@ class Script:
     def kill(self) -> None:
         self.process.kill()
         for process in self.processes():
-            with contextlib.suppress(ProcessLookupError):
+            with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
 
 

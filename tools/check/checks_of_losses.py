@@ -74,7 +74,9 @@ def explain(loss, found: torch.Tensor, whole: torch.Tensor) -> str:
             return SUMMED + SCALED
         if abs(inverses - 1) < 1e-5:
             return UNEVEN
-    names = [name for name, _ in loss.named_parameters()] if isinstance(loss, nn.Module) else []
+    if not isinstance(loss, nn.Module):
+        return MEETS
+    names = [name for name, _ in loss.named_parameters()]
     return MEETS + PARAMETERS.format(", ".join(names)) if names else MEETS
 
 

@@ -67,14 +67,6 @@ def backward_without_sync(model, step, parts):
     finish(model)
 
 
-def evaluate_and_backward(model, step, parts):
-    model.eval()
-    with torch.no_grad():
-        loss_here(model, step)
-    model.train()
-    backward_each(model, step)
-
-
 def weights_of(model, twin: nn.Module) -> dict[str, torch.Tensor]:
     """Return all weights, whole, by their names in the twin; a call of all ranks."""
     like = dict(twin.named_parameters())
@@ -105,9 +97,7 @@ def follow_one_process(mine, layout, build=Plain, **options):
     return follow(wrap(mine, new(build, layout)), new(build, layout), **options)
 
 
-def follow(
-    model, twin, backward=backward_each, parts=1, set_to_none=True, steps=4, unreduced="", rounds=""
-):
+def follow(model, twin, backward=backward_each, parts=1, steps=4, unreduced="", rounds=""):
     """Raise Failed unless steps with shares of batches do what the twin does with all of them.
 
     unreduced: what it means that a gradient is a rank's own, if it is not the usual; rounds: the
@@ -123,7 +113,7 @@ def follow(
         gradients = gradients_of_ranks(twin, step, parts)
         optimizer.step()
         twin_optimizer.step()
-        optimizer.zero_grad(set_to_none)
+        optimizer.zero_grad()
         after = weights_of(model, twin)
         found = {name: (before[name] - after[name]) / LR for name in gradients}
         if check_gradients(found, gradients, unreduced or why_not_reduced(model), rounds):
@@ -219,11 +209,6 @@ def accumulates_without_no_sync(mine, layout=PLAIN):
     return follow_one_process(mine, layout, parts=2)
 
 
-def evaluates_in_between(mine, layout=PLAIN):
-    """evaluation between the steps, and zero_grad(set_to_none=False), which leaves zeros"""
-    return follow_one_process(mine, layout, backward=evaluate_and_backward, set_to_none=False)
-
-
 def trains_sizes_that_ranks_cannot_divide(mine, layout=PLAIN):
     """sizes that the ranks cannot divide: what a shard leaves over arrives, too"""
     with may_be_refused():
@@ -269,7 +254,6 @@ MEANING = [
     keeps_one_order_on_any_branch,
     accumulates_with_no_sync,
     accumulates_without_no_sync,
-    evaluates_in_between,
 ]
 BEYOND = [averages_what_one_rank_uses]  # torch's DDP has to be asked for it
 HAS_TO_HOLD = [*COURSE, *MEANING]

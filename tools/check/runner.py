@@ -162,7 +162,8 @@ def collect(processes: dict, limit: float) -> dict[int, Answer]:
             del waiting[pipe]
             if told.verdict in (FAILED, NOT_TRIED):
                 return answers
-        if not ready or any(len(looks[rank]) >= PATIENCE * LOOKS for rank in waiting.values()):
+        most = max(len(looks[rank]) for rank in looks)
+        if not ready or most >= PATIENCE * LOOKS:
             break
     for rank in waiting.values():
         line, _ = looks[rank][-1] if looks[rank] else (OWN_CALL, "")
@@ -174,7 +175,8 @@ def collect(processes: dict, limit: float) -> dict[int, Answer]:
 
 
 def is_stuck(looks: list[tuple[str, str]]) -> bool:
-    return len(looks) > LOOKS and len(set(looks[-LOOKS - 1 :])) == 1
+    latest = looks[-LOOKS - 1 :]
+    return len(latest) > LOOKS and len(set(latest)) == 1
 
 
 def run(world_size: int, limit: float, check, *arguments) -> Answer:
