@@ -273,7 +273,7 @@ from torch.distributed import init_process_group  # by name
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-import common  # the script's own
+import network  # the script's own
 
 kind = sys.argv[1]
 group = None
@@ -298,7 +298,7 @@ else:
     wrapped = DistributedDataParallel(layer, process_group=group)
 start = time.monotonic()
 wrapped(torch.ones(2, 3)).sum().backward()
-print("a backward took", time.monotonic() - start, common.WHOSE, flush=True)
+print(f"{network.WHOSE}: a backward took {time.monotonic() - start} s", flush=True)
 dist.destroy_process_group()
 """
 
@@ -307,9 +307,9 @@ dist.destroy_process_group()
 def test_every_kind_of_group_is_slow(forked, tmp_path, kind):
     """An all-reduce takes four delays; all that the script imports are its own modules."""
     (tmp_path / "train.py").write_text(OF_EVERY_KIND)
-    (tmp_path / "common.py").write_text("WHOSE = 'mine'")
+    (tmp_path / "network.py").write_text("WHOSE = 'mine'")
     status, output = forked(2, SCRIPT, "1gbit,50ms", tmp_path / "train.py", kind, cwd=tmp_path)
-    seconds = re.findall(r"a backward took (\S+) mine", output)
+    seconds = re.findall(r"mine: a backward took (\S+)", output)
     assert status == 0 and len(seconds) == 2, output
     assert min(map(float, seconds)) >= 0.2
 
