@@ -4,6 +4,7 @@ r"""Run any script of torch.distributed over a network as slow as you like: it n
     torchrun --standalone --nproc-per-node 2 slow_network.py 1gbit,1ms -m package.module
     python slow_network.py 1gbit,1ms train.py       # a script that starts its own ranks (mp.spawn)
     torchrun --standalone --nproc-per-node 2 slow_network.py 1gbit,1ms    # is it as slow as asked?
+    torchrun --standalone --nproc-per-node 2 slow_network.py              # and what is there?
     make 02_naive_ddp NETWORK=1gbit,1ms             # a script of this repository
 
 A network is a rate (mbit, gbit) and the delay of one way (us, ms, or 0). Every group over gloo is
@@ -213,16 +214,21 @@ def tensors_in(argument) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(argument) if isinstance(leaf, torch.Tensor)]
 
 
-def carry_gloo_by(name: str, group_class: type) -> None:
+def torchs(owner, name: str) -> Callable:
+    """Return a function of torch's that is replaced here; fail where it has none of this name."""
+    if not hasattr(owner, name):
+        fail(f"this torch has no {owner.__name__}.{name}: try torch 2.14")
+    return getattr(owner, name)
+
+
+def carry_gloo_by(name: str, group_class: type) -> Callable:
     """Let a class make every group over gloo from now on; scripts still read "gloo".
 
     torch looks up by one map which backend a device has, for groups of every kind: with a backend
     or without, subgroups, those of a device mesh. No public function reaches all of them, so the
-    map is replaced.
+    map is replaced. Returns torch's own.
     """
-    torchs_map = getattr(distributed_c10d.BackendConfig, "get_device_backend_map", None)
-    if torchs_map is None:
-        fail("this torch has no BackendConfig.get_device_backend_map: try torch 2.14")
+    torchs_map = torchs(distributed_c10d.BackendConfig, "get_device_backend_map")
     if not hasattr(dist.Backend, name.upper()):
         dist.Backend.register_backend(name, group_class, devices=["cpu"])
 
@@ -233,13 +239,13 @@ def carry_gloo_by(name: str, group_class: type) -> None:
         return {device: name if of == "gloo" else of for device, of in backends.items()}
 
     distributed_c10d.BackendConfig.get_device_backend_map = get_device_backend_map
+    return torchs_map
 
 
 @contextmanager
 def gloo_carried_by(name: str, group_class: type):
     """Let a class make every group over gloo within this context."""
-    torchs_map = distributed_c10d.BackendConfig.get_device_backend_map
-    carry_gloo_by(name, group_class)
+    torchs_map = carry_gloo_by(name, group_class)
     try:
         yield
     finally:
@@ -259,7 +265,7 @@ class SlowWork(DelayedWork):
     def __init__(self, group, name: str, tensors: list, gloos_work: dist.Work, size_bytes: int):
         super().__init__()
         self.group = group
-        self.number = group.collectives
+        self.number = network.calls
         self.name = name
         self.tensors = tensors
         self.gloos_work = gloos_work
@@ -337,19 +343,19 @@ class SlowNetwork:
         self.text = None  # later: 1gbit,1ms
         self.speed = None  # and what that says
         self.is_slow = False  # True within `with network:`
-        self.stretch_is_known = False  # by who measures: `with network:` was used, or it was said
-        self.calls = 0  # collectives, sends and recvs that this rank has launched
+        self.stretch_is_known = False  # `with network:` was used, or it was said
+        self.calls = 0  # so many were launched, in all groups; torch's tools see none of them
         self.free_at = 0.0  # when the last byte of all calls so far has left; time.monotonic()
         self.pending = []  # calls that have no delivery time yet
         self.spans = deque(maxlen=100_000)
         self.lock = threading.Lock()
-        self.begin_at(1.0)
+        self.set_stretch(1.0)
 
     def connect(self, text: str) -> None:
         """Be as slow as a text like 1gbit,1ms says, without a stretch."""
         self.text = text
         self.speed = read_network(text)
-        self.begin_at(1.0)
+        self.set_stretch(1.0)
 
     def __enter__(self):
         self.is_slow = True
@@ -360,7 +366,7 @@ class SlowNetwork:
 
     # The stretch: so many seconds here are one of the network's
 
-    def begin_at(self, stretch: float) -> None:
+    def set_stretch(self, stretch: float) -> None:
         """Set the stretch, and forget how low and high it was."""
         self.stretch = stretch
         self.lowest_stretch = stretch
@@ -388,7 +394,7 @@ class SlowNetwork:
         for _ in range(4):
             dist.barrier()
             step()
-        self.begin_at(self.stretch)
+        self.set_stretch(self.stretch)
         if dist.get_rank() == 0:
             counts = f"a step that sends nothing counts as {median(last) / self.stretch:.2g} s"
             print(f"One pace: {counts}; a second of the network takes {self.stretch:.2f} s here")
@@ -398,12 +404,11 @@ class SlowNetwork:
         """Say once, on rank 0, by what to divide times that nobody else divides."""
         self.stretch_is_known = True
         if self.stretch > 1 and dist.get_rank() == 0:
-            print(
-                f"{ranks} ranks share {cores():g} cores, so the network is {self.stretch:g} times "
-                f"slower: divide the times that the script prints by {self.stretch:g}",
-                file=sys.stderr,
-                flush=True,
+            says = (
+                f"{ranks} ranks share {cores():g} cores, so the network is {self.stretch:g} times"
             )
+            divide = f"divide the times that the script prints by {self.stretch:g}"
+            print(f"{says} slower: {divide}", file=sys.stderr, flush=True)
 
     # The calls
 
@@ -448,10 +453,9 @@ class SlowProcessGroup(ProcessGroupOverGloo):
         member = rank, world_size, timeout
         super().__init__(dist.PrefixStore("data", store), *member)
         self.control = dist.ProcessGroupGloo(dist.PrefixStore("launch times", store), *member)
-        self.collectives = 0  # so many were launched; torch's tools see none of them
-        self.free_at = 0.0  # when the last of them so far is delivered; time.monotonic()
+        self.free_at = 0.0  # when its last collective so far is delivered; time.monotonic()
         if not dist.is_initialized():  # it is the group of all ranks
-            network.begin_at(max(1.0, world_size / cores()))
+            network.set_stretch(max(1.0, world_size / cores()))
 
     def launch(self, name: str, *arguments, **options) -> dist.Work:
         """Make a call of gloo's, which takes its time while the network is slow."""
@@ -460,7 +464,6 @@ class SlowProcessGroup(ProcessGroupOverGloo):
         if network.is_slow and not network.stretch_is_known:
             network.say_stretch(dist.get_world_size())
         network.calls += 1
-        self.collectives += name not in ("send", "recv", "recv_anysource")
         work = getattr(self.gloo, name)(*arguments, **options)
         if not network.is_slow or self.size() == 1:
             return work
@@ -507,7 +510,7 @@ def begin(text: str, torchruns: int | None = None) -> None:
     network.connect(text)
     network.is_slow = True  # scripts of this repository end that but where they measure
     carry_gloo_by("slow_network", SlowProcessGroup)
-    torchs_rendezvous = distributed_c10d.rendezvous
+    torchs_rendezvous = torchs(distributed_c10d, "rendezvous")
 
     def rendezvous(*arguments, **options):
         """Meet the other ranks. What a rank of torchrun's has started might wait for ever."""
@@ -528,7 +531,7 @@ SITECUSTOMIZE = """\
 import sys
 from importlib import machinery, util
 
-if "resource_tracker" not in sys.orig_argv[-1]:  # a helper of multiprocessing that has no group
+if util.find_spec("torch") and "resource_tracker" not in sys.orig_argv[-1]:
     spec = util.spec_from_file_location("slow_network", {file!r})
     slow_network = sys.modules["slow_network"] = util.module_from_spec(spec)
     spec.loader.exec_module(slow_network)
@@ -542,9 +545,10 @@ if users_own:
 
 @contextmanager
 def slow_children(text: str, torchruns: int | None):
-    """Let every Python begin() that this process starts within this context.
+    """Let every Python that this process starts within this context begin(), as this one does.
 
-    As each imports a sitecustomize first, if PYTHONPATH leads to one.
+    Python imports a sitecustomize first, wherever PYTHONPATH has one. (Its helper that tracks
+    resources has no use for torch.)
     """
     before = os.environ.get("PYTHONPATH", "")
     with tempfile.TemporaryDirectory() as folder:
@@ -571,38 +575,34 @@ SIZES = {"1 kB": 2**10, "1 MB": 2**20, "10 MB": 10 * 2**20}
 
 
 def measure() -> None:
-    """Print what an all-reduce takes, the median of five, and what is asked for."""
+    """Print what an all-reduce takes, the median of five, and what it should on this network."""
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     network.is_slow = False
     if rank == 0:
         over = network.text or "the network that is there"
         print(f"torch {torch.__version__}, gloo, {world_size} ranks over {over}")
-        print("all-reduce   p50, ms   asked for, ms   ratio   wrong elements")
+        print("all-reduce   p50, ms   requested, ms   ratio")
     for name, size_bytes in SIZES.items():
-        tensor = torch.empty(size_bytes // 4)
+        tensor = torch.ones(size_bytes // 4)
         seconds = []
-        wrong = torch.zeros(1)
         for _ in range(6):
-            tensor.fill_(rank + 1)
             dist.barrier()
             with network:
                 start = time.perf_counter()
                 dist.all_reduce(tensor)
                 seconds.append((time.perf_counter() - start) / network.stretch)
-            wrong += (tensor != world_size * (world_size + 1) / 2).sum()
-        dist.all_reduce(wrong)
         p50 = median(seconds[1:])
-        asked, ratio = "-", "-"
-        if network.text:
-            price = sum(network.price("allreduce", size_bytes, world_size)) / network.stretch
-            asked, ratio = f"{1000 * price:.2f}", f"{p50 / price:.3f}"
+        cells = f"{name:10}{1000 * p50:10.2f}"
+        if network.text and world_size > 1:
+            requested = sum(network.price("allreduce", size_bytes, world_size)) / network.stretch
+            cells += f"{1000 * requested:16.2f}{p50 / requested:8.3f}"
         if rank == 0:
-            print(f"{name:10}{1000 * p50:10.2f}{asked:>16}{ratio:>8}{wrong.item():>17.0f}")
+            print(cells)
     dist.destroy_process_group()
 
 
-def check(text: str, is_rank: bool) -> None:
+def check(text: str) -> None:
     """Fail for what is no network, and for ranks on several hosts."""
     try:
         read_network(text)
@@ -610,35 +610,34 @@ def check(text: str, is_rank: bool) -> None:
         fail(str(error))
     ranks = os.environ.get("WORLD_SIZE")
     here = os.environ.get("LOCAL_WORLD_SIZE")
-    if is_rank and here != ranks:
+    if "RANK" in os.environ and here != ranks:
         fail(f"all ranks have to be of this host, started by torchrun: {here} of {ranks} are")
 
 
 def main() -> None:
-    """Read the command line, and run a script over the network that it names, or measure it."""
-    name = Path(__file__).name
-    text, *script = sys.argv[1:] or [None]
-    if text in ("-h", "--help"):
-        print(f"usage: {name} RATE,DELAY [SCRIPT ... | -m MODULE ...]\n\n{__doc__}")
+    """Run a script over the network that the command line names, or measure that network."""
+    text, *script = sys.argv[1:] or [""]
+    if {"-h", "--help"} & {text, *script[:1]}:
+        print(f"usage: {Path(__file__).name} RATE,DELAY [SCRIPT ... | -m MODULE ...]\n\n{__doc__}")
         return
     is_rank = "RANK" in os.environ  # torchrun has started it
     if script == ["-m"] or not (script or is_rank):
-        fail(f"it needs a script, or torchrun: see {name} --help")
-    if text:
-        check(text, is_rank)
-    if script and script[0] != "-m" and not Path(script[0]).is_file():
-        fail(f"there is no script {script[0]}")
-    if not script:
+        fail("it needs a script, or torchrun: see --help")
+    if text or script:
+        check(text)
+    if script:
+        if script[0] != "-m" and not Path(script[0]).is_file():
+            fail(f"there is no script {script[0]}")
+        sys.modules["slow_network"] = sys.modules["__main__"]  # for a script that imports it
+        torchruns = os.getpid() if is_rank else None
+        with CHILDREN:
+            CHILDREN.enter_context(slow_children(text, torchruns))
+            begin(text, torchruns)
+            run(*script)
+    else:
         if text:
             begin(text)
         measure()
-        return
-    sys.modules["slow_network"] = sys.modules["__main__"]  # for a script that imports it
-    torchruns = os.getpid() if is_rank else None
-    with CHILDREN:
-        CHILDREN.enter_context(slow_children(text, torchruns))
-        begin(text, torchruns)
-        run(*script)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ MAXIMUM = dist.ReduceOp.MAX
 def slow_group(text: str = "1gbit,1ms", timeout: float = 150, stretch: float = 1.0):
     network.spans.clear()
     network.connect(text)
-    network.begin_at(stretch)
+    network.set_stretch(stretch)
     with gloo_carried_by("slow_network", SlowProcessGroup):
         return dist.new_group(timeout=timedelta(seconds=timeout))
 
@@ -89,7 +89,7 @@ def follows_the_machine():
         found.append((network.stretch, network.lowest_stretch, network.highest_stretch))
     expected = [(2.0, 2.0, 2.0), (2.0, 2.0, 2.0), (1.0, 1.0, 2.0), (1.0, 1.0, 2.0)]
     assert found == [pytest.approx(each) for each in expected]
-    network.begin_at(3.0)
+    network.set_stretch(3.0)
     assert network.price("allreduce", 125_000_000, 2) == pytest.approx((3.0, 3 * 0.004))
 
 
@@ -259,10 +259,10 @@ def test_training_ends_where_it_does_over_gloo(ranks):
 def test_it_measures_itself_and_what_is_there(forked):
     status, output = forked(2, SCRIPT, "1gbit,5ms")
     assert status == 0, output
-    ratios = re.findall(r"^\d+ [kM]B .* (\S+) +0$", output, re.MULTILINE)
-    assert len(ratios) == 3 and min(map(float, ratios)) >= 1, output  # and 0 are wrong
+    ratios = re.findall(r"^\d+ [kM]B .* (\S+)$", output, re.MULTILINE)
+    assert len(ratios) == 3 and min(map(float, ratios)) >= 1, output
     status, output = forked(2, SCRIPT)
-    assert status == 0 and len(re.findall(r"^\d+ [kM]B .* - +0$", output, re.MULTILINE)) == 3
+    assert status == 0 and len(re.findall(r"^\d+ [kM]B +\S+$", output, re.MULTILINE)) == 3
 
 
 OF_EVERY_KIND = """
@@ -273,7 +273,7 @@ from torch.distributed import init_process_group  # by name
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-import common  # the script's own
+import network  # the script's own
 
 kind = sys.argv[1]
 group = None
@@ -298,7 +298,7 @@ else:
     wrapped = DistributedDataParallel(layer, process_group=group)
 start = time.monotonic()
 wrapped(torch.ones(2, 3)).sum().backward()
-print("a backward took", time.monotonic() - start, common.WHOSE, flush=True)
+print(f"{network.WHOSE}: a backward took {time.monotonic() - start} s", flush=True)
 dist.destroy_process_group()
 """
 
@@ -307,9 +307,9 @@ dist.destroy_process_group()
 def test_every_kind_of_group_is_slow(forked, tmp_path, kind):
     """An all-reduce takes four delays; all that the script imports are its own modules."""
     (tmp_path / "train.py").write_text(OF_EVERY_KIND)
-    (tmp_path / "common.py").write_text("WHOSE = 'mine'")
+    (tmp_path / "network.py").write_text("WHOSE = 'mine'")
     status, output = forked(2, SCRIPT, "1gbit,50ms", tmp_path / "train.py", kind, cwd=tmp_path)
-    seconds = re.findall(r"a backward took (\S+) mine", output)
+    seconds = re.findall(r"mine: a backward took (\S+)", output)
     assert status == 0 and len(seconds) == 2, output
     assert min(map(float, seconds)) >= 0.2
 
