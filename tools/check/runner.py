@@ -52,7 +52,7 @@ def begin(output: str | None, function, *arguments) -> None:
     os.dup2(file, 2)
     if output:
         os.dup2(file, 1)
-    sys.stdout.reconfigure(line_buffering=True)
+    sys.stdout.reconfigure(line_buffering=True, write_through=False)  # a line at once
     function(*arguments)
 
 
