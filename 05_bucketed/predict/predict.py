@@ -47,7 +47,7 @@ from strategies import (
 from users_class import load
 
 from common import ladder, report, setup, timing
-from common.ladder import BUCKET_SIZE_MB, NO_COMMUNICATION, TORCH_DDP, Trainee, Way
+from common.ladder import BUCKET_SIZE_MB, NO_COMMUNICATION, TORCH_DDP, Way
 
 
 class Network(NamedTuple):
@@ -199,18 +199,6 @@ def measure_network(device) -> Network:
     return found._replace(processor_per_call=per_call, processor_per_byte=per_byte)
 
 
-def train_alone(floor: Trainee, gradients: list[nn.Parameter]) -> dict:
-    """Train without sending; also say when each gradient is there."""
-    watch = floor.watch
-    hooks = [p.register_post_accumulate_grad_hook(watch.mark) for p in gradients]
-    times = floor.step()
-    for hook in hooks:
-        hook.remove()
-    times["forward_ends"] = watch.seconds("step starts", "forward ends")
-    times["backward_ends"] = watch.seconds("step starts", "finish starts")
-    return times | {"ready": [watch.seconds("step starts", p) for p in gradients]}
-
-
 def alone_of(gradients: list[nn.Parameter], device, result: dict) -> Alone:
     """Return what `simulate` needs, of the first of the rows; measures the network for it.
 
@@ -231,8 +219,17 @@ def measure_beside(args, device, wrappers: dict, result: dict, in_turn=True) -> 
     """
     result["model"] = ladder.describe(args)
     floor = ladder.language_trainee(Way(), train_step, args, device)
-    gradients = list(floor.module.parameters())[::-1]
-    alone = partial(train_alone, floor, gradients)
+    watch, gradients = floor.watch, list(floor.module.parameters())[::-1]
+
+    def alone() -> dict:
+        """Train without sending; also says when each gradient is there."""
+        hooks = [p.register_post_accumulate_grad_hook(watch.mark) for p in gradients]
+        times = floor.step()
+        for hook in hooks:
+            hook.remove()
+        times["forward_ends"] = watch.seconds("step starts", "forward ends")
+        times["backward_ends"] = watch.seconds("step starts", "finish starts")
+        return times | {"ready": [watch.seconds("step starts", p) for p in gradients]}
 
     def measure_group(group: dict, steps: dict) -> list[dict]:
         trainees = {}
@@ -276,14 +273,29 @@ MOST_NOISE = 0.15  # of a step
 NETWORKS = {"10gbit,50us": (10e9 / 8, 50e-6), "100gbit,10us": (100e9 / 8, 10e-6)}
 
 
-def train_mine(model, optimizer, loss_of, _) -> torch.Tensor:
-    """Train on the user's batch; return its loss."""
+def train_mine(model, loss_of, optimizer, watch, gradients=()) -> dict:
+    """Train on the user's batch; return the times of the step, and when gradients are there."""
+    hooks = [p.register_post_accumulate_grad_hook(watch.mark) for p in gradients]
+    watch.mark("step starts")
     loss = loss_of(model)
+    watch.mark("forward ends")
     loss.backward()
-    model.finish_gradient_synchronization()
+    watch.mark("backward ends")
+    if hasattr(model, "finish_gradient_synchronization"):  # 05's
+        model.finish_gradient_synchronization()
+    watch.mark("optimizer starts")
     optimizer.step()
     optimizer.zero_grad()
-    return loss.detach()
+    watch.mark("step ends")
+    for hook in hooks:
+        hook.remove()
+    return {
+        "step_seconds": watch.seconds("step starts", "step ends"),
+        "forward_ends": watch.seconds("step starts", "forward ends"),
+        "backward_ends": watch.seconds("step starts", "backward ends"),
+        "optimizer_seconds": watch.seconds("optimizer starts", "step ends"),
+        "ready": [watch.seconds("step starts", p) for p in gradients],
+    }
 
 
 def measure_mine(args, device, result: dict) -> Alone:
@@ -304,23 +316,19 @@ def measure_mine(args, device, result: dict) -> Alone:
     model.zero_grad()
     rebuilt = len(used) == len(gradients)
     options = {"gradient_as_bucket_view": True, "find_unused_parameters": not rebuilt}
-    torchs = partial(DistributedDataParallel, **options)
-
-    def trainee(wrap, beside=None) -> Trainee:
-        way = Way(lambda _: wrap(model))
-        # Of its parameters the first must get a gradient, which it marks.
-        made = Trainee(way, nn.ParameterList(used), train_mine, beside, lr=1e-4, fused=True)
-        made.batch = loss_of, None
-        return made
-
+    torchs = partial(DistributedDataParallel, model, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    train = partial(
+        train_mine, loss_of=loss_of, optimizer=optimizer, watch=timing.Stopwatch(device)
+    )
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
-    floor = trainee(partial(torchs, process_group=groups[dist.get_rank()]))
-    alone = partial(train_alone, floor, used)
+    alone = partial(train, torchs(process_group=groups[dist.get_rank()]), gradients=used)
     steps = {NO_COMMUNICATION: alone, AGAIN: alone}
     if len(groups) > 1:
-        steps[TORCH_DDP] = trainee(torchs, floor).step
-        steps[TORCH_DDP_MB] = trainee(partial(torchs, bucket_cap_mb=BUCKET_SIZE_MB), floor).step
-        steps["BucketedDDP"] = trainee(strategies(BUCKET_SIZE_MB)["BucketedDDP"].wrap, floor).step
+        ours = strategies(BUCKET_SIZE_MB)["BucketedDDP"]
+        steps[TORCH_DDP] = partial(train, torchs())
+        steps[TORCH_DDP_MB] = partial(train, torchs(bucket_cap_mb=BUCKET_SIZE_MB))
+        steps["BucketedDDP"] = partial(train, ours.wrap(model))
     before = timing.measure({NO_COMMUNICATION: alone}, steps=3, warmup=2)
     pace = float(numpy.median(before[NO_COMMUNICATION]["step_seconds"]))
     samples = timing.measure(ladder.at_one_pace(steps, pace), args.steps, args.warmup)

@@ -90,7 +90,7 @@ def test_a_step():
 
 
 class Crossed(nn.Module):
-    """It uses its layers, 4 MB each, in another order than it has them, and the last perhaps not."""
+    """It calls its layers, 4 MB each, in another order than it has them; perhaps not all."""
 
     def __init__(self, uses: list[int]):
         super().__init__()
@@ -104,7 +104,7 @@ class Crossed(nn.Module):
 
 
 def buckets_of_torch(uses: list[int], bucket_size_mb) -> tuple[list, list]:
-    """Bytes of each bucket, as predicted and in the log of torch's DDP after its second step."""
+    """Bytes of each bucket, as predicted and in the log of torch's DDP after two steps."""
     model = Crossed(uses)
     is_unused = len(uses) < len(model.layers)
     options = {"bucket_cap_mb": bucket_size_mb, "find_unused_parameters": is_unused}
@@ -112,7 +112,7 @@ def buckets_of_torch(uses: list[int], bucket_size_mb) -> tuple[list, list]:
     came = []
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(came.append)
-    for _ in range(2):
+    for _ in range(3):
         came.clear()
         wrapped(torch.ones(1, 1024)).sum().backward()
     moments = {parameter: moment for moment, parameter in enumerate(came)}
