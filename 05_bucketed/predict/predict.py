@@ -7,6 +7,7 @@ measured beside.
 
     make 05_bucketed/predict NPROC=2                                    (see also ARGS="--help")
     make 05_bucketed/predict NETWORK=1gbit,1ms
+    make predict MINE=model.py:build NETWORK=1gbit,1ms                  (a model of your own)
     torchrun --standalone --nproc-per-node 2 05_bucketed/predict/predict.py
 
 It leaves in results/: predict.json; gradients.png, when each gradient comes; and step.html, the
@@ -28,6 +29,7 @@ import numpy
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 FOLDER = Path(__file__).resolve().parent
 sys.path[:0] = [str(FOLDER.parent / "compare"), str(FOLDER.parent.parent)]
@@ -42,9 +44,10 @@ from strategies import (
     strategies,
     train_step,
 )
+from users_class import load
 
 from common import ladder, report, setup, timing
-from common.ladder import NO_COMMUNICATION, Way
+from common.ladder import BUCKET_SIZE_MB, NO_COMMUNICATION, TORCH_DDP, Way
 
 
 class Network(NamedTuple):
@@ -96,6 +99,27 @@ def calls_of(gradients: list[nn.Parameter], ready: list[float], bucket_size_mb: 
     return [(sum(p.nbytes for p in each), max(moments[p] for p in each)) for each in buckets]
 
 
+def calls_of_torch(gradients, ready: list[float], bucket_size_mb: float | None, rebuilt=True):
+    """Return those of torch's DDP, for gradients of one dtype: a full bucket has reached the size.
+
+    By default that is 1 MB for the first and 25 for others. After its first step torch fills them
+    as gradients come; if some may be unused, in the order of the model, and sends the last first.
+    """
+    order = list(zip(gradients, ready, strict=True))
+    order = sorted(order, key=lambda pair: pair[1]) if rebuilt else order[::-1]
+    calls = []
+    size, limit = 0, 0  # of the last bucket
+    for parameter, moment in order:
+        if size >= limit:
+            calls.append((0, 0.0))
+            default = 25 if len(calls) > 1 else 1
+            limit = (bucket_size_mb or default) * 2**20
+        size, last = calls[-1]
+        size += parameter.nbytes
+        calls[-1] = size, max(last, moment)
+    return calls if rebuilt else calls[::-1]
+
+
 class Alone(NamedTuple):
     """A step that sends nothing, in seconds from its begin, and what calls cost beside it."""
 
@@ -105,12 +129,24 @@ class Alone(NamedTuple):
     backward_ends: float
     optimizer: float  # seconds that it takes
     network: Network
+    rebuilt: bool = True  # torch's buckets, after the first step
+    buffers: tuple[int, ...] = ()  # bytes of each broadcast before a forward of torch's DDP
 
     def step(self, strategy: Strategy) -> float:
         """Return the seconds of a step that sends, as simulated."""
         calls = calls_of(self.gradients, self.ready, strategy.bucket_size_mb)
         _, _, arrived = simulate(calls, self.backward_ends, strategy, self.network)[-1]
         return max(arrived, self.backward_ends) + self.optimizer
+
+    def step_of_torch(self, bucket_size_mb: float | None, network: Network) -> tuple:
+        """Return the seconds of a step of torch's DDP, and of these the exposed ones."""
+        calls = calls_of_torch(self.gradients, self.ready, bucket_size_mb, self.rebuilt)
+        during = Strategy(None, bucket_size_mb, WHEN_READY)
+        _, _, arrived = simulate(calls, self.backward_ends, during, network)[-1]
+        exposed = max(0.0, arrived - self.backward_ends)
+        for size in self.buffers:  # a broadcast has half of the messages of an all-reduce
+            exposed += network.blocking_call_seconds / 2 + size / network.bytes_per_second
+        return self.backward_ends + self.optimizer + exposed, exposed
 
 
 def measure_network(device) -> Network:
@@ -163,6 +199,19 @@ def measure_network(device) -> Network:
     return found._replace(processor_per_call=per_call, processor_per_byte=per_byte)
 
 
+def alone_of(gradients: list[nn.Parameter], device, result: dict) -> Alone:
+    """Return what `simulate` needs, of the first of the rows; measures the network for it.
+
+    A call waits for the last rank. All begin a step together, so their times compare.
+    """
+    keys = ("ready", "forward_ends", "backward_ends", "optimizer_seconds")
+    moments = [numpy.max(result["rows"][0][key], axis=0) for key in keys]
+    moments = [numpy.median(each, axis=0).tolist() for each in moments]
+    network = measure_network(device)
+    result["all_reduce"] = network._asdict()
+    return Alone(gradients, *moments, network)
+
+
 def measure_beside(args, device, wrappers: dict, result: dict, in_turn=True) -> Alone:
     """Measure `no communication` and wrappers of one model: all in turn, or one after another.
 
@@ -200,13 +249,7 @@ def measure_beside(args, device, wrappers: dict, result: dict, in_turn=True) -> 
         for name, wrap in wrappers.items():
             rows += measure_group({name: wrap}, {})
     result["rows"] = rows
-    # A call waits for the last rank. All begin a step together, so their times compare.
-    keys = ("ready", "forward_ends", "backward_ends", "optimizer_seconds")
-    moments = [numpy.max(rows[0][key], axis=0) for key in keys]
-    moments = [numpy.median(each, axis=0).tolist() for each in moments]
-    network = measure_network(device)
-    result["all_reduce"] = network._asdict()
-    return Alone(gradients, *moments, network)
+    return alone_of(gradients, device, result)
 
 
 def print_predicted(result: dict) -> None:
@@ -222,6 +265,155 @@ def print_predicted(result: dict) -> None:
     setup.say("measured: p50 of all steps of all ranks")
 
 
+# A model of the user's own
+
+AGAIN = "no communication again"
+TORCH_DDP_MB = f"{TORCH_DDP}, {BUCKET_SIZE_MB:g} MB"
+MOST_NOISE = 0.15  # of a step
+NETWORKS = {"10gbit,50us": (10e9 / 8, 50e-6), "100gbit,10us": (100e9 / 8, 10e-6)}
+
+
+def train_mine(model, loss_of, optimizer, watch, gradients=()) -> dict:
+    """Train on the user's batch; return the times of the step, and when gradients are there."""
+    hooks = [p.register_post_accumulate_grad_hook(watch.mark) for p in gradients]
+    watch.mark("step starts")
+    loss = loss_of(model)
+    watch.mark("forward ends")
+    loss.backward()
+    watch.mark("backward ends")
+    if hasattr(model, "finish_gradient_synchronization"):  # 05's
+        model.finish_gradient_synchronization()
+    watch.mark("optimizer starts")
+    optimizer.step()
+    optimizer.zero_grad()
+    watch.mark("step ends")
+    for hook in hooks:
+        hook.remove()
+    return {
+        "step_seconds": watch.seconds("step starts", "step ends"),
+        "forward_ends": watch.seconds("step starts", "forward ends"),
+        "backward_ends": watch.seconds("step starts", "backward ends"),
+        "optimizer_seconds": watch.seconds("optimizer starts", "step ends"),
+        "ready": [watch.seconds("step starts", p) for p in gradients],
+    }
+
+
+def measure_mine(args, device, result: dict) -> Alone:
+    """Measure the user's model without communication, twice, with torch's DDP, and with 05.
+
+    Without communication it is torch's DDP of each rank alone, which copies into buckets, too.
+    """
+    torch.manual_seed(args.seed)
+    try:
+        with device:
+            model, loss_of = load(args.mine)()
+            loss_of(model).backward()
+    except Exception as error:  # whatever the file does
+        what = f"'{args.mine}' names no function that returns a model and a function of its loss"
+        setup.fail(f"argument --mine: {what} ({error!r})")
+    gradients = [p for p in model.parameters() if p.requires_grad][::-1]
+    used = [p for p in gradients if p.grad is not None]
+    model.zero_grad()
+    rebuilt = len(used) == len(gradients)
+    options = {"gradient_as_bucket_view": True, "find_unused_parameters": not rebuilt}
+    torchs = partial(DistributedDataParallel, model, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    train = partial(
+        train_mine, loss_of=loss_of, optimizer=optimizer, watch=timing.Stopwatch(device)
+    )
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    alone = partial(train, torchs(process_group=groups[dist.get_rank()]), gradients=used)
+    steps = {NO_COMMUNICATION: alone, AGAIN: alone}
+    if len(groups) > 1:
+        ours = strategies(BUCKET_SIZE_MB)["BucketedDDP"]
+        steps[TORCH_DDP] = partial(train, torchs())
+        steps[TORCH_DDP_MB] = partial(train, torchs(bucket_cap_mb=BUCKET_SIZE_MB))
+        steps["BucketedDDP"] = partial(train, ours.wrap(model))
+    before = timing.measure({NO_COMMUNICATION: alone}, steps=3, warmup=2)
+    pace = float(numpy.median(before[NO_COMMUNICATION]["step_seconds"]))
+    samples = timing.measure(ladder.at_one_pace(steps, pace), args.steps, args.warmup)
+    ladder.warn_of_drift()
+    result["rows"] = [{"name": name, **times} for name, times in samples.items()]
+    found = alone_of(used, device, result)
+    moments = dict(zip(used, found.ready, strict=True))
+    ready = [moments.get(p, found.forward_ends) for p in gradients]
+    buffers = {}
+    for buffer in model.buffers():
+        buffers[buffer.dtype] = buffers.get(buffer.dtype, 0) + buffer.nbytes
+    buffers = tuple(buffers.values())
+    return found._replace(gradients=gradients, ready=ready, rebuilt=rebuilt, buffers=buffers)
+
+
+def print_errors(result: dict) -> None:
+    """Print each predicted step, and its overhead, beside what was measured, and the noise."""
+    p50 = {row["name"]: report.percentiles(row["step_seconds"])[0] for row in result["rows"]}
+    floor = p50[NO_COMMUNICATION]
+    noise = abs(p50[AGAIN] - floor)
+    is_quiet = noise <= MOST_NOISE * floor
+    table = []
+    for name, step in result["predicted"].items():
+        cells = [name]
+        for less in (0.0, floor):
+            predicted, measured = step - less, p50[name] - less
+            error = "-"
+            if is_quiet and noise < measured:
+                error = f"{100 * (predicted / measured - 1):+.1f} %"
+            cells += [f"{1000 * predicted:.1f}", f"{1000 * measured:.1f}", error]
+        table.append(cells)
+    header = ["step, ms", "predicted", "measured", "error", "overhead", "measured", "error"]
+    report.print_table(header, table)
+    setup.say(
+        f"overhead: step − no communication, {1000 * floor:.1f} ms, and {1000 * p50[AGAIN]:.1f} ms "
+        f"again:\nno prediction is better than this noise of {100 * noise / floor:.1f} %"
+    )
+    if not is_quiet:
+        setup.say("warning: that is too much to judge predictions by: leave the machine alone")
+
+
+def sent(ranks: int) -> float:
+    """Return how often a rank sends its bytes in a ring."""
+    return 2 * (ranks - 1) / ranks
+
+
+def ring(ranks: int, rate: float, delay: float, here: Network, ranks_here: int) -> Network:
+    """Return what calls cost in a ring; for bytes per second, and seconds. As step.html has it."""
+    delays = 4 * (ranks - 1) * delay
+    return here._replace(
+        call_seconds=1e-4 + delays,
+        bytes_per_second=rate / sent(ranks),
+        blocking_call_seconds=5e-4 + delays,
+        processor_per_byte=here.processor_per_byte * sent(ranks) / max(1, sent(ranks_here)),
+    )
+
+
+def calculate(alone: Alone) -> list[dict]:
+    """Print and return steps of torch's DDP on more ranks and networks than were measured."""
+    networks = NETWORKS
+    if text := setup.network().text:
+        networks = {text: setup.network().network[:2]} | networks
+    rows = []
+    for name, (rate, delay) in networks.items():
+        for ranks in (2, 8, 64):
+            network = ring(ranks, rate, delay, alone.network, dist.get_world_size())
+            sizes = [None, 1, 2, 5, 10, 50, 100, 1000]
+            steps = {mb: alone.step_of_torch(mb, network) for mb in sizes}
+            step, exposed = steps[None]
+            best = min(steps, key=steps.get)
+            row = {"network": name, "ranks": ranks, "step, ms": 1000 * step}
+            row["exposed"] = 1000 * exposed
+            row["speed-up"] = ranks * (alone.backward_ends + alone.optimizer) / step
+            row["best cap, MB"] = best or "default"
+            row["its step"] = 1000 * steps[best][0]
+            rows.append(row)
+    setup.say("\nCalculated from this device's step, for torch's DDP:")
+    table = []
+    for row in rows:
+        cells = [f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row.values()]
+        table.append(cells)
+    report.print_table(list(rows[0]), table)
+    return rows
+
+
 # ==================================================================================================
 # Below this line: the picture, the page, and main.
 
@@ -230,14 +422,16 @@ def draw(alone: Alone, path: Path) -> None:
     """Draw the time from each gradient's arrival until backward ends; the last layer's on top."""
     figure, axes = report.new_figure(7, 2.8)
     forward, backward = 1000 * alone.forward_ends, 1000 * alone.backward_ends
-    axes.barh(-14, forward, 10, color=COLORS["forward"], label="forward")
-    axes.barh(-14, backward - forward, 10, forward, color=COLORS["backward"], label="backward")
     rows = range(len(alone.ready))
+    top, height = -len(rows) / 7, len(rows) / 10
+    axes.barh(top, forward, height, color=COLORS["forward"], label="forward")
+    length = backward - forward
+    axes.barh(top, length, height, forward, color=COLORS["backward"], label="backward")
     ready = [1000 * moment for moment in alone.ready]
     lengths = [backward - moment for moment in ready]
     label = "gradient complete: its all-reduce can overlap"
     axes.barh(rows, lengths, 1, ready, color=COLORS["all-reduce"], label=label)
-    axes.set_yticks([-14, 0, rows[-1]], ["computes", "last layer", "first layer"])
+    axes.set_yticks([top, 0, rows[-1]], ["computes", "last layer", "first layer"])
     axes.invert_yaxis()
     axes.set_xlabel("ms")
     figure.legend(loc="outside upper center", ncols=3, fontsize=9, frameon=False)
@@ -249,27 +443,47 @@ def write_page(alone: Alone, result: dict, path: Path) -> None:
     sizes = [parameter.nbytes for parameter in alone.gradients]
     data = alone._asdict()
     data["gradients"] = list(zip(sizes, data.pop("ready"), strict=True))
-    data["tokens"] = result["model"]["batch_size"] * result["model"]["context_length"]
-    network, ranks = data.pop("network"), result["world_size"]
+    if mine := result["options"]["mine"]:
+        data |= {"model": Path(mine).name, "unit": "batches", "batch": 1}
+    else:
+        model = result["model"]
+        tokens = model["batch_size"] * model["context_length"]
+        data |= {"model": model["size"], "unit": "tokens", "batch": tokens}
+    network = data.pop("network")
     data["processor_per_call"] = network.processor_per_call
-    # That of a byte sent: for each of the gradients' a rank sends 2(n-1)/n.
-    data["processor_per_byte"] = network.processor_per_byte / max(1, 2 * (ranks - 1) / ranks)
+    # That of a byte sent.
+    share = max(1, sent(result["world_size"]))
+    data["processor_per_byte"] = network.processor_per_byte / share
     page = (FOLDER / "step.html").read_text(encoding="utf-8")
-    page = re.sub("const DATA = .*", f"const DATA = {json.dumps(data)};", page, count=1)
+    page = re.sub("const DATA = .*", lambda _: f"const DATA = {json.dumps(data)};", page, count=1)
     path.write_text(page, encoding="utf-8")
 
 
 def main():
     parser = setup.Parser(__doc__)
     ladder.add_training_arguments(parser, steps=6)
+    mine = "instead of --size: it returns a model, and a function of it that returns a loss"
+    parser.add_argument("--mine", metavar="FILE.py:NAME", help=mine)
     parser.set_defaults(json=str(setup.ROOT / "results" / "predict.json"))
     args = parser.parse_args()
     with setup.process_group(args.device, args.backend, args.timeout) as device:
         result = report.begin("05_bucketed/predict", args, device)
-        stages = strategies(ladder.BUCKET_SIZE_MB).items()
-        alone = measure_beside(args, device, {name: each.wrap for name, each in stages}, result)
-        result["predicted"] = {name: alone.step(strategy) for name, strategy in stages}
-        print_predicted(result)
+        stages = strategies(BUCKET_SIZE_MB)
+        if args.mine:
+            alone = measure_mine(args, device, result)
+            if result["world_size"] > 1:
+                of_torch, _ = alone.step_of_torch(None, alone.network)
+                with_mb, _ = alone.step_of_torch(BUCKET_SIZE_MB, alone.network)
+                of_05 = alone.step(stages["BucketedDDP"])
+                predicted = {TORCH_DDP: of_torch, TORCH_DDP_MB: with_mb, "BucketedDDP": of_05}
+                result["predicted"] = predicted
+                print_errors(result)
+            result["calculated"] = calculate(alone)
+        else:
+            wrappers = {name: each.wrap for name, each in stages.items()}
+            alone = measure_beside(args, device, wrappers, result)
+            result["predicted"] = {name: alone.step(each) for name, each in stages.items()}
+            print_predicted(result)
         report.write_json(args.json, result)
     if args.json and setup.is_rank_0():
         draw(alone, args.json.with_name("gradients.png"))

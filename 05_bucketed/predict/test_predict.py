@@ -17,6 +17,8 @@ import pytest
 import torch
 from predict import Alone, Network, simulate
 from strategies import AFTER_BACKWARD, ONE_BY_ONE, WHEN_READY, Strategy, strategies
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from tools import testing
 
@@ -79,9 +81,55 @@ def test_buckets_are_those_of_stage_05_and_wait_for_their_last_gradient():
 
 
 def test_a_step():
-    """One call of 2 MB after backward."""
-    alone = Alone(gradients(1, 1), [1.0, 4.0], 0.5, 4.0, 0.25, Network(0.5, 2.0 * 2**20))
+    """One call of 2 MB after backward; torch's DDP has broadcast a buffer of 1 MB before."""
+    network = Network(0.5, 2.0 * 2**20, blocking_call_seconds=0.25)
+    alone = Alone(gradients(1, 1), [1.0, 4.0], 0.5, 4.0, 0.25, network, buffers=(2**20,))
     assert alone.step(Strategy(None, None, AFTER_BACKWARD)) == 4.0 + 1.0 + 0.5 + 0.25
+    exposed = 1.0 + 0.5 + 0.125 + 0.5
+    assert alone.step_of_torch(2, network) == (4.0 + 0.25 + exposed, exposed)
+
+
+class Crossed(nn.Module):
+    """It calls its layers, 4 MB each, in another order than it has them; perhaps not all."""
+
+    def __init__(self, uses: list[int]):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(1024, 1024) for _ in range(9))
+        self.uses = uses
+
+    def forward(self, x):
+        for number in self.uses:
+            x = self.layers[number](x)
+        return x
+
+
+def buckets_of_torch(uses: list[int], bucket_size_mb) -> tuple[list, list]:
+    """Bytes of each bucket, as predicted and in the log of torch's DDP after two steps."""
+    model = Crossed(uses)
+    is_unused = len(uses) < len(model.layers)
+    options = {"bucket_cap_mb": bucket_size_mb, "find_unused_parameters": is_unused}
+    wrapped = DistributedDataParallel(model, **options)
+    came = []
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(came.append)
+    for _ in range(3):
+        came.clear()
+        wrapped(torch.ones(1, 1024)).sum().backward()
+    moments = {parameter: moment for moment, parameter in enumerate(came)}
+    order = list(model.parameters())[::-1]
+    ready = [moments.get(parameter, 0) for parameter in order]
+    calls = predict.calls_of_torch(order, ready, bucket_size_mb, rebuilt=not is_unused)
+    log = wrapped._get_ddp_logging_data()
+    sizes = log["bucket_sizes" if is_unused else "rebuilt_bucket_sizes"]
+    return [size for size, _ in calls], [int(size) for size in sizes.split(",")]
+
+
+def test_buckets_are_those_of_torch(ranks):
+    """By default and with a size; without the last layer they stay those of the model."""
+    for uses in ([4, 0, 8, 2, 6, 1, 3, 7, 5], [4, 0, 2, 6, 1, 3, 7, 5]):
+        for bucket_size_mb in (None, 1, 5, 13, 100):
+            for predicted, of_torch in ranks(2).run(buckets_of_torch, uses, bucket_size_mb):
+                assert predicted == of_torch and len(predicted) > (bucket_size_mb != 100)
 
 
 def asked_of_the_page(*expressions: str, more: str = "") -> list:
@@ -123,6 +171,7 @@ def test_the_page_computes_the_same():
     ]
     asked = ["DATA.gradients", "ring(8, 1e9, 0.001, 1)"]
     asked += [f"callsOf(DATA.gradients, {mb})" for mb in ("0", "1", "5", "Infinity")]
+    asked += [f"callsOfTorch(DATA.gradients, {mb})" for mb in (1, 5)]
     for calls_at_once, way in ways:
         kind = json.dumps(
             {"overlap": way.launches == WHEN_READY, "blocking": way.launches == ONE_BY_ONE}
@@ -134,9 +183,14 @@ def test_the_page_computes_the_same():
     assert 0.028 < ring["callSeconds"] < ring["blockingCallSeconds"] < 0.029
     assert ring["bytesPerSecond"] == pytest.approx(1e9 / 1.75)
     assert ring.keys() == {*NAMES_ON_THE_PAGE}
+    here = predict.ring(8, 1e9, 0.001, Network(0.0, 1.0, 1), ranks_here=2)
+    values = [ring[name] for name in NAMES_ON_THE_PAGE[:4]]
+    one, two = here.call_seconds, here.blocking_call_seconds
+    assert values == pytest.approx([one, here.bytes_per_second, here.calls_at_once, two])
     sizes, ready = zip(*data, strict=True)
     parameters = [torch.nn.Parameter(torch.empty(n // 4, device="meta")) for n in sizes]
     here = [predict.calls_of(parameters, ready, mb) for mb in (0, 1, 5, None)]
+    here += [predict.calls_of_torch(parameters, ready, mb) for mb in (1, 5)]
     here += [simulate(calls, 0.3, way, Network(0.0041, 1.25e8, n, *MORE)) for n, way in ways]
     assert said == [[list(times) for times in of_calls] for of_calls in here]
 
@@ -180,9 +234,13 @@ def test_presets_of_the_page():
     expressions = ["show('')", "slide('bucket', 0)", "show('#05')", "show('#02')", "show('#ZeRO2')"]
     every, size, of_05, of_02, of_zero2 = asked_of_the_page(*expressions, more=show)
     network = ["ranks", "rate", "delay"]
-    six = [*network, "bucket", "callsAtOnce", "tokens"]
-    assert every == [["no co", "02: a", "03: o", "04: a", "05's ", "05: a", "ZeRO2"], six, 5]
-    assert size == 0.5 and of_05 == [["no co", *every[0][2:6]], six, 0.5]
+    six = [*network, "bucket", "callsAtOnce", "batch"]
+    assert every == [
+        ["no co", "02: a", "03: o", "04: a", "05's ", "05: a", "torch", "ZeRO2"],
+        six,
+        5,
+    ]
+    assert size == 0.5 and of_05 == [["no co", *every[0][2:7]], six, 0.5]
     assert of_02 == [["no co", "02: a"], network, 5]
     assert of_zero2 == [["no co", "05: a", "ZeRO2"], six, 5]
 
@@ -239,3 +297,72 @@ def test_run(forked, tmp_path):
     testing.assert_png(tmp_path / "gradients.png")
     data = re.search(r"const DATA = (.*);", (tmp_path / "step.html").read_text())[1]
     assert len(json.loads(data)["gradients"]) == 15
+
+
+MINE = """
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.norm = nn.BatchNorm1d(8)
+        self.head = nn.Linear(8, 2)
+        self.unused = nn.Linear(8, 8)
+
+    def forward(self, x, *, scale):
+        return self.head(nn.functional.relu(self.norm(self.frozen(x)), inplace=True)) * scale
+
+def build():
+    x, y = torch.randn(4, 8), torch.tensor([0, 1, 0, 1])
+    return Model(), lambda model: nn.functional.cross_entropy(model(x, scale=2), y)
+
+def model_alone():
+    return Model()
+
+def loss_of_each():
+    return Model(), lambda model: model(torch.randn(4, 8), scale=2)
+"""
+ROWS = ["no communication", "no communication again", "torch DDP", "torch DDP, 5 MB", "BucketedDDP"]
+
+
+def test_a_model_of_the_users_own(forked, tmp_path):
+    """Four of its eight parameters get a gradient; then all that is printed, and the page."""
+    (tmp_path / "mine.py").write_text(MINE)
+    words = "--mine mine.py:build --steps 2 --warmup 1 --device cpu --json json".split()
+    status, output = forked(
+        2, testing.OVER, "1gbit,1ms", FOLDER / "predict.py", *words, cwd=tmp_path
+    )
+    assert status == 0, output
+    result = testing.read_json(tmp_path / "json", "05_bucketed/predict")
+    alone, again, *rows = result["rows"]
+    assert [row["name"] for row in result["rows"]] == ROWS
+    assert {len(moments) for moments in alone["ready"][0]} == {4}
+    assert list(result["predicted"]) == ROWS[2:]
+    slowest = max(result["predicted"].values())
+    assert 0.004 < slowest < 1 and all(name in output for name in ROWS[2:])
+    networks = [(row["network"], row["ranks"]) for row in result["calculated"]]
+    names = ["1gbit,1ms", "10gbit,50us", "100gbit,10us"]
+    assert networks == [(name, ranks) for name in names for ranks in (2, 8, 64)]
+    data = re.search(r"const DATA = (.*);", (tmp_path / "step.html").read_text())[1]
+    data = json.loads(data)
+    assert data["model"] == "mine.py:build" and len(data["gradients"]) == 6
+
+
+def test_one_rank_has_only_what_is_calculated(forked, tmp_path):
+    (tmp_path / "mine.py").write_text(MINE)
+    words = "--mine mine.py:build --steps 1 --warmup 1 --device cpu --json json".split()
+    status, output = forked(1, FOLDER / "predict.py", *words, cwd=tmp_path)
+    assert status == 0, output
+    result = testing.read_json(tmp_path / "json", "05_bucketed/predict")
+    assert len(result["calculated"]) == 6 and "predicted" not in result
+    assert all(0 < row["speed-up"] <= row["ranks"] for row in result["calculated"])
+
+
+@pytest.mark.parametrize("name", ["nowhere", "model_alone", "loss_of_each"])
+def test_what_is_no_model_is_one_line(refusal, tmp_path, name):
+    (tmp_path / "mine.py").write_text(MINE)
+    mine = f"{tmp_path}/mine.py:{name}"
+    said = refusal(predict.main, FOLDER / "predict.py", "--mine", mine, "--device", "cpu")
+    assert said.startswith("argument --mine: ") and mine in said
