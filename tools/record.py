@@ -26,7 +26,7 @@ from tools import figures
 sys.path += [str(ROOT / "05_bucketed" / "compare"), str(ROOT / "01_allreduce" / "slow_network")]
 
 import medians
-from strategies import STAGES
+from rows import STAGES
 
 
 def read_list() -> dict[str, list[str]]:

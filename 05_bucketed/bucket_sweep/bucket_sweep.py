@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 FOLDER = Path(__file__).resolve().parent
 sys.path[:0] = [str(FOLDER), str(FOLDER.parent / "predict"), str(FOLDER.parent.parent)]
 
-from predict import Network, measure_beside, strategies
+from predict import Network, measure_beside, rows_of_stages
 
 from common import ladder, report, setup
 from common.setup import say
@@ -61,14 +61,14 @@ NO_LIMIT = "BucketedDDP, no limit"
 def sweep(args, device: torch.device, result: dict) -> Network:
     """Measure every size, add to the result what both models say, and return what calls cost."""
     in_turn = args.size in ("nano", "mini")  # others take too much memory
-    ours = {NO_LIMIT: strategies(None)["BucketedDDP"]}
+    ours = {NO_LIMIT: rows_of_stages(None)["BucketedDDP"]}
     torchs = {}
     for mb in sorted(set(args.bucket_sizes_mb), reverse=True):
-        ours[f"BucketedDDP, {mb:g} MB"] = strategies(mb)["BucketedDDP"]
+        ours[f"BucketedDDP, {mb:g} MB"] = rows_of_stages(mb)["BucketedDDP"]
         if in_turn:
             options = {"bucket_cap_mb": mb, "gradient_as_bucket_view": True}
             torchs[f"torch DDP, {mb:g} MB"] = partial(DistributedDataParallel, **options)
-    wrappers = {name: strategy.wrap for name, strategy in ours.items()} | torchs
+    wrappers = {name: row.wrap for name, row in ours.items()} | torchs
     alone = measure_beside(args, device, wrappers, result, in_turn)
     network = alone.network
     if not in_turn:

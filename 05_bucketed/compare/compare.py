@@ -23,7 +23,7 @@ ROOT = FOLDER.parent.parent
 sys.path[:0] = [str(ROOT), str(FOLDER)]
 
 import medians
-from strategies import strategies, train_step
+from rows import rows_of_stages, train_step
 from users_class import FINISHES, users_rows
 
 from common import ladder, report, setup
@@ -38,7 +38,7 @@ def measure(args, device, controls: bool) -> list[dict]:
     """
     floor = ladder.language_trainee(Way(), train_step, args, device)
     trainees = {NO_COMMUNICATION: floor}
-    ways = {name: Way(s.wrap) for name, s in strategies(args.bucket_size_mb, controls).items()}
+    ways = {name: Way(s.wrap) for name, s in rows_of_stages(args.bucket_size_mb, controls).items()}
     ways |= ladder.torch_ddp(args.bucket_size_mb)
     for name, way in ways.items():
         trainees[name] = ladder.language_trainee(way, train_step, args, device, beside=floor)

@@ -18,7 +18,7 @@ from statistics import median
 FOLDER = Path(__file__).resolve().parent
 sys.path[:0] = [str(FOLDER), str(FOLDER.parent.parent)]
 
-from strategies import COLORS, LABELS, STAGES
+from rows import COLORS, LABELS, STAGES
 
 from common import report, setup
 from common.ladder import NO_COMMUNICATION, TORCH_DDP

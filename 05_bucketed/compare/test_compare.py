@@ -9,7 +9,7 @@ import medians
 import pytest
 import torch
 import torch.distributed as dist
-from strategies import strategies
+from rows import rows_of_stages
 
 from common import setup
 from tools.testing import OVER, assert_movie, assert_png, read_json
@@ -84,7 +84,7 @@ def calls_of(name: str) -> tuple[list, list]:
     """Of a step: (after backward? asynchronous? elements) of all calls, and averaged gradients."""
     torch.manual_seed(dist.get_rank())
     model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(3)])
-    wrapped = strategies(0.02)[name].wrap(model)
+    wrapped = rows_of_stages(0.02)[name].wrap(model)
     calls = []
     backward_is_over = False
 
@@ -122,7 +122,7 @@ def test_all_stages_with_a_class_of_the_users_own_at_one_pace(forked, tmp_path):
     assert status == 0, output
     found = read_json(tmp_path / "x", "05_bucketed/compare")
     counts = {row["name"]: row["collectives"] for row in found["rows"]}
-    names = ["no communication", *strategies(5.0), "torch DDP", "Mine (mine)"]
+    names = ["no communication", *rows_of_stages(5.0), "torch DDP", "Mine (mine)"]
     assert counts == dict(zip(names, [0, 99, 1, 99, 99, 7, 7, 6, 7], strict=True))
     lowest, highest = found["stretch"]
     assert 0 < lowest < highest

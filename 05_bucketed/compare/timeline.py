@@ -24,7 +24,7 @@ from typing import NamedTuple
 FOLDER = Path(__file__).resolve().parent
 sys.path[:0] = [str(FOLDER), str(FOLDER.parents[1])]
 
-from strategies import COLORS, STAGES, save_movie, strategies, train_step
+from rows import COLORS, STAGES, rows_of_stages, save_movie, train_step
 
 from common import ladder, report, setup, timing
 from common.ladder import NO_COMMUNICATION, Trainee, Way
@@ -225,7 +225,7 @@ def main() -> None:
         floor = ladder.language_trainee(Way(), train_step, args, device)
         trainees = {NO_COMMUNICATION: floor}
         for stage in STAGES:
-            way = Way(strategies(ladder.BUCKET_SIZE_MB)[stage.name].wrap)
+            way = Way(rows_of_stages(ladder.BUCKET_SIZE_MB)[stage.name].wrap)
             trainees[stage.folder] = ladder.language_trainee(way, train_step, args, device, floor)
         found = measure(trainees, args)
         drawn = result["drawn"] = {}

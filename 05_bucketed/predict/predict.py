@@ -34,14 +34,14 @@ from torch.nn.parallel import DistributedDataParallel
 FOLDER = Path(__file__).resolve().parent
 sys.path[:0] = [str(FOLDER.parent / "compare"), str(FOLDER.parent.parent)]
 
-from strategies import (
+from rows import (
     AFTER_BACKWARD,
     COLORS,
     ONE_BY_ONE,
     WHEN_READY,
-    Strategy,
+    Row,
     fill_buckets,
-    strategies,
+    rows_of_stages,
     train_step,
 )
 from users_class import load
@@ -65,7 +65,7 @@ class Network(NamedTuple):
     processor_per_byte: float = 0.0
 
 
-def simulate(calls: list, backward_ends: float, strategy: Strategy, network: Network) -> list:
+def simulate(calls: list, backward_ends: float, row: Row, network: Network) -> list:
     """Return when each all-reduce is launched, begins and arrives, in seconds from a step's begin.
 
     `calls`: (bytes, when the gradients are there without communication) of each, in launch order.
@@ -74,14 +74,14 @@ def simulate(calls: list, backward_ends: float, strategy: Strategy, network: Net
     """
     places = [0.0] * network.calls_at_once  # when each is free for another call
     network_is_free = late = 0.0
-    one_by_one = strategy.launches == ONE_BY_ONE
+    one_by_one = row.launches == ONE_BY_ONE
     call_seconds = network.blocking_call_seconds if one_by_one else network.call_seconds
     arrived = backward_ends
     spans = []
     for size, ready in calls:
         launched = {WHEN_READY: ready + late, AFTER_BACKWARD: backward_ends, ONE_BY_ONE: arrived}
-        launched = launched[strategy.launches]
-        if strategy.launches == WHEN_READY:
+        launched = launched[row.launches]
+        if row.launches == WHEN_READY:
             late += network.processor_per_call + size * network.processor_per_byte
         begins = max(launched, places.pop(0), network_is_free)
         network_is_free = begins + size / network.bytes_per_second
@@ -132,16 +132,16 @@ class Alone(NamedTuple):
     rebuilt: bool = True  # torch's buckets, after the first step
     buffers: tuple[int, ...] = ()  # bytes of each broadcast before a forward of torch's DDP
 
-    def step(self, strategy: Strategy) -> float:
+    def step(self, row: Row) -> float:
         """Return the seconds of a step that sends, as simulated."""
-        calls = calls_of(self.gradients, self.ready, strategy.bucket_size_mb)
-        _, _, arrived = simulate(calls, self.backward_ends, strategy, self.network)[-1]
+        calls = calls_of(self.gradients, self.ready, row.bucket_size_mb)
+        _, _, arrived = simulate(calls, self.backward_ends, row, self.network)[-1]
         return max(arrived, self.backward_ends) + self.optimizer
 
     def step_of_torch(self, bucket_size_mb: float | None, network: Network) -> tuple:
         """Return the seconds of a step of torch's DDP, and of these the exposed ones."""
         calls = calls_of_torch(self.gradients, self.ready, bucket_size_mb, self.rebuilt)
-        during = Strategy(None, bucket_size_mb, WHEN_READY)
+        during = Row(None, bucket_size_mb, WHEN_READY)
         _, _, arrived = simulate(calls, self.backward_ends, during, network)[-1]
         exposed = max(0.0, arrived - self.backward_ends)
         for size in self.buffers:  # a broadcast has half of the messages of an all-reduce
@@ -325,7 +325,7 @@ def measure_mine(args, device, result: dict) -> Alone:
     alone = partial(train, torchs(process_group=groups[dist.get_rank()]), gradients=used)
     steps = {NO_COMMUNICATION: alone, AGAIN: alone}
     if len(groups) > 1:
-        ours = strategies(BUCKET_SIZE_MB)["BucketedDDP"]
+        ours = rows_of_stages(BUCKET_SIZE_MB)["BucketedDDP"]
         steps[TORCH_DDP] = partial(train, torchs())
         steps[TORCH_DDP_MB] = partial(train, torchs(bucket_cap_mb=BUCKET_SIZE_MB))
         steps["BucketedDDP"] = partial(train, ours.wrap(model))
@@ -468,7 +468,7 @@ def main():
     args = parser.parse_args()
     with setup.process_group(args.device, args.backend, args.timeout) as device:
         result = report.begin("05_bucketed/predict", args, device)
-        stages = strategies(BUCKET_SIZE_MB)
+        stages = rows_of_stages(BUCKET_SIZE_MB)
         if args.mine:
             alone = measure_mine(args, device, result)
             if result["world_size"] > 1:

@@ -16,7 +16,7 @@ import predict
 import pytest
 import torch
 from predict import Alone, Network, simulate
-from strategies import AFTER_BACKWARD, ONE_BY_ONE, WHEN_READY, Strategy, strategies
+from rows import AFTER_BACKWARD, ONE_BY_ONE, WHEN_READY, Row, rows_of_stages
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -24,9 +24,9 @@ from tools import testing
 
 FOLDER = Path(__file__).resolve().parent
 NETWORK = Network(0.5, 16.0, calls_at_once=2, blocking_call_seconds=0.5)  # 8 bytes: 0.5 s
-OVERLAP = Strategy(None, 0, WHEN_READY)
-CONTROL = Strategy(None, 0, AFTER_BACKWARD)
-BLOCKING = Strategy(None, 0, ONE_BY_ONE)
+OVERLAP = Row(None, 0, WHEN_READY)
+CONTROL = Row(None, 0, AFTER_BACKWARD)
+BLOCKING = Row(None, 0, ONE_BY_ONE)
 # Backward ends at second 4; a call is (bytes, the second when it is ready).
 LATE = (8.0, 4.0)  # ready when backward ends, and half a second
 CASES = [
@@ -39,7 +39,7 @@ CASES = [
 ]
 
 
-def times(calls: list, way: Strategy, network: Network) -> list:
+def times(calls: list, way: Row, network: Network) -> list:
     """When each begins and arrives; backward ends at second 4."""
     return [(begins, arrived) for _, begins, arrived in simulate(calls, 4.0, way, network)]
 
@@ -84,7 +84,7 @@ def test_a_step():
     """One call of 2 MB after backward; torch's DDP has broadcast a buffer of 1 MB before."""
     network = Network(0.5, 2.0 * 2**20, blocking_call_seconds=0.25)
     alone = Alone(gradients(1, 1), [1.0, 4.0], 0.5, 4.0, 0.25, network, buffers=(2**20,))
-    assert alone.step(Strategy(None, None, AFTER_BACKWARD)) == 4.0 + 1.0 + 0.5 + 0.25
+    assert alone.step(Row(None, None, AFTER_BACKWARD)) == 4.0 + 1.0 + 0.5 + 0.25
     exposed = 1.0 + 0.5 + 0.125 + 0.5
     assert alone.step_of_torch(2, network) == (4.0 + 0.25 + exposed, exposed)
 
@@ -160,7 +160,7 @@ MORE = 0.0045, 0.001, 6e-10  # of a network
 
 
 def test_the_page_computes_the_same():
-    """Every strategy on random calls, one and two at once; the buckets; the ring.
+    """Every row on random calls, one and two at once; the buckets; the ring.
 
     The ring is of a network of 1 GB/s and 1 ms, and of 8 ranks.
     """
@@ -289,10 +289,10 @@ def test_run(forked, tmp_path):
     assert status == 0, output
     result = testing.read_json(tmp_path / "json", "05_bucketed/predict")
     alone, *rows = result["rows"]
-    assert [one["name"] for one in rows] == list(strategies(5.0))
+    assert [one["name"] for one in rows] == list(rows_of_stages(5.0))
     for ready, ends in zip(alone["ready"], alone["backward_ends"], strict=True):
         assert max(map(max, ready)) <= max(ends) and {len(moments) for moments in ready} == {15}
-    assert list(result["predicted"]) == list(strategies(5.0))
+    assert list(result["predicted"]) == list(rows_of_stages(5.0))
     assert result["all_reduce"]["processor_per_call"] > 0
     testing.assert_png(tmp_path / "gradients.png")
     data = re.search(r"const DATA = (.*);", (tmp_path / "step.html").read_text())[1]

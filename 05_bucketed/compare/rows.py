@@ -38,7 +38,7 @@ class BucketedAfterBackward(BucketedDDP):
             super()._launch_ready()
 
 
-class Strategy(NamedTuple):
+class Row(NamedTuple):
     """A wrapper, and when it sends what."""
 
     wrap: Callable[[nn.Module], nn.Module]
@@ -47,7 +47,7 @@ class Strategy(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """A rung of the ladder. Its control makes the same calls, and all of them after backward."""
+    """One of stages 02 to 05. Its control makes the same calls, and all of them after backward."""
 
     folder: str
     wrapper: type
@@ -78,7 +78,7 @@ for stage in STAGES:
     LABELS[control_of(stage)] = f"{stage.label[:2]}, {AFTER_BACKWARD}"
 
 
-def strategies(size: float | None, controls: bool = True) -> dict[str, Strategy]:
+def rows_of_stages(size: float | None, controls: bool = True) -> dict[str, Row]:
     """Return stages 02 to 05 by the names of their rows, each after its control.
 
     `size` is that of 05's buckets, in MB.
@@ -90,6 +90,6 @@ def strategies(size: float | None, controls: bool = True) -> dict[str, Strategy]
         options = {"bucket_size_mb": size} if stage.wrapper is BucketedDDP else {}
         if controls and stage.control:
             control = partial(stage.control, **options)
-            found[control_of(stage)] = Strategy(control, bucket_size, AFTER_BACKWARD)
-        found[stage.name] = Strategy(partial(stage.wrapper, **options), bucket_size, stage.launches)
+            found[control_of(stage)] = Row(control, bucket_size, AFTER_BACKWARD)
+        found[stage.name] = Row(partial(stage.wrapper, **options), bucket_size, stage.launches)
     return found
