@@ -70,7 +70,7 @@ def simulate(calls: list, backward_ends: float, row: Row, network: Network) -> l
 
     `calls`: (bytes, when the gradients are there without communication) of each, in launch order.
     They send their bytes in that order, one after another; o passes beside those of others. Two
-    calls at once take o and the bytes of both, as on the emulated network.
+    calls at once, as gloo's two threads make them, take o and the bytes of both.
     """
     places = [0.0] * network.calls_at_once  # when each is free for another call
     network_is_free = late = 0.0
@@ -390,7 +390,7 @@ def calculate(alone: Alone) -> list[dict]:
     """Print and return steps of torch's DDP on more ranks and networks than were measured."""
     networks = NETWORKS
     if text := setup.network().text:
-        networks = {text: setup.network().network[:2]} | networks
+        networks = {text: setup.network().speed} | networks
     rows = []
     for name, (rate, delay) in networks.items():
         for ranks in (2, 8, 64):
