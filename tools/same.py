@@ -15,7 +15,6 @@ import os
 import time
 from collections import Counter
 from functools import cache
-from itertools import chain
 from math import isclose
 from types import SimpleNamespace
 
@@ -41,6 +40,22 @@ SMALL = 1e-3  # of the size of all: a smaller tensor counts as if it were so lar
 NOISE = 1e-4  # of it: what a step does with a smaller gradient may be chance
 
 
+def safely(method):
+    """Return a method that calls this one, and ends the comparison if it raises."""
+
+    @torch.compiler.disable
+    def call(self, *arguments):
+        capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        try:
+            if self.is_on and not capturing:
+                method(self, *arguments)
+        except Exception as error:
+            self.is_on = False
+            print(f"{self.name} ends after step {len(self.rates)}: {error!r}", flush=True)
+
+    return call
+
+
 class same:
     """Record three steps into the file, or compare them with it if it is there.
 
@@ -58,7 +73,6 @@ class same:
         self.file = file
         self.say = say
         self.is_on = True
-        self.is_posted = False
         self.is_judged = False
         self.looks = 0  # for the other ranks' numbers
         self.samples = [[]]  # of each step: a tensor of checksums for each micro-batch
@@ -67,24 +81,11 @@ class same:
         self.weights = []  # numbers of them, before the first step and after each
         self.gradients = []
         self.facts = set()
-        self.safely(self.start)()
+        self.start()
 
-    def safely(self, function):
-        """Return a function that calls this one, and ends the comparison if it raises."""
-
-        @torch.compiler.disable
-        def call(*arguments):
-            capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-            try:
-                if self.is_on and not capturing:
-                    function(*arguments)
-            except Exception as error:
-                self.is_on = False
-                print(f"{self.name} ends after step {len(self.rates)}: {error!r}", flush=True)
-
-        return call
-
+    @safely
     def start(self):
+        """Find the store, and set the hooks."""
         group = getattr(self.model, "process_group", None) or dist.group.WORLD
         self.rank = 0
         self.world_size = 1
@@ -93,17 +94,18 @@ class same:
             self.rank = group.rank()
             self.world_size = group.size()
             self.store = group.get_group_store().clone()  # with a connection of its own
-        before_forward = self.safely(self.before_forward)
         self.hooks = [
-            self.model.register_forward_hook(self.safely(self.after_wrapper)),
-            self.module.register_forward_pre_hook(before_forward, with_kwargs=True),
-            self.module.register_forward_hook(self.safely(self.after_forward)),
-            self.optimizer.register_step_pre_hook(self.safely(self.before_step)),
-            self.optimizer.register_step_post_hook(self.safely(self.after_step)),
+            self.module.register_forward_pre_hook(self.before_forward, with_kwargs=True),
+            self.module.register_forward_hook(self.after_forward),
+            self.model.register_forward_hook(self.after_wrapper),
+            self.optimizer.register_step_pre_hook(self.before_step),
+            self.optimizer.register_step_post_hook(self.after_step),
         ]
 
+    @safely
     def before_forward(self, module, *inputs):
-        if self.is_posted:
+        """Note which samples there are."""
+        if len(self.weights) > STEPS:
             self.leave()
         elif torch.is_grad_enabled():
             rows = rows_of(inputs)
@@ -111,36 +113,38 @@ class same:
             self.lengths.add(rows.shape[1])
             self.random = states_of_random()
 
+    @safely
     def after_forward(self, module, inputs, outputs):
-        if torch.is_grad_enabled() and not self.is_posted:
+        """Note whether the model computes in half precision, and draws random numbers."""
+        if torch.is_grad_enabled():
             self.note_dtypes(tree_leaves(outputs))
             if states_of_random() != self.random:
                 self.facts.add("random")
 
+    @safely
     def after_wrapper(self, *_):
-        if self.model is not self.module:
-            self.facts.add("wrapped")
+        self.facts.add("wrapped" if self.model is not self.module else "bare")
 
     def note_dtypes(self, values):
         if HALVES & {getattr(value, "dtype", None) for value in values}:
             self.facts.add("half")
 
+    @safely
     def before_step(self, *_):
-        if self.is_posted:
-            return
+        """Note the gradients, as they are when the optimizer gets them."""
         self.find_weights()
         if not self.weights:
             self.weights.append(self.numbers())
         self.gradients.append(self.numbers(of_gradients=True))
-        self.rates.append([float(group["lr"]) for group in self.optimizer.param_groups])
+        rates = [float(group["lr"]) for group in self.optimizer.param_groups]
+        self.rates.append(rates)
         self.samples.append([])
 
+    @safely
     def after_step(self, *_):
-        if self.is_posted:
-            return
+        """Note the weights; after the last step give the numbers to rank 0."""
         self.weights.append(self.numbers())
         if len(self.rates) == STEPS:
-            self.is_posted = True
             self.post()
             if self.rank == 0:
                 self.read()
@@ -169,6 +173,8 @@ class same:
             for number, weight in enumerate(group["params"]):
                 if weight not in known:
                     self.found[f"the optimizer's weight {number}"] = weight
+        if not self.found:
+            raise RuntimeError("all weights are cut up in a way that is not known")
 
     def numbers(self, of_gradients=False):
         """Return the numbers of all weights, or of their gradients: [weights, numbers]."""
@@ -188,6 +194,9 @@ class same:
             is_norm = isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm)
             if is_norm and module.training:
                 self.facts.add("BatchNorm")
+        samples = []
+        for batches in self.samples[:STEPS]:
+            samples.append(torch.cat(batches).tolist() if batches else [])
         post = {
             "names": [*self.found],
             "are_parts": [name in self.starts for name in self.found],
@@ -195,8 +204,8 @@ class same:
             "weights": numbers[: STEPS + 1],
             "gradients": numbers[STEPS + 1 :],
             "rates": self.rates,
-            "samples": [torch.cat(s).tolist() if s else [] for s in self.samples[:STEPS]],
-            "micro_batches": [len(batches) for batches in self.samples],
+            "samples": samples,
+            "micro_batches": [max(1, len(batches)) for batches in self.samples[:STEPS]],
             "lengths": [*self.lengths],
             "facts": [*self.facts],
         }
@@ -217,13 +226,13 @@ class same:
             self.say(f"Not compared with {self.file}: a rank has not taken {STEPS} steps.")
 
     def leave(self):
-        """Remove the hooks, but on rank 0 only after the verdict."""
+        """Remove the hooks, but on rank 0 one stays until the verdict."""
         if self.rank == 0 and not self.is_judged:
             self.read()
+        for hook in self.hooks[1:]:
+            hook.remove()
         if self.rank > 0 or self.is_judged:
-            self.is_on = False
-            for hook in self.hooks:
-                hook.remove()
+            self.hooks[0].remove()
 
 
 # ----------------------------------------------------------------------- on the device: numbers
@@ -259,21 +268,24 @@ def numbers_of(tensor, start):
         tensor = tensor.to_dense()
     flat = tensor.detach().flatten()
     signs = patterns(flat.device).roll(-start, 1)
-    square = torch.linalg.vector_norm(flat, dtype=torch.float64).square()
-    sums = torch.zeros(len(signs), dtype=torch.float64, device=flat.device)
+    size = torch.linalg.vector_norm(flat, dtype=torch.float64)
+    sums = 0
     for piece in flat.split(PERIOD):
         sums += (piece * signs[:, : len(piece)]).sum(1, dtype=torch.float64)
-    return torch.cat([square.view(1), sums])
+    return torch.cat([size.square().view(1), sums])
 
 
 @cache
 def patterns(device):
+    """Return four rows of 1 and -1, the same in all runs."""
     generator = torch.Generator().manual_seed(0)
     bits = torch.randint(2, (4, PERIOD), generator=generator, device="cpu")
-    return (2 * bits - 1).to(device, torch.int8)
+    signs = 2 * bits - 1
+    return signs.to(device, torch.int8)
 
 
 def states_of_random():
+    """Return the states of the generators; asking for them does not wait for a device."""
     states = [torch.get_rng_state()]
     if torch.cuda.is_initialized():
         states.append(torch.cuda.get_rng_state())
@@ -285,68 +297,87 @@ def states_of_random():
 
 def verdict(file, posts):
     """Record what the ranks have posted, or compare it with what is recorded; return a sentence."""
-    new = whole_run(posts)
     if not os.path.exists(file):
-        if found := first_difference(new, new):
-            return f"{found}; so nothing is recorded."
-        with open(f"{file}.part", "w") as text:
-            json.dump({"made": time.strftime("%Y-%m-%d at %H:%M"), "posts": posts}, text)
-        os.replace(f"{file}.part", file)
-        return f"Steps 1 to {STEPS} of {new.ranks} are recorded in {file}."
+        return record(file, posts)
     with open(file) as text:
-        record = json.load(text)
-    old = whole_run(record["posts"])
-    origin = f"{file}, made by {old.ranks} on {record['made']}"
+        recorded = json.load(text)
+    left_out = {*posts[0]["left_out"], *recorded["posts"][0]["left_out"]}
+    old = whole_run(recorded["posts"], left_out)
+    new = whole_run(posts, left_out)
+    origin = f"{file}, made by {old.ranks} on {recorded['made']}"
     if old.world_size > 1:
         origin += ", so a mistake of both runs is not seen"
     if found := first_difference(old, new):
         return f"{found}; compared with {origin}."
     compared = "samples, rates, gradients and weights"
-    left = "buffers and later steps"
+    not_compared = "buffers and later steps"
     if old.samples != new.samples or not all(old.samples):
         compared = "rates, gradients and weights"
-        left += ", and samples, which are padded otherwise or have no rows"
-    if new.left_out:
-        left += f", and {len(new.left_out)} weights that are cut up"
+        not_compared += ", and samples, which have other padding or bits, or no rows"
+    if left_out:
+        not_compared += f", and {len(left_out)} weights that are cut up"
     return (
         f"The same as {old.ranks}: {compared} of {STEPS} steps on {new.ranks} are those of "
-        f"{origin}; not compared: {left}."
+        f"{origin}; not compared: {not_compared}."
     )
 
 
-def whole_run(posts):
-    """Return what the ranks have done together."""
+def record(file, posts):
+    """Write the file, unless the ranks differ from each other; return a sentence."""
+    run = whole_run(posts, posts[0]["left_out"])
+    if found := first_difference(run, run):
+        return f"{found}; so nothing is recorded."
+    made = time.strftime("%Y-%m-%d at %H:%M")
+    with open(f"{file}.part", "w") as text:
+        json.dump({"made": made, "posts": posts}, text)
+    os.replace(f"{file}.part", file)
+    return f"Steps 1 to {STEPS} of {run.ranks} are recorded in {file}."
+
+
+def whole_run(posts, left_out):
+    """Return what the ranks have done together, without the weights that are left out."""
     run = SimpleNamespace(**posts[0])
+    kept = [number for number, name in enumerate(run.names) if name not in left_out]
+    run.names = [run.names[number] for number in kept]
+    run.are_parts = torch.tensor(run.are_parts)[kept]
     run.world_size = len(posts)
     run.ranks = "one process" if len(posts) == 1 else f"{len(posts)} ranks"
-    run.facts = set(chain(*(post["facts"] for post in posts)))
-    run.lengths = set(chain(*(post["lengths"] for post in posts)))
-    run.rates_differ = any(post["rates"] != run.rates for post in posts)
-    of_ranks = [post["samples"] for post in posts]
-    run.samples = [Counter(chain(*of_step)) for of_step in zip(*of_ranks, strict=True)]
-    run.are_parts = torch.tensor(run.are_parts)
-    run.weights, run.weights_apart = together(run.are_parts, posts, "weights")
-    run.gradients, run.gradients_apart = together(run.are_parts, posts, "gradients")
+    run.facts = set()
+    run.lengths = set()
+    run.samples = [Counter() for _ in range(STEPS)]
+    for post in posts:
+        run.facts.update(post["facts"])
+        run.lengths.update(post["lengths"])
+        if post["micro_batches"] != run.micro_batches:
+            run.facts.add("uneven")
+        for step, samples in enumerate(post["samples"]):
+            run.samples[step].update(samples)
+    for key in ("weights", "gradients"):
+        of_ranks = torch.tensor([post[key] for post in posts], dtype=torch.float64)[:, :, kept]
+        together(run, key, of_ranks)
     return run
 
 
-def together(are_parts, posts, key):
-    """Return the numbers of whole tensors, and which the ranks should have alike but have not."""
-    of_ranks = torch.tensor([post[key] for post in posts], dtype=torch.float64)
-    # [ranks, steps, weights, numbers]
-    whole = torch.where(are_parts[:, None], of_ranks.sum(0), of_ranks[0])
-    whole[..., 0].sqrt_()  # now it is the size
-    differ = differing(of_ranks[0, ..., 1:], of_ranks[..., 1:], CLOSE_RANKS)
-    return whole, (differ & ~are_parts).any(0)
+def together(run, key, of_ranks):
+    """Keep the numbers of whole tensors, and which ones differ between ranks but should not.
+
+    of_ranks: [ranks, steps, weights, numbers]
+    """
+    whole = torch.where(run.are_parts[:, None], of_ranks.sum(0), of_ranks[0])
+    whole[:, :, 0].sqrt_()  # the first number is now the size
+    sums = of_ranks[:, :, :, 1:]
+    differ = differing(sums[0], sums, CLOSE_RANKS) & ~run.are_parts
+    setattr(run, key, whole)
+    setattr(run, f"{key}_apart", differ.any(0))
 
 
 def first_difference(old, new):
     """Return what differs first, after its usual cause; None if nothing does."""
     if old.names != new.names:
-        [name, *others] = sorted({*old.names} ^ {*new.names})
+        others = {*old.names} ^ {*new.names}
         return (
             "The models differ, or the optimizer has weights that the model has not: "
-            f"{name} and {len(others)} more are in one run alone"
+            f"{len(others)} are in one run alone, such as {min(others)}"
         )
     for number in range(STEPS):
         start = difference_of_start(old, new) if number == 0 else None
@@ -376,6 +407,8 @@ def difference_of_samples(old, new, number, is_different):
         return None
     if times != 1:
         cause = "The batch size is not divided by the number of ranks, or micro-batches are wrong"
+        if "uneven" in new.facts:
+            cause = "A rank skips a step or a micro-batch by itself, or takes one more"
         return (
             f"{cause}: {now.total()} samples instead of {was.total()}, "
             f"in {new.micro_batches[number]} micro-batches a rank "
@@ -385,8 +418,8 @@ def difference_of_samples(old, new, number, is_different):
         return None  # the same sample may be padded to another length
     ever_was = sum(old.samples, Counter())
     ever_now = sum(new.samples, Counter())
-    again = (ever_now - (ever_was | Counter(set(ever_now)))).total()
-    never = (ever_was - ever_now).total()
+    again = len(ever_was) - len(ever_now)
+    never = len(ever_was - ever_now)
     seen = f"{(was & now).total()} of {was.total()} samples are those of the other run"
     if again > 0 and again >= never / 2:
         return (
@@ -400,9 +433,8 @@ def difference_of_samples(old, new, number, is_different):
 
 
 def difference_of_rates(old, new, number):
-    if new.rates_differ:
-        return "A scheduler steps on one rank alone or by its loss: the ranks' rates differ"
-    for was, now in zip(old.rates[number], new.rates[number], strict=True):
+    """Say how a step's learning rates differ."""
+    for was, now in zip(old.rates[number], new.rates[number], strict=False):
         if not isclose(was, now, rel_tol=1e-6):
             return (
                 "The learning rate depends on the number of ranks, or a scheduler counts other "
@@ -412,6 +444,7 @@ def difference_of_rates(old, new, number):
 
 
 def difference_of_start(old, new):
+    """Say how the weights differ before the first step."""
     apart = new.weights_apart[0]
     if apart.any():
         return (
@@ -428,8 +461,11 @@ def difference_of_start(old, new):
 
 
 def difference_of_gradients(old, new, number):
+    """Say how a step's gradients differ."""
     was = old.gradients[number]
     now = new.gradients[number]
+    if not now.isfinite().all():
+        return "A bad batch, or an overflow: there are gradients that are not finite"
     apart = new.gradients_apart[number]
     if apart.any():
         seen = f"the ranks have different gradients of {words(new, apart)}"
@@ -438,27 +474,28 @@ def difference_of_gradients(old, new, number):
     differ = differing(was, now, close)
     if not differ.any():
         return None
-    seen = f"differ by {distance(was, now, differ):.1%}"
-    cause = cause_of_others(old, new, number)
-    factor = (was * now)[differ].sum().item() / was[differ].square().sum().item()
-    if not differing(factor * was, now, 2 * close)[differ].any():
-        seen = f"are {factor:.4g} times as large"
-        cause = cause_of_factor(old, new, number, factor)
-    are_many = size_of(was) > SMALL * size_of(was).norm()
-    if differ.sum() < 0.6 * are_many.sum():
+    share = distance(was, now, differ)
+    is_rounded = share < SLIGHTLY or "half" in old.facts ^ new.facts
+    factor = ((was * now)[differ].sum() / was[differ].square().sum()).item()
+    is_factor = not differing(factor * was, now, 2 * close)[differ].any()
+    are_large = size_of(was) > SMALL * size_of(was).norm()
+    if differ.sum() < 0.6 * are_large.sum() and not is_rounded:
         cause = "Some gradients are averaged twice, or left out, or those of one rank alone"
-    if distance(was, now, differ) < SLIGHTLY or "half" in old.facts ^ new.facts:
-        cause = (
-            "Something is rounded in one run alone, by half precision or by a communication "
-            "hook, or each rank's loss is a mean over its own tokens, which are almost as many"
-        )
+    elif is_factor and not is_rounded:
+        cause = cause_of_factor(old, new, number, factor)
+    else:
+        cause = cause_of_others(old, new, is_rounded)
+    seen = f"are {factor:.4g} times as large" if is_factor else f"differ by {share:.1%}"
     return f"{cause}: the gradients of {words(new, differ)} {seen}"
 
 
 def cause_of_apart(new, number):
+    """Return why ranks have different gradients."""
     others = ~new.gradients_apart[number] & ~new.are_parts
-    if "wrapped" not in new.facts and not new.are_parts.any():
-        return "The model is not wrapped, or the loss comes from model.module(...)"
+    if "bare" in new.facts and not new.are_parts.any():
+        return "Nothing averages gradients, because the model is not wrapped"
+    if not new.facts & {"bare", "wrapped"}:
+        return "The loss comes from model.module(...), so that nothing averages gradients"
     if new.gradients[number][others].any():
         return "Some weights are unfrozen, added or replaced after wrapping, or outside the wrapper"
     if new.micro_batches[number] > 1:
@@ -467,13 +504,13 @@ def cause_of_apart(new, number):
 
 
 def cause_of_factor(old, new, number, factor):
+    """Return why all gradients are so many times as large."""
     ranks = new.world_size / old.world_size
     micro_batches = new.micro_batches[number] / old.micro_batches[number]
     causes = {
         "gradients are summed over the ranks, not averaged": ranks,
         "the loss is a sum, or is divided by the number of ranks, too": 1 / ranks,
         "the loss is not divided by the number of micro-batches": micro_batches,
-        "the loss is divided by the number of micro-batches twice": 1 / micro_batches,
     }
     found = [cause for cause, times in causes.items() if isclose(times, factor, rel_tol=0.02)]
     if isclose(factor, 1, rel_tol=0.02) or not found:
@@ -481,26 +518,31 @@ def cause_of_factor(old, new, number, factor):
     return ", or ".join(found).capitalize()
 
 
-def cause_of_others(old, new, number):
+def cause_of_others(old, new, is_rounded):
+    """Return why all gradients differ in various ways."""
     facts = old.facts | new.facts
     if "random" in facts:
         return "The model draws random numbers, as dropout does: switch this off in both runs"
     if "BatchNorm" in facts:
         return "BatchNorm sees one rank's samples alone: use SyncBatchNorm, or eval() in both runs"
-    sums = old.gradients[number] + new.gradients[number - 1]
-    if number > 0 and not differing(sums[:, 1:], new.gradients[number][:, 1:], 0.05).any():
-        return "zero_grad() is missing, so the gradients of the step before are still there"
+    if is_rounded:
+        return (
+            "One run alone rounds, to half precision or in a communication hook, "
+            "or each rank's loss is a mean over its own tokens, which are almost as many"
+        )
     return (
         "Each rank's loss is a mean over its own tokens or class weights, or pairs its own "
-        "samples, or gradients are clipped before they are averaged, or a part of them is missing"
+        "samples, or gradients are clipped before they are averaged, or a part of them is missing, "
+        "or some are from an earlier step, without zero_grad()"
     )
 
 
 def difference_of_updates(old, new, number):
+    """Say how it differs what a step has done to the weights."""
     apart = new.weights_apart[number + 1]
     if apart.any():
         return (
-            "The ranks' optimizers have other options, state or random numbers, or one rank "
+            "The ranks' optimizers have other rates, options, state or random numbers, or one rank "
             f"changes weights by itself: the ranks become different in {words(new, apart)}"
         )
     was = (old.weights[number + 1] - old.weights[number])[:, 1:]
@@ -527,10 +569,12 @@ def difference_of_updates(old, new, number):
 
 def words(run, are_meant):
     """Return the names of some weights for a sentence."""
-    names = [name for name, is_meant in zip(run.names, are_meant, strict=True) if is_meant]
+    names = [run.names[number] for number in are_meant.nonzero()]
     if len(names) == len(run.names):
         return "all weights"
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+    if len(names) == 1:
+        return names[0]
+    return f"{names[0]} and {len(names) - 1} more"
 
 
 def precision(old, new):
@@ -544,12 +588,15 @@ def size_of(numbers):
 
 def distance(old, new, are_meant):
     """Return how far apart some tensors are together, as a share of their size."""
-    far = size_of(new - old)[are_meant].norm()
-    return (far / size_of(old)[are_meant].norm()).item()
+    far = size_of(new - old)
+    size = size_of(old)
+    return (far[are_meant].norm() / size[are_meant].norm()).item()
 
 
 def differing(old, new, close):
     """Return which tensors are farther apart than this share of their size, or are not finite."""
-    least = SMALL * size_of(old).norm(dim=-1, keepdim=True)
-    sizes = torch.maximum(size_of(old), size_of(new))
-    return ~(size_of(new - old) <= close * torch.maximum(sizes, least))
+    far = size_of(new - old)
+    size = size_of(old)
+    least = SMALL * size.norm(dim=-1, keepdim=True)
+    size = size.maximum(size_of(new)).maximum(least)
+    return ~(far <= close * size)
