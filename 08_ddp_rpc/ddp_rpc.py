@@ -145,9 +145,9 @@ def training_step(model: HybridModel, optimizer: DistributedOptimizer, batch: tu
 # Below this line: the processes, the command line, verify, training, and the master, who prints.
 
 
-def run_rank(rank, ports, args, names):
+def run_rank(rank, args, names):
     """Join in this rank's role, serve until the master is done, and leave; a process calls this."""
-    from common.setup import threads_per_rank
+    from common.setup import threads_per_rank, without_gloo_greeting
 
     logging.captureWarnings(True)  # torch deprecates what its own RPC and optimizer are made of
     torch.set_num_threads(threads_per_rank(len(names) - 1))  # the master only waits
@@ -165,13 +165,11 @@ def run_rank(rank, ports, args, names):
         _channels=["basic"],
     )
     os.environ["RANK"] = str(rank)
-    port_of_rpc, port_of_ddp = ports
-    options.init_method = f"tcp://{args.master_addr}:{port_of_rpc}"
-    if is_trainer:
-        limit = timedelta(seconds=args.timeout)
-        address = f"tcp://{args.master_addr}:{port_of_ddp}"
-        dist.init_process_group("gloo", address, limit, args.trainers, rank - 1)
-    rpc.init_rpc(names[rank], None, rank, len(names), options)
+    with without_gloo_greeting():  # RPC has a group of gloo's, too
+        if is_trainer:
+            limit = timedelta(seconds=args.timeout)
+            dist.init_process_group("gloo", None, limit, args.trainers, rank - 1)
+        rpc.init_rpc(names[rank], None, rank, len(names), options)
     if rank == 0:
         run_master(args, names)
     rpc.shutdown()
@@ -267,7 +265,10 @@ def verify_one_trainer(args, tables):
 
     Returns the largest difference between their weights.
     """
-    alone = dist.new_group([0], use_local_synchronization=True)
+    from common.setup import without_gloo_greeting
+
+    with without_gloo_greeting():
+        alone = dist.new_group([0], use_local_synchronization=True)
     model, optimizer = new_model(args, tables, process_group=alone)
     # The same model without DDP and RPC: a copy of all its weights.
     dense = copy.deepcopy(model.dense.module)
@@ -442,10 +443,14 @@ def main():
     servers = [f"ps{number}" for number in range(args.servers)]
     names = ["master", *trainers, *servers]
     setup.progress(f"starting {len(names)} processes")
+    # The ranks meet at a store that is there before them. Port 0: any free one.
+    meeting_point = args.master_addr, args.master_port
+    store = dist.TCPStore(*meeting_point, is_master=True, wait_for_workers=False)
+    os.environ["MASTER_ADDR"] = args.master_addr
+    os.environ["MASTER_PORT"] = str(store.port)
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     try:
-        port_of_rpc = args.master_port or setup.free_port()
-        ports = port_of_rpc, setup.free_port()
-        mp.spawn(run_rank, (ports, args, names), len(names))
+        mp.spawn(run_rank, (args, names), len(names))
     except KeyboardInterrupt:
         sys.exit("interrupted")
     except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:

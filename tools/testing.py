@@ -158,6 +158,8 @@ def run_script(_, variables: dict, words: list[str], folder) -> None:
     # Nothing of this repository is found where plain python would not find it; .venv is deeper.
     others = [entry for entry in sys.path if ROOT not in [Path(entry), *Path(entry).parents[:2]]]
     sys.path[:] = [str(Path(words[0]).parent), *filter(None, others)]
+    for name in [name for name in sys.modules if name.split(".")[0] == "common"]:
+        del sys.modules[name]
     sys.argv = words
     runpy.run_path(words[0], run_name="__main__")
 

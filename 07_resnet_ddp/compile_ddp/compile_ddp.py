@@ -341,7 +341,7 @@ def add_arguments(parser) -> None:
     add("--steps", "--repeat", type=whole(1), default=10, help="measured")
     add("--warmup", type=whole(0), default=3, help="steps before them, not measured")
     add("--json", type=setup.output_file, metavar="FILE", help="everything measured, raw")
-    trace = "Chrome trace of three more steps of rank 0"
+    trace = "Chrome traces of three more steps: FILE.rank0, …"
     traces = ["--trace", "--trace-file", "--trace_file"]
     add(*traces, type=setup.output_file, metavar="FILE", help=trace)
     folder = setup.checked(Path, Path.is_dir, "a folder")

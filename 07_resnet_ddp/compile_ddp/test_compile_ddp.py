@@ -101,7 +101,7 @@ def test_trace_and_printed_graph_of_one_process_without_torchrun(forked, tmp_pat
     words = "--ddp --compile print --trace trace.json".split()
     status, output = forked(None, SCRIPT, *TOY, *words, cwd=tmp_path)
     assert status == 0 and "graph 1:" in output and "linear" in output, output
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    events = json.loads((tmp_path / "trace.json.rank0").read_text())["traceEvents"]
     names = [event.get("name") for event in events]
     assert names.count("Forward") >= 2 and names.count("Backward") >= 2
 
