@@ -120,8 +120,8 @@ class watch:
         if group.size() == 1:
             self.is_on = False
             if dist.get_rank() == 0:
-                alone = "the wrapper's process group has one rank, and averages nothing"
-                self.say(f"{self.name}: {alone}, which is wrong if other ranks have other samples.")
+                alone = "the wrapper's process group has one rank, so it averages nothing"
+                self.say(f"{self.name}: {alone}. Wrong, if other ranks have other samples.")
             return
         self.store = group.get_group_store().clone()  # with a connection of its own
         self.rank = group.rank()
@@ -142,7 +142,7 @@ class watch:
 
     def start_clock(self):
         """Begin to note when the phases of a step end."""
-        self.on_cuda = any(parameter.is_cuda for parameter in self.module.parameters())
+        self.gpu = next((p.device for p in self.module.parameters() if p.is_cuda), None)
         engine = getattr(torch.autograd.Variable, "_execution_engine", None)
         self.at_end_of_backward = getattr(engine, "queue_callback", None)
         if self.at_end_of_backward:
@@ -208,9 +208,9 @@ class watch:
     def mark(self, phase):
         """Note that what has run since the last mark was of this phase."""
         now = time.perf_counter()
-        if self.on_cuda:
+        if self.gpu:
             now = torch.cuda.Event(enable_timing=True)
-            now.record()
+            now.record(torch.cuda.current_stream(self.gpu))
         self.marks.append((phase, now))
 
     def post(self):
@@ -283,7 +283,7 @@ class watch:
         elif new:
             ranks = [f"rank {rank}" for rank, each in enumerate(weights) if each != weights[0]]
             cause = self.cause_of(new, gradients, forwards, in_no_sync)
-            self.tell(cause, f"seen in {listed(new)}, on {listed(ranks)}")
+            self.tell(cause, f"seen in {listed(new)}, {listed(ranks)} against rank 0")
 
     def cause_of(self, apart, gradients, forwards, in_no_sync):
         """Return what usually sets these weights apart."""
