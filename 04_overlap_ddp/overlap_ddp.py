@@ -53,7 +53,7 @@ class OverlapDDP(nn.Module):
 
     def _gradient_is_ready(self, parameter):  # autograd calls it when parameter.grad is complete
         if parameter in self.ready:
-            raise RuntimeError("a gradient came twice: finish after every backward, or use no_sync")
+            raise RuntimeError("a gradient came twice: no_sync() is for all but the last backward")
         if self.in_step and self.synchronizing:
             self.ready.add(parameter)
             self._launch_ready()
