@@ -46,10 +46,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.owners = {}  # parameter -> the rank that keeps its state and updates it
         self.loads = [0] * dist.get_world_size(process_group)  # bytes that each rank owns
         self.flats = []  # what is broadcast, on all ranks in this order
-        super().__init__(params, {})  # calls add_param_group() for each group
+        # 1. The base class calls add_param_group() for each group: owners and buffers.
+        super().__init__(params, {})
+        # 2. The local optimizer takes these groups, and adds its options to them.
         self.local = optimizer_cls(self.param_groups, **options)
+        # 3. From now on both have the same groups, which a scheduler may change, and one state.
         self.defaults = self.local.defaults
-        self.param_groups = self.local.param_groups  # both have what a scheduler changes in them
+        self.param_groups = self.local.param_groups
         self.state = self.local.state
         for parameter, owner in self.owners.items():
             if owner != self.rank:
@@ -57,7 +60,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict) -> None:
         """Assign owners to a new group, also in mid-training; older ones keep owner and state."""
-        if self.local is None:  # while the base class is made
+        if self.local is None:  # the base class calls it
             super().add_param_group(param_group)
         else:
             self.local.add_param_group(param_group)  # to the list that both have
@@ -134,15 +137,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Load what rank 0 passes: a whole state, saved at any world size or without sharding."""
         received = [on_cpu(state_dict)]
         dist.broadcast_object_list(received, group=self.process_group, group_src=0)
-        [saved] = received
+        saved = received[0]
         self.local.load_state_dict({**saved, "state": self._own(saved["state"])})
         self.param_groups = self.local.param_groups  # they are new
         self.state = self.local.state
 
     def _own(self, state: dict) -> dict:
-        """Return what a state_dict has of this rank's parameters, which are numbers there."""
+        """Return what a state_dict has of this rank's parameters, which it numbers by group."""
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        return {n: each for n, each in state.items() if self.owners[parameters[n]] == self.rank}
+        own = {}
+        for number, of_parameter in state.items():
+            if self.owners[parameters[number]] == self.rank:
+                own[number] = of_parameter
+        return own
 
 
 def train_step(model, optimizer, inputs, targets):
@@ -176,7 +183,7 @@ class FlatBuffer:
         size = sum(parameter.numel() for parameter in parameters)
         self.values = parameters[0].detach().new_empty(size)
         for parameter, view in zip(parameters, views_like(parameters, self.values), strict=True):
-            parameter.data = view.copy_(parameter.detach())
+            parameter.data = view.copy_(parameter.detach())  # the same parameter in new memory
 
     def check(self) -> None:
         """Raise RuntimeError if a parameter is no longer a view."""

@@ -66,7 +66,8 @@ class FlatParameter:
         if self.gathering:
             self.gathering.wait()
         self.gathering = None
-        set_version(self.unsharded, self.local_shard._version)  # a backward of an older step raises
+        # The version is that of the step (see NO_MEMORY): a backward of an older one raises.
+        set_version(self.unsharded, self.local_shard._version)
 
     def show_whole(self) -> None:
         """Hide the shards behind the whole weights: Python finds attributes before parameters."""
@@ -112,7 +113,7 @@ class Use:
     def __init__(self, unit: nn.Module, flat: FlatParameter):
         self.unit = unit
         self.flat = flat
-        self.before = self  # the first one has none before it: itself is here already
+        self.before = self  # the first one has none before it, and to prefetch itself is nothing
         self.after = self
 
 
@@ -462,7 +463,7 @@ def shard_weights(module, units, compute_dtype, process_group) -> tuple[list, li
     flats, uses = [], []
     shards = {}  # weight -> (its FlatParameter, this rank's slice, the whole)
     for unit, parameters in weights_of:
-        weights = [parameter for parameter in parameters if parameter.ndim >= 2]
+        weights = [each for each in parameters if each.ndim >= 2]  # biases and norms stay whole
         alike = {}  # (dtype, whether it is trained) -> weights of this unit
         for weight in weights:
             if weight not in shards:

@@ -25,7 +25,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 
 class Bucket:
-    """Weights that travel together: one after another in `flat`, which is cut into N slices."""
+    """Weights that travel together: one after another in `flat`, which is cut into N slices.
+
+    weights  │ a        │ b                    │ c    │ zeros      views into `flat`
+    slices   │ rank 0's          │ rank 1's                  │     a shard: b's part in rank 1's
+
+    A shard has a slice's memory, so the optimizer's step changes this rank's part of the weights.
+    """
 
     def __init__(self, parameters: list[nn.Parameter], process_group):
         self.parameters = parameters
@@ -39,7 +45,10 @@ class Bucket:
         self.slice = self.flat.view(self.world_size, -1)[self.rank]  # this rank updates it
         pieces = pieces_of(parameters, self.slice, self.rank)
         self.shards = [nn.Parameter(piece) for piece in pieces]  # of each parameter
-        self.gathering = []  # the all-gather under way
+        self.gathering = []  # all-gathers under way
+        self.buffers = None  # what the reduce-scatter under way sends and receives,
+        self.sending = None  # the call,
+        self.parts = None  # and what is to be added up when it is done
 
     def begin_reduce_scatter(self, buffers):
         """Begin to send every rank its slice of the gradients; those of the weights are freed."""
@@ -48,11 +57,11 @@ class Bucket:
             torch.mul(gradient_or_zeros(parameter), 1 / self.world_size, out=view)
             parameter.grad = None
         self.buffers = buffers
-        self.reducing, self.parts = reduce_scatter(received, sent, self.group)
+        self.sending, self.parts = reduce_scatter(received, sent, self.group)
 
     def end_reduce_scatter(self):
         """Add the mean to the shards' gradients; return the buffers for the next bucket."""
-        self.reducing.wait()
+        self.sending.wait()
         gradients = pieces_of(self.parameters, self.parts.sum(0), self.rank)
         for shard, gradient in zip(self.shards, gradients, strict=True):
             shard.grad = gradient if shard.grad is None else shard.grad + gradient
@@ -93,6 +102,9 @@ class ZeRO2(nn.Module):
             self.shard_of |= zip(bucket.parameters, bucket.shards, strict=True)
         self.shards = [shard for bucket in self.buckets for shard in bucket.shards]
         self.free = buffers_for(self.buckets)  # pairs that no bucket has now, to send and receive
+        # In a step: forward sets in_step, and gathers if the weights are stale. Hooks in backward
+        # fill `ready`; a bucket goes from `waiting` to `reducing`. The finish resets all, and says
+        # that the weights are stale, because it does not see the optimizer.
         self.waiting = self.buckets.copy()  # not launched yet
         self.ready = set()  # parameters whose gradient is complete
         self.reducing = []  # buckets whose gradients are under way
@@ -104,7 +116,8 @@ class ZeRO2(nn.Module):
         for parameter in self.order:
             parameter.register_post_accumulate_grad_hook(self._gradient_is_ready)
         for submodule in module.modules():
-            submodule.register_forward_pre_hook(self._before_forward)
+            # Before hooks that were there already, such as those of weight_norm: they read weights.
+            submodule.register_forward_pre_hook(self._before_forward, prepend=True)
         mark_for_optimizers(self.order, self.shards, process_group)
 
     def forward(self, *inputs, **kwargs):
@@ -120,7 +133,7 @@ class ZeRO2(nn.Module):
         return outputs
 
     def _begin_to_gather(self):
-        # While gradients are not cleared an optimizer may step: the next forward gathers again.
+        # While a shard has a gradient an optimizer may step once more, unseen: gather again then.
         self.stale = any(shard.grad is not None for shard in self.shards)
         for bucket in reversed(self.buckets):  # close to forward's order
             bucket.begin_all_gather()
@@ -163,6 +176,8 @@ class ZeRO2(nn.Module):
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Clip by the norm of the whole gradient, as torch does; after the finish, on all ranks."""
+        if self.in_step:
+            raise RuntimeError("call finish_gradient_synchronization() before clip_grad_norm_()")
         norms = []  # in float32 at least: the square of 256 is infinite in float16
         for shard in self.shards:
             dtype = torch.promote_types(shard.dtype, torch.float32)
@@ -213,11 +228,11 @@ PAIRS = 3  # of buffers: so many buckets are under way at once
 
 def buffers_for(buckets: list[Bucket]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return pairs that each of the buckets fits into. They are made once: new memory is slow."""
+    largest = max((bucket.flat for bucket in buckets), key=lambda flat: flat.nbytes, default=None)
     pairs = []
-    for bucket in buckets[:PAIRS]:
-        empty = partial(bucket.flat.new_empty, dtype=torch.uint8)
-        size = max(bucket.flat.nbytes for bucket in buckets)
-        pairs.append((empty(size), empty(size)))
+    for _ in buckets[:PAIRS]:
+        empty = partial(largest.new_empty, largest.nbytes, dtype=torch.uint8)  # for any dtype
+        pairs.append((empty(), empty()))
     return pairs
 
 
@@ -227,7 +242,7 @@ def reduce_scatter(received: torch.Tensor, sent: torch.Tensor, group):
     gloo's own sends twice as much as it has to: there it is an all-to-all, and we add.
     """
     parts = received.view(dist.get_world_size(group), -1)
-    if dist.get_backend(group) == "nccl":
+    if "nccl" in dist.get_backend(group):
         return reduce_scatter_single(parts[0], sent, group=group, async_op=True), parts[:1]
     return dist.all_to_all_single(received, sent, group=group, async_op=True), parts
 

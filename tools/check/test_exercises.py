@@ -26,6 +26,7 @@ EXERCISES = [
     ("04_overlap_ddp", "OverlapDDP", "wrapper"),
     ("05_bucketed", "BucketedDDP", "wrapper"),
     ("06_sharded_optimizer", "ShardedOptimizer", "optimizer"),
+    ("06_sharded_optimizer/zero2", "ZeRO2", "zero2"),
     ("06_sharded_optimizer/fsdp", "FSDP", "fsdp"),
 ]
 
@@ -154,6 +155,52 @@ def test_fsdps_exercise_has_steps_with_checks_that_pass_alone(late_ranks, writte
         assert all("NotImplementedError" in answer.seen for answer in answers[written:3]), answers
         # It has no dtype and no clip_grad_norm_(), and refuses a rest.
         assert {answer.verdict for answer in answers[3:]} <= {"passed", "not tried"}, answers
+
+
+def reduce_scatter(self):
+    gradient = torch.zeros_like(self.flat)
+    if self.weight.grad is not None:
+        gradient[: self.weight.numel()] = self.weight.grad.flatten()
+    self.weight.grad = None
+    mean = torch.zeros_like(self.shard)
+    dist.reduce_scatter(mean, list(gradient.view(dist.get_world_size(), -1)))
+    mean /= dist.get_world_size()
+    self.shard.grad = mean if self.shard.grad is None else self.shard.grad + mean
+
+
+def all_gather(self):
+    dist.all_gather(list(self.flat.view(dist.get_world_size(), -1)), self.slice.clone())
+
+
+def gather_and_call(self, *inputs, **kwargs):
+    for each in self.slices:
+        each.all_gather()
+    return self.module(*inputs, **kwargs)
+
+
+def reduce_all(self):
+    for each in self.slices:
+        each.reduce_scatter()
+
+
+def gather_all(self):
+    for each in self.slices:
+        each.all_gather()
+    return dict(self.module.named_parameters())
+
+
+def judge_written_zero2() -> list:
+    """On a rank: ZeRO2's exercise, written."""
+    exercise = import_file(str(ROOT / "06_sharded_optimizer" / "zero2" / "exercise.py"))
+    of_zero2 = {"forward": gather_and_call, "finish_gradient_synchronization": reduce_all}
+    mine = type("ZeRO2", (exercise.ZeRO2,), {**of_zero2, "gather_full_params": gather_all})
+    with patch.object(exercise, "Slice", filled(exercise.Slice, [reduce_scatter, all_gather])):
+        return [judge(check, mine) for check in KINDS["zero2"].HAS_TO_HOLD]
+
+
+def test_zero2s_exercise_can_be_written(late_ranks):
+    for answers in late_ranks(3).run(judge_written_zero2):
+        assert {answer.verdict for answer in answers} <= {"passed", "not tried"}, answers
 
 
 def shown(folder: str, line: str) -> dict:
