@@ -20,6 +20,7 @@ import copy
 import logging
 import math
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -149,6 +150,7 @@ def run_rank(rank, args, names):
     """Join in this rank's role, serve until the master is done, and leave; a process calls this."""
     from common.setup import threads_per_rank, without_gloo_greeting
 
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends all at once, also within C++
     logging.captureWarnings(True)  # torch deprecates what its own RPC and optimizer are made of
     torch.set_num_threads(threads_per_rank(len(names) - 1))  # the master only waits
     is_trainer = 1 <= rank <= args.trainers

@@ -2,6 +2,7 @@
 
 import argparse
 import atexit
+import gc
 import os
 import sys
 import time
@@ -191,7 +192,13 @@ def without_gloo_greeting():
 # Groups that were left. If a DDP model frees the group it may wait for ever: it keeps Python's lock
 # while it waits for gloo's threads, and these want it. At Python's end no model is there any more.
 LEFT = []
-atexit.register(LEFT.clear)
+
+
+@atexit.register
+def free_groups() -> None:
+    """Free models first, also those that hold themselves, and then the groups."""
+    gc.collect()
+    LEFT.clear()
 
 
 class AsItIs(nullcontext):
