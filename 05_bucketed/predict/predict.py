@@ -321,7 +321,8 @@ def measure_mine(args, device, result: dict) -> Alone:
     train = partial(
         train_mine, loss_of=loss_of, optimizer=optimizer, watch=timing.Stopwatch(device)
     )
-    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    with setup.without_gloo_greeting():
+        groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     alone = partial(train, torchs(process_group=groups[dist.get_rank()]), gradients=used)
     steps = {NO_COMMUNICATION: alone, AGAIN: alone}
     if len(groups) > 1:

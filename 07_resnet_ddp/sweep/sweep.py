@@ -110,7 +110,8 @@ def measure_subset(args, benchmark, ranks: list[int], use_ddp: bool, options: di
     new_group's.
     """
     # Every rank has to create every group, even one that it is not in.
-    group = dist.new_group(ranks, **options)
+    with setup.without_gloo_greeting():
+        group = dist.new_group(ranks, **options)
     seconds = None
     if dist.get_rank() in ranks:
         torch.manual_seed(dist.get_rank())
