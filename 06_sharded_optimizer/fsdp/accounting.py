@@ -71,12 +71,13 @@ def draw(measured: list[dict], path) -> None:
 
 
 def by_formula(size: str, world_size: int) -> dict[str, memory.Held]:
-    """Return by row what a rank holds: 4, 4 and 8 bytes a parameter, ÷ ranks that share them.
+    """Return, for each row, the bytes that a rank holds.
 
-    With FSDP three neighbours have memory in backward: one's gradients travel, and are sent and
-    received; one computes, and has weights and gradients; one is gathered, by gloo into a copy.
-    Then the shards of the gradients of the last two are not there yet. Without resharding all
-    weights are whole until their own backward.
+    A parameter has 4 bytes of weight, 4 of gradient and 8 of AdamW's state, divided by the ranks
+    that share them. With FSDP three neighbours have memory in backward: one's gradients travel,
+    and are sent and received; one computes, and has weights and gradients; one is gathered, by
+    gloo into a copy. Then the shards of the gradients of the last two are not there yet. Without
+    resharding all weights are whole until their own backward.
     """
     with torch.device("meta"):
         model = ladder.LanguageModel(*ladder.SIZES[size][:5])

@@ -135,6 +135,8 @@ class FSDP(nn.Module):
         self.process_group = process_group  # the ranks that train together; None: all of them
         self.prefetch = prefetch
         self.flats, uses = shard_weights(module, units, compute_dtype, process_group)
+        if compute_dtype:
+            compute_in(compute_dtype, module, self.flats)
         for use, following in zip(uses, uses[1:], strict=False):
             use.after = following
             following.before = use
@@ -146,6 +148,11 @@ class FSDP(nn.Module):
             for weight in flat.unsharded_params:
                 hook = partial(self._gradient_is_ready, flat)
                 weight.register_post_accumulate_grad_hook(hook)
+        self.replicated = []  # trained biases and norms
+        for parameter in module.parameters():
+            if parameter.requires_grad and not hasattr(parameter, "is_shard"):
+                self.replicated.append(parameter)
+                parameter.register_post_accumulate_grad_hook(self._note_gradient)
         for use in uses:
             before, after = partial(self._before_forward, use), partial(self._after_forward, use)
             use.unit.register_forward_pre_hook(before, prepend=True)
@@ -192,11 +199,14 @@ class FSDP(nn.Module):
         if flat not in self.waiting or weight not in flat.missing:
             todo = "finish after every backward, and checkpoint with use_reentrant=False"
             raise RuntimeError(f"a weight's gradient came twice: {todo}")
-        self.has_gradients = True
+        self._note_gradient(weight)
         flat.missing.remove(weight)
         if not flat.missing:
             flat.reshard()
         self._launch_ready()
+
+    def _note_gradient(self, _) -> None:
+        self.has_gradients = True
 
     def _launch_ready(self) -> None:
         """Reduce gradients that are complete, on all ranks in one order."""
@@ -222,16 +232,16 @@ class FSDP(nn.Module):
         self.has_gradients = False
 
     def _average_replicated(self) -> None:
-        """Average the gradients of biases and norms with one all-reduce; zeros for unused ones."""
-        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        replicated = [parameter for parameter in trained if not hasattr(parameter, "is_shard")]
-        if not replicated:
-            return
-        gradients = [gradient_or_zeros(parameter) for parameter in replicated]
-        mean = flatten(gradients, 1) / dist.get_world_size(self.process_group)
-        dist.all_reduce(mean, group=self.process_group)
-        for parameter, gradient in zip(replicated, views_like(replicated, mean), strict=True):
-            parameter.grad = gradient.to(parameter.dtype)
+        """Average the gradients of biases and norms; zeros for unused ones."""
+        alike = {}  # dtype -> parameters: one all-reduce for each
+        for parameter in self.replicated:
+            alike.setdefault(parameter.dtype, []).append(parameter)
+        for parameters in alike.values():
+            gradients = [gradient_or_zeros(parameter) for parameter in parameters]
+            mean = flatten(gradients, 1) / dist.get_world_size(self.process_group)
+            dist.all_reduce(mean, group=self.process_group)
+            for parameter, gradient in zip(parameters, views_like(parameters, mean), strict=True):
+                parameter.grad = gradient
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
@@ -454,7 +464,7 @@ def shard_weights(module, units, compute_dtype, process_group) -> tuple[list, li
     """Put shards in place of the weights of each unit, and of those that are in none.
 
     Weights of one FlatParameter are alike in dtype and in whether they are trained. Returns all,
-    and who uses which. A tied weight is used by several units.
+    and who uses which. Several units use a tied weight.
     """
     units = units or choose_units(module)
     in_units = {weight for unit in units for weight in unit.parameters()}
@@ -479,6 +489,12 @@ def shard_weights(module, units, compute_dtype, process_group) -> tuple[list, li
             if flat not in used:
                 used.append(flat)
                 uses.append(Use(unit, flat))
+    place_shards(module, shards)
+    return flats, uses
+
+
+def place_shards(module: nn.Module, shards: dict) -> None:
+    """Put its shard in place of each weight, and let the FlatParameter know who reads it."""
     for submodule in module.modules():
         parameters = submodule.named_parameters(recurse=False, remove_duplicate=False)
         for name, weight in list(parameters):
@@ -487,9 +503,6 @@ def shard_weights(module, units, compute_dtype, process_group) -> tuple[list, li
                 setattr(submodule, name, shard)
                 flat.readers.append((submodule, name, whole))
                 submodule.register_state_dict_pre_hook(refuse_to_save)
-    if compute_dtype:
-        compute_in(compute_dtype, module, flats)
-    return flats, uses
 
 
 def compute_in(dtype: torch.dtype, module: nn.Module, flats: list[FlatParameter]) -> None:
