@@ -49,6 +49,13 @@ def draw(path: Path) -> None:
         angle = 2 * math.pi * rank / len(TENSORS)
         return radius * math.sin(angle), radius * math.cos(angle)
 
+    def color_of(rank: int, chunk: int, value: int, step: int) -> str:
+        """Return that of a chunk: whole, a sum that was sent on and counts no more, or neither."""
+        if value == sums[chunk]:
+            return GATHER
+        was_sent = any(sent[rank][0] == chunk for _, sent in steps[:step] if sent)
+        return "lightgray" if was_sent else "white"
+
     def disc(rank: float, chunk: int, value: int, color: str, layer: int) -> None:
         x, y = at(rank, 1.5 + chunk)
         look = {"color": color, "markeredgecolor": "black", "zorder": layer}
@@ -69,7 +76,7 @@ def draw(path: Path) -> None:
         for rank, tensor in enumerate(tensors):
             axes.text(*at(rank, 4.7), f"rank {rank}", ha="center", va="center", fontsize=13)
             for chunk, value in enumerate(tensor):
-                disc(rank, chunk, value, GATHER if value == sums[chunk] else "white", 2)
+                disc(rank, chunk, value, color_of(rank, chunk, value, step), 2)
         is_reducing = step < len(TENSORS) - 1
         for rank, (chunk, value) in enumerate(sent):
             disc(rank + moment - step, chunk, value, REDUCE if is_reducing else GATHER, 3)

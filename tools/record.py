@@ -88,31 +88,31 @@ def has_drifted(file: Path) -> bool:
     return highest > MOST_DRIFT * lowest
 
 
-def draw_stages(drawn: set[str], is_last_run: bool) -> None:
-    """Copy the timelines of the stages that are not drawn yet, and agree with compare's runs.
+def draw_stages(is_last_run: bool) -> bool:
+    """Copy the timelines of a run if all agree with compare's; those of the last one in any case.
 
     A step agrees if its ratio lies in the range of compare's, and if its forward is within 15 % of
-    that of `no communication`. Those of the last run are copied in any case.
+    that of `no communication`. compare's runs have to be there.
     """
     found = json.loads((ROOT / "results/timeline.json").read_text())["drawn"]
     floor = found[NO_COMMUNICATION]
-    # compare's runs have to be there
     of_compare = [medians.read_run(ROOT / f"results/slow_{n}.json") for n in (1, 2, 3)]
-    for stage in [stage for stage in STAGES if stage.folder not in drawn]:
-        folder = stage.folder
+    all_agree = True
+    for stage in STAGES:
+        drawn = found[stage.folder]
         expected = medians.ratios(of_compare, stage.name, NO_COMMUNICATION)
-        ratio = found[folder]["step_ms"] / floor["step_ms"]
-        forward = found[folder]["forward_ms"] / floor["forward_ms"]
-        agrees = min(expected) <= ratio <= max(expected) and abs(forward - 1) < 0.15
-        if agrees or is_last_run:
-            shutil.copy(ROOT / f"results/timeline_{folder}.png", ROOT / folder / "timeline.png")
-        if agrees:
-            drawn.add(folder)
-        else:
-            say(
-                f"{folder}: {ratio:.2f} in the timeline, {min(expected):.2f} to {max(expected):.2f}"
-            )
-    shutil.copy(ROOT / "results/timeline.gif", ROOT / "05_bucketed/compare/timeline.gif")
+        ratio = drawn["step_ms"] / floor["step_ms"]
+        forward = drawn["forward_ms"] / floor["forward_ms"]
+        if not (min(expected) <= ratio <= max(expected) and abs(forward - 1) < 0.15):
+            all_agree = False
+            lowest, highest = min(expected), max(expected)
+            say(f"{stage.folder}: {ratio:.2f} in the timeline, {lowest:.2f} to {highest:.2f}")
+    if all_agree or is_last_run:
+        for stage in STAGES:
+            picture = ROOT / f"results/timeline_{stage.folder}.png"
+            shutil.copy(picture, ROOT / stage.folder / "timeline.png")
+        shutil.copy(ROOT / "results/timeline.gif", ROOT / "05_bucketed/compare/timeline.gif")
+    return all_agree
 
 
 def record(name: str) -> str:
@@ -124,17 +124,14 @@ def record(name: str) -> str:
         f"processor  {processor_name()}, {os.cpu_count()} cores\n"
         f"date       {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC\n"
     )
-    drawn = set()  # stages whose timeline agrees with compare
     for number, command in enumerate(RECORDINGS[name], 1):
         say(f"{name}: {command}")
         try:
             text += run(command)
         except subprocess.CalledProcessError as error:
             return f"FAILED, and the old recording of {name} stays: {error} {error.output or ''}"
-        if name == TIMELINE:
-            draw_stages(drawn, number == len(RECORDINGS[name]))
-            if len(drawn) == len(STAGES):
-                break
+        if name == TIMELINE and draw_stages(is_last_run=number == len(RECORDINGS[name])):
+            break
     (ROOT / name).write_text(text)
     return ""
 

@@ -134,7 +134,7 @@ def add_argument(parser: setup.Parser) -> None:
     parser.add_argument("--timeline", type=setup.output_file, metavar="FILE", help=picture)
 
 
-def draw_ways(args, train_step: Callable, ways: dict[str, Way], steps: int = 1) -> None:
+def draw_ways(args, train_step: Callable, ways: dict[str, Way], title: str, steps=1) -> None:
     """Measure and draw ways beside no communication, each with a model of its own."""
     with setup.process_group(args.device, args.backend, args.timeout) as device:
         result = report.begin(setup.stage(), args, device)
@@ -147,7 +147,9 @@ def draw_ways(args, train_step: Callable, ways: dict[str, Way], steps: int = 1) 
         found = measure(trainees, args, steps)
     if setup.is_rank_0():
         labelled = {f"{name}\nwaits {waited(bars):.0f} ms": bars for name, bars in found.items()}
-        report.save_figure(drawing(labelled, axis_end(found))[0], args.timeline)
+        figure, axes = drawing(labelled, axis_end(found))
+        axes.set_title(title)
+        report.save_figure(figure, args.timeline)
 
 
 def axis_end(found: dict[str, list[Bar]]) -> float:
@@ -155,7 +157,7 @@ def axis_end(found: dict[str, list[Bar]]) -> float:
     return 1.15 * max(map(duration, found.values()))
 
 
-def drawing(found: dict[str, list[Bar]], end: float, durations: bool = True):
+def drawing(found: dict[str, list[Bar]], end: float):
     """Draw all below each other, with texts where they fit; return a figure and its axes."""
     from matplotlib.patches import Patch
 
@@ -173,8 +175,7 @@ def drawing(found: dict[str, list[Bar]], end: float, durations: bool = True):
             if width > 0.011 * len(bar.text) * end:
                 center = {"ha": "center", "va": "center", "fontsize": 8}
                 axes.text(bar.start + width / 2, middle, bar.text, **center)
-        if durations:
-            axes.text(duration(bars), top, f"  {duration(bars):.0f} ms", va="center", fontsize=9)
+        axes.text(duration(bars), top, f"  {duration(bars):.0f} ms", va="center", fontsize=9)
         for name in {bar.name for bar in bars if bar.row}:
             rows = [bar.row for bar in bars if bar.name == name]
             ticks[top + PLACES[rows[0]][0]] = f"{name}s: {len(rows)}"
@@ -191,19 +192,15 @@ def drawing(found: dict[str, list[Bar]], end: float, durations: bool = True):
 def draw_movie(found: dict[str, list[Bar]], end: float, path: Path) -> None:
     """Save a moving picture, in which what is to come is covered.
 
-    It stands where readers have yet to guess, so it only says what the last one exposes.
+    It begins with the whole picture, which is what a page that shows no movement shows.
     """
     from matplotlib.patches import Rectangle
 
-    figure, axes = drawing(found, end, durations=False)
-    last = [*found.values()][-1]
-    top = DISTANCE * (len(found) - 1)
-    text = f"  {waited(last):.0f} ms exposed"
-    axes.text(duration(last), top, text, va="center", weight="bold")
+    figure, axes = drawing(found, end)
     look = {"facecolor": "white", "edgecolor": "black", "zorder": 4}
     cover = Rectangle((0, -1), end, 3, transform=axes.get_xaxis_transform(), **look)
     axes.add_patch(cover)
-    save_movie(figure, cover.set_x, [end * frame / 29 for frame in range(1, 31)], path)
+    save_movie(figure, cover.set_x, [end, *[end * frame / 29 for frame in range(1, 31)]], path)
 
 
 def read_arguments():

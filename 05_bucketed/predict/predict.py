@@ -420,7 +420,7 @@ def calculate(alone: Alone) -> list[dict]:
 
 
 def draw(alone: Alone, path: Path) -> None:
-    """Draw the time from each gradient's arrival until backward ends; the last layer's on top."""
+    """Draw when each gradient is there, and what is left of backward; the last layer's on top."""
     figure, axes = report.new_figure(7, 2.8)
     forward, backward = 1000 * alone.forward_ends, 1000 * alone.backward_ends
     rows = range(len(alone.ready))
@@ -429,13 +429,13 @@ def draw(alone: Alone, path: Path) -> None:
     length = backward - forward
     axes.barh(top, length, height, forward, color=COLORS["backward"], label="backward")
     ready = [1000 * moment for moment in alone.ready]
-    lengths = [backward - moment for moment in ready]
-    label = "gradient complete: its all-reduce can overlap"
-    axes.barh(rows, lengths, 1, ready, color=COLORS["all-reduce"], label=label)
+    axes.hlines(rows, ready, backward, color="lightgray", lw=0.8, label="its call can overlap")
+    color = COLORS["all-reduce"]
+    axes.plot(ready, rows, "o", color=color, markersize=2.5, label="a gradient is complete")
     axes.set_yticks([top, 0, rows[-1]], ["computes", "last layer", "first layer"])
     axes.invert_yaxis()
     axes.set_xlabel("ms")
-    figure.legend(loc="outside upper center", ncols=3, fontsize=9, frameon=False)
+    figure.legend(loc="outside upper center", ncols=4, fontsize=9, frameon=False)
     report.save_figure(figure, path)
 
 

@@ -124,7 +124,8 @@ def main(description: str, fsdp, choose_units, train_step) -> None:
     if args.accounting:
         print_accounting(args)
     elif args.timeline:
-        timeline.draw_ways(args, train_step, {**without_prefetch, "FSDP": shards(fsdp)})
+        ways = {**without_prefetch, "FSDP": shards(fsdp)}
+        timeline.draw_ways(args, train_step, ways, "Prefetching hides most of what FSDP waits for")
     else:
         mine = users_rows(args.mine)
         ours = {name: shards(wrap) for name, wrap in {"FSDP": fsdp, **mine}.items()}

@@ -405,7 +405,8 @@ def main():
     ours = {"ZeRO2": shards(partial(ZeRO2, **size))}
     buckets = {"BucketedDDP": ladder.Way(partial(BucketedDDP, **size))}
     if args.timeline:
-        timeline.draw_ways(args, train_step, {**buckets, **ours}, steps=2)
+        title = "ZeRO2 sends in forward, too: two steps"
+        timeline.draw_ways(args, train_step, {**buckets, **ours}, title, steps=2)
         return
     others = {
         **buckets,
