@@ -139,7 +139,7 @@ def main():
     parser = setup.Parser(__doc__)
     add = parser.add_argument
     sizes = setup.list_of(setup.positive_number)  # one bucket for all is measured anyway
-    add("--bucket-sizes-mb", type=sizes, default="0.5,1,2,5,10,25", metavar="MB,…")
+    add("--bucket-sizes-mb", type=sizes, default="0.5,1,2,4,5,10,25", metavar="MB,…")
     ladder.add_training_arguments(parser, steps=6)
     setup.add_plot_arguments(parser, "bucket_sweep.png")
     args = parser.parse_args()

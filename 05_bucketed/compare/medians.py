@@ -59,6 +59,12 @@ def in_ms(runs: list[Run], name: str, quantity: str) -> list[float]:
     return [1000 * run[name][quantity] for run in runs if quantity in run.get(name, ())]
 
 
+def overheads(runs: list[Run], name: str, baseline: str) -> list[float]:
+    """Return how many ms longer than the baseline's step it takes in each run that has both."""
+    both = [run for run in runs if name in run and baseline in run]
+    return [1000 * (run[name][STEP] - run[baseline][STEP]) for run in both]
+
+
 def cell(values: list[float]) -> str:
     """Return their median, and of several the lowest and the highest, as text."""
     if len(values) > 1:
@@ -143,6 +149,8 @@ def main() -> None:
     if TORCH_DDP in names:
         setup.say()
         print_runs(f"step ÷ {TORCH_DDP}", columns, ratios, TORCH_DDP)
+    setup.say()
+    print_runs(f"step − {names[0]}, ms", columns, overheads, names[0])
     for title, quantity in {"step, ms": STEP, "exposed, ms": EXPOSED}.items():
         setup.say()
         print_runs(title, columns, in_ms, quantity)
