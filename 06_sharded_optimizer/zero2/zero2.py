@@ -390,12 +390,13 @@ def main():
         from bucketed import BucketedDDP
         from fsdp import FSDP, choose_units
         from memory import account
+        from sharded_optimizer import ShardedOptimizer, of_adamw
 
         from common import ladder
     except ModuleNotFoundError as error:
         folders = "common/, 05_bucketed/ and 06_sharded_optimizer/"
         sys.exit(f"error: {error}: copy the repository's folders {folders}")
-    many = int(os.environ.get("WORLD_SIZE", 2)) > 2  # seven rows, and all within a minute
+    many = int(os.environ.get("WORLD_SIZE", 2)) > 2  # eight rows, and all within a minute
     parser = ladder.stage_parser(__doc__, steps=3 if many else 5, warmup=1 if many else 2)
     ladder.add_bucket_size(parser)
     timeline.add_argument(parser)
@@ -408,9 +409,12 @@ def main():
         title = "ZeRO2 sends in forward, too: two steps"
         timeline.draw_ways(args, train_step, {**buckets, **ours}, title, steps=2)
         return
+    torchs = ladder.torch_ddp(args.bucket_size_mb)
+    stage_1 = torchs[ladder.TORCH_DDP]._replace(optimizer=of_adamw(ShardedOptimizer))
     others = {
+        **torchs,
         **buckets,
-        **ladder.torch_ddp(args.bucket_size_mb),
+        "ShardedOptimizer": stage_1,
         "ZeRO2, no overlap": shards(partial(ZeRO2WithoutOverlap, **size)),
         "FSDP": shards(FSDP),
         "torch, no reshard": accounting.torch_fsdp(choose_units)["torch, no reshard"],
