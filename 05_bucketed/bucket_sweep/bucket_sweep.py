@@ -77,23 +77,23 @@ def sweep(args, device: torch.device, result: dict) -> Network:
     best_mb = size / best_number_of_buckets(size, network) / 2**20
     say(f"formula: of {size / 2**20:.1f} MB of gradients the best bucket has {best_mb:.1f} MB")
     rows = result["overheads"] = []
-    for candidate in result["rows"]:
-        name, buckets = candidate["name"], candidate["collectives"]
-        step = report.percentiles(candidate["step_seconds"])[0]
+    for timed in result["rows"]:
+        name, buckets = timed["name"], timed["collectives"]
+        step = report.percentiles(timed["step_seconds"])[0]
         row = {"name": name, "buckets": buckets, "step": step}
         row["measured"] = step - rows[0]["step"] if rows else None
         row["simulated"] = None
         if name in ours:
             row["simulated"] = alone.step(ours[name]) - rows[0]["step"]
         row["formula"] = overhead(buckets, size, network) if buckets else None
-        of_ranks = candidate["step_seconds"]
+        of_ranks = timed["step_seconds"]
         row["ranks"] = [{"min": min(r), "mean": numpy.mean(r), "max": max(r)} for r in of_ranks]
         rows.append(row)
     return network
 
 
 def print_rows(rows: list[dict]) -> None:
-    """Print a row per candidate, in ms."""
+    """Print a row for each size, in ms."""
     table = []
     no_limit = rows[1]["step"]
     for row in rows:

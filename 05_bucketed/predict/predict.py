@@ -180,9 +180,9 @@ def measure_network(device) -> Network:
         watch.mark("end")
         return {"seconds": watch.seconds("start", "end") / len(tensors)}
 
-    candidates = {"small": partial(all_reduces, small), "large": partial(all_reduces, large)}
-    candidates |= {"call": partial(blocking, small), "transfer": partial(blocking, large)}
-    samples = timing.measure(candidates, steps=7, warmup=2)
+    calls = {"small": partial(all_reduces, small), "large": partial(all_reduces, large)}
+    calls |= {"call": partial(blocking, small), "transfer": partial(blocking, large)}
+    samples = timing.measure(calls, steps=7, warmup=2)
 
     def median(size: str, quantity: str) -> float:
         return float(numpy.median(samples[size][quantity]))

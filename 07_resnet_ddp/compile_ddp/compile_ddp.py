@@ -51,7 +51,7 @@ from common import report, setup, timing
 from common.setup import say
 
 
-class Configuration(NamedTuple):
+class Row(NamedTuple):
     """Says how to run the model."""
 
     how: str  # "bare": on its own, "ddp": replicated, "fsdp": with its parameters split
@@ -74,8 +74,8 @@ class Configuration(NamedTuple):
         return " ".join(words)
 
 
-def distribute(model: nn.Module, configuration: Configuration) -> tuple[nn.Module, list]:
-    """Return the model as the configuration wants it, and a list for the graphs of torch.compile.
+def distribute(model: nn.Module, row: Row) -> tuple[nn.Module, list]:
+    """Return the model as a row wants it, and a list for the graphs of torch.compile.
 
     A graph is added to the list when it is handed to the backend.
     """
@@ -83,26 +83,26 @@ def distribute(model: nn.Module, configuration: Configuration) -> tuple[nn.Modul
 
     def remember_and_compile(graph, example_inputs):
         graphs.append(graph)
-        if configuration.backend != "print":
-            return torch._dynamo.lookup_backend(configuration.backend)(graph, example_inputs)
+        if row.backend != "print":
+            return torch._dynamo.lookup_backend(row.backend)(graph, example_inputs)
         say(f"graph {len(graphs)}:\n{graph.print_readable(print_output=False)}")
         return graph.forward
 
     def compiled(function):
-        if configuration.backend is None:
+        if row.backend is None:
             return function
         return torch.compile(function, backend=remember_and_compile)
 
-    torch._dynamo.config.optimize_ddp = configuration.split
+    torch._dynamo.config.optimize_ddp = row.split
     torch._dynamo.config.cache_size_limit = 64  # with `wrap` all blocks are versions of one forward
-    if configuration.how == "fsdp":
-        return shard(model, configuration, compiled), graphs
-    if configuration.how == "ddp":
+    if row.how == "fsdp":
+        return shard(model, row, compiled), graphs
+    if row.how == "ddp":
         model = DistributedDataParallel(model)
     return compiled(model), graphs
 
 
-def shard(model: nn.Module, configuration: Configuration, compiled) -> nn.Module:
+def shard(model: nn.Module, row: Row, compiled) -> nn.Module:
     """Split the model's parameters over the ranks by FSDP, and compile it by `compiled`.
 
     FSDP gathers, uses and frees one unit after the other. With `wrap` each block is a unit and
@@ -110,21 +110,21 @@ def shard(model: nn.Module, configuration: Configuration, compiled) -> nn.Module
     inside a block and computes them again in backward.
     """
     blocks = blocks_of(model)
-    if not blocks and (configuration.wrap or configuration.checkpoint):
+    if not blocks and (row.wrap or row.checkpoint):
         setup.fail(
             "argument --torchbench-model: only the blocks of hf_Bert and hf_T5 are known here: "
             "measure others with --bare, with --ddp, or with --fsdp alone"
         )
     for block in blocks:
-        if configuration.wrap:
+        if row.wrap:
             # Not the module, because FSDP gathers in its hooks, and no graph crosses a hook.
             block.forward = compiled(block.forward)
-        if configuration.checkpoint:
+        if row.checkpoint:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-        if configuration.wrap:
+        if row.wrap:
             fully_shard(block)
     fully_shard(model)  # with `wrap` it holds what is in no block
-    return model if configuration.wrap else compiled(model)
+    return model if row.wrap else compiled(model)
 
 
 def forward(model: nn.Module, inputs: tuple) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -154,7 +154,7 @@ def gradients_of(model: nn.Module) -> list[torch.Tensor]:
 
 
 def reference(args, device) -> dict[str, list[torch.Tensor]]:
-    """Return outputs and gradients in eager mode without DDP or FSDP, by Configuration.how.
+    """Return outputs and gradients in eager mode without DDP or FSDP, by Row.how.
 
     "bare": gradients of this rank alone; the others: averaged over the ranks.
     """
@@ -181,8 +181,8 @@ def difference(tensors: list, expected: list) -> float:
 TOLERANCE = 1e-3
 
 
-def first_steps(args, device, configuration: Configuration, expected: dict) -> tuple:
-    """Take a configuration's first steps; return its step, to be measured, and what they show.
+def first_steps(args, device, row: Row, expected: dict) -> tuple:
+    """Take a row's first steps; return its step, to be measured, and what they show.
 
     Ends the run if outputs or gradients are too far from those expected. Those of a model of
     torchbench may be, because it may have dropout.
@@ -190,9 +190,9 @@ def first_steps(args, device, configuration: Configuration, expected: dict) -> t
     from torch._inductor.utils import fresh_cache
 
     model, inputs = create(args, device)
-    model, graphs = distribute(model, configuration)
+    model, graphs = distribute(model, row)
     if args.verbose:
-        say(f"{configuration.name}:\n{model}")
+        say(f"{row.name}:\n{model}")
     watch = timing.Stopwatch(device)
 
     def timed() -> list[torch.Tensor]:
@@ -206,10 +206,10 @@ def first_steps(args, device, configuration: Configuration, expected: dict) -> t
         model.zero_grad()
         return {"forward_backward_seconds": watch.seconds("start", "end")}
 
-    with fresh_cache():  # else the first call would find the kernels of another configuration
+    with fresh_cache():  # else the first call would find the kernels of another row
         outputs = timed()
-        deviation = difference([*outputs, *gradients_of(model)], expected[configuration.how])
-        name = configuration.name
+        deviation = difference([*outputs, *gradients_of(model)], expected[row.how])
+        name = row.name
         compared = f"{name}: outputs and gradients within {deviation:.1e} of eager single-device"
         if not (deviation <= TOLERANCE or args.torchbench_model):  # so that nan is caught, too
             sys.exit(f"error: rank {dist.get_rank()}: only {compared} (allowed: {TOLERANCE:.0e})")
@@ -224,7 +224,7 @@ def first_steps(args, device, configuration: Configuration, expected: dict) -> t
         draw_graph(model, inputs, args.torchviz, name)
     parameters = list(model.parameters())
     held = held_bytes(parameters)
-    copies = 2 if configuration.how == "ddp" else 1  # DDP's buckets hold each gradient
+    copies = 2 if row.how == "ddp" else 1  # DDP's buckets hold each gradient
     found["parameters"] = held // parameters[0].itemsize  # on this rank
     found["peak_bytes"] = peak + copies * held  # the most bytes of tensors during a step
     found["graphs"] = len(graphs)
@@ -268,12 +268,12 @@ LOOPBACK = "loopback_seconds"  # of the same steps without the emulated network
 
 
 def print_results(results: list[dict]) -> None:
-    """Print the table: a row per configuration of the JSON."""
+    """Print the table: a line for each row of the JSON."""
     samples = {result["name"]: result["forward_backward_seconds"] for result in results}
-    rows = []
+    table = []
     for result in results:
         seconds = numpy.array(samples[result["name"]])
-        row = [
+        cells = [
             result["name"],
             f"{1000 * seconds.mean():.1f}",
             *report.milliseconds(seconds),
@@ -284,28 +284,28 @@ def print_results(results: list[dict]) -> None:
             f"{result['peak_bytes'] / 2**20:.1f}",
             f"{result['parameters'] / 1e6:.2f}",
         ]
-        rows.append(row)
+        table.append(cells)
     header = ["forward + backward, ms", "mean", "p50", "p75", "p90", "p95", "/bare eager"]
     header += ["p50 loopback", "first call, s", "graphs", "peak memory, MB", "parameters, M"]
     say()
-    report.print_table(header, rows)
+    report.print_table(header, table)
     say(LEGEND)
 
 
-def configurations_of(args) -> list[Configuration]:
+def rows_of(args) -> list[Row]:
     if args.only:
         options = args.fsdp_wrap, args.fsdp_checkpoint, not args.dynamo_no_optimize_ddp
-        return [Configuration(args.only, args.compile, *options)]
+        return [Row(args.only, args.compile, *options)]
     backend = args.compile or "inductor"
     return [
-        Configuration("bare"),
-        Configuration("bare", backend),
-        Configuration("ddp"),
-        Configuration("ddp", backend),
-        Configuration("ddp", backend, split=False),
-        Configuration("fsdp"),
-        Configuration("fsdp", wrap=True),
-        Configuration("fsdp", backend, wrap=True),
+        Row("bare"),
+        Row("bare", backend),
+        Row("ddp"),
+        Row("ddp", backend),
+        Row("ddp", backend, split=False),
+        Row("fsdp"),
+        Row("fsdp", wrap=True),
+        Row("fsdp", backend, wrap=True),
     ]
 
 
@@ -364,7 +364,7 @@ def main():
     levels = {"dynamo": logging.DEBUG} if args.verbose else {}
     torch._logging.set_logs(all=logging.ERROR, **levels)  # unless TORCH_LOGS says otherwise
     torch._dynamo.config.verbose = args.verbose
-    torch._dynamo.reset()  # once: what a configuration has compiled is still needed by its steps
+    torch._dynamo.reset()  # once: what a row has compiled is still needed by its steps
 
     with setup.process_group(args.device, args.backend, args.timeout) as device:
         result = report.begin("07_resnet_ddp/compile_ddp", args, device)
@@ -372,23 +372,23 @@ def main():
         say(f"{model}; {args.steps} steps are measured, after {args.warmup} to warm up\n")
         expected = reference(args, device)
         steps = {}
-        result["configurations"] = []
-        for configuration in configurations_of(args):
-            setup.progress(f"{configuration.name}: its first steps")
-            steps[configuration.name], found = first_steps(args, device, configuration, expected)
-            result["configurations"].append(found)
+        result["rows"] = []
+        for row in rows_of(args):
+            setup.progress(f"{row.name}: its first steps")
+            steps[row.name], found = first_steps(args, device, row, expected)
+            result["rows"].append(found)
         in_turn = {}
         for name, step in steps.items():
             in_turn[name] = step
             if setup.network().text:
                 in_turn[f"{name}, loopback"] = without_network(step)
         samples = timing.measure(in_turn, args.steps, args.warmup)
-        for found in result["configurations"]:
+        for found in result["rows"]:
             found |= samples[found["name"]]
             if setup.network().text:
                 loopback = samples[f"{found['name']}, loopback"]
                 found[LOOPBACK] = loopback["forward_backward_seconds"]
-        print_results(result["configurations"])
+        print_results(result["rows"])
         timing.profile(steps, args.trace)
         report.write_json(args.json, result)
 
