@@ -486,7 +486,8 @@ def difference_of_updates(old, new, number):
     if share > (CLOSE_HALVES[-1] if "half" in old.facts | new.facts else CLOSE_UPDATES):
         farthest = new.names[are_used.nonzero()[size_of(now - was).argmax()]]
         cause = "The optimizer has other options, state or weights, or looks at a part of them"
-        return f"{cause}: the same gradients change weights otherwise, by {share:.1%}, most {farthest},"
+        seen = f"gradients agree, but what is done to the weights differs by {share:.1%}"
+        return f"{cause}: {seen}, most in {farthest},"
     return None
 
 
