@@ -75,7 +75,7 @@ def safely(method):
 class same:
     """Record three steps into the file, or compare them with it if it is there.
 
-    say: a function that rank 0 calls with the verdict, a sentence.
+    say: a function that rank 0 calls with the verdict, a sentence, when step 4 or 5 begins.
     """
 
     made = 0  # in this process: all ranks make theirs in the same order
@@ -411,13 +411,13 @@ def difference_of_rates(old, new, number):
 def difference_between_ranks(new, number):
     """Say where ranks differ that should be alike."""
     checks = {
-        "the weights before": ("start", new.weights_apart[number]),
-        "the gradients": ("gradients", new.gradients_apart[number]),
-        "the weights after": ("updates", new.weights_apart[number + 1]),
+        "begin with different values of": ("start", new.weights_apart[number]),
+        "have different gradients of": ("gradients", new.gradients_apart[number]),
+        "end with different values of": ("updates", new.weights_apart[number + 1]),
     }
     for what, (cause, apart) in checks.items():
         if apart.any():
-            return f"{CAUSES[cause]}: the ranks differ in {what}, in {words(new, apart)},"
+            return f"{CAUSES[cause]}: the ranks {what} {words(new, apart)}"
     return None
 
 
@@ -489,9 +489,6 @@ def difference_of_updates(old, new, number):
         seen = f"gradients agree, but what is done to the weights differs by {share:.1%}"
         return f"{cause}: {seen}, most in {farthest},"
     return None
-
-
-# ----------------------------------------------------------------------- numbers of tensors
 
 
 def words(run, are_meant):
