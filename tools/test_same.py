@@ -237,3 +237,15 @@ def trains_alike(file, watch):
     hooks = [*model.module._forward_pre_hooks, *model.module._forward_hooks]
     hooks += [*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks]
     assert not hooks or watch is same_without_hooks
+
+
+def test_no_device_is_asked_before_step_3_is_over():
+    """The meta device has no values, so the comparison ends when it copies its numbers."""
+    model = nn.Linear(6, 2, device="meta")
+    optimizer = SGD(model.parameters(), lr=0.1)
+    comparison = same(model, optimizer, "none.json")
+    for _ in range(3):
+        assert comparison.is_on
+        model(torch.ones(4, 6, device="meta")).sum().backward()
+        optimizer.step()
+    assert not comparison.is_on
