@@ -52,7 +52,7 @@ CAUSES = {
     "some": "Some gradients are averaged twice, or left out, or those of one rank alone",
     "others": "Each rank's loss is a mean over its own tokens or class weights, or pairs its own "
     "samples, or gradients are clipped before they are averaged, or a part is missing, or some are "
-    "from an earlier step, without zero_grad()",
+    "from an earlier step, without zero_grad(), or samples of various lengths are others",
 }
 
 
