@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -279,8 +280,28 @@ def watched():
     assert dist.get_rank() > 0 or "model.module" in output.getvalue(), output.getvalue()
 
 
+def compared():
+    """Rank 0 says that two runs are the same; the first one recorded."""
+    sys.path.append(str(ROOT / "tools"))
+    share = slice(dist.get_rank(), None, dist.get_world_size())
+    here = Path.cwd()
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()) as said:
+        os.chdir(folder)
+        for _ in range(2):
+            model = ddp()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            execute("Compare with one process", model=model, optimizer=optimizer)
+            for _ in range(5):
+                F.cross_entropy(model(INPUTS[share]), TARGETS[share]).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                dist.barrier()  # else rank 0 may not find rank 1's numbers yet
+        os.chdir(here)
+    assert dist.get_rank() > 0 or "The same as 2 ranks" in said.getvalue(), said.getvalue()
+
+
 OF_TWO_RANKS = [losses_across_samples, infinite_outputs, weighted_means]
-OF_TWO_RANKS += [bad_batch, mean_losses, evaluation, watched]
+OF_TWO_RANKS += [bad_batch, mean_losses, evaluation, watched, compared]
 OF_TWO_RANKS += [mixed_precision, metric_of_all, preempted]
 DRILLS = [(losses_across_samples, 3), *((drill, 2) for drill in OF_TWO_RANKS)]
 
