@@ -80,6 +80,7 @@ def explain(name: str, found: torch.Tensor, gradients: dict, why_not_reduced: st
         (gradients[name][-1].mean(0), "the mean of the last backward alone", OVERWRITTEN),
         (ranks * mean, f"{ranks} times the mean", SUMMED),
         (mean / ranks, f"1/{ranks} of the mean", DIVIDED_TWICE),
+        (shards_of(of_ranks), "made of each rank's own part", why_not_reduced),
     ]
     for other, theirs in gradients.items():
         if other != name and theirs.shape == gradients[name].shape:
@@ -100,3 +101,10 @@ def explain(name: str, found: torch.Tensor, gradients: dict, why_not_reduced: st
     if unchanged:
         return f"zero in {unchanged} of {found.numel()} values", NOT_GATHERED
     return "not the mean", UNKNOWN
+
+
+def shards_of(of_ranks: torch.Tensor) -> torch.Tensor:
+    """Return what is gathered if each rank keeps its part of its own gradient."""
+    ranks = len(of_ranks)
+    parts = [own.flatten().tensor_split(ranks)[rank] for rank, own in enumerate(of_ranks)]
+    return torch.cat(parts).view_as(of_ranks[0])

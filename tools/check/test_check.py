@@ -37,8 +37,9 @@ from tools.check.findings import judge, verdict_of
 from tools.testing import failed, judged
 
 CHECK = ROOT / "tools" / "check" / "check.py"
-OF_WRAPPERS = checks_of_wrappers.HAS_TO_HOLD
 PARAMETERS = "starts_with_the_parameters_of_rank_0"
+BUFFERS = "starts_with_the_buffers_of_rank_0"
+STRIDES = "averages_what_is_not_contiguous"
 WEIGHTS = "leaves_weights_to_the_optimizer"
 MEAN = "trains_with_sgd"
 TIED = "trains_tied_and_frozen_weights"
@@ -49,37 +50,6 @@ CLIPS = "clips_by_the_norm_of_all"
 DTYPE = "computes_in_another_dtype"
 SAVES = "goes_on_from_its_state_dict"
 BRANCHES = "keeps_one_order_on_any_branch"
-FAILS = {  # class: the first check that it fails, and what that says
-    "Right": (None, ""),
-    "SumForMean": (MEAN, "summed, not averaged"),
-    "NoBroadcast": (PARAMETERS, "broadcast the parameters"),
-    "ForgetsBuffers": ("starts_with_the_buffers_of_rank_0", "broadcast the buffers"),
-    "HookBeforeGradient": (MEAN, "never reduced"),
-    "DoesNotWait": (WEIGHTS, "not waited for"),
-    "BarrierForWait": (WEIGHTS, "not waited for"),
-    "WaitsForTheLast": (WEIGHTS, "not waited for"),
-    "DividesInFlight": ("can_be_used", "see mistakes.py"),
-    "AveragesWeights": (WEIGHTS, "weights, not gradients"),
-    "OrderOfArrival": (BRANCHES, "call in different orders"),
-    "LeavesLastOut": (MEAN, "never reduced"),
-    "TiedTwice": (TIED, "divided twice"),
-    "FailsWhenFrozen": (TIED, "see mistakes.py"),
-    "RoundsToFloat32": (MEAN, "rounded to float32"),
-    "AveragesACopy": ("averages_what_is_not_contiguous", "a copy is reduced"),
-    "OverwritesAccumulated": (ADDS_UP, "overwritten"),
-    "SwapsGradients": (MEAN, "another order than they were taken"),
-}
-
-
-@pytest.mark.parametrize("name", FAILS)
-def test_a_wrong_wrapper_fails_what_sees_its_mistake(late_ranks, name):
-    """And nothing before it."""
-    first, means = FAILS[name]
-    names = [check.__name__ for check in OF_WRAPPERS]
-    checks = OF_WRAPPERS[: names.index(first) + 1] if first else OF_WRAPPERS
-    verdicts = judged(late_ranks, getattr(mistakes, name), checks)
-    assert failed(verdicts) == {first} - {None}
-    assert not first or means in verdicts[first].means, verdicts
 
 
 def fully_sharded(module, compute_dtype=None):
@@ -181,6 +151,24 @@ class KeepsWholeGradients(ZeRO2):
 @pytest.mark.parametrize(
     "module, mine, expected, means",
     [
+        (checks_of_wrappers, mistakes.Right, None, ""),
+        (checks_of_wrappers, mistakes.SumForMean, MEAN, "summed, not averaged"),
+        (checks_of_wrappers, mistakes.NoBroadcast, PARAMETERS, "broadcast the parameters"),
+        (checks_of_wrappers, mistakes.ForgetsBuffers, BUFFERS, "broadcast the buffers"),
+        (checks_of_wrappers, mistakes.HookBeforeGradient, MEAN, "never reduced"),
+        (checks_of_wrappers, mistakes.DoesNotWait, WEIGHTS, "not waited for"),
+        (checks_of_wrappers, mistakes.BarrierForWait, WEIGHTS, "not waited for"),
+        (checks_of_wrappers, mistakes.WaitsForTheLast, WEIGHTS, "not waited for"),
+        (checks_of_wrappers, mistakes.DividesInFlight, "can_be_used", "see mistakes.py"),
+        (checks_of_wrappers, mistakes.AveragesWeights, WEIGHTS, "weights, not gradients"),
+        (checks_of_wrappers, mistakes.OrderOfArrival, BRANCHES, "call in different orders"),
+        (checks_of_wrappers, mistakes.LeavesLastOut, MEAN, "never reduced"),
+        (checks_of_wrappers, mistakes.TiedTwice, TIED, "divided twice"),
+        (checks_of_wrappers, mistakes.FailsWhenFrozen, TIED, "see mistakes.py"),
+        (checks_of_wrappers, mistakes.RoundsToFloat32, MEAN, "rounded to float32"),
+        (checks_of_wrappers, mistakes.AveragesACopy, STRIDES, "a copy is reduced"),
+        (checks_of_wrappers, mistakes.OverwritesAccumulated, ADDS_UP, "overwritten"),
+        (checks_of_wrappers, mistakes.SwapsGradients, MEAN, "another order than they were taken"),
         (checks_of_zero2, NeverGathers, MEAN, "never gathered"),
         (checks_of_zero2, KeepsWholeGradients, PARTS, "slices of 1/N"),
         (checks_of_zero2, ZeRO2, None, ""),
@@ -188,7 +176,6 @@ class KeepsWholeGradients(ZeRO2):
         (checks_of_fsdp, CountsBiasesTwice, CLIPS, "N times"),
         (checks_of_fsdp, KeepsCopies, "keeps_a_part_of_the_weights", "not freed"),
         (checks_of_fsdp, SplitsTiedWeightsTwice, TIED, "a tied weight"),
-        (checks_of_fsdp, mistakes.OverwritesAccumulated, ADDS_UP, "overwritten"),
         (checks_of_fsdp, LeavesTheRest, "trains_sizes_that_ranks_cannot_divide", ""),
         (checks_of_fsdp, IgnoresDtype, DTYPE, "not cast"),
         (checks_of_fsdp, mistakes.RoundsMaster, DTYPE, "already cast"),
@@ -204,13 +191,16 @@ class KeepsWholeGradients(ZeRO2):
         (checks_of_optimizers, mistakes.ForgetsState, SAVES, "moments begin at zero"),
         (checks_of_optimizers, mistakes.RightShards, None, ""),
         (checks_of_optimizers, ZeroRedundancyOptimizer, None, ""),
+        (checks_of_fsdp, FSDP, None, ""),
         (checks_of_fsdp, fully_sharded, None, ""),
     ],
 )
-def test_optimizers_zero2_and_fsdp(late_ranks, module, mine, expected, means):
-    """What is right passes (ours: test_exercises.py, too); a wrong one fails its check."""
-    checks = [each for each in module.HAS_TO_HOLD if expected in (None, each.__name__)]
-    verdicts = judged(late_ranks, mine, checks)
+def test_a_mistake_fails_the_check_that_sees_it(late_ranks, module, mine, expected, means):
+    """What is right passes; a wrong wrapper passes all before it, too. SkipsUnused: the command."""
+    names = [check.__name__ for check in module.HAS_TO_HOLD]
+    last = names.index(expected) if expected else len(names) - 1
+    first = 0 if module is checks_of_wrappers or not expected else last
+    verdicts = judged(late_ranks, mine, module.HAS_TO_HOLD[first : last + 1])
     assert failed(verdicts) == {expected} - {None}, verdicts
     assert not expected or means in verdicts[expected].means, verdicts
 
@@ -251,15 +241,6 @@ class Butterfly(mistakes.Right):
         parameter.grad.copy_(total / ranks)
 
 
-class RoundsToFloat16(mistakes.Right):
-    small = torch.float16
-
-    def average(self, parameter):
-        small = (self.gradient_of(parameter) / dist.get_world_size()).to(self.small)
-        dist.all_reduce(small)
-        parameter.grad.copy_(small)
-
-
 class ForgetsInNoSync(mistakes.Right):
     @contextmanager
     def no_sync(self):
@@ -267,10 +248,12 @@ class ForgetsInNoSync(mistakes.Right):
         self.module.zero_grad()
 
 
-class TakesTheSmallestDtype(RoundsToFloat16):
+class TakesTheSmallestDtype(mistakes.Right):
     def average(self, parameter):
-        self.small = min((each.dtype for each in self.trained()), key=lambda dtype: dtype.itemsize)
-        super().average(parameter)
+        smallest = min((each.dtype for each in self.trained()), key=lambda dtype: dtype.itemsize)
+        small = (self.gradient_of(parameter) / dist.get_world_size()).to(smallest)
+        dist.all_reduce(small)
+        parameter.grad.copy_(small)
 
 
 class FirstBucketAlone(mistakes.Right):
@@ -328,13 +311,12 @@ class FinishesAsFlush(NoModule):
     "mine, ranks, name, verdict, means",
     [
         (AsksForGloo, 2, MEAN, "passed", ""),
-        (HasABufferOfItsOwn, 2, "starts_with_the_buffers_of_rank_0", "passed", ""),
+        (HasABufferOfItsOwn, 2, BUFFERS, "passed", ""),
         (NoModule, 2, MEAN, "passed", ""),
         (FinishesAsFlush, 2, MEAN, "failed", "nobody calls its finish"),
         (ForgetsInNoSync, 2, "accumulates_with_no_sync", "failed", "overwritten"),
         (TakesTheSmallestDtype, 2, "trains_several_dtypes", "failed", "rounded to float32"),
         (FirstBucketAlone, 2, BRANCHES, "failed", "never reduced"),
-        (RoundsToFloat16, 2, MEAN, "failed", "rounded to float16"),
         (Butterfly, 2, MEAN, "passed", ""),
         (Butterfly, 3, MEAN, "failed", ""),
     ],
