@@ -27,6 +27,7 @@ NOT_SENT = "new values do not reach all ranks, or not all of them: send them at 
 OTHER_STEP = "the optimizer inside has another learning rate, other options or other gradients"
 NOBODY = "a part of the gradients is averaged by nobody: neither by step() nor by DDP before it"
 FORGOTTEN = "after a checkpoint the moments begin at zero: state_dict() has to return them"
+OWN_GROUPS = "param_groups has only the parameters that this rank steps"
 MASTER = "it steps in float32, and is judged in it"
 
 
@@ -88,6 +89,9 @@ def follow(mine, layout=None, groups=list, change=None, **options):
             if not (is_rounded(found, expected, "float32") and held(torch.float32)):
                 raise Failed(seen + "has moved elsewhere", OTHER_STEP)
             said = MASTER
+        sharded.zero_grad()
+        if any(each.grad is not None and each.grad.any() for each in owned):
+            raise Failed("some parameters keep their gradient after zero_grad()", OWN_GROUPS)
     return said
 
 
@@ -190,17 +194,6 @@ def keeps_groups_apart(mine):
     return follow(mine, groups=groups, change=change)
 
 
-def zeroes_all_gradients(mine):
-    """zero_grad() resets the gradients of all parameters, and not only of a rank's own"""
-    owned = parameters_of()
-    optimizer = stepped(mine, owned)
-    backward(owned, gradients_of(owned))
-    optimizer.zero_grad()
-    if any(each.grad is not None and each.grad.any() for each in owned):
-        means = "param_groups has only the parameters that this rank steps"
-        raise Failed("some parameters still have their gradient", means)
-
-
 def goes_on_from_its_state_dict(mine):
     """state_dict(), loaded into a new one, goes on as if nothing had been, on as many ranks"""
     owned = parameters_of()
@@ -229,7 +222,6 @@ MEANING = [
     says_who_averages,
     steps_sizes_that_ranks_cannot_divide,
     keeps_groups_apart,
-    zeroes_all_gradients,
     goes_on_from_its_state_dict,
 ]
 BEYOND = []

@@ -184,7 +184,7 @@ class KeepsWholeGradients(ZeRO2):
         (checks_of_optimizers, StepsFrozen, "steps_like_adamw", "other gradients"),
         (checks_of_optimizers, KeepsFirstOptions, "keeps_groups_apart", "learning rate"),
         (checks_of_optimizers, HasOneGroup, "keeps_groups_apart", "other options"),
-        (checks_of_optimizers, ZeroesItsOwn, "zeroes_all_gradients", "only the parameters"),
+        (checks_of_optimizers, ZeroesItsOwn, "steps_like_adamw", "only the parameters"),
         (checks_of_optimizers, mistakes.SendsNothing, "steps_like_adamw", "do not reach"),
         (checks_of_optimizers, mistakes.SumsInStep, "says_who_averages", "summed, not averaged"),
         (checks_of_optimizers, mistakes.LosesTheRest, REST, "do not reach all ranks"),
