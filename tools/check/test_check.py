@@ -284,27 +284,14 @@ class HasABufferOfItsOwn(mistakes.Right):
         self.register_buffer("flat", torch.zeros(100))
 
 
-class NoModule:
-    """It is called, and has parameters through .module."""
-
-    def __init__(self, module):
-        self.module, self.within = module, mistakes.Right(module)
-
-    def __call__(self, *inputs):
-        return self.within(*inputs)
-
-    def finish_gradient_sync(self):
-        self.within.finish_gradient_synchronization()
-
-
-class FinishesAsFlush(NoModule):
-    finish_gradient_sync = None
+class FinishesAsFlush(mistakes.Right):
+    finish_gradient_synchronization = None
 
     def reduce_gradients(self, bucket):
         raise AssertionError("it is not the finish")
 
     def flush(self):
-        super().finish_gradient_sync()
+        super().finish_gradient_synchronization()
 
 
 @pytest.mark.parametrize(
@@ -312,7 +299,6 @@ class FinishesAsFlush(NoModule):
     [
         (AsksForGloo, 2, MEAN, "passed", ""),
         (HasABufferOfItsOwn, 2, BUFFERS, "passed", ""),
-        (NoModule, 2, MEAN, "passed", ""),
         (FinishesAsFlush, 2, MEAN, "failed", "nobody calls its finish"),
         (ForgetsInNoSync, 2, "accumulates_with_no_sync", "failed", "overwritten"),
         (TakesTheSmallestDtype, 2, "trains_several_dtypes", "failed", "rounded to float32"),
@@ -322,7 +308,7 @@ class FinishesAsFlush(NoModule):
     ],
 )
 def test_what_courses_do_otherwise(late_ranks, mine, ranks, name, verdict, means):
-    """Sizes of buckets, buffers, the finish, the backend; and wrappers that are no modules.
+    """Sizes of buckets, buffers, the finish, the backend.
 
     What is right on two ranks only is seen on three.
     """
