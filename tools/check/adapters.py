@@ -13,12 +13,11 @@ from types import ModuleType
 from typing import NamedTuple
 from unittest.mock import MagicMock
 
-import torch
 from torch import nn
 from users_class import FINISHES, GATHERS, finish_of, import_file
 
 from tools.check import checks_of_losses as losses
-from tools.check.findings import LIBRARIES, Failed, NotTried, is_within
+from tools.check.findings import LIBRARIES, Failed, is_within
 from tools.check.models import Around, gather_of, layout_for, module_of
 
 OF_COURSES = re.compile(r"get_.*(ddp|fsdp|sharded)")
@@ -105,8 +104,6 @@ def as_if_sharding(mine):
         return mine
 
     def adapted(params, optimizer_cls, **options):
-        if optimizer_cls is not torch.optim.AdamW:
-            raise NotTried("it is an AdamW of its own")
         groups = params if isinstance(params[0], dict) else [{"params": params}]
         return mine(groups if "group" in first else params, **options)
 

@@ -73,18 +73,9 @@ def check_freed(before: dict[int, int], layout, after: str, shards=1, twins=0) -
         raise Failed(f"{seen}, and needs {needed:.0%}", NOT_FREED)
 
 
-def computes_in_float16(mine, layout=PLAIN):
-    """compute_dtype=torch.float16 computes in it; weights and gradients stay float32, unrounded"""
-    compute_in(torch.float16, mine, layout)
-
-
 def computes_in_another_dtype(mine, layout=PLAIN):
     """compute_dtype=torch.bfloat16 computes in it; weights and gradients stay float32, unrounded"""
-    compute_in(torch.bfloat16, mine, layout)
-
-
-def compute_in(dtype: torch.dtype, mine, layout) -> None:
-    """Raise Failed unless a step is that of a twin in a dtype, with weights as they were."""
+    dtype = torch.bfloat16
     option = {name_of_dtype(mine): dtype}
     twin = new(OfTokens, layout)
     given = torch.cat([weight.detach().flatten() for weight in twin.parameters()])
@@ -109,7 +100,7 @@ def compute_in(dtype: torch.dtype, mine, layout) -> None:
             if not torch.isin(local[local != 0], given).all():  # shards may be padded with zeros
                 raise Failed("before the first step weights are no longer those it got", ROUNDED)
 
-    if wrappers.follow(model, twin, backward, steps=1, rounds=str(dtype).removeprefix("torch.")):
+    if wrappers.follow(model, twin, backward, steps=1, rounds="bfloat16"):
         raise Warned(f"gradients are averaged in {dtype}, as torch's unless asked", IN_16_BITS)
 
 
@@ -154,12 +145,11 @@ def gathers_again_in_backward(mine, layout=PLAIN):
 
 STEPS = [frees_after_forward, gathers_again_in_backward, trains_with_sgd]  # of exercise.py
 RANKS = 2
-COURSE = [can_be_used, trains_with_sgd, computes_in_float16]
+COURSE = [can_be_used, trains_with_sgd, computes_in_another_dtype]
 MEANING = [
     keeps_a_part_of_the_weights,
     wrappers.trains_tied_and_frozen_weights,
     wrappers.trains_sizes_that_ranks_cannot_divide,
-    computes_in_another_dtype,
     wrappers.accumulates_without_no_sync,
     wrappers.clips_by_the_norm_of_all,
 ]

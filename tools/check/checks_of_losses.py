@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from common.setup import without_gloo_greeting
 from tools.check.findings import UNUSABLE, Failed
 
 SUMMED = "a sum over samples, not a mean: divide it by the number of samples"
@@ -51,7 +52,8 @@ def is_the_mean_of_its_shares(mine):
     dist.all_gather_object(pairs, loss_and_gradient(loss, share))
     # From here on each rank is alone, because a loss may call other ranks itself.
     dist.destroy_process_group()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with without_gloo_greeting():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     value, gradient = loss_and_gradient(loss, tensors)
     mean = sum(value for value, _ in pairs) / ranks
     found = torch.stack([gradient for _, gradient in pairs]).flatten(1)  # a row per share

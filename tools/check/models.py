@@ -151,22 +151,19 @@ def new(build, layout: Layout = PLAIN, seed: int = 0) -> nn.Module:
 def wrap(mine, module: nn.Module) -> nn.Module:
     """Return the user's wrapper of a module, with small buckets."""
     module.rank = dist.get_rank()
-    model = mine(module, **bucket_options(mine, SMALL_BUCKET_MB))
-    is_around = hasattr(model, "module") and not isinstance(model, nn.Module)
-    return Around(model) if is_around else model
+    return mine(module, **bucket_options(mine, SMALL_BUCKET_MB))
 
 
 class Around(nn.Module):
-    """Makes a module of what wraps one, perhaps without being one; with a course's functions.
+    """Makes a module of a wrapper with a course's functions.
 
     These are given the wrapper and an optimizer; after_backward may take the wrapper alone.
     """
 
     def __init__(self, wrapper, after_backward=None, before_forward=None, gather=None):
         super().__init__()
-        self.wrapper = [wrapper]  # so that it is no part of this module
-        self.inner = wrapper if isinstance(wrapper, nn.Module) else wrapper.module
-        self.optimizer = torch.optim.SGD(self.inner.parameters(), lr=0.0)
+        self.wrapper = wrapper
+        self.optimizer = torch.optim.SGD(wrapper.parameters(), lr=0.0)
         self.before_forward = before_forward
         if after_backward:
             given = (wrapper, self.optimizer)[: len(signature(after_backward).parameters)]
@@ -178,13 +175,12 @@ class Around(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(self.wrapper[0], name)
+            return getattr(self.wrapper, name)
 
     def forward(self, *inputs):
-        [wrapper] = self.wrapper
         if self.before_forward and self.training and torch.is_grad_enabled():
-            self.before_forward(wrapper, self.optimizer)
-        return wrapper(*inputs) if callable(wrapper) else wrapper.forward(*inputs)
+            self.before_forward(self.wrapper, self.optimizer)
+        return self.wrapper(*inputs)
 
 
 def inputs_of(step: int, part: int, rank: int) -> torch.Tensor:
@@ -219,7 +215,7 @@ def gather_of(model: nn.Module):
 
 
 def of_user(model: nn.Module):
-    return model.wrapper[0] if isinstance(model, Around) else model
+    return model.wrapper if isinstance(model, Around) else model
 
 
 def public_names(model: nn.Module) -> list[str]:

@@ -111,7 +111,8 @@ def serve(pipe, rank: int, world_size: int, folder: str, network) -> None:
     store = dist.FileStore(f"{folder}/store", world_size)
     member = {"store": store, "rank": rank, "world_size": world_size}
     with network(), suppress(EOFError):
-        dist.init_process_group("gloo", timeout=timedelta(seconds=LONGEST_LIFE), **member)
+        with setup.without_gloo_greeting():
+            dist.init_process_group("gloo", timeout=timedelta(seconds=LONGEST_LIFE), **member)
         while True:
             limit, function, arguments = pipe.recv()
             signal.alarm(LONGEST_LIFE)

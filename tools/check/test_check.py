@@ -37,9 +37,9 @@ from tools.check.findings import judge, verdict_of
 from tools.testing import failed, judged
 
 CHECK = ROOT / "tools" / "check" / "check.py"
-ROWS = (ROOT / "docs" / "wrong.md").read_text().splitlines()
-OF_WRAPPERS = checks_of_wrappers.HAS_TO_HOLD
 PARAMETERS = "starts_with_the_parameters_of_rank_0"
+BUFFERS = "starts_with_the_buffers_of_rank_0"
+STRIDES = "averages_what_is_not_contiguous"
 WEIGHTS = "leaves_weights_to_the_optimizer"
 MEAN = "trains_with_sgd"
 TIED = "trains_tied_and_frozen_weights"
@@ -47,65 +47,14 @@ ADDS_UP = "accumulates_without_no_sync"
 REST = "steps_sizes_that_ranks_cannot_divide"
 PARTS = "keeps_a_part_of_gradients_and_state"
 CLIPS = "clips_by_the_norm_of_all"
+DTYPE = "computes_in_another_dtype"
 SAVES = "goes_on_from_its_state_dict"
 BRANCHES = "keeps_one_order_on_any_branch"
-FAILS = {  # class: the first check that it fails, and what that says
-    "Right": (None, ""),
-    "SumForMean": (MEAN, "summed, not averaged"),
-    "NoBroadcast": (PARAMETERS, "broadcast the parameters"),
-    "ForgetsBuffers": ("starts_with_the_buffers_of_rank_0", "broadcast the buffers"),
-    "HookBeforeGradient": (MEAN, "never reduced"),
-    "DoesNotWait": (WEIGHTS, "not waited for"),
-    "BarrierForWait": (WEIGHTS, "not waited for"),
-    "WaitsForTheLast": (WEIGHTS, "not waited for"),
-    "DividesInFlight": ("can_be_used", "see mistakes.py"),
-    "AveragesWeights": (WEIGHTS, "weights, not gradients"),
-    "OrderOfArrival": (BRANCHES, "call in different orders"),
-    "LeavesLastOut": (MEAN, "never reduced"),
-    "TiedTwice": (TIED, "divided twice"),
-    "FailsWhenFrozen": (TIED, "see mistakes.py"),
-    "RoundsToFloat32": (MEAN, "rounded to float32"),
-    "AveragesACopy": ("averages_what_is_not_contiguous", "a copy is reduced"),
-    "OverwritesAccumulated": (ADDS_UP, "overwritten"),
-    "SwapsGradients": (MEAN, "another order than they were taken"),
-}
-
-
-@pytest.mark.parametrize("name", FAILS)
-def test_a_wrong_wrapper_fails_what_sees_its_mistake(late_ranks, name):
-    """And is told what the page says."""
-    first, means = FAILS[name]
-    mistake = getattr(mistakes, name)
-    names = [check.__name__ for check in OF_WRAPPERS]
-    checks = OF_WRAPPERS[: names.index(first) + 1] if first else OF_WRAPPERS
-    verdicts = judged(late_ranks, mistake, checks)
-    assert failed(verdicts) == {first} - {None}
-    assert not first or means in verdicts[first].means, verdicts
-    [row] = [row for row in ROWS if row.startswith(f"| `{name}` |")]
-    assert means in row.split(" | ")[-1]
-
-
-def test_the_page_has_a_row_of_every_wrong_wrapper():
-    names = re.findall(r"^\| `(\w+)` \|", "\n".join(ROWS), re.MULTILINE)
-    # One hangs, the others are an FSDP and optimizers.
-    others = ["SkipsUnused", "RoundsMaster", "SumsInStep", "LosesTheRest", "ForgetsState"]
-    assert sorted(names) == sorted([*FAILS, *others])
 
 
 def fully_sharded(module, compute_dtype=None):
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype)
     return fully_shard(module, mesh=init_device_mesh("cpu", (2,)), mp_policy=policy)
-
-
-class StepsOnRank0(mistakes.RightShards):
-    """Saves nothing on rank 0."""
-
-    def is_own(self, number):
-        return dist.get_rank() == 0
-
-    def send(self):
-        for parameter in self.every:
-            dist.broadcast(parameter.detach(), src=0)
 
 
 class StepsFrozen(mistakes.RightShards):
@@ -184,19 +133,6 @@ class IgnoresDtype(mistakes.SplitsNothing):
         super().__init__(module)
 
 
-class SumsSlices(ZeRO2):
-    parameters = nn.Module.parameters
-
-    def finish_gradient_synchronization(self):
-        super().finish_gradient_synchronization()
-        for shard in self.shards:
-            shard.grad *= dist.get_world_size()
-
-    def gather_full_params(self):
-        self.gather()
-        return dict(self.module.named_parameters())
-
-
 class NeverGathers(ZeRO2):
     def gather(self):
         pass
@@ -212,62 +148,67 @@ class KeepsWholeGradients(ZeRO2):
             shard.grad = whole[0].copy_(shard.grad)
 
 
-class IsNaiveDDP(mistakes.Right):
-    def __init__(self, module):
-        super().__init__(module)
-        self.shards = self.trained()
-
-
-class ClipsByItsSlices(ZeRO2):
-    def clip_grad_norm_(self, max_norm):
-        return nn.utils.clip_grad_norm_(self.shards, max_norm)
-
-
 @pytest.mark.parametrize(
     "module, mine, expected, means",
     [
-        (checks_of_zero2, SumsSlices, MEAN, "summed, not averaged"),
+        (checks_of_wrappers, mistakes.Right, None, ""),
+        (checks_of_wrappers, mistakes.SumForMean, MEAN, "summed, not averaged"),
+        (checks_of_wrappers, mistakes.NoBroadcast, PARAMETERS, "broadcast the parameters"),
+        (checks_of_wrappers, mistakes.ForgetsBuffers, BUFFERS, "broadcast the buffers"),
+        (checks_of_wrappers, mistakes.HookBeforeGradient, MEAN, "never reduced"),
+        (checks_of_wrappers, mistakes.DoesNotWait, WEIGHTS, "not waited for"),
+        (checks_of_wrappers, mistakes.BarrierForWait, WEIGHTS, "not waited for"),
+        (checks_of_wrappers, mistakes.WaitsForTheLast, WEIGHTS, "not waited for"),
+        (checks_of_wrappers, mistakes.DividesInFlight, "can_be_used", "see mistakes.py"),
+        (checks_of_wrappers, mistakes.AveragesWeights, WEIGHTS, "weights, not gradients"),
+        (checks_of_wrappers, mistakes.OrderOfArrival, BRANCHES, "call in different orders"),
+        (checks_of_wrappers, mistakes.LeavesLastOut, MEAN, "never reduced"),
+        (checks_of_wrappers, mistakes.TiedTwice, TIED, "divided twice"),
+        (checks_of_wrappers, mistakes.FailsWhenFrozen, TIED, "see mistakes.py"),
+        (checks_of_wrappers, mistakes.RoundsToFloat32, MEAN, "rounded to float32"),
+        (checks_of_wrappers, mistakes.AveragesACopy, STRIDES, "a copy is reduced"),
+        (checks_of_wrappers, mistakes.OverwritesAccumulated, ADDS_UP, "overwritten"),
+        (checks_of_wrappers, mistakes.SwapsGradients, MEAN, "another order than they were taken"),
         (checks_of_zero2, NeverGathers, MEAN, "never gathered"),
         (checks_of_zero2, KeepsWholeGradients, PARTS, "slices of 1/N"),
-        (checks_of_zero2, IsNaiveDDP, PARTS, "slices of 1/N"),
-        (checks_of_zero2, ClipsByItsSlices, CLIPS, "a rank's part"),
         (checks_of_zero2, ZeRO2, None, ""),
         (checks_of_fsdp, ClipsByItsShards, CLIPS, "a rank's part"),
         (checks_of_fsdp, CountsBiasesTwice, CLIPS, "N times"),
         (checks_of_fsdp, KeepsCopies, "keeps_a_part_of_the_weights", "not freed"),
         (checks_of_fsdp, SplitsTiedWeightsTwice, TIED, "a tied weight"),
-        (checks_of_fsdp, mistakes.OverwritesAccumulated, ADDS_UP, "overwritten"),
         (checks_of_fsdp, LeavesTheRest, "trains_sizes_that_ranks_cannot_divide", ""),
-        (checks_of_fsdp, IgnoresDtype, "computes_in_float16", "not cast"),
-        (checks_of_fsdp, mistakes.RoundsMaster, "computes_in_another_dtype", "already cast"),
+        (checks_of_fsdp, IgnoresDtype, DTYPE, "not cast"),
+        (checks_of_fsdp, mistakes.RoundsMaster, DTYPE, "already cast"),
         (checks_of_optimizers, mistakes.ForgetsOptions, "steps_like_adamw", "learning rate"),
         (checks_of_optimizers, mistakes.KeepsAllState, "shares_the_state_out", "steps all"),
-        (checks_of_optimizers, StepsFrozen, "skips_frozen_parameters", "other gradients"),
-        (checks_of_optimizers, KeepsFirstOptions, "follows_a_scheduler", "learning rate"),
+        (checks_of_optimizers, StepsFrozen, "steps_like_adamw", "other gradients"),
+        (checks_of_optimizers, KeepsFirstOptions, "keeps_groups_apart", "learning rate"),
         (checks_of_optimizers, HasOneGroup, "keeps_groups_apart", "other options"),
-        (checks_of_optimizers, ZeroesItsOwn, "zeroes_all_gradients", "only the parameters"),
-        (checks_of_optimizers, StepsOnRank0, "shares_the_state_out", "unevenly"),
+        (checks_of_optimizers, ZeroesItsOwn, "steps_like_adamw", "only the parameters"),
         (checks_of_optimizers, mistakes.SendsNothing, "steps_like_adamw", "do not reach"),
         (checks_of_optimizers, mistakes.SumsInStep, "says_who_averages", "summed, not averaged"),
         (checks_of_optimizers, mistakes.LosesTheRest, REST, "do not reach all ranks"),
         (checks_of_optimizers, mistakes.ForgetsState, SAVES, "moments begin at zero"),
         (checks_of_optimizers, mistakes.RightShards, None, ""),
         (checks_of_optimizers, ZeroRedundancyOptimizer, None, ""),
+        (checks_of_fsdp, FSDP, None, ""),
         (checks_of_fsdp, fully_sharded, None, ""),
     ],
 )
-def test_optimizers_zero2_and_fsdp(late_ranks, module, mine, expected, means):
-    """What is right passes (ours: test_exercises.py, too); a wrong one fails its check."""
-    checks = [each for each in module.HAS_TO_HOLD if expected in (None, each.__name__)]
-    verdicts = judged(late_ranks, mine, checks)
+def test_a_mistake_fails_the_check_that_sees_it(late_ranks, module, mine, expected, means):
+    """What is right passes; a wrong wrapper passes all before it, too. SkipsUnused: the command."""
+    names = [check.__name__ for check in module.HAS_TO_HOLD]
+    last = names.index(expected) if expected else len(names) - 1
+    first = 0 if module is checks_of_wrappers or not expected else last
+    verdicts = judged(late_ranks, mine, module.HAS_TO_HOLD[first : last + 1])
     assert failed(verdicts) == {expected} - {None}, verdicts
     assert not expected or means in verdicts[expected].means, verdicts
 
 
 def test_who_averages_in_16_bits_is_warned(late_ranks):
-    checks = [checks_of_fsdp.computes_in_float16, checks_of_fsdp.computes_in_another_dtype]
-    for verdict in judged(late_ranks, fully_sharded, checks).values():
-        assert verdict.verdict == "warning" and "averaged in" in verdict.seen, verdict
+    check = checks_of_fsdp.computes_in_another_dtype
+    [verdict] = judged(late_ranks, fully_sharded, [check]).values()
+    assert verdict.verdict == "warning" and "averaged in" in verdict.seen, verdict
 
 
 def test_what_splits_nothing_has_to_say_which_layers_it_would(late_ranks):
@@ -300,29 +241,6 @@ class Butterfly(mistakes.Right):
         parameter.grad.copy_(total / ranks)
 
 
-class CannotSendTransposed(Butterfly):
-    """gloo refuses to send it, which is loud enough."""
-
-    def average(self, parameter):
-        assert dist.get_world_size() == 2
-        if not parameter.is_contiguous():
-            raise RuntimeError("input tensor has to be contiguous")
-        super().average(parameter)
-
-
-class RoundsToBfloat16(mistakes.Right):
-    small = torch.bfloat16
-
-    def average(self, parameter):
-        small = (self.gradient_of(parameter) / dist.get_world_size()).to(self.small)
-        dist.all_reduce(small)
-        parameter.grad.copy_(small)
-
-
-class RoundsToFloat16(RoundsToBfloat16):
-    small = torch.float16
-
-
 class ForgetsInNoSync(mistakes.Right):
     @contextmanager
     def no_sync(self):
@@ -330,25 +248,20 @@ class ForgetsInNoSync(mistakes.Right):
         self.module.zero_grad()
 
 
-class TakesTheSmallestDtype(RoundsToBfloat16):
+class TakesTheSmallestDtype(mistakes.Right):
     def average(self, parameter):
-        self.small = min((each.dtype for each in self.trained()), key=lambda dtype: dtype.itemsize)
-        super().average(parameter)
-
-
-class SpoilsRank1(mistakes.Right):
-    def average(self, parameter):
-        super().average(parameter)
-        if dist.get_rank() == 1:
-            parameter.grad[...] = torch.nan
+        smallest = min((each.dtype for each in self.trained()), key=lambda dtype: dtype.itemsize)
+        small = (self.gradient_of(parameter) / dist.get_world_size()).to(smallest)
+        dist.all_reduce(small)
+        parameter.grad.copy_(small)
 
 
 class FirstBucketAlone(mistakes.Right):
-    """Averages what fits into one bucket, whatever else there is."""
+    """Averages what fits into one bucket, of a size that has no usual name."""
 
-    def __init__(self, module, bucket_cap_mb=25):
+    def __init__(self, module, capacity=25):
         super().__init__(module)
-        self.size = bucket_cap_mb * 2**20
+        self.size = capacity * 2**20
 
     def trained(self):
         bucket, size = [], 0
@@ -357,11 +270,6 @@ class FirstBucketAlone(mistakes.Right):
             if size <= self.size:
                 bucket.append(parameter)
         return bucket
-
-
-class OfAnotherName(FirstBucketAlone):
-    def __init__(self, module, capacity=25):
-        super().__init__(module, capacity)
 
 
 class AsksForGloo(mistakes.Right):
@@ -376,52 +284,33 @@ class HasABufferOfItsOwn(mistakes.Right):
         self.register_buffer("flat", torch.zeros(100))
 
 
-class NoModule:
-    """It is called, and has parameters through .module."""
-
-    def __init__(self, module):
-        self.module, self.within = module, mistakes.Right(module)
-
-    def __call__(self, *inputs):
-        return self.within(*inputs)
-
-    def finish_gradient_sync(self):
-        self.within.finish_gradient_synchronization()
-
-
-class FinishesAsFlush(NoModule):
-    finish_gradient_sync = None
+class FinishesAsFlush(mistakes.Right):
+    finish_gradient_synchronization = None
 
     def reduce_gradients(self, bucket):
         raise AssertionError("it is not the finish")
 
     def flush(self):
-        super().finish_gradient_sync()
+        super().finish_gradient_synchronization()
 
 
 @pytest.mark.parametrize(
     "mine, ranks, name, verdict, means",
     [
         (AsksForGloo, 2, MEAN, "passed", ""),
-        (HasABufferOfItsOwn, 2, "starts_with_the_buffers_of_rank_0", "passed", ""),
-        (NoModule, 2, MEAN, "passed", ""),
+        (HasABufferOfItsOwn, 2, BUFFERS, "passed", ""),
         (FinishesAsFlush, 2, MEAN, "failed", "nobody calls its finish"),
-        (RoundsToBfloat16, 2, MEAN, "failed", "rounded to bfloat16"),
         (ForgetsInNoSync, 2, "accumulates_with_no_sync", "failed", "overwritten"),
         (TakesTheSmallestDtype, 2, "trains_several_dtypes", "failed", "rounded to float32"),
-        (SpoilsRank1, 2, WEIGHTS, "failed", "not waited for"),
-        (FirstBucketAlone, 2, MEAN, "failed", "never reduced"),
-        (OfAnotherName, 2, BRANCHES, "failed", "never reduced"),
-        (CannotSendTransposed, 2, "averages_what_is_not_contiguous", "not tried", ""),
-        (RoundsToFloat16, 2, MEAN, "failed", "rounded to float16"),
+        (FirstBucketAlone, 2, BRANCHES, "failed", "never reduced"),
         (Butterfly, 2, MEAN, "passed", ""),
         (Butterfly, 3, MEAN, "failed", ""),
     ],
 )
 def test_what_courses_do_otherwise(late_ranks, mine, ranks, name, verdict, means):
-    """Sizes of buckets, buffers, the finish, the backend; and wrappers that are no modules.
+    """Sizes of buckets, buffers, the finish, the backend.
 
-    What is right on two ranks only is seen on three; that gloo refuses is no silent mistake.
+    What is right on two ranks only is seen on three.
     """
     [found] = judged(late_ranks, mine, [getattr(checks_of_wrappers, name)], ranks).values()
     assert found.verdict == verdict and means in found.means, found
@@ -460,15 +349,12 @@ def spread_of_all(outputs, targets):
 
 LOSSES = [
     ("", cross_entropy, checks_of_losses.batch),
-    ("", nn.functional.triplet_margin_loss, floats),
     ("", lambda o, t: divided_by_all(o, t, dist.get_world_size()), checks_of_losses.batch),
     ("", spread_of_all, checks_of_losses.batch),
     ("SUMMED", lambda o, t: divided_by_all(o, t, 1), checks_of_losses.batch),
     ("SUMMED", lambda o, t: cross_entropy(o, t, reduction="sum"), checks_of_losses.batch),
     ("UNEVEN", lambda o, t: cross_entropy(o, t, weight=weights), checks_of_losses.batch),
-    ("UNEVEN", lambda o, t: cross_entropy(o, t, ignore_index=0), checks_of_losses.batch),
     ("UNEVEN", lambda o, t, m: ((o - t).square() * (m > 0)).sum() / (m > 0).sum(), floats),
-    ("MEETS", lambda a, b, _: cross_entropy(a @ b.T, torch.arange(len(a))), floats),
     ("MEETS", lambda a, b, _: nn.functional.mse_loss(a, b).sqrt(), floats),
     ("MEETS", Contrast(), floats),
 ]
@@ -591,14 +477,13 @@ def test_our_fsdp_on_eight_ranks(forked):
     """Biases that stay whole weigh more, the more ranks there are."""
     fsdp = ROOT / "06_sharded_optimizer" / "fsdp" / "fsdp.py"
     status, output = forked(None, CHECK, f"{fsdp}:FSDP", "--nproc", 8)
-    assert status == 0 and "9 of 9 passed" in output, output
+    assert status == 0, output
     assert "FAILED" not in output and "warning" not in output, output
 
 
 @pytest.mark.parametrize(
     "text, words, said",
     [
-        ("class X(:", "odd.py:X", "SyntaxError"),
         ("X = 3", "odd.py:X", "odd.py"),
         ("def X(module, size): pass", "odd.py:X", "'size'"),
         ("", "missing.py:X", "missing.py"),
