@@ -4,7 +4,6 @@ The network that is late leaves NaN in weights and gradients that nobody has wai
 """
 
 import re
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -128,40 +127,10 @@ def test_trains_as_stage_05_in_each_bit(late_ranks, bucket_size_mb, dtype):
     late_ranks(2).run(trains_as_stage_05, 0.0, bucket_size_mb, dtype)
 
 
-@pytest.mark.parametrize("world_size", [3, 4])
-def test_more_ranks_train_as_stage_05_within_rounding(late_ranks, world_size):
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_other_numbers_of_ranks_train_as_stage_05_within_rounding(late_ranks, world_size):
     """gloo's all-reduce adds in another order."""
     late_ranks(world_size).run(trains_as_stage_05, 1e-12, 0.001, torch.float64)
-
-
-class Sums(nn.Module):
-    """Gradients are whole numbers that the number of ranks divides: no sum is rounded."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(5, width) for width in (7, 3, 11))
-
-    def forward(self, x):
-        return sum(layer(x).sum() for layer in self.layers)
-
-
-def adds_without_rounding():
-    pairs = twins(build=Sums)
-    world_size = dist.get_world_size()
-    for step in range(20):
-        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
-        x = world_size * torch.randint(-9, 9, (2, 5), generator=generator).double()
-        for model, optimizer in pairs:
-            model(x).backward()
-            model.finish_gradient_synchronization()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_same_weights(pairs[0][0], pairs[1][0])
-
-
-@pytest.mark.parametrize("world_size", [1, 3, 4])
-def test_whole_numbers_are_added_in_each_bit(ranks, world_size):
-    ranks(world_size).run(adds_without_rounding)
 
 
 def layers_with_a_note(model, notes):
@@ -190,52 +159,6 @@ def overlaps():
         optimizer.zero_grad()
     assert gathers == [5, 4, 3, 2, 1, 0]
     assert sorted(launched) == launched and launched[0] <= 1 and launched[-1] >= 5
-
-
-def keeps_parts():
-    """Between steps no gradient of a weight, and 1/N of state and of the shards' gradients."""
-    world_size = dist.get_world_size()
-    [(model, optimizer), _] = twins()
-    compute_gradients(model, 0)
-    optimizer.step()
-    weights = list(model.module.parameters())
-    whole = sum(weight.numel() for weight in weights)
-    most = whole / world_size + len(model.buckets)
-    state = [value for of_one in optimizer.state.values() for value in of_one.values()]
-    assert all(weight.grad is None for weight in weights)
-    assert sum(shard.grad.numel() for shard in model.shards) <= most
-    assert sum(value.numel() for value in state) <= 2 * most + len(weights)
-    assert [shard.ndim for shard in model.shards] == [weight.ndim for weight in model.order]
-    total = torch.tensor(sum(shard.numel() for shard in model.shards))
-    dist.all_reduce(total)
-    assert total == whole
-
-
-def clips_as_torch():
-    pairs = twins()
-    norms = []
-    for model, optimizer in pairs:
-        compute_gradients(model, 0)
-        clip = getattr(
-            model, "clip_grad_norm_", partial(nn.utils.clip_grad_norm_, model.parameters())
-        )
-        norms.append(clip(0.01))
-        optimizer.step()
-    torch.testing.assert_close(*norms, rtol=1e-12, atol=0)
-    assert_same_weights(pairs[0][0], pairs[1][0], 1e-12)
-
-
-def accumulates_by_adding():
-    """Two backwards, with a finish after each, as two with gradients that are kept in 05."""
-    (model, optimizer), (other, other_optimizer) = twins()
-    for step in range(3):
-        for part in (0, 1):
-            compute_gradients(model, 2 * step + part)
-            compute_gradients(other, 2 * step + part)
-        for each in (optimizer, other_optimizer):
-            each.step()
-            each.zero_grad()
-    assert_same_weights(model, other, 1e-12)
 
 
 def refuses_wrong_use():
@@ -326,10 +249,7 @@ def clips_in_16_bits():
 
 PROMISES = [
     overlaps,
-    keeps_parts,
-    clips_as_torch,
     clips_in_16_bits,
-    accumulates_by_adding,
     groups_by_name_decay_as_in_stage_05,
     refuses_optimizers_that_would_train_nothing,
     refuses_another_ranks_state,
