@@ -134,14 +134,10 @@ class Model:
 """
 
 
-@pytest.mark.parametrize(
-    "package, words",
-    [
-        ("torchbench", "--bare"),
-        ("torchbenchmark", "--ddp --compile eager"),
-        ("torchbenchmark", "--fsdp --fsdp_wrap"),
-    ],
-)
+PACKAGES = [("torchbench", "--ddp --compile eager"), ("torchbenchmark", "--fsdp --fsdp_wrap")]
+
+
+@pytest.mark.parametrize("package, words", PACKAGES)
 def test_a_model_of_torchbench(forked, tmp_path, monkeypatch, package, words):
     """Of a small package of either name: with outputs in a dictionary, and with dropout."""
     folder = tmp_path / package / "models"
@@ -159,40 +155,22 @@ def test_without_torchbench_or_torchviz_a_line_says_how_to_get_it(refusal):
         assert said.startswith(f"argument {words[0]}: ") and how in said
 
 
-def test_what_a_model_of_torchbench_lacks_is_said(refusal, tmp_path, monkeypatch):
-    folder = tmp_path / "torchbenchmark" / "models"
-    folder.mkdir(parents=True)
-    (folder / "hf_T5.py").write_text("import a_package_that_is_not_there")
-    monkeypatch.syspath_prepend(tmp_path)
-    words = "--torchbench-model", "hf_T5", "--device", "cpu"
-    assert "a_package_that_is_not_there" in refusal(compile_ddp.main, SCRIPT, *words)
-
-
 TORCHVIZ = """
 class make_dot:
     def __init__(self, loss, params, show_attrs, show_saved):
         assert loss.grad_fn and params and show_attrs and show_saved
         self.source = "digraph {}"
-
-    def render(self, path, format):
-        path.with_suffix(f".dot.{format}").write_text("drawn")
-        return f"{path}.{format}"
 """
 
 
-@pytest.mark.parametrize("how, has_dot", [("--bare", False), ("--ddp", True), ("--fsdp", True)])
-def test_the_graph_is_drawn(forked, tmp_path, monkeypatch, how, has_dot):
-    """By a small package of torchviz's name, as text; as PDF where graphviz's dot is there."""
+def test_the_graph_is_drawn(forked, tmp_path, monkeypatch):
+    """By a small package of torchviz's name, as text where graphviz's dot is not there."""
     (tmp_path / "torchviz.py").write_text(TORCHVIZ)
-    if has_dot:
-        (tmp_path / "dot").write_text("")
-        (tmp_path / "dot").chmod(0o755)
     monkeypatch.syspath_prepend(tmp_path)
-    status, output = forked(2, SCRIPT, *TOY, how, "--torchviz", tmp_path, PATH=tmp_path)
-    name = f"torchviz_{how[2:]}_eager.dot"
+    status, output = forked(2, SCRIPT, *TOY, "--ddp", "--torchviz", tmp_path, PATH=tmp_path)
+    name = "torchviz_ddp_eager.dot"
     assert status == 0 and f"written: {tmp_path / name}" in output, output
     assert (tmp_path / name).read_text() == "digraph {}"
-    assert (tmp_path / f"{name}.pdf").exists() == has_dot
 
 
 def test_upstreams_flags_are_understood():
