@@ -211,9 +211,7 @@ def result(world_size, ms, **changes):
 
 def test_runs_are_compared_where_all_that_matters_agrees(tmp_path, capsys):
     runs = [result(1, 600), result(2, 400), result(8, 100)]
-    runs += [result(3, 200, workers=2), result(4, 200, network="1gbit,1ms")]
-    yesterday = "2026-11-26 10:00:00+00:00"
-    runs += [result(5, 200, started=yesterday), result(6, 200, started="2026-11-27 13:00:00+00:00")]
+    runs += [result(3, 200, workers=2), result(5, 200, started="2026-11-26 10:00:00+00:00")]
     for run in runs:
         (tmp_path / f"07_resnet_ddp_{run['world_size']}.json").write_text(json.dumps(run))
     compare_runs.show_median([tmp_path], tmp_path / "speedup.png")
@@ -223,9 +221,7 @@ def test_runs_are_compared_where_all_that_matters_agrees(tmp_path, capsys):
     assert rows["DDP × 8"] == "0.4 100.0 10.0% 640.0 6.00 75.0% 95.00%".split(), lines
     for name, differs in {
         "DDP × 3": "workers",
-        "DDP × 4": "network",
         "DDP × 5": "began at 2026-11-26",  # before one device's run of today
-        "DDP × 6": "began at 2026-11-27 13:00",  # long after it
     }.items():
         [line] = [line for line in lines if line.startswith(name)]
         assert "not compared" in line and differs in line

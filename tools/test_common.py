@@ -7,7 +7,6 @@ from datetime import datetime, timezone
 from pathlib import Path
 from types import SimpleNamespace
 
-import images
 import numpy
 import pytest
 import torch
@@ -191,23 +190,18 @@ class SlowDownload:
         assert whole.exists()
 
 
-def downloads_as_a_host(load: str, folders: list):
+def downloads_as_a_host(folders: list):
     """On a rank that is alone on its host, as is each of the others."""
     folder = folders[dist.get_rank()]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCAL_RANK", "0")
         patch.setattr(torchvision.datasets, "MNIST", SlowDownload)
-        patch.setattr(images, "CIFAR10", SlowDownload)
-        if load == "02 to 06":
-            ladder.load_images(SimpleNamespace(data=folder, download=True))
-        else:
-            images.image_sets(folder, True, 20)
+        ladder.load_images(SimpleNamespace(data=folder, download=True))
 
 
-@pytest.mark.parametrize("load", ["02 to 06", "07"])
 @pytest.mark.parametrize("folders", [("shared", "shared"), ("of host 0", "of host 1")])
-def test_each_folder_of_the_hosts_is_filled_once(ranks, tmp_path, load, folders):
+def test_each_folder_of_the_hosts_is_filled_once(ranks, tmp_path, folders):
     folders = [tmp_path / name for name in folders]
     for folder in folders:
         folder.mkdir(exist_ok=True)
-    ranks(2).run(downloads_as_a_host, load, folders)
+    ranks(2).run(downloads_as_a_host, folders)

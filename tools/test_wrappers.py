@@ -71,28 +71,6 @@ def averages_before_it_sums(wrapper):
     assert net.weight.grad.tolist() == [[40_000.0] * 4]
 
 
-def may_be_wrapped_again(wrapper):
-    """By two that are used in turn, and by one more after an evaluation, as in a notebook."""
-    net = small_net()
-    wrappers = wrapper(net), wrapper(net)
-    for model in (*wrappers, *wrappers):
-        follow(model, copy.deepcopy(net))
-    with torch.no_grad():
-        wrappers[0](ones())
-    follow(wrapper(net), copy.deepcopy(net))
-
-
-def is_an_ordinary_module_without_its_wrapper(wrapper):
-    """A backward through .module on rank 0 alone, after a step of the wrapper, sends nothing."""
-    net = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 1))
-    backward_and_finish(wrapper(net), torch.ones(1, 6))
-    if dist.get_rank() == 0:
-        net(torch.ones(1, 6)).sum().backward()
-    summed = torch.tensor([10.0 * (1 + dist.get_rank())])
-    dist.all_reduce(summed)
-    assert summed.item() == 30
-
-
 def drops_a_step_with_zero_grad(wrapper):
     """zero_grad() before the finish and after it, layers unused or not: the next step is clean."""
     net = small_net()
@@ -164,8 +142,6 @@ UNUSUAL_USE = [  # of all four wrappers
     broadcasts_whatever_the_strides,
     wraps_only_once,
     averages_before_it_sums,
-    may_be_wrapped_again,
-    is_an_ordinary_module_without_its_wrapper,
     drops_a_step_with_zero_grad,
     trains_as_a_copy,
 ]

@@ -271,9 +271,6 @@ def build():
     x, y = torch.randn(4, 8), torch.tensor([0, 1, 0, 1])
     return Model(), lambda model: nn.functional.cross_entropy(model(x, scale=2), y)
 
-def model_alone():
-    return Model()
-
 def loss_of_each():
     return Model(), lambda model: model(torch.randn(4, 8), scale=2)
 """
@@ -313,7 +310,7 @@ def test_one_rank_has_only_what_is_calculated(forked, tmp_path):
     assert all(0 < row["speed-up"] <= row["ranks"] for row in result["calculated"])
 
 
-@pytest.mark.parametrize("name", ["nowhere", "model_alone", "loss_of_each"])
+@pytest.mark.parametrize("name", ["nowhere", "loss_of_each"])
 def test_what_is_no_model_is_one_line(refusal, tmp_path, name):
     (tmp_path / "mine.py").write_text(MINE)
     mine = f"{tmp_path}/mine.py:{name}"

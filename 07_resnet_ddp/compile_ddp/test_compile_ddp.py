@@ -155,24 +155,6 @@ def test_without_torchbench_or_torchviz_a_line_says_how_to_get_it(refusal):
         assert said.startswith(f"argument {words[0]}: ") and how in said
 
 
-TORCHVIZ = """
-class make_dot:
-    def __init__(self, loss, params, show_attrs, show_saved):
-        assert loss.grad_fn and params and show_attrs and show_saved
-        self.source = "digraph {}"
-"""
-
-
-def test_the_graph_is_drawn(forked, tmp_path, monkeypatch):
-    """By a small package of torchviz's name, as text where graphviz's dot is not there."""
-    (tmp_path / "torchviz.py").write_text(TORCHVIZ)
-    monkeypatch.syspath_prepend(tmp_path)
-    status, output = forked(2, SCRIPT, *TOY, "--ddp", "--torchviz", tmp_path, PATH=tmp_path)
-    name = "torchviz_ddp_eager.dot"
-    assert status == 0 and f"written: {tmp_path / name}" in output, output
-    assert (tmp_path / name).read_text() == "digraph {}"
-
-
 def test_upstreams_flags_are_understood():
     parser = setup.Parser("")
     compile_ddp.add_arguments(parser)
