@@ -159,12 +159,6 @@ def follows_its_groups():
     assert_equal(mine, plain)
 
 
-def keeps_no_state_of_others():
-    """Not even that which Adagrad has before the first step."""
-    optimizer = ShardedOptimizer(parameters(*SHAPES), torch.optim.Adagrad)
-    assert optimizer.state and all(optimizer.owners[p] == optimizer.rank for p in optimizer.state)
-
-
 def says_what_is_wrong():
     class Switching(ADAM):
         def train(self):
@@ -231,7 +225,6 @@ PROMISES = [
     trains_unusual_parameters,
     shares_the_state_out_evenly,
     follows_its_groups,
-    keeps_no_state_of_others,
     says_what_is_wrong,
     works_in_a_group_of_two_ranks,
 ]

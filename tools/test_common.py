@@ -1,24 +1,14 @@
 """common/: the figures that every page quotes, the command line, files, networks, processes."""
 
-import json
-import math
-import time
-from datetime import datetime, timezone
-from pathlib import Path
 from types import SimpleNamespace
 
-import numpy
 import pytest
 import torch
 import torch.distributed as dist
-import torchvision
-from memory import held_bytes, peak_bytes
 from naive_ddp import train_step
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 from common import ladder, report, setup
-from tools.testing import ONLY_RANK, QUICK, ROOT, write_mnist
+from tools.testing import QUICK, ROOT, write_mnist
 
 CPU = torch.device("cpu")
 NAIVE = ROOT / "02_naive_ddp" / "naive_ddp.py"
@@ -108,33 +98,6 @@ def test_percentiles_are_of_all_ranks():
     assert report.ratio(of_ranks, [[0.006]]) == "0.500" and report.ratio(of_ranks, None) == "-"
 
 
-def memory_in_a_group():
-    old = [torch.empty(5000)]  # was there before, and does not count
-
-    def takes_and_gives_back():
-        first = torch.empty(1000)
-        old.clear()
-        return first, torch.empty(3000)
-
-    assert peak_bytes(takes_and_gives_back, CPU) == 16_000
-    mesh = init_device_mesh("cpu", (2,))
-    whole = torch.arange(8.0)
-    assert held_bytes([whole, distribute_tensor(whole, mesh, [Shard(0)])]) == 32 + 16
-
-
-def test_memory_of_tensors_and_of_shards(ranks):
-    ranks(2).run(memory_in_a_group)
-
-
-def test_json_keeps_numbers_of_numpy(tmp_path):
-    result = {"started": datetime.now(timezone.utc), "path": Path("x"), "beyond": math.inf}
-    numbers = {"median": numpy.median([1.0, 2.0]), "count": numpy.int64(3)}
-    report.write_json(tmp_path / "json", result | numbers)
-    written = json.loads((tmp_path / "json").read_text())
-    assert (written["median"], written["count"]) == (1.5, 3)
-    assert written["path"] == "x" and written["beyond"] is None
-
-
 # The command line
 
 WRONG_INPUT = {
@@ -165,43 +128,3 @@ def test_mnist_that_is_cut_short_is_one_line_of_all_ranks(forked, tmp_path):
     status, output = forked(2, NAIVE, *QUICK, "--data", tmp_path)
     assert status == 2 and output.count("error: ") == 1, output
     assert "argument --data: " in output and str(tmp_path) in output, output
-
-
-def test_what_one_rank_alone_refuses_it_says_itself(refusal, monkeypatch):
-    """After a while, in which rank 0 would have ended the run."""
-    waits = []
-    monkeypatch.setattr(setup.time, "sleep", waits.append)
-    environment = ONLY_RANK | {"RANK": "3", "LOCAL_RANK": "1"}
-    said = refusal(parse, "script.py", "--size", "huge", environment=environment)
-    assert said.startswith("rank 3: argument --size: ") and sum(waits) >= 10, said
-
-
-class SlowDownload:
-    """A data set of torchvision whose download takes a while, and which two may not make."""
-
-    def __init__(self, folder, train=True, transform=None, download=False):
-        self.data, self.targets = torch.zeros(4, 28, 28), torch.zeros(4)
-        whole = Path(folder, "whole")
-        if download and not whole.exists():
-            part = Path(folder, "part")
-            part.touch(exist_ok=False)  # an error if another writes it
-            time.sleep(0.2)
-            part.rename(whole)
-        assert whole.exists()
-
-
-def downloads_as_a_host(folders: list):
-    """On a rank that is alone on its host, as is each of the others."""
-    folder = folders[dist.get_rank()]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LOCAL_RANK", "0")
-        patch.setattr(torchvision.datasets, "MNIST", SlowDownload)
-        ladder.load_images(SimpleNamespace(data=folder, download=True))
-
-
-@pytest.mark.parametrize("folders", [("shared", "shared"), ("of host 0", "of host 1")])
-def test_each_folder_of_the_hosts_is_filled_once(ranks, tmp_path, folders):
-    folders = [tmp_path / name for name in folders]
-    for folder in folders:
-        folder.mkdir(exist_ok=True)
-    ranks(2).run(downloads_as_a_host, folders)

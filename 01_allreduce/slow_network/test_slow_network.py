@@ -100,12 +100,11 @@ def test_the_network_keeps_pace_with_the_machine(ranks):
 def prices_collectives():
     """Each takes its rounds, two delays long, and its share of the bytes; nothing else is slow."""
     group = slow_group("100mbit,10ms")
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    world_size = dist.get_world_size()
     others = world_size - 1
     own = torch.ones(3000)
     all_ranks = torch.ones(3000 * world_size)
     pieces = list(torch.ones(world_size, 3000))
-    on_rank_0 = pieces if rank == 0 else None
     gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     scatter_from = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     calls = [  # each with its rounds, and with the elements that a rank sends
@@ -119,10 +118,6 @@ def prices_collectives():
         (partial(dist.broadcast, own, src=0), others, 2 * others / world_size * 3000),
         (partial(dist.barrier), 1, 0),
     ]
-    at_root = [  # where the other ranks send or get a part, and price that
-        partial(dist.gather, own, on_rank_0, dst=0),
-        partial(dist.scatter, own, on_rank_0, src=0),
-    ]
     launched = network.calls
     for call, rounds, elements in calls:
         start = time.monotonic()
@@ -132,13 +127,8 @@ def prices_collectives():
         span = network.spans[-1]
         assert span.delivered - span.begins == pytest.approx(requested), span
         assert time.monotonic() - start >= requested - 1e-3, span
-    for call in at_root:
-        start = time.monotonic()
-        with network:
-            call(group=group)
-        assert time.monotonic() - start >= 0.02, call
     dist.all_reduce(own, group=group)
-    assert len(network.spans) == len(calls) + len(at_root)  # this one was not on the network
+    assert len(network.spans) == len(calls)  # this one was not on the network
     assert network.calls - launched == len(network.spans) + 1
 
 
@@ -277,8 +267,6 @@ kind = sys.argv[1]
 group = None
 if kind == "nothing":
     init_process_group()
-elif kind == "two":
-    init_process_group("cpu:gloo,cuda:nccl")
 elif kind == "mesh":
     group = init_device_mesh("cpu", (2,)).get_group()
 else:
@@ -299,7 +287,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("kind", ["nothing", "two", "new", "mesh", "fully_shard"])
+@pytest.mark.parametrize("kind", ["nothing", "new", "mesh", "fully_shard"])
 def test_every_kind_of_group_is_slow(forked, tmp_path, kind):
     """An all-reduce takes four delays; all that the script imports are its own modules."""
     (tmp_path / "train.py").write_text(OF_EVERY_KIND)
@@ -401,17 +389,14 @@ if __name__ == "__main__":
 def test_a_copy_alone_makes_ranks_slow_that_a_script_starts(
     script, tmp_path, tmp_path_factory, method
 ):
-    """The user's own sitecustomize is imported, too, and no folder stays."""
+    """No folder stays."""
     temporary = tmp_path_factory.mktemp("t")  # a forkserver's socket needs a short path
-    (tmp_path / "users").mkdir()
-    (tmp_path / "users" / "sitecustomize.py").write_text("print('the user\\'s own')")
     (tmp_path / "train.py").write_text(STARTS_RANKS)
     copy = shutil.copy(SCRIPT, tmp_path)
-    environment = {"PYTHONPATH": str(tmp_path / "users"), "TMPDIR": str(temporary)}
+    environment = {"TMPDIR": str(temporary)}
     words = [sys.executable, copy, "1gbit,50ms", "train.py", method]
     status, output = script(words, env=environment, cwd=tmp_path).wait()
     seconds = re.findall(r"an all-reduce took (\S+)", output)
     assert status == 0 and len(seconds) == 2, output
     assert min(map(float, seconds)) >= 4 * 0.05
-    assert output.count("the user's own") >= (1 if method == "fork" else 2), output
     assert not list(temporary.glob("*/sitecustomize.py"))

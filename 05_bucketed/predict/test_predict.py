@@ -4,13 +4,10 @@ The numbers of the loop are sums of powers of two, which floating point adds up 
 """
 
 import json
-import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
 import predict
 import pytest
@@ -225,15 +222,6 @@ def test_the_page_in_a_browser(tmp_path):
     run = subprocess.run([browser, *options], capture_output=True)
     title = re.search(r"<title>(.*)</title>", run.stdout.decode())[1]
     assert json.loads(title) == {"moved": True, "shown": 3, "bars": True, "fetched": 0}
-
-
-def test_make_step_opens_the_page():
-    """In a browser that prints the address which it is to open."""
-    command = ["make", "--silent", "--no-print-directory", "step", f"PYTHON={sys.executable}"]
-    environment = os.environ | {"BROWSER": "echo %s"}
-    run = subprocess.run(command, cwd=testing.ROOT, env=environment, stdout=subprocess.PIPE)
-    address = urlsplit(run.stdout.decode().splitlines()[0])
-    assert address.scheme == "file" and "const DATA = " in Path(unquote(address.path)).read_text()
 
 
 def test_run(forked, tmp_path):

@@ -154,16 +154,6 @@ def test_run(forked, tmp_path):
     assert races[0]["alone"]["losses"] != races[1]["alone"]["losses"]
 
 
-def test_check_of_the_clock(forked, tmp_path):
-    """Over the emulated network, where a step that sends takes longer than one that does not."""
-    (tmp_path / "short.py").write_text(IN_SHORT)
-    words = "100mbit,1ms", tmp_path / "short.py", *"--seconds 0.6 --json json".split()
-    status, output = forked(2, testing.OVER, *words, cwd=tmp_path)
-    assert status == 0, output
-    [race] = testing.read_json(tmp_path / "json", "05_bucketed/send_less")["races"]
-    assert race["every step"]["here"] > race["local SGD"]["here"] > 0
-
-
 def test_a_network_without_a_clock_is_refused(forked):
     status, output = forked(2, testing.OVER, "30mbit,5ms", SCRIPT)
     assert status == 2 and output.count("error: NETWORK=30mbit,5ms") == 1, output
