@@ -98,14 +98,12 @@ def seconds_and_wrong(elements: int):
 
 
 def test_wrong_elements_are_counted_and_the_slowest_rank_is_timed(ranks):
+    """Small tensors are timed in twenty calls in a row, too, after twenty to warm up."""
     for (gloo, one_out, swapped), calls in ranks(2).run(seconds_and_wrong, 2**18):
         assert gloo["wrong"] == 0 and one_out["wrong"] == 2 * 2 and swapped["wrong"] > 2**18
         assert len(one_out["seconds"]) == 2 and min(one_out["seconds"]) > 0.02
         assert set(calls.values()) == {3} and "seconds_in_a_row" not in one_out
 
-
-def test_small_tensors_are_timed_twenty_calls_in_a_row_too(ranks):
-    """Twice, the first time to warm up; the times are a call's, and the tensor is never wrong."""
     for (gloo, one_out, _), calls in ranks(2).run(seconds_and_wrong, 2**10):
         assert set(calls.values()) == {3 + 2 * 20}
         assert gloo["wrong"] == 0 and len(gloo["seconds_in_a_row"]) == 1

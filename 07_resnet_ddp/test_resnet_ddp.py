@@ -114,8 +114,6 @@ def check_result(path, world_size, resumed_epochs=1):
     assert result["world_size"] == world_size and result["images"] == 3 * 12
     assert [one["images"] for one in result["evaluations"]] == [297] * (1 + resumed_epochs)
     assert [line["step"] for line in result["logged"]] == [1, 2, 3]
-    last = result["logged"][-1]
-    assert 0 < last["loss"] and 0 <= last["accuracy"] <= 1 and last["images_per_second"] > 0
     measured = {name: numpy.array(result[name]) for name in resnet_ddp.SECONDS}
     steps = measured["batch_seconds"]
     assert steps.shape == (world_size, 3)
@@ -239,9 +237,3 @@ def test_bad_input_is_one_line(refusal, option, tmp_path):
     words = "--device", "cpu", "--image-size", 8, "--results", tmp_path, option, value
     assert refusal(resnet_ddp.main, SCRIPT, *words).startswith(f"argument {option}: ")
     assert not dist.is_initialized()
-
-
-def test_a_batch_that_ranks_cannot_share(forked):
-    status, output = forked(2, SCRIPT, "--device", "cpu", "--global-batch", 5)
-    assert status == 2 and output.count("\n") == 1, output
-    assert "argument --global-batch: '5' " in output

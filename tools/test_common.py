@@ -1,4 +1,4 @@
-"""common/: the figures that every page quotes, the command line, files, networks, processes."""
+"""common/: the figures that every page quotes, and the command line."""
 
 from types import SimpleNamespace
 
