@@ -12,10 +12,6 @@ from tools.testing import QUICK, ROOT, write_mnist
 
 CPU = torch.device("cpu")
 NAIVE = ROOT / "02_naive_ddp" / "naive_ddp.py"
-
-# What is measured, and what the tables say of it
-
-
 ARGS = SimpleNamespace(size="nano", seed=0, dtype="float32", batch_size=1, context_length=8)
 
 

@@ -296,16 +296,6 @@ def test_every_kind_of_group_is_slow(forked, tmp_path, kind):
     assert min(map(float, seconds)) >= 0.2
 
 
-def test_a_module_of_a_package_and_its_error(forked, tmp_path):
-    """Relative imports work; what the script raises is shown, and ends the run."""
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "helper.py").write_text("WHAT = 'my own mistake'")
-    raises = "import sys\nfrom .helper import WHAT\nraise ValueError(WHAT, *sys.argv[1:])"
-    (tmp_path / "mine" / "train.py").write_text(raises)
-    status, output = forked(2, SCRIPT, "1gbit,1ms", "-m", "mine.train", "--flag", cwd=tmp_path)
-    assert status == 1 and "ValueError: ('my own mistake', '--flag')" in output, output
-
-
 NOT_EMULATED = {
     "fast": "'fast'",
     "1gbit": "'1gbit'",
