@@ -114,8 +114,6 @@ def check_result(path, world_size, resumed_epochs=1):
     assert result["world_size"] == world_size and result["images"] == 3 * 12
     assert [one["images"] for one in result["evaluations"]] == [297] * (1 + resumed_epochs)
     assert [line["step"] for line in result["logged"]] == [1, 2, 3]
-    last = result["logged"][-1]
-    assert 0 < last["loss"] and 0 <= last["accuracy"] <= 1 and last["images_per_second"] > 0
     measured = {name: numpy.array(result[name]) for name in resnet_ddp.SECONDS}
     steps = measured["batch_seconds"]
     assert steps.shape == (world_size, 3)
@@ -211,9 +209,7 @@ def result(world_size, ms, **changes):
 
 def test_runs_are_compared_where_all_that_matters_agrees(tmp_path, capsys):
     runs = [result(1, 600), result(2, 400), result(8, 100)]
-    runs += [result(3, 200, workers=2), result(4, 200, network="1gbit,1ms")]
-    yesterday = "2026-11-26 10:00:00+00:00"
-    runs += [result(5, 200, started=yesterday), result(6, 200, started="2026-11-27 13:00:00+00:00")]
+    runs += [result(3, 200, workers=2), result(5, 200, started="2026-11-26 10:00:00+00:00")]
     for run in runs:
         (tmp_path / f"07_resnet_ddp_{run['world_size']}.json").write_text(json.dumps(run))
     compare_runs.show_median([tmp_path], tmp_path / "speedup.png")
@@ -223,9 +219,7 @@ def test_runs_are_compared_where_all_that_matters_agrees(tmp_path, capsys):
     assert rows["DDP × 8"] == "0.4 100.0 10.0% 640.0 6.00 75.0% 95.00%".split(), lines
     for name, differs in {
         "DDP × 3": "workers",
-        "DDP × 4": "network",
         "DDP × 5": "began at 2026-11-26",  # before one device's run of today
-        "DDP × 6": "began at 2026-11-27 13:00",  # long after it
     }.items():
         [line] = [line for line in lines if line.startswith(name)]
         assert "not compared" in line and differs in line
@@ -243,9 +237,3 @@ def test_bad_input_is_one_line(refusal, option, tmp_path):
     words = "--device", "cpu", "--image-size", 8, "--results", tmp_path, option, value
     assert refusal(resnet_ddp.main, SCRIPT, *words).startswith(f"argument {option}: ")
     assert not dist.is_initialized()
-
-
-def test_a_batch_that_ranks_cannot_share(forked):
-    status, output = forked(2, SCRIPT, "--device", "cpu", "--global-batch", 5)
-    assert status == 2 and output.count("\n") == 1, output
-    assert "argument --global-batch: '5' " in output

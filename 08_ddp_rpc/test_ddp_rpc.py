@@ -3,7 +3,6 @@
 import math
 import os
 import re
-import shutil
 import signal
 import socket
 import sys
@@ -45,15 +44,11 @@ def free_port() -> int:
 @pytest.mark.parametrize("trainers, servers", [(2, 2), pytest.param(1, 3, marks=pytest.mark.full)])
 def test_what_is_verified_trained_and_counted(forked, tmp_path, trainers, servers):
     """Examples, bytes, and what lookups take: a round trip, or one for each server."""
-    nvidia_smi = tmp_path / "nvidia-smi"
-    nvidia_smi.write_text('#!/bin/sh\n[ "$*" = "topo -m" ] && echo "GPU0 X NV12"')
-    nvidia_smi.chmod(0o755)
     words = f"--trainers {trainers} --servers {servers} --embeddings 31 --round-trip-ms 10".split()
     words += ["--master-addr", "localhost", "--master-port", free_port()]
     words += ["--json", tmp_path / "out.json"]
-    status, output = forked(None, *QUICK, *words, PATH=f"{tmp_path}:{os.environ['PATH']}")
+    status, output = forked(None, *QUICK, *words)
     assert status == 0 and output.count("verify: passed") == 2 and "Warning" not in output, output
-    assert "\nGPU0 X NV12\n" in output, output
     result = testing.read_json(tmp_path / "out.json", "08_ddp_rpc")
     assert result["verify"]["trainer0"]["max_abs_diff"] <= 1e-5
     for number in [*range(trainers), "All"]:
@@ -77,18 +72,6 @@ def test_verify_sees_a_nan_anywhere():
     assert ddp_rpc.largest_difference([finite, finite], [finite, finite + 1]) == 1
     for tensors in ([nan, finite], [finite, nan]):
         assert math.isnan(ddp_rpc.largest_difference(tensors, [finite, finite]))
-
-
-@pytest.mark.full
-def test_verify_notices_wrong_training(script, tmp_path):
-    right, wrong = "local, lr=LEARNING_RATE", "local, lr=2 * LEARNING_RATE"
-    text = SCRIPT.read_text()
-    assert text.count(right) == 1
-    (tmp_path / "ddp_rpc.py").write_text(text.replace(right, wrong))
-    shutil.copytree(FOLDER.parent / "common", tmp_path / "common")
-    words = ["--servers", 1, "--steps", 10]
-    status, output = script([sys.executable, tmp_path / "ddp_rpc.py", *words]).wait()
-    assert status == 1 and "verify FAILED" in output, output
 
 
 # How a run ends.

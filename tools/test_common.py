@@ -1,34 +1,22 @@
-"""common/: the figures that every page quotes, the command line, files, networks, processes."""
+"""common/: the figures that every page quotes, and the command line."""
 
-import json
-import math
 import os
-import sys
 import time
-from datetime import datetime, timezone
 from pathlib import Path
 from types import SimpleNamespace
 
 import images
-import numpy
 import pytest
 import torch
 import torch.distributed as dist
 import torchvision
-from memory import held_bytes, peak_bytes
 from naive_ddp import train_step
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 from common import ladder, report, setup
-from tools.testing import ONLY_RANK, OVER, QUICK, ROOT, needs_proc, write_mnist
+from tools.testing import ONLY_RANK, QUICK, ROOT, write_mnist
 
 CPU = torch.device("cpu")
 NAIVE = ROOT / "02_naive_ddp" / "naive_ddp.py"
-
-# What is measured, and what the tables say of it
-
-
 ARGS = SimpleNamespace(size="nano", seed=0, dtype="float32", batch_size=1, context_length=8)
 
 
@@ -46,23 +34,6 @@ def exposed_by_the_marks():
 
 def test_exposed_communication_begins_with_the_last_gradient(ranks):
     ranks(2).run(exposed_by_the_marks)
-
-
-def two_ways_share_one_model():
-    """What trains beside another has its weights and optimizer, and marks of its own."""
-    alone = ladder.language_trainee(ladder.Way(), train_step, ARGS, CPU)
-    way = ladder.torch_ddp()["torch DDP"]
-    beside = ladder.language_trainee(way, train_step, ARGS, CPU, beside=alone)
-    weight = next(alone.module.parameters())
-    for trainee in (alone, beside, alone):
-        before = weight.detach().clone()
-        assert trainee.step()["optimizer_seconds"] > 0
-        assert not torch.equal(weight, before)
-    assert beside.optimizer is alone.optimizer and beside.watch is not alone.watch
-
-
-def test_two_ways_share_one_model(ranks):
-    ranks(2).run(two_ways_share_one_model)
 
 
 def verify_fails_when_a_rank_has_nan():
@@ -126,52 +97,6 @@ def test_percentiles_are_of_all_ranks():
     of_ranks = [[0.001, 0.002, 0.003], [0.003, 0.004, 0.005]]
     assert report.percentiles(of_ranks) == pytest.approx([0.003, 0.00375, 0.0045, 0.00475])
     assert report.ratio(of_ranks, [[0.006]]) == "0.500" and report.ratio(of_ranks, None) == "-"
-
-
-def memory_in_a_group():
-    old = [torch.empty(5000)]  # was there before, and does not count
-
-    def takes_and_gives_back():
-        first = torch.empty(1000)
-        old.clear()
-        return first, torch.empty(3000)
-
-    assert peak_bytes(takes_and_gives_back, CPU) == 16_000
-    mesh = init_device_mesh("cpu", (2,))
-    whole = torch.arange(8.0)
-    assert held_bytes([whole, distribute_tensor(whole, mesh, [Shard(0)])]) == 32 + 16
-    received, sent = torch.empty(500_000), torch.ones(1_000_000)
-    reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    peaks = [peak_bytes(lambda: reduce_scatter(received, sent), CPU) for _ in range(3)]
-    assert 4_000_000 <= min(peaks) < 4_100_000  # gloo's is an all-reduce of a copy
-
-
-def test_memory_of_tensors_of_shards_and_of_gloo(ranks):
-    ranks(2).run(memory_in_a_group)
-
-
-def test_json_keeps_numbers_of_numpy(tmp_path):
-    result = {"started": datetime.now(timezone.utc), "path": Path("x"), "beyond": math.inf}
-    numbers = {"median": numpy.median([1.0, 2.0]), "count": numpy.int64(3)}
-    report.write_json(tmp_path / "json", result | numbers)
-    written = json.loads((tmp_path / "json").read_text())
-    assert (written["median"], written["count"]) == (1.5, 3)
-    assert written["path"] == "x" and written["beyond"] is None
-
-
-FAILS_BY_ITSELF = """
-import sys
-sys.path.append(sys.argv[1])
-from common import setup
-with setup.process_group("cpu", "gloo"):
-    raise RuntimeError("a timeout of the data loader")
-"""
-
-
-def test_an_error_that_only_speaks_of_a_timeout_keeps_its_traceback(forked, tmp_path):
-    (tmp_path / "fails.py").write_text(FAILS_BY_ITSELF)
-    status, output = forked(1, tmp_path / "fails.py", ROOT)
-    assert status == 1 and "Traceback" in output and "data loader" in output, output
 
 
 # The command line
@@ -253,28 +178,3 @@ def test_each_folder_of_the_hosts_is_filled_once(ranks, tmp_path, load, folders)
     ranks(2).run(downloads_as_a_host, load, folders)
     for folder in folders:
         assert (folder / "downloads").read_text() == "one\n"
-
-
-# Processes
-
-RUNS_A_STAGE = """
-import atexit, runpy, sys
-from pathlib import Path
-def say_threads():
-    for thread in Path("/proc/self/task").glob("*/comm"):
-        print("thread", thread.read_text().strip())
-atexit.register(say_threads)  # the first that registers is the last to be called
-del sys.argv[0]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
-
-@pytest.mark.full
-@needs_proc
-def test_no_thread_of_gloo_stays(script, tmp_path):
-    """Python would be aborted at its end by one that does, now and then, after all work is done."""
-    (tmp_path / "runs.py").write_text(RUNS_A_STAGE)
-    words = [OVER, "1gbit,1ms", NAIVE, *QUICK, "--no-verify"]
-    status, said = script([sys.executable, tmp_path / "runs.py", *words], env=ONLY_RANK).wait()
-    threads = [line for line in said.splitlines() if line.startswith("thread ")]
-    assert status == 0 and threads and "gloo" not in " ".join(threads), said

@@ -100,12 +100,11 @@ def test_the_network_keeps_pace_with_the_machine(ranks):
 def prices_collectives():
     """Each takes its rounds, two delays long, and its share of the bytes; nothing else is slow."""
     group = slow_group("100mbit,10ms")
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    world_size = dist.get_world_size()
     others = world_size - 1
     own = torch.ones(3000)
     all_ranks = torch.ones(3000 * world_size)
     pieces = list(torch.ones(world_size, 3000))
-    on_rank_0 = pieces if rank == 0 else None
     gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     scatter_from = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     calls = [  # each with its rounds, and with the elements that a rank sends
@@ -119,10 +118,6 @@ def prices_collectives():
         (partial(dist.broadcast, own, src=0), others, 2 * others / world_size * 3000),
         (partial(dist.barrier), 1, 0),
     ]
-    at_root = [  # where the other ranks send or get a part, and price that
-        partial(dist.gather, own, on_rank_0, dst=0),
-        partial(dist.scatter, own, on_rank_0, src=0),
-    ]
     launched = network.calls
     for call, rounds, elements in calls:
         start = time.monotonic()
@@ -132,19 +127,13 @@ def prices_collectives():
         span = network.spans[-1]
         assert span.delivered - span.begins == pytest.approx(requested), span
         assert time.monotonic() - start >= requested - 1e-3, span
-    for call in at_root:
-        start = time.monotonic()
-        with network:
-            call(group=group)
-        assert time.monotonic() - start >= 0.02, call
     dist.all_reduce(own, group=group)
-    assert len(network.spans) == len(calls) + len(at_root)  # this one was not on the network
+    assert len(network.spans) == len(calls)  # this one was not on the network
     assert network.calls - launched == len(network.spans) + 1
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_collectives_are_priced(ranks, world_size):
-    ranks(world_size).run(prices_collectives)
+def test_collectives_are_priced(ranks):
+    ranks(3).run(prices_collectives)
 
 
 def passes_around(tensor: torch.Tensor, group) -> None:
@@ -182,9 +171,8 @@ def prices_messages():
         dist.recv(tensor, group=group)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_messages_are_priced(ranks, world_size):
-    ranks(world_size).run(prices_messages)
+def test_messages_are_priced(ranks):
+    ranks(3).run(prices_messages)
 
 
 def waits_for_the_last():
@@ -209,8 +197,6 @@ def raises_what_gloo_raises():
     if dist.get_rank() == 0:
         with network, pytest.raises(RuntimeError):
             dist.all_reduce(torch.ones(3), group=group)
-        with network, pytest.raises(RuntimeError):
-            dist.all_reduce(torch.ones(3), group=group, async_op=True).get_future().wait()
     dist.barrier()
 
 
@@ -279,8 +265,6 @@ kind = sys.argv[1]
 group = None
 if kind == "nothing":
     init_process_group()
-elif kind == "two":
-    init_process_group("cpu:gloo,cuda:nccl")
 elif kind == "mesh":
     group = init_device_mesh("cpu", (2,)).get_group()
 else:
@@ -288,8 +272,6 @@ else:
     assert dist.get_backend() == "gloo"
 if kind == "new":
     group = dist.new_group(backend="gloo")
-if kind == "sub":
-    group = dist.new_group([0, 1])
 layer = torch.nn.Linear(3, 3)
 wrapped = layer
 if kind == "fully_shard":
@@ -303,7 +285,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("kind", ["gloo", "nothing", "two", "new", "sub", "mesh", "fully_shard"])
+@pytest.mark.parametrize("kind", ["nothing", "new", "mesh", "fully_shard"])
 def test_every_kind_of_group_is_slow(forked, tmp_path, kind):
     """An all-reduce takes four delays; all that the script imports are its own modules."""
     (tmp_path / "train.py").write_text(OF_EVERY_KIND)
@@ -312,36 +294,6 @@ def test_every_kind_of_group_is_slow(forked, tmp_path, kind):
     seconds = re.findall(r"mine: a backward took (\S+)", output)
     assert status == 0 and len(seconds) == 2, output
     assert min(map(float, seconds)) >= 0.2
-
-
-def test_a_module_of_a_package_and_its_error(forked, tmp_path):
-    """Relative imports work; what the script raises is shown, and ends the run."""
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "helper.py").write_text("WHAT = 'my own mistake'")
-    raises = "import sys\nfrom .helper import WHAT\nraise ValueError(WHAT, *sys.argv[1:])"
-    (tmp_path / "mine" / "train.py").write_text(raises)
-    status, output = forked(2, SCRIPT, "1gbit,1ms", "-m", "mine.train", "--flag", cwd=tmp_path)
-    assert status == 1 and "ValueError: ('my own mistake', '--flag')" in output, output
-
-
-WITH_A_HOOK = """
-import time
-import torch
-import torch.distributed as dist
-
-dist.init_process_group("gloo")
-work = dist.all_reduce(torch.ones(3), async_op=True)
-work.get_future().then(lambda _: time.sleep(0.05))
-work.wait()
-dist.destroy_process_group()
-"""
-
-
-def test_a_script_may_end_while_a_hook_still_runs(launched, tmp_path):
-    """Python aborts when it ends while a thread of ours is within torch's C++."""
-    (tmp_path / "train.py").write_text(WITH_A_HOOK)
-    status, output = launched(2, SCRIPT, "100mbit,1ms", tmp_path / "train.py")
-    assert status == 0 and "terminate" not in output, output
 
 
 NOT_EMULATED = {
@@ -377,16 +329,12 @@ def test_wrong_command_lines_are_one_line(forked, environment, words, said):
 
 
 ON_ONE_CORE = """
-import os, sys, time
+import os, time
 import torch
 import torch.distributed as dist
 
 os.sched_setaffinity(0, list(os.sched_getaffinity(0))[:1])
 dist.init_process_group()
-if "--divides" in sys.argv:
-    dist.group.WORLD.network.is_slow = False
-    with dist.group.WORLD.network as network:
-        dist.all_reduce(torch.ones(3))
 start = time.monotonic()
 dist.all_reduce(torch.ones(3))
 print(f"an all-reduce took {time.monotonic() - start} s")
@@ -395,72 +343,48 @@ dist.destroy_process_group()
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="macOS has no affinity")
-@pytest.mark.parametrize("flags", [[], ["--divides"]])
-def test_with_more_ranks_than_cores_all_is_slower_and_that_is_said(forked, tmp_path, flags):
-    """Once, of a module, too; not if the script knows of the stretch."""
+def test_with_more_ranks_than_cores_all_is_slower_and_that_is_said(forked, tmp_path):
+    """Once, of a module, too."""
     (tmp_path / "train.py").write_text(ON_ONE_CORE)
-    words = [SCRIPT, "1gbit,50ms", "-m", "train", *flags]
-    status, output = forked(2, *words, cwd=tmp_path)
+    status, output = forked(2, SCRIPT, "1gbit,50ms", "-m", "train", cwd=tmp_path)
     assert status == 0, output
-    assert output.count("divide the times that the script prints by 2\n") == (not flags), output
+    assert output.count("divide the times that the script prints by 2\n") == 1, output
     seconds = re.findall(r"an all-reduce took (\S+)", output)
-    assert flags or min(map(float, seconds)) >= 2 * 4 * 0.05
+    assert min(map(float, seconds)) >= 2 * 4 * 0.05
 
 
 STARTS_RANKS = """
-import multiprocessing, os, socket, sys, time
+import os, socket, sys, time
 import torch
 import torch.distributed as dist
 
-def train(rank, init_method, port):
+def train(rank, port):
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    dist.init_process_group("gloo", init_method, rank=rank, world_size=2)
+    dist.init_process_group("gloo", rank=rank, world_size=2)
     start = time.monotonic()
     dist.all_reduce(torch.ones(3))
     print(f"an all-reduce took {time.monotonic() - start} s", flush=True)
     dist.destroy_process_group()
 
 if __name__ == "__main__":
-    method, init_method = sys.argv[1:]
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    ranks = init_method.replace("PORT", str(port)), port
-    if method == "mp.spawn":
-        torch.multiprocessing.spawn(train, ranks, nprocs=2)
-    else:
-        context = multiprocessing.get_context(method)
-        processes = [context.Process(target=train, args=(rank, *ranks)) for rank in range(2)]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join()
+    torch.multiprocessing.start_processes(train, (port,), nprocs=2, start_method=sys.argv[1])
 """
-METHODS = [("mp.spawn", "env://"), ("fork", "tcp://127.0.0.1:PORT"), ("forkserver", "env://")]
 
 
-@pytest.mark.parametrize("method, init_method", METHODS)
+@pytest.mark.parametrize("method", ["spawn", "fork"])
 def test_a_copy_alone_makes_ranks_slow_that_a_script_starts(
-    script, tmp_path, tmp_path_factory, method, init_method
+    script, tmp_path, tmp_path_factory, method
 ):
-    """The user's own sitecustomize is imported, too, and no folder stays."""
+    """No folder stays."""
     temporary = tmp_path_factory.mktemp("t")  # a forkserver's socket needs a short path
-    (tmp_path / "users").mkdir()
-    (tmp_path / "users" / "sitecustomize.py").write_text("print('the user\\'s own')")
     (tmp_path / "train.py").write_text(STARTS_RANKS)
     copy = shutil.copy(SCRIPT, tmp_path)
-    environment = {"PYTHONPATH": str(tmp_path / "users"), "TMPDIR": str(temporary)}
-    words = [sys.executable, copy, "1gbit,50ms", "train.py", method, init_method]
+    environment = {"TMPDIR": str(temporary)}
+    words = [sys.executable, copy, "1gbit,50ms", "train.py", method]
     status, output = script(words, env=environment, cwd=tmp_path).wait()
     seconds = re.findall(r"an all-reduce took (\S+)", output)
     assert status == 0 and len(seconds) == 2, output
     assert min(map(float, seconds)) >= 4 * 0.05
-    assert output.count("the user's own") >= (1 if method == "fork" else 2), output
     assert not list(temporary.glob("*/sitecustomize.py"))
-
-
-def test_torchruns_ranks_are_told_that_they_cannot_start_ranks(forked, tmp_path):
-    """torch would let them wait for ever. A rank that joins itself may start what it likes."""
-    (tmp_path / "train.py").write_text(STARTS_RANKS)
-    words = [SCRIPT, "1gbit,1ms", "train.py", "fork", "tcp://127.0.0.1:PORT"]
-    status, output = forked(1, *words, cwd=tmp_path)
-    assert status != 0 and "start it by python" in output, output

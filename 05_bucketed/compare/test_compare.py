@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from rows import rows_of_stages
 
-from common import setup
 from tools.testing import OVER, assert_movie, assert_png, read_json
 
 FOLDER = Path(__file__).resolve().parent
@@ -73,13 +72,6 @@ def test_speed_ups_over_one_process_which_takes_a_step_for_each_rank(medians_of,
     assert_png(tmp_path / "png")
 
 
-def test_scaling_needs_numbers_of_ranks(refusal, tmp_path):
-    (tmp_path / "x.json").write_text(json.dumps(result(NaiveDDP=0.8)))
-    words = f"four={tmp_path}/x.json", "--scaling", tmp_path / "png"
-    said = refusal(medians.main, FOLDER / "medians.py", *words)
-    assert said.startswith("argument --scaling: ") and "four" in said
-
-
 def calls_of(name: str) -> tuple[list, list]:
     """Of a step: (after backward? asynchronous? elements) of all calls, and averaged gradients."""
     torch.manual_seed(dist.get_rank())
@@ -109,9 +101,6 @@ def test_a_control_makes_the_same_calls_after_backward(ranks):
             assert all(map(torch.equal, gradients, same))
 
 
-SLOW = ["--size", "nano", "--device", "cpu", "--json", "x"]
-
-
 def test_all_stages_with_a_class_of_the_users_own_at_one_pace(forked, tmp_path):
     """A step without communication counts as 0.4 s; 99 calls take at least 99 times 4 ms."""
     (tmp_path / "mine.py").write_text("class Mine(__import__('bucketed').BucketedDDP): pass\n")
@@ -130,19 +119,6 @@ def test_all_stages_with_a_class_of_the_users_own_at_one_pace(forked, tmp_path):
     assert steps["NaiveDDP"] > 99 * 0.004
     assert tables(output)["step ÷ no communication"]["no communication"] == ["1.00"]
     assert_png(tmp_path / "png")
-
-
-@pytest.mark.full
-def test_many_ranks_share_the_cores(forked, tmp_path):
-    """No controls, fewer steps; a call of four ranks takes twelve delays, after stretching."""
-    status, output = forked(
-        4, OVER, "1gbit,1ms", FOLDER / "compare.py", *SLOW, "--no-plot", cwd=tmp_path
-    )
-    assert status == 0, output
-    found = read_json(tmp_path / "x", "05_bucketed/compare")
-    assert found["stretch"] == 2 * [max(1, 4 / setup.cores())]  # nano has no pace
-    assert [len(row["step_seconds"][0]) for row in found["rows"]] == 6 * [3]
-    assert medians.p50s(found)["NaiveDDP"]["step_seconds"] > 15 * 0.012
 
 
 def test_timeline_of_every_stage_in_one_run(forked, tmp_path):

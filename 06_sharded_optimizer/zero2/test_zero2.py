@@ -3,8 +3,6 @@
 The network that is late leaves NaN in weights and gradients that nobody has waited for.
 """
 
-import re
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -128,48 +126,10 @@ def test_trains_as_stage_05_in_each_bit(late_ranks, bucket_size_mb, dtype):
     late_ranks(2).run(trains_as_stage_05, 0.0, bucket_size_mb, dtype)
 
 
-@pytest.mark.parametrize("world_size", [3, 4])
-def test_more_ranks_train_as_stage_05_within_rounding(late_ranks, world_size):
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_other_numbers_of_ranks_train_as_stage_05_within_rounding(late_ranks, world_size):
     """gloo's all-reduce adds in another order."""
     late_ranks(world_size).run(trains_as_stage_05, 1e-12, 0.001, torch.float64)
-
-
-class Sums(nn.Module):
-    """Gradients are whole numbers that the number of ranks divides: no sum is rounded."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(5, width) for width in (7, 3, 11))
-
-    def forward(self, x):
-        return sum(layer(x).sum() for layer in self.layers)
-
-
-def adds_without_rounding():
-    pairs = twins(build=Sums)
-    world_size = dist.get_world_size()
-    for step in range(20):
-        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
-        x = world_size * torch.randint(-9, 9, (2, 5), generator=generator).double()
-        for model, optimizer in pairs:
-            model(x).backward()
-            model.finish_gradient_synchronization()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_same_weights(pairs[0][0], pairs[1][0])
-
-
-@pytest.mark.parametrize("world_size", [1, 3, 4])
-def test_whole_numbers_are_added_in_each_bit(ranks, world_size):
-    ranks(world_size).run(adds_without_rounding)
-
-
-def layers_with_a_note(model, notes):
-    """Note at each layer's forward how many buckets nobody has waited for yet."""
-    for layer in model.module:
-        layer.register_forward_hook(
-            lambda *_: notes.append(sum(len(b.gathering) for b in model.buckets))
-        )
 
 
 def overlaps():
@@ -177,8 +137,13 @@ def overlaps():
     model = ZeRO2(nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(6)]), 0)
     optimizer = torch.optim.SGD(model.shards, lr=0.1)
     gathers, launched = [], []
-    layers_with_a_note(model, gathers)
+
+    def note_gathers(*_):
+        """Note how many buckets nobody has waited for yet."""
+        gathers.append(sum(len(bucket.gathering) for bucket in model.buckets))
+
     for layer in model.module:
+        layer.register_forward_hook(note_gathers)
         layer.register_full_backward_hook(lambda *_: launched.append(6 - len(model.waiting)))
     for _ in range(2):
         gathers.clear(), launched.clear()
@@ -190,52 +155,6 @@ def overlaps():
         optimizer.zero_grad()
     assert gathers == [5, 4, 3, 2, 1, 0]
     assert sorted(launched) == launched and launched[0] <= 1 and launched[-1] >= 5
-
-
-def keeps_parts():
-    """Between steps no gradient of a weight, and 1/N of state and of the shards' gradients."""
-    world_size = dist.get_world_size()
-    [(model, optimizer), _] = twins()
-    compute_gradients(model, 0)
-    optimizer.step()
-    weights = list(model.module.parameters())
-    whole = sum(weight.numel() for weight in weights)
-    most = whole / world_size + len(model.buckets)
-    state = [value for of_one in optimizer.state.values() for value in of_one.values()]
-    assert all(weight.grad is None for weight in weights)
-    assert sum(shard.grad.numel() for shard in model.shards) <= most
-    assert sum(value.numel() for value in state) <= 2 * most + len(weights)
-    assert [shard.ndim for shard in model.shards] == [weight.ndim for weight in model.order]
-    total = torch.tensor(sum(shard.numel() for shard in model.shards))
-    dist.all_reduce(total)
-    assert total == whole
-
-
-def clips_as_torch():
-    pairs = twins()
-    norms = []
-    for model, optimizer in pairs:
-        compute_gradients(model, 0)
-        clip = getattr(
-            model, "clip_grad_norm_", partial(nn.utils.clip_grad_norm_, model.parameters())
-        )
-        norms.append(clip(0.01))
-        optimizer.step()
-    torch.testing.assert_close(*norms, rtol=1e-12, atol=0)
-    assert_same_weights(pairs[0][0], pairs[1][0], 1e-12)
-
-
-def accumulates_by_adding():
-    """Two backwards, with a finish after each, as two with gradients that are kept in 05."""
-    (model, optimizer), (other, other_optimizer) = twins()
-    for step in range(3):
-        for part in (0, 1):
-            compute_gradients(model, 2 * step + part)
-            compute_gradients(other, 2 * step + part)
-        for each in (optimizer, other_optimizer):
-            each.step()
-            each.zero_grad()
-    assert_same_weights(model, other, 1e-12)
 
 
 def refuses_wrong_use():
@@ -261,24 +180,11 @@ def refuses_wrong_use():
             model.finish_gradient_synchronization()
 
 
-def decaying(model):
-    """The usual recipe: matrices decay, biases and norms don't."""
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    matrices = [p for name, p in named if p.ndim >= 2 and "norm" not in name]
-    others = [p for name, p in named if p.ndim < 2 or "norm" in name]
-    return [{"params": matrices, "weight_decay": 0.5}, {"params": others, "weight_decay": 0.0}]
-
-
-def groups_by_name_decay_as_in_stage_05():
-    pairs = twins()
-    optimizers = [torch.optim.AdamW(decaying(model), lr=0.01) for model, _ in pairs]
-    for step in range(3):
-        for (model, _), optimizer in zip(pairs, optimizers, strict=True):
-            compute_gradients(model, step)
-            optimizer.step()
-            optimizer.zero_grad()
-    (model, _), (other, _) = pairs
-    assert_same_weights(model, other, 1e-12)
+def shards_are_named_and_shaped_as_their_weights():
+    """So a recipe that decays by names, or what has two dimensions, decays the same."""
+    (model, _), (other, _) = twins()
+    expected = {name: parameter.ndim for name, parameter in other.named_parameters()}
+    assert {name: shard.ndim for name, shard in model.named_parameters()} == expected
 
 
 def refuses_optimizers_that_would_train_nothing():
@@ -326,11 +232,8 @@ def clips_in_16_bits():
 
 PROMISES = [
     overlaps,
-    keeps_parts,
-    clips_as_torch,
     clips_in_16_bits,
-    accumulates_by_adding,
-    groups_by_name_decay_as_in_stage_05,
+    shards_are_named_and_shaped_as_their_weights,
     refuses_optimizers_that_would_train_nothing,
     refuses_another_ranks_state,
     refuses_wrong_use,
@@ -365,14 +268,13 @@ def test_a_group_of_some_ranks(ranks):
 QUICK = "--size nano --device cpu --batch-size 1 --context-length 8 --steps 1 --warmup 0".split()
 
 
-@pytest.mark.parametrize("words", [["--no-baseline"], pytest.param([], marks=FULL)])
-def test_script(forked, tmp_path, words):
+def test_script(forked, tmp_path):
     """It trains as one process does; a rank holds whole weights, and 1/N of what is thrice that.
 
     Beside that it has three pairs of buffers for the largest weight, which is an embedding.
     """
     testing.write_mnist(tmp_path / "data", 700, 10)  # the last batch is not full
-    words = [*QUICK, *words, "--bucket-size-mb", "0.05"]
+    words = [*QUICK, "--no-baseline", "--bucket-size-mb", "0.05"]
     words += "--data data --json json --trace trace".split()
     status, output = forked(2, SCRIPT, *words, cwd=tmp_path)
     assert status == 0, output
@@ -381,14 +283,3 @@ def test_script(forked, tmp_path, words):
     memory = {row["name"]: row["held_bytes"] for row in result["memory"]}
     held = 4 * (result["model"]["parameters"] * (1 + 3 / 2) + 6 * 64 * 1000)
     assert 0.95 * held < max(sum(of_rank.values()) for of_rank in memory["ZeRO2"]) < 1.1 * held
-
-
-def test_its_two_steps_are_drawn(forked, tmp_path):
-    """Only without communication nobody waits."""
-    words = ["1gbit,1ms", SCRIPT, *QUICK, "--timeline", "plot"]
-    status, output = forked(2, testing.OVER, *words, cwd=tmp_path)
-    assert status == 0, output
-    testing.assert_png(tmp_path / "plot")
-    waits = re.findall(r"^(.*): \d+ ms, of which it waits (\d+);", output, re.MULTILINE)
-    names = ["no communication", "BucketedDDP", "ZeRO2"]
-    assert [name for name, _ in waits] == names and int(waits[0][1]) == 0 < int(waits[2][1])

@@ -13,13 +13,13 @@ from tools.testing import OVER, read_json
 SCRIPT = Path(__file__).resolve().with_name("compile_ddp.py")
 import compile_ddp
 import compile_models
-from compile_ddp import Configuration
+from compile_ddp import Row
 
 CPU = torch.device("cpu")
 TOY = ["--model", "toy", "--steps", 2, "--device", "cpu"]
 
 
-def compared(model, configuration):
+def compared(model, row):
     """On a rank, what a small model in float64 shows, and how many parameters eager mode has."""
     args = argparse.Namespace(model=model, batch_size=None, torchbench_model=None)
     args.verbose, args.torchviz = False, None
@@ -29,7 +29,7 @@ def compared(model, configuration):
     torch.set_default_dtype(torch.float64)
     try:
         expected = compile_ddp.reference(args, CPU)
-        _, found = compile_ddp.first_steps(args, CPU, configuration, expected)
+        _, found = compile_ddp.first_steps(args, CPU, row, expected)
     finally:
         torch.set_default_dtype(torch.float32)
     # The ranks' inputs, and so their gradients, are different.
@@ -37,26 +37,26 @@ def compared(model, configuration):
     return found, sum(gradient.numel() for gradient in expected["bare"][1:])
 
 
-BLOCKS = Configuration("fsdp", None, wrap=True, checkpoint=True)
+BLOCKS = Row("fsdp", None, wrap=True, checkpoint=True)
 CASES = [  # and the least and the most graphs: compiled in fact, and split where buckets end
-    ("toy", Configuration("bare", "aot_eager"), 1, 1),
-    ("toy", Configuration("ddp", "aot_eager"), 2, 9),
-    ("toy", Configuration("ddp", "aot_eager", split=False), 1, 1),
-    ("toy", Configuration("fsdp", "aot_eager"), 1, 9),
+    ("toy", Row("bare", "aot_eager"), 1, 1),
+    ("toy", Row("ddp", "aot_eager"), 2, 9),
+    ("toy", Row("ddp", "aot_eager", split=False), 1, 1),
+    ("toy", Row("fsdp", "aot_eager"), 1, 9),
     ("toy", BLOCKS._replace(backend="aot_eager"), 1, 99),
-    ("lm", Configuration("ddp"), 0, 0),
+    ("lm", Row("ddp"), 0, 0),
     ("lm", BLOCKS, 0, 0),
 ]
 
 
-@pytest.mark.parametrize("model, configuration, least, most", CASES)
-def test_outputs_and_gradients_equal_eager_single_device(ranks, model, configuration, least, most):
-    results = ranks(2).run(compared, model, configuration)
+@pytest.mark.parametrize("model, row, least, most", CASES)
+def test_outputs_and_gradients_equal_eager_single_device(ranks, model, row, least, most):
+    results = ranks(2).run(compared, model, row)
     total = results[0][1]
     for found, _ in results:
         assert found["deviation"] < 1e-12 and least <= found["graphs"] <= most
     of_ranks = [found["parameters"] for found, _ in results]
-    if configuration.how == "fsdp":
+    if row.how == "fsdp":
         assert sum(of_ranks) == total, "each rank holds its share"
         assert of_ranks[0] == of_ranks[1] or model == "toy", "which cannot be halved"
     else:
@@ -85,8 +85,8 @@ def test_run_on_a_slow_network(forked, tmp_path, only, names):
     status, output = forked(2, OVER, "1gbit,20ms", SCRIPT, *TOY, *words, cwd=tmp_path)
     assert status == 0, output
     result = read_json(tmp_path / "json", "07_resnet_ddp/compile_ddp")
-    assert [one["name"] for one in result["configurations"]] == names
-    for one in result["configurations"]:
+    assert [one["name"] for one in result["rows"]] == names
+    for one in result["rows"]:
         assert [len(times) for times in one["forward_backward_seconds"]] == [2, 2]
         assert one["first_call_seconds"] > 0 and one["peak_bytes"] > 4 * one["parameters"] > 0
         if one["name"].startswith("ddp"):  # 8.7 MB, and two calls of four messages
@@ -134,14 +134,10 @@ class Model:
 """
 
 
-@pytest.mark.parametrize(
-    "package, words",
-    [
-        ("torchbench", "--bare"),
-        ("torchbenchmark", "--ddp --compile eager"),
-        ("torchbenchmark", "--fsdp --fsdp_wrap"),
-    ],
-)
+PACKAGES = [("torchbench", "--ddp --compile eager"), ("torchbenchmark", "--fsdp --fsdp_wrap")]
+
+
+@pytest.mark.parametrize("package, words", PACKAGES)
 def test_a_model_of_torchbench(forked, tmp_path, monkeypatch, package, words):
     """Of a small package of either name: with outputs in a dictionary, and with dropout."""
     folder = tmp_path / package / "models"
@@ -159,42 +155,6 @@ def test_without_torchbench_or_torchviz_a_line_says_how_to_get_it(refusal):
         assert said.startswith(f"argument {words[0]}: ") and how in said
 
 
-def test_what_a_model_of_torchbench_lacks_is_said(refusal, tmp_path, monkeypatch):
-    folder = tmp_path / "torchbenchmark" / "models"
-    folder.mkdir(parents=True)
-    (folder / "hf_T5.py").write_text("import a_package_that_is_not_there")
-    monkeypatch.syspath_prepend(tmp_path)
-    words = "--torchbench-model", "hf_T5", "--device", "cpu"
-    assert "a_package_that_is_not_there" in refusal(compile_ddp.main, SCRIPT, *words)
-
-
-TORCHVIZ = """
-class make_dot:
-    def __init__(self, loss, params, show_attrs, show_saved):
-        assert loss.grad_fn and params and show_attrs and show_saved
-        self.source = "digraph {}"
-
-    def render(self, path, format):
-        path.with_suffix(f".dot.{format}").write_text("drawn")
-        return f"{path}.{format}"
-"""
-
-
-@pytest.mark.parametrize("how, has_dot", [("--bare", False), ("--ddp", True), ("--fsdp", True)])
-def test_the_graph_is_drawn(forked, tmp_path, monkeypatch, how, has_dot):
-    """By a small package of torchviz's name, as text; as PDF where graphviz's dot is there."""
-    (tmp_path / "torchviz.py").write_text(TORCHVIZ)
-    if has_dot:
-        (tmp_path / "dot").write_text("")
-        (tmp_path / "dot").chmod(0o755)
-    monkeypatch.syspath_prepend(tmp_path)
-    status, output = forked(2, SCRIPT, *TOY, how, "--torchviz", tmp_path, PATH=tmp_path)
-    name = f"torchviz_{how[2:]}_eager.dot"
-    assert status == 0 and f"written: {tmp_path / name}" in output, output
-    assert (tmp_path / name).read_text() == "digraph {}"
-    assert (tmp_path / f"{name}.pdf").exists() == has_dot
-
-
 def test_upstreams_flags_are_understood():
     parser = setup.Parser("")
     compile_ddp.add_arguments(parser)
@@ -203,4 +163,4 @@ def test_upstreams_flags_are_understood():
     args = parser.parse_args(line.split())
     assert (args.model, args.batch_size, args.steps) == ("toy", 8, 2)
     assert args.verbose and args.trace.name == "x" and args.torchviz.name == "results"
-    assert compile_ddp.configurations_of(args) == [Configuration("fsdp", "eager", wrap=True)]
+    assert compile_ddp.rows_of(args) == [Row("fsdp", "eager", wrap=True)]

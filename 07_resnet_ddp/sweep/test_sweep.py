@@ -1,6 +1,5 @@
 """sweep.py: the plan, a real sweep, the JSON, a model of one's own, topologies, flags."""
 
-import argparse
 import inspect
 import os
 import socket
@@ -48,21 +47,6 @@ class Tiny:
 
     def generate_target(self):
         return torch.zeros(self.batch_size, dtype=torch.long)
-
-
-def first_weights(members, use_ddp):
-    """measure_subset, with a first weight of each rank's model in place of the times."""
-    sweep.train = lambda benchmark, model, steps: [next(model.parameters())[0, 0].item()]
-    args = argparse.Namespace(bucket_size_mb=25, steps=1, warmup=0)
-    benchmark = Tiny("cpu", "gloo", 25)
-    return sweep.measure_subset(args, benchmark, members, use_ddp, {"backend": "gloo"})
-
-
-def test_only_a_subset_trains_and_with_ddp_its_models_are_one(ranks):
-    for use_ddp in (True, False):
-        for one, other in ranks(2).run(first_weights, [0, 1], use_ddp):
-            assert (one == other) == use_ddp
-    assert [len(found) for found in ranks(2).run(first_weights, [0], True)] == [1, 1]
 
 
 def measured(output):
@@ -113,19 +97,15 @@ def test_a_model_of_ones_own_without_torchrun(tmp_path):
     assert [len(entry["measurements"]) for entry in benchmark["result"]] == [2, 2, 4]
 
 
-@pytest.mark.parametrize("said", ["the same everywhere", "GPU0 of $RANK"])
-def test_hosts_with_different_topologies_are_not_compared(forked, tmp_path, said):
-    """A nvidia-smi that is a script; two hosts differ where it says which rank has called it."""
+def test_hosts_with_different_topologies_are_not_compared(forked, tmp_path):
+    """By a nvidia-smi that is a script, and says which rank has called it."""
     file = tmp_path / "nvidia-smi"
-    file.write_text(f'#!/bin/sh\necho "$@: {said}"\n')
+    file.write_text('#!/bin/sh\necho "$@: GPU0 of $RANK"\n')
     file.chmod(0o755)
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
     status, output = forked(2, FOLDER / "sweep.py", *TINY, PATH=path)
-    if "RANK" in said:
-        assert status == 2 and "topo -m" in output and "rank 1's host" in output, output
-        assert not measured(output), output
-    else:
-        assert status == 0 and f"topo -m: {said}" in output, output
+    assert status == 2 and "topo -m" in output and "rank 1's host" in output, output
+    assert not measured(output), output
 
 
 def test_upstreams_flags_are_understood(monkeypatch):
@@ -139,8 +119,5 @@ def test_upstreams_flags_are_understood(monkeypatch):
     names = "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
     assert [os.environ[name] for name in names] == ["9", "16", "HOST", "29500"]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    for device, (local_rank, local_size) in {"auto": ("1", "8"), "cpu": ("9", "16")}.items():
-        args.device = device
-        sweep.be_started_as_upstream(args)
-        assert os.environ["LOCAL_RANK"] == local_rank
-        assert os.environ["LOCAL_WORLD_SIZE"] == local_size
+    sweep.be_started_as_upstream(args)
+    assert (os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"]) == ("1", "8")
