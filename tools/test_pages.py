@@ -115,3 +115,17 @@ def test_make_read_holds_the_lessons_and_needs_python_alone():
         text = script.read_text()
         for line in text.partition("\nif __name__")[0].splitlines():
             assert line in shown
+
+
+def test_the_front_page_says_how_long_the_files_are():
+    """Of each folder's file, within a tenth."""
+    tree = FRONT.partition("## What is where")[2].partition("```\n")[0]
+    lines = re.findall(r"^( *)(\S+)/ +(\w+\.py) +(\d+)  ", tree, re.MULTILINE)
+    assert len(lines) > 15
+    stage = ""
+    for indent, folder, file, length in lines:
+        path = f"{stage}/{folder}" if indent else folder
+        if not indent:
+            stage = folder
+        found = len((ROOT / path / file).read_text().splitlines())
+        assert abs(found - int(length)) <= found / 10, (path, found)

@@ -435,3 +435,35 @@ def test_the_timeline(forked, tmp_path):
     waits = re.findall(r"^(.*): \d+ ms, of which it waits (\d+);", output, re.MULTILINE)
     [none, _, (name, milliseconds)] = waits
     assert none == ("no communication", "0") and name == "FSDP" and int(milliseconds) > 0
+
+
+class Scaled(nn.Module):
+    """A frozen layer, whose outputs two vectors of different dtypes scale."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4, bias=False).requires_grad_(False)
+        self.scale = nn.Parameter(torch.ones(4))
+        self.other_scale = nn.Parameter(torch.ones(4, dtype=torch.float64))
+
+    def forward(self, inputs):
+        return (self.layer(inputs) * self.scale).double() * self.other_scale
+
+
+def trains_vectors_alone():
+    """A forgotten finish raises; each dtype is averaged in its own precision."""
+    rank = dist.get_rank()
+    model = FSDP(Scaled())
+    inputs = torch.ones(3, 4)
+    (model(inputs).sum() * (1 + rank * 1e-12)).backward()
+    gradient = model.module.other_scale.grad.clone()
+    with pytest.raises(RuntimeError, match="finish_gradient_synchronization"):
+        model(inputs)
+    model.finish_gradient_synchronization()
+    dist.all_reduce(gradient)
+    assert torch.equal(model.module.other_scale.grad, gradient / 2)
+    assert model.module.scale.grad.dtype == torch.float32
+
+
+def test_trains_vectors_alone(ranks):
+    ranks(2).run(trains_vectors_alone)
