@@ -56,7 +56,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.state = self.local.state
         for parameter, owner in self.owners.items():
             if owner != self.rank:
-                self.state.pop(parameter, None)  # Adagrad makes it at once
+                self.state.pop(parameter, None)  # Adagrad makes state here, for all parameters
 
     def add_param_group(self, param_group: dict) -> None:
         """Assign owners to a new group, also in mid-training; older ones keep owner and state."""
@@ -125,7 +125,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Return the whole state on rank 0, on CPU, as without sharding; elsewhere the groups."""
         saved = self.local.state_dict()
         own = on_cpu(self._own(saved["state"]))
-        of_ranks = [None for _ in self.loads] if self.rank == 0 else None
+        of_ranks = [None] * len(self.loads) if self.rank == 0 else None  # one for each rank
         dist.gather_object(own, of_ranks, group=self.process_group, group_dst=0)
         whole = {}
         for of_rank in of_ranks or []:
@@ -228,13 +228,13 @@ def main():
     parser = ladder.stage_parser(__doc__)
     parser.add_argument("--mine", metavar="FILE.py:NAME", help="measure your own class, too")
     args = parser.parse_args()
-    [(ddp, averages)] = ladder.torch_ddp().items()  # it averages the gradients in every row
+    averages = ladder.torch_ddp()[ladder.TORCH_DDP]  # of gradients, in every row
     ours = {"ShardedOptimizer": ShardedOptimizer, **users_rows(args.mine)}
     ours = {name: averages._replace(optimizer=of_adamw(each)) for name, each in ours.items()}
     zero = partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW)
     views = partial(zero, parameters_as_bucket_view=True)
     others = {
-        ddp: averages,
+        ladder.TORCH_DDP: averages,
         "torch ZeRO": averages._replace(optimizer=zero),
         "torch ZeRO view": averages._replace(optimizer=views),
     }

@@ -28,7 +28,8 @@ class FlatParameter:
     """Hold a unit's weights, one after another in `unsharded`, which has memory only while in use.
 
     This rank keeps `local_shard`, one of N equal slices. Autograd differentiates views into
-    `unsharded`, and the optimizer sees views into `local_shard`.
+    `unsharded`, and the optimizer sees views into `local_shard`. Autograd does not notice that the
+    memory comes and goes, so NO_MEMORY and set_version() tell it whose values there are.
     """
 
     def __init__(self, weights: list[nn.Parameter], dtype: torch.dtype, process_group):
@@ -66,7 +67,7 @@ class FlatParameter:
         if self.gathering:
             self.gathering.wait()
         self.gathering = None
-        # The version is that of the step (see NO_MEMORY): a backward of an older one raises.
+        # Each optimizer's step is a new version: backward through an older one's graph raises.
         set_version(self.unsharded, self.local_shard._version)
 
     def show_whole(self) -> None:
@@ -85,7 +86,10 @@ class FlatParameter:
         free(self.unsharded)
 
     def begin_reduce_scatter(self) -> None:
-        """Begin to send each rank its slice; gloo's own reduce-scatter would send twice as much."""
+        """Begin to send each rank its slice, by an all-to-all, after which each rank adds.
+
+        So sums are in the shards' dtype. gloo's own reduce-scatter would send twice as much.
+        """
         gradients = [gradient_or_zeros(weight) for weight in self.unsharded_params]
         self.sent = flatten(gradients, self.world_size)
         self.received = torch.empty_like(self.sent)
@@ -108,12 +112,15 @@ class FlatParameter:
 
 
 class Use:
-    """A unit that computes with a FlatParameter, between those before and after it in forward."""
+    """A unit that computes with a FlatParameter, between those before and after it in forward.
+
+    Several units use that of a tied weight.
+    """
 
     def __init__(self, unit: nn.Module, flat: FlatParameter):
         self.unit = unit
         self.flat = flat
-        self.before = self  # the first one has none before it, and to prefetch itself is nothing
+        self.before = self  # the first has none before it: to prefetch itself does nothing
         self.after = self
 
 
@@ -214,7 +221,7 @@ class FSDP(nn.Module):
             self._reduce_next()
 
     def _reduce_next(self) -> None:
-        """Begin to reduce the next unit's gradients; to save memory those before arrive first."""
+        """End the reduction under way, which frees its buffers, and begin the next unit's."""
         for flat in self.order:
             flat.end_reduce_scatter()
         self.waiting.pop(0).begin_reduce_scatter()
@@ -315,10 +322,9 @@ def train_step(model, optimizer, inputs, targets):
 # torch has renamed it (2.13, 2.14), and warns of the old name.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-# Autograd keeps a tensor for backward, and the number of writes to it, its version. To free its
-# memory or to fill it through `.data` is no write, so backward computes with what is there then: it
-# has to be the same values. To read freed memory would end the process. So the version tells
-# whether there are values, and of which step; autograd raises if it has kept another.
+# Autograd keeps a tensor for backward with its version, the number of writes to it, and raises if
+# the version is another when backward comes. Freeing memory, and filling it through `.data`, are no
+# writes to autograd. So we set the version: it tells whether there are values, and of which step.
 NO_MEMORY = 2**30  # a version that no weight has
 
 

@@ -46,9 +46,9 @@ class Bucket:
         pieces = pieces_of(parameters, self.slice, self.rank)
         self.shards = [nn.Parameter(piece) for piece in pieces]  # of each parameter
         self.gathering = []  # all-gathers under way
-        self.buffers = None  # what the reduce-scatter under way sends and receives,
-        self.sending = None  # the call,
-        self.parts = None  # and what is to be added up when it is done
+        self.buffers = None  # of the reduce-scatter under way: what it sends, and what it receives
+        self.sending = None  # its call
+        self.parts = None  # its results, which are to be added up
 
     def begin_reduce_scatter(self, buffers):
         """Begin to send every rank its slice of the gradients; those of the weights are freed."""
@@ -133,7 +133,8 @@ class ZeRO2(nn.Module):
         return outputs
 
     def _begin_to_gather(self):
-        # While a shard has a gradient an optimizer may step once more, unseen: gather again then.
+        # Before zero_grad() the optimizer may step once more, which nothing here sees. Then this
+        # gathers again in the next forward.
         self.stale = any(shard.grad is not None for shard in self.shards)
         for bucket in reversed(self.buckets):  # close to forward's order
             bucket.begin_all_gather()
@@ -375,7 +376,7 @@ class ZeRO2WithoutOverlap(ZeRO2):
         return super().forward(*inputs, **kwargs)
 
     def _launch_ready(self):
-        if not self.in_step:  # but in the finish
+        if not self.in_step:  # only from the finish
             super()._launch_ready()
 
 
