@@ -10,12 +10,14 @@ through the store through which they have met: there is no collective call, and 
 step 3 the hooks are removed. An error in here ends the comparison alone. See docs/everyday.md.
 """
 
+import atexit
 import functools
 import json
 import math
 import os
 import time
 from collections import Counter
+from datetime import timedelta
 from types import SimpleNamespace
 
 import torch
@@ -25,7 +27,9 @@ from torch.utils._pytree import tree_leaves
 
 STEPS = 3
 COLUMNS = 4096  # of a sample that has more numbers, every second one is taken, or third …
+PATIENCE = timedelta(seconds=10)  # at the program's end, for the numbers of other ranks
 PERIOD = 2**18  # so long are the patterns of signs with which a tensor's numbers are added up
+SHARDS = "placements", "is_shard", "_fsdp_flattened"  # of fully_shard, stage 06, torch's old FSDP
 HALVES = {torch.float16, torch.bfloat16}
 BATCH_NORMS = torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d
 # So far apart, as a share of their size, may be:
@@ -165,7 +169,7 @@ class same:
             self.found[name] = shards.get(weight, weight)
             if weight in shards:
                 self.starts[name] = shards[weight].storage_offset() - weight.storage_offset()
-            elif hasattr(weight, "placements") or hasattr(weight, "is_shard"):
+            elif any(hasattr(weight, mark) for mark in SHARDS):
                 self.starts[name] = start_of(weight)
         known = {*self.module.parameters(), *shards.values()}
         for group in self.optimizer.param_groups:
@@ -211,16 +215,24 @@ class same:
         for hook in self.hooks:
             hook.remove()
         if self.rank == 0:
+            self.keys = [f"{self.name} {rank}" for rank in range(self.world_size)]
             self.waiting = self.module.register_forward_pre_hook(self.read)
+            atexit.register(self.read_at_exit)
             self.read()
 
     @safely
     def read(self, *_):
         """Give the verdict, once the numbers of all ranks are there."""
-        keys = [f"{self.name} {rank}" for rank in range(self.world_size)]
-        if self.store.check(keys):
+        if self.store.check(self.keys):
             self.waiting.remove()
-            self.say(verdict(self.file, [json.loads(self.store.get(key)) for key in keys]))
+            atexit.unregister(self.read_at_exit)
+            self.say(verdict(self.file, [json.loads(self.store.get(key)) for key in self.keys]))
+
+    @safely
+    def read_at_exit(self):
+        """Give the verdict at the program's end: without collectives rank 0 may be far ahead."""
+        self.store.wait(self.keys, PATIENCE)
+        self.read()
 
 
 # ----------------------------------------------------------------------- on the device: numbers
@@ -443,16 +455,17 @@ def difference_of_gradients(old, new, number):
     factor = ((was * now)[differ].sum() / was[differ].square().sum()).item()
     is_factor = not differing(factor * was, now, 0.02)[differ].any()
     are_large = size_of(was) > SMALL * size_of(was).norm()
+    are_most = differ.sum() >= 0.6 * are_large.sum()
     if "half" in old.facts ^ new.facts:
         cause = CAUSES["half"]
+    elif is_factor and are_most:
+        cause = cause_of_factor(old, new, number, factor)
     elif "random" in facts:
         cause = CAUSES["random"]
     elif "BatchNorm" in facts:
         cause = CAUSES["BatchNorm"]
-    elif differ.sum() < 0.6 * are_large.sum():
+    elif not are_most:
         cause = CAUSES["some"]
-    elif is_factor:
-        cause = cause_of_factor(old, new, number, factor)
     else:
         cause = CAUSES["others"]
     seen = f"differ by {distance(was[differ], now[differ]):.1%}"

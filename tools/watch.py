@@ -44,7 +44,7 @@ CAUSES = {
     "start": "the ranks begin with other weights: nothing broadcasts them, or a rank loads its own",
     "rates": "a scheduler steps on one rank alone, or by each rank's own loss",
     "written": "forward writes values from each rank's own samples, such as a codebook: all-reduce "
-    "them, because torch's DDP keeps rank 0's buffers, and all else drifts apart",
+    "them, because torch's DDP keeps only rank 0's, and without it the ranks drift apart",
     "reduced": "the gradients are equal and the steps are not: a rank's optimizer has other "
     "options, state or random numbers, or a closure with its own loss; a rank has loaded weights "
     "or changed gradients; another kernel or kind of GPU rounds differently; or these are experts",
@@ -332,7 +332,8 @@ def is_training(model):
 def listed(names):
     if len(names) > 3:
         names = names[0], f"{len(names) - 1} others"
-    return " and ".join(names)
+    *first, last = names
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def times_of(marks):
