@@ -124,11 +124,10 @@ def draw(result: dict, network: Network, path: Path) -> None:
     axes.plot(buckets, measured, "o", color="#332288", ms=8, label="measured")
     axes.set_xscale("log")
     axes.invert_xaxis()  # many calls are small buckets
-    sizes = [row["name"].partition(", ")[2] for row in rows]
-    calls = [f"{n} calls" if n > 1 else "1 call" for n in buckets]
-    axes.set_xticks(buckets, [f"{size}\n{n}" for size, n in zip(sizes, calls, strict=True)])
+    sizes = [row["name"].partition(", ")[2].removesuffix(" MB") for row in rows]
+    axes.set_xticks(buckets, [f"{size}\n{n}" for size, n in zip(sizes, buckets, strict=True)])
     axes.minorticks_off()
-    axes.set_xlabel("largest bucket, and all-reduces in a step")
+    axes.set_xlabel("largest bucket in MB; all-reduces in a step")
     axes.set_ylabel("overhead: step − no communication, ms")
     axes.set_ylim(bottom=min(0, *measured))
     axes.legend(frameon=False)
