@@ -15,6 +15,7 @@ On other networks, and on GPUs, --trace of a stage shows its steps in torch.prof
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import contextmanager
 from functools import partial
@@ -176,9 +177,11 @@ def drawing(found: dict[str, list[Bar]], end: float):
                 center = {"ha": "center", "va": "center", "fontsize": 8}
                 axes.text(bar.start + width / 2, middle, bar.text, **center)
         axes.text(duration(bars), top, f"  {duration(bars):.0f} ms", va="center", fontsize=9)
-        for name in {bar.name for bar in bars if bar.row}:
-            rows = [bar.row for bar in bars if bar.name == name]
-            ticks[top + PLACES[rows[0]][0]] = f"{name}s: {len(rows)}"
+        for row in (1, 2):
+            names = [bar.name for bar in bars if bar.row == row]
+            if names:
+                name, calls = Counter(names).most_common(1)[0]
+                ticks[top + PLACES[row][0]] = f"{name}s: {calls}"
     axes.set_yticks(list(ticks), list(ticks.values()), fontsize=9)
     axes.invert_yaxis()
     axes.set_xlim(0, end)
