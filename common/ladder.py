@@ -96,6 +96,8 @@ class Trainee:
         self.way = way
         self.module = module
         self.watch = timing.Stopwatch(first.device)
+        # Before the wrapper's own hooks, which may launch the last all-reduce.
+        first.register_post_accumulate_grad_hook(partial(self.watch.mark, "last gradient"))
         self.model = way.wrap(module)
         if beside:
             self.optimizer = beside.optimizer
@@ -104,7 +106,6 @@ class Trainee:
         marked = self.watch.marked
         self.train_step = marked("step", train_step)
         self.model.forward = marked("forward", self.model.forward)
-        first.register_post_accumulate_grad_hook(partial(self.watch.mark, "last gradient"))
         # Without communication, and in torch's DDP, there is nothing to finish.
         finish = getattr(self.model, "finish_gradient_synchronization", lambda: None)
         self.model.finish_gradient_synchronization = marked("finish", finish)

@@ -36,6 +36,19 @@ def test_exposed_communication_begins_with_the_last_gradient(ranks):
     ranks(2).run(exposed_by_the_marks)
 
 
+def test_what_a_wrapper_launches_with_the_last_gradient_is_exposed():
+    launched = []
+
+    def wrap(module):
+        first = next(module.parameters())
+        first.register_post_accumulate_grad_hook(lambda _: launched.append(time.perf_counter()))
+        return torch.nn.Sequential(module)
+
+    trainee = ladder.Trainee(ladder.Way(wrap), torch.nn.Linear(2, 2), train_step, lr=1.0)
+    trainee.train(torch.ones(1, 2), torch.tensor([0]))
+    assert trainee.watch.marks["last gradient"] < launched[0]
+
+
 def verify_fails_when_a_rank_has_nan():
     rank = dist.get_rank()
     weights = {"w": torch.tensor([0.0, torch.nan if rank == 1 else 0.0])}
