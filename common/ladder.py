@@ -398,9 +398,9 @@ def who_is_late(waiting: numpy.ndarray, step_seconds: float) -> str:
 
 LEGEND = """\
 Percentiles over all steps of all ranks; tokens/s of all ranks; exposed: ms from a rank's last
-gradient until all are averaged (or all that it waits, where it waits in forward and backward, too);
-share: that in per cent of the step. Of it, network: the least of all ranks in a step; waiting: for
-a rank that comes later, the mean. calls: collectives of a step; ÷ torch DDP: below 1 is faster."""
+gradient until all are averaged (ZeRO2, FSDP: all that a rank waits in a step); share: that in per
+cent of the step. Of it, network: the least of all ranks in a step; waiting: the mean wait for a
+rank that comes later. calls: collectives of a step; ÷ torch DDP: below 1 is faster."""
 
 
 def print_steps(result: dict, has_optimizer: bool = False) -> None:
