@@ -10,7 +10,7 @@ COLORS = {  # one for one thing in all pictures; those of the stages are in 05_b
     "backward": "#0072B2",
     "exposed communication": "#F0E442",
     "optimizer": "#999999",
-    "pack, unpack": "#009E73",
+    "finish": "#333333",  # but for its waits
     "all-reduce": "#D55E00",
     "all-gather": "#009E73",
     "reduce-scatter": "#D55E00",

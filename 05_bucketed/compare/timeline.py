@@ -88,7 +88,7 @@ def take_steps(trainee: Trainee, steps: int) -> dict:
             spans += [
                 ("forward", marks["step starts"], marks["forward ends"]),
                 ("backward", marks["forward ends"], marks["finish starts"]),
-                ("pack, unpack", marks["finish starts"], marks["finish ends"]),
+                ("finish", marks["finish starts"], marks["finish ends"]),
                 ("optimizer", marks["optimizer starts"], marks["optimizer ends"]),
             ]
     begin = spans[0][1]
