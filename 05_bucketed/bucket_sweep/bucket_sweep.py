@@ -4,7 +4,8 @@ Small buckets start early and leave little to wait for after backward, but each 
 ones are the other way round. This script measures BucketedDDP and torch's DDP with buckets of
 several sizes, and holds against it the simulation of predict.py, and the course's formula,
 overhead(n) = s / (n·w) + n·o for n buckets, s bytes of gradients, an all-reduce's bytes per second
-w and its fixed cost o. Both take o and w from all-reduces that run alone, in the same run.
+w and its fixed cost o. Both take o and w from all-reduces of the same run, beside which nothing
+computes.
 
     make 05_bucketed/bucket_sweep NPROC=2                                  (see also ARGS="--help")
     make 05_bucketed/bucket_sweep NETWORK=1gbit,1ms

@@ -128,7 +128,7 @@ def show_scaling(columns: dict[str, list[Run]], path: Path) -> None:
     report.print_table(["speed-up over one process", *columns], table)
     axes.set_xticks(ticks)
     axes.set(title="Few calls scale; 99 calls don't", ylim=(0, None))
-    axes.set(xlabel="ranks, each a machine", ylabel="times as fast as one process")
+    axes.set(xlabel="ranks, each an emulated machine", ylabel="times as fast as one process")
     axes.legend(frameon=False)
     report.save_figure(figure, path)
 
