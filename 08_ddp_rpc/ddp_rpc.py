@@ -83,7 +83,7 @@ class HybridModel(nn.Module):
     """Joins embedding tables on the parameter servers to this trainer's replica of the dense net.
 
     tables: a reference to each. process_group: the trainers and nobody else; without it DDP takes
-    the default group. round_trip: the fewest seconds that a lookup takes.
+    the default group. round_trip: seconds that a network would add.
     """
 
     def __init__(self, tables: list[rpc.RRef], device, process_group=None, round_trip=0.0):
@@ -112,12 +112,10 @@ class HybridModel(nn.Module):
         if self.lookup == "parallel":
             answers = [rpc.rpc_async(*question) for question in questions]
             columns = torch.futures.wait_all(answers)
-            round_trips = 1
+            time.sleep(self.round_trip)
         else:  # the naive loop: a round trip, then the next one
             columns = [rpc.rpc_sync(*question) for question in questions]
-            round_trips = len(questions)
-        end = start + round_trips * self.round_trip
-        time.sleep(max(0.0, end - time.perf_counter()))
+            time.sleep(len(questions) * self.round_trip)
         self.lookup_seconds += time.perf_counter() - start
         return columns
 
@@ -184,8 +182,7 @@ def read_arguments():
     count = setup.whole_number(1, 64)
     one = setup.whole_number(1)
     milliseconds = setup.checked(float, lambda n: 0 <= n <= 1e6, "a number from 0 to 1e6")
-    gpus = torch.cuda.device_count()
-    devices = ["auto", "cpu", "cuda"] if gpus else ["auto", "cpu"]
+    devices = ["cuda", "cpu"] if torch.cuda.device_count() else ["cpu"]
     parser = setup.Parser(__doc__)
     add = parser.add_argument
     add("--nproc", type=count, default=2, help="number of trainers, and of servers")
@@ -195,18 +192,16 @@ def read_arguments():
     add("--embedding-dim", type=one, help="its columns (default: the fewest that are enough)")
     add("--steps", type=one, default=500, help=f"for each lookup, in epochs of {EPOCH}")
     add("--warmup-cycles", type=setup.whole_number(0), default=5, help="epochs before them")
-    add("--round-trip-ms", type=milliseconds, default=0.0, help="the least that a round trip takes")
+    add("--round-trip-ms", type=milliseconds, default=0.0, help="what a network adds to each")
     add("--master-addr", default="127.0.0.1", help="where the processes meet on this host")
     add("--master-port", type=setup.whole_number(0, 65535), default=0, help="0: any free port")
-    add("--device", choices=devices, default="auto", help="where the dense net is")
+    add("--device", choices=devices, default=devices[0], help="where the dense net is")
     add("--timeout", type=setup.positive_number, default=300.0, help="seconds to wait for others")
     add("--no-verify", action="store_true", help="only measure; verify copies all tables")
     add("--json", type=setup.output_file, metavar="FILE", help="everything measured, raw")
     args = parser.parse_args()
     args.trainers = args.trainers or args.nproc
     args.servers = args.servers or args.nproc
-    if args.device == "auto":
-        args.device = "cuda" if gpus else "cpu"
     multiple = DENSE_INPUT // math.gcd(DENSE_INPUT, args.servers)
     args.embedding_dim = args.embedding_dim or multiple
     if args.embedding_dim % multiple:
@@ -255,8 +250,9 @@ def new_model(args, tables, process_group=None):
 
 def largest_difference(tensors, others):
     """Return the largest difference between two lists of tensors; nan if there is one anywhere."""
-    pairs = zip(tensors, others, strict=True)
-    differences = [(tensor - other).abs().max().cpu() for tensor, other in pairs]
+    differences = []
+    for tensor, other in zip(tensors, others, strict=True):
+        differences.append((tensor - other).abs().max().cpu())
     return torch.stack(differences).max().item()  # Python's max() would lose a nan
 
 
@@ -315,7 +311,9 @@ def train(args, tables):
     rounds = args.warmup_cycles + math.ceil(args.steps / EPOCH)
     model, optimizer = new_model(args, tables)
     all_batches = random_batches(args, seed=rank)
-    measured = {lookup: {name: [] for name in QUANTITIES} for lookup in LOOKUPS}
+    measured = {}
+    for lookup in LOOKUPS:
+        measured[lookup] = {name: [] for name in QUANTITIES}
     for number in range(rounds):
         if rank == 0:
             rpc.rpc_async("master", progress, (f"training: epoch {number + 1} of {rounds}",))
@@ -324,8 +322,9 @@ def train(args, tables):
             model.lookup = lookup
             model.lookup_seconds = 0.0
             start = time.perf_counter()
-            losses = [training_step(model, optimizer, batch) for batch in batches]
-            losses[-1].item()  # waits for the GPU, if any
+            for batch in batches:
+                loss = training_step(model, optimizer, batch)
+            loss.item()  # waits for the GPU, if any
             if number >= args.warmup_cycles:
                 epochs["seconds"].append(time.perf_counter() - start)
                 epochs["lookup_seconds"].append(model.lookup_seconds)
@@ -350,7 +349,7 @@ def run_master(args, names):
         f"trainers: {args.trainers}, DDP over gloo; servers: {args.servers}, "
         f"each with a table of {args.embeddings} × {args.embedding_dim}"
     )
-    shape = (args.embeddings, args.embedding_dim)
+    shape = args.embeddings, args.embedding_dim
     tables = [rpc.remote(name, new_table, shape) for name in servers]
     result["verify"] = {}
     if not args.no_verify:
