@@ -311,11 +311,9 @@ def choose_sizes(args, device: torch.device) -> int:
     if args.workers is None:
         args.workers = min(int(setup.cores() // torch.cuda.device_count()), 8) if on_cuda else 0
     batch_size, left = divmod(args.global_batch, dist.get_world_size())
-    if left or batch_size < 2:
-        setup.fail(
-            f"argument --global-batch: '{args.global_batch}' cannot be divided by "
-            f"{dist.get_world_size()} ranks into batches of at least 2, as BatchNorm needs them"
-        )
+    if left:
+        ranks = f"{dist.get_world_size()} ranks"
+        setup.fail(f"argument --global-batch: '{args.global_batch}' cannot be divided by {ranks}")
     return batch_size
 
 
@@ -335,10 +333,8 @@ def main():
 
         from common import report, setup
     except ModuleNotFoundError as error:
-        sys.exit(
-            f"error: {error}: pip install torchvision, and copy the repository's folder common/, "
-            f"compare_runs.py and images.py into {folder}"
-        )
+        files = "folder common/, compare_runs.py and images.py beside this script"
+        sys.exit(f"error: {error}: pip install torchvision, and copy the repository's {files}")
 
     parser = setup.Parser(__doc__)
     add_arguments(parser)

@@ -111,13 +111,16 @@ def test_evaluation_counts_each_image_once_and_is_the_same_everywhere(ranks):
 def check_result(path, world_size, resumed_epochs=1):
     """What a run of TINY has written: the phases of a step add up to it, and the steps to all."""
     result = testing.read_json(path, "07_resnet_ddp")
-    assert result["world_size"] == world_size and result["images"] == 3 * 12
+    assert result["world_size"] == world_size
+    assert result["images"] == 3 * 12
     assert [one["images"] for one in result["evaluations"]] == [297] * (1 + resumed_epochs)
     measured = {name: numpy.array(result[name]) for name in resnet_ddp.SECONDS}
     steps = measured["batch_seconds"]
     assert steps.shape == (world_size, 3)
     assert sum(measured[name] for name in compare_runs.PHASES) == pytest.approx(steps)
-    assert 0 < steps.sum(1).min() and steps.sum(1).max() < 1.05 * result["train_seconds"] + 0.1
+    of_ranks = steps.sum(axis=1)
+    assert 0 < of_ranks.min()
+    assert of_ranks.max() < 1.05 * result["train_seconds"] + 0.1
 
 
 def test_single_then_ddp_both_resumed_then_a_picture(forked, refusal, tmp_path):

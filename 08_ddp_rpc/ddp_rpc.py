@@ -318,6 +318,7 @@ def train(args, tables):
         if rank == 0:
             rpc.rpc_async("master", progress, (f"training: epoch {number + 1} of {rounds}",))
         batches = list(islice(all_batches, EPOCH))  # the same for both
+        examples = sum(len(offsets) for _, offsets, _ in batches)
         for lookup, epochs in measured.items():
             model.lookup = lookup
             model.lookup_seconds = 0.0
@@ -328,7 +329,7 @@ def train(args, tables):
             if number >= args.warmup_cycles:
                 epochs["seconds"].append(time.perf_counter() - start)
                 epochs["lookup_seconds"].append(model.lookup_seconds)
-                epochs["examples"].append(sum(len(offsets) for _, offsets, _ in batches))
+                epochs["examples"].append(examples)
     weights = nn.utils.parameters_to_vector(model.dense.parameters())
     return measured, weights.detach().cpu()
 

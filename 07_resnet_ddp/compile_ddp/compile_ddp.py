@@ -129,7 +129,8 @@ def forward(model: nn.Module, inputs: tuple) -> tuple[list[torch.Tensor], torch.
     """Return all outputs that have gradients, and the loss, the sum of their mean squares."""
     leaves = tree_leaves(model(*inputs))
     outputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-    return outputs, sum(output.square().mean() for output in outputs)
+    loss = sum(output.square().mean() for output in outputs)
+    return outputs, loss
 
 
 def forward_backward(model: nn.Module, inputs: tuple) -> list[torch.Tensor]:
@@ -211,10 +212,11 @@ def first_steps(args, device, row: Row, expected: dict) -> tuple:
         step()  # after its first backward DDP arranges the buckets anew
         # The least is right: the profiler may miss what gloo's thread releases, and counts more.
         peak = min(peak_bytes(step, device) for _ in range(3))
-    compared = f"outputs and gradients within {found['deviation']:.1e} of eager single-device"
-    say(f"{row.name}: {compared}")
+    within = f"within {found['deviation']:.1e} of eager single-device"
+    compared = f"{row.name}: outputs and gradients {within}"
+    say(compared)
     if not (found["deviation"] <= TOLERANCE or args.torchbench_model):  # so that nan is caught, too
-        sys.exit(f"error: rank {dist.get_rank()}: {row.name}: only {compared}")
+        sys.exit(f"error: rank {dist.get_rank()}: {compared}, not {TOLERANCE:.0e}")
     if args.torchviz:
         draw_graph(model, inputs, row.name)
     parameters = list(model.parameters())
@@ -333,7 +335,7 @@ def main():
     if "RANK" not in os.environ:  # no torchrun
         be_the_only_rank()
     if args.torchviz and not (importlib.util.find_spec("torchviz") and shutil.which("dot")):
-        setup.fail("argument --torchviz: pip install torchviz, and install graphviz for its dot")
+        setup.fail("argument --torchviz: pip install torchviz, and install graphviz")
     if args.profile and not args.trace:
         args.trace = Path("profile.json")
     levels = {"dynamo": logging.DEBUG} if args.verbose else {}
