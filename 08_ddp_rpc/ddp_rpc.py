@@ -357,16 +357,18 @@ def run_master(args, names):
         result["verify"]["trainer0"] = verify(args, trainers[0], tables)
     # Without a time limit, because trainers notice a process that ends, and say so.
     answers = [rpc.rpc_async(name, train, (args, tables), timeout=0) for name in trainers]
-    of_trainers, replicas = zip(*torch.futures.wait_all(answers), strict=True)
+    trained = torch.futures.wait_all(answers)
     result["rows"] = []
     for lookup in LOOKUPS:
         row = {"name": lookup}
         for name in QUANTITIES:
-            row[name] = [measured[lookup][name] for measured in of_trainers]  # [trainer][epoch]
+            row[name] = [measured[lookup][name] for measured, _ in trained]  # [trainer][epoch]
         result["rows"].append(row)
     print_result(result["rows"])
-    if not all(torch.equal(replica, replicas[0]) for replica in replicas):
-        sys.exit("verify FAILED: the trainers hold different dense weights")
+    replicas = [weights for _, weights in trained]
+    for replica in replicas:
+        if not torch.equal(replica, replicas[0]):
+            sys.exit("verify FAILED: the trainers hold different dense weights")
     say("verify: passed, the dense weights of all trainers are bitwise equal")
     report.write_json(args.json, result)
 
@@ -396,9 +398,9 @@ def print_result(rows):
         groups["All"] = everyone
         for name, members in groups.items():
             cells = [f"{name}, {row['name']}"]
+            in_epoch = len(members) * examples[members].mean()
             for percentile in percentiles(seconds[members]):
-                rate = len(members) * examples[members].mean() / percentile
-                cells += [f"{percentile:.3f}", f"{rate:.0f}"]
+                cells += [f"{percentile:.3f}", f"{in_epoch / percentile:.0f}"]
             share = lookups[members].sum() / seconds[members].sum()
             table.append([*cells, f"{100 * share:.0f} %"])
     header = ["", "p50", "ex./s", "p75", "ex./s", "p90", "ex./s", "p95", "ex./s", "lookups"]

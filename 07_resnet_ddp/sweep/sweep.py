@@ -44,8 +44,8 @@ from common import report, setup, timing
 class Benchmark:
     """Says what is trained: torchvision's model of a name, on a batch of noise.
 
-    A class of one's own, --model FILE.py:NAME, is made of the same three arguments without the
-    last two, and has a batch_size and the same three methods; a `model` is its name.
+    A class of one's own, --model FILE.py:NAME, is made of the first three arguments, and has a
+    batch_size, a `model`, which is its name, and the same three methods.
     """
 
     def __init__(
