@@ -1,15 +1,14 @@
 """07: compare one device with N in the results of resnet_ddp.py: a table and a picture.
 
-resnet_ddp.py calls this after a run with DDP, on the folder of its results. What lies there from an
-earlier day, or was run with other settings, is named and left out. Of several pairs of runs, each
-in a folder of its own, it shows the one whose speed-up is the median:
+resnet_ddp.py calls this after a run with DDP, on the folder of its results. What was run with other
+settings is named and left out. Of several pairs of runs, each in a folder of its own, it shows the
+one whose speed-up is the median:
 
     python 07_resnet_ddp/compare_runs.py results/pair_1 results/pair_2 results/pair_3
 """
 
 import json
 import sys
-from datetime import datetime, timedelta
 from pathlib import Path
 
 import numpy
@@ -29,7 +28,6 @@ PHASES = {
 # What runs must have in common to be compared.
 COMMON = ["torch", "torchvision", "backend", "network", "device_name", "settings", "workers"]
 COMMON += ["epochs", "images"]  # both: after a checkpoint fewer images are measured
-BREAK = timedelta(hours=1)  # the longest from the end of a run to the start of the next one
 
 
 def read_run(path: Path) -> dict:
@@ -38,34 +36,23 @@ def read_run(path: Path) -> dict:
     run = result["options"] | result
     run["name"] = f"DDP × {run['world_size']}" if run["world_size"] > 1 else "single"
     run["phases"] = [1000 * numpy.mean(run[phase]) for phase in PHASES]
-    run["start"] = datetime.fromisoformat(run["started"])
-    run["end"] = run["start"] + timedelta(seconds=run["seconds"])
     return run
 
 
 def find_runs(folder: Path) -> list[dict]:
-    """Return the run of one device, then by N those that can be compared; [] without one device.
-
-    Each begins soon after another one has ended: that of one device, or one that is compared.
-    """
+    """Return the run of one device, then by N those that can be compared; [] without one device."""
     runs = [read_run(path) for path in folder.glob("07_resnet_ddp_*.json")]
-    compared = [run for run in runs if run["world_size"] == 1]
-    if not compared:
+    runs.sort(key=lambda run: run["world_size"])
+    if not runs or runs[0]["world_size"] > 1:
         return []
-    [single] = compared
-    for run in sorted(runs, key=lambda run: run["start"]):
-        if run is single:
-            continue
-        differing = [name for name in COMMON if run[name] != single[name]]
+    compared = []
+    for run in runs:
+        differing = [name for name in COMMON if run[name] != runs[0][name]]
         if differing:
             say(f"{run['name']} is not compared: {', '.join(differing)} differ from one device's")
-        elif not timedelta() <= run["start"] - compared[-1]["end"] <= BREAK:
-            began = f"it began at {run['start']:%Y-%m-%d %H:%M}"
-            ended = f"{compared[-1]['name']} ended at {compared[-1]['end']:%Y-%m-%d %H:%M}"
-            say(f"{run['name']} is not compared: {began}, but {ended}")
         else:
             compared.append(run)
-    return sorted(compared, key=lambda run: run["world_size"])
+    return compared
 
 
 def speed_up(runs: list[dict]) -> float:
@@ -91,9 +78,8 @@ def print_comparison(runs: list[dict]) -> None:
         rows.append(row)
     header = ["", "total s", "batch ms", "data", "images/s", "speed-up", "efficiency", "accuracy"]
     print_table(header, rows)
-    first = min(run["start"] for run in runs)
-    last = max(run["end"] for run in runs)
-    say(f"runs of one sitting, {first:%Y-%m-%d %H:%M} to {last:%H:%M} UTC")
+    began = sorted(run["started"][:16] for run in runs)  # of an earlier day, if it was left there
+    say(f"the first of these runs began at {began[0]} UTC, the last one at {began[-1]}")
 
 
 def draw(runs: list[dict], path: Path) -> None:

@@ -139,16 +139,15 @@ def seconds_of(watch) -> dict[str, float]:
     return {name: watch.seconds(start, end) for name, (_, start, end) in SECONDS.items()}
 
 
-def train_epoch(args, training: Training, batches, epoch: int) -> tuple[list[dict], list[dict]]:
-    """Train for an epoch; return the SECONDS of each step, and what was logged.
+def train_epoch(args, training: Training, batches, epoch: int) -> list[dict]:
+    """Train for an epoch; return the SECONDS of each step.
 
-    Every --log-every steps it logs loss and accuracy over all ranks, and rank 0's times.
+    Every --log-every steps it prints loss and accuracy over all ranks, and rank 0's times.
     """
     from common import setup
     from common.timing import Stopwatch
 
     watches = []
-    logged = []
     training.model.train()
     steps = min(len(batches), args.steps_per_epoch or len(batches))
     batches = iter(batches)
@@ -165,15 +164,13 @@ def train_epoch(args, training: Training, batches, epoch: int) -> tuple[list[dic
             dist.all_reduce(means)
             loss, accuracy = (means / dist.get_world_size()).tolist()
             times = seconds_of(watch)
-            speed = args.global_batch / times["batch_seconds"]
-            line = {"epoch": epoch, "step": step, "loss": loss, "accuracy": accuracy}
-            logged.append(line | {"images_per_second": speed})
             setup.say(
                 f"{name}  data {1000 * times['data_seconds']:.1f} ms  "
                 f"compute+sync {1000 * times['compute_sync_seconds']:.1f} ms  "
-                f"{speed:.1f} images/s  loss {loss:.4f}  accuracy {accuracy:.1%}"
+                f"{args.global_batch / times['batch_seconds']:.1f} images/s  "
+                f"loss {loss:.4f}  accuracy {accuracy:.1%}"
             )
-    return [seconds_of(watch) for watch in watches], logged
+    return [seconds_of(watch) for watch in watches]
 
 
 def fit(args, training: Training, train_batches, test_batches) -> dict:
@@ -181,21 +178,17 @@ def fit(args, training: Training, train_batches, test_batches) -> dict:
 
     Epochs that a checkpoint brings along have only their evaluations there.
     """
-    from common import setup
-    from common.setup import network
+    from common import setup, timing
 
     evaluations = resume(args, training) if args.checkpoint else []
     steps = []
-    logged = []
     seconds = 0.0
     for epoch in range(len(evaluations) + 1, args.epochs + 1):
         train_batches.sampler.set_epoch(epoch)  # else every epoch has the same order
         dist.barrier()  # rank 0 may still be saving, and nobody's first batch should count that
         began = time.perf_counter()
-        steps_of_epoch, logged_in_epoch = train_epoch(args, training, train_batches, epoch)
-        seconds += (time.perf_counter() - began) / network().stretch
-        steps += steps_of_epoch
-        logged += logged_in_epoch
+        steps += train_epoch(args, training, train_batches, epoch)
+        seconds += (time.perf_counter() - began) / setup.network().stretch
         setup.progress(f"epoch {epoch}: images held out")
         evaluations.append(evaluate(training, test_batches))
         held_out = "loss {loss:.4f}, accuracy {accuracy:.2%} of {images} images"
@@ -203,11 +196,12 @@ def fit(args, training: Training, train_batches, test_batches) -> dict:
         setup.say(f"epoch {epoch} of {args.epochs} done, held out: {held_out}")
         if args.checkpoint and dist.get_rank() == 0:
             save(args, evaluations, training)
-    ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, steps)
+    ranks = timing.gather(steps)
     result = {name: [[step[name] for step in rank] for rank in ranks] for name in SECONDS}
-    result |= {"images": len(steps) * args.global_batch, "logged": logged}
-    return result | {"evaluations": evaluations, "train_seconds": seconds}
+    result["images"] = len(steps) * args.global_batch
+    result["evaluations"] = evaluations
+    result["train_seconds"] = seconds
+    return result
 
 
 def save(args, evaluations: list[dict], training: Training) -> None:
@@ -317,11 +311,9 @@ def choose_sizes(args, device: torch.device) -> int:
     if args.workers is None:
         args.workers = min(int(setup.cores() // torch.cuda.device_count()), 8) if on_cuda else 0
     batch_size, left = divmod(args.global_batch, dist.get_world_size())
-    if left or batch_size < 2:
-        setup.fail(
-            f"argument --global-batch: '{args.global_batch}' cannot be divided by "
-            f"{dist.get_world_size()} ranks into batches of at least 2, as BatchNorm needs them"
-        )
+    if left:
+        ranks = f"{dist.get_world_size()} ranks"
+        setup.fail(f"argument --global-batch: '{args.global_batch}' cannot be divided by {ranks}")
     return batch_size
 
 
@@ -340,12 +332,9 @@ def main():
         from images import image_sets
 
         from common import report, setup
-        from common.setup import network
     except ModuleNotFoundError as error:
-        sys.exit(
-            f"error: {error}: pip install torchvision, and copy the repository's folder common/, "
-            f"compare_runs.py and images.py into {folder}"
-        )
+        files = "folder common/, compare_runs.py and images.py beside this script"
+        sys.exit(f"error: {error}: pip install torchvision, and copy the repository's {files}")
 
     parser = setup.Parser(__doc__)
     add_arguments(parser)
@@ -369,7 +358,7 @@ def main():
         )
         ddp = result["world_size"] > 1
         training = build(device, ddp, args.lr)
-        with network():
+        with setup.network():
             result |= fit(args, training, *batches)
         if dist.get_rank() == 0:
             print_report(result)

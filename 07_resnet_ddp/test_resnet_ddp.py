@@ -111,14 +111,16 @@ def test_evaluation_counts_each_image_once_and_is_the_same_everywhere(ranks):
 def check_result(path, world_size, resumed_epochs=1):
     """What a run of TINY has written: the phases of a step add up to it, and the steps to all."""
     result = testing.read_json(path, "07_resnet_ddp")
-    assert result["world_size"] == world_size and result["images"] == 3 * 12
+    assert result["world_size"] == world_size
+    assert result["images"] == 3 * 12
     assert [one["images"] for one in result["evaluations"]] == [297] * (1 + resumed_epochs)
-    assert [line["step"] for line in result["logged"]] == [1, 2, 3]
     measured = {name: numpy.array(result[name]) for name in resnet_ddp.SECONDS}
     steps = measured["batch_seconds"]
     assert steps.shape == (world_size, 3)
     assert sum(measured[name] for name in compare_runs.PHASES) == pytest.approx(steps)
-    assert 0 < steps.sum(1).min() and steps.sum(1).max() < 1.05 * result["train_seconds"] + 0.1
+    of_ranks = steps.sum(axis=1)
+    assert 0 < of_ranks.min()
+    assert of_ranks.max() < 1.05 * result["train_seconds"] + 0.1
 
 
 def test_single_then_ddp_both_resumed_then_a_picture(forked, refusal, tmp_path):
@@ -202,27 +204,22 @@ def result(world_size, ms, **changes):
         seconds[f"{phase}_seconds"] = [[count * ms / 10_000] * 4 for _ in range(world_size)]
     of_both = dict.fromkeys(compare_runs.COMMON) | {"images": 256, "options": {}}
     of_one = {"world_size": world_size, "train_seconds": 4 * ms / 1000}
-    of_one |= {"started": f"2026-11-27 10:{world_size:02}:00+00:00", "seconds": 50.0}
+    of_one["started"] = f"2026-11-27 10:{world_size:02}:00+00:00"
     shown = {"image_size": 64, "global_batch": 64, "evaluations": [{"accuracy": 0.95}]}
     return seconds | of_both | of_one | shown | changes
 
 
 def test_runs_are_compared_where_all_that_matters_agrees(tmp_path, capsys):
-    runs = [result(1, 600), result(2, 400), result(8, 100)]
-    runs += [result(3, 200, workers=2), result(5, 200, started="2026-11-26 10:00:00+00:00")]
-    for run in runs:
+    for run in result(1, 600), result(2, 400), result(8, 100), result(3, 200, workers=2):
         (tmp_path / f"07_resnet_ddp_{run['world_size']}.json").write_text(json.dumps(run))
     compare_runs.show_median([tmp_path], tmp_path / "speedup.png")
     lines = capsys.readouterr().out.splitlines()
     rows = {line.split("  ")[0]: line.split()[3:] for line in lines if line.startswith("DDP")}
     assert rows["DDP × 2"] == "1.6 400.0 10.0% 160.0 1.50 75.0% 95.00%".split(), lines
     assert rows["DDP × 8"] == "0.4 100.0 10.0% 640.0 6.00 75.0% 95.00%".split(), lines
-    for name, differs in {
-        "DDP × 3": "workers",
-        "DDP × 5": "began at 2026-11-26",  # before one device's run of today
-    }.items():
-        [line] = [line for line in lines if line.startswith(name)]
-        assert "not compared" in line and differs in line
+    [line] = [line for line in lines if line.startswith("DDP × 3")]
+    assert "not compared" in line and "workers" in line
+    assert "began at 2026-11-27 10:01" in lines[-2] and "10:08" in lines[-2], lines
     testing.assert_png(tmp_path / "speedup.png")
 
 

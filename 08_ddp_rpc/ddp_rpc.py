@@ -20,6 +20,7 @@ import copy
 import logging
 import math
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -45,6 +46,7 @@ LEARNING_RATE = 0.05
 EPOCH = 10  # steps, as upstream: it is timed as a whole
 VERIFY_STEPS = 20
 LOOKUPS = ["parallel", "sequential"]
+QUANTITIES = ["seconds", "lookup_seconds", "examples"]  # of an epoch; examples are bags
 
 
 # Three functions that run on a parameter server when a trainer calls them. A table is an object on
@@ -81,7 +83,7 @@ class HybridModel(nn.Module):
     """Joins embedding tables on the parameter servers to this trainer's replica of the dense net.
 
     tables: a reference to each. process_group: the trainers and nobody else; without it DDP takes
-    the default group. round_trip: the fewest seconds that a lookup takes.
+    the default group. round_trip: seconds that a network would add.
     """
 
     def __init__(self, tables: list[rpc.RRef], device, process_group=None, round_trip=0.0):
@@ -92,7 +94,6 @@ class HybridModel(nn.Module):
         self.round_trip = round_trip
         self.lookup = "parallel"
         self.lookup_seconds = 0.0
-        self.message_bytes = 0
 
     def forward(self, indices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """Return logits, float32 [bags * servers * embedding_dim / 512, 8].
@@ -111,16 +112,11 @@ class HybridModel(nn.Module):
         if self.lookup == "parallel":
             answers = [rpc.rpc_async(*question) for question in questions]
             columns = torch.futures.wait_all(answers)
-            round_trips = 1
+            time.sleep(self.round_trip)
         else:  # the naive loop: a round trip, then the next one
             columns = [rpc.rpc_sync(*question) for question in questions]
-            round_trips = len(questions)
-        end = start + round_trips * self.round_trip
-        time.sleep(max(0.0, end - time.perf_counter()))
+            time.sleep(len(questions) * self.round_trip)
         self.lookup_seconds += time.perf_counter() - start
-        self.message_bytes += len(questions) * (indices.nbytes + offsets.nbytes)
-        # The gradients of the answers, which are as large, go back in the backward pass.
-        self.message_bytes += 2 * sum(column.nbytes for column in columns)
         return columns
 
     def optimizer(self) -> DistributedOptimizer:
@@ -197,7 +193,7 @@ def read_arguments():
     add("--embedding-dim", type=one, help="its columns (default: the fewest that are enough)")
     add("--steps", type=one, default=500, help=f"for each lookup, in epochs of {EPOCH}")
     add("--warmup-cycles", type=setup.whole_number(0), default=5, help="epochs before them")
-    add("--round-trip-ms", type=milliseconds, default=0.0, help="the least that a round trip takes")
+    add("--round-trip-ms", type=milliseconds, default=0.0, help="what a network adds to each")
     add("--master-addr", default="127.0.0.1", help="where the processes meet on this host")
     add("--master-port", type=setup.whole_number(0, 65535), default=0, help="0: any free port")
     add("--device", choices=devices, default="auto", help="where the dense net is")
@@ -257,8 +253,9 @@ def new_model(args, tables, process_group=None):
 
 def largest_difference(tensors, others):
     """Return the largest difference between two lists of tensors; nan if there is one anywhere."""
-    pairs = zip(tensors, others, strict=True)
-    differences = [(tensor - other).abs().max().cpu() for tensor, other in pairs]
+    differences = []
+    for tensor, other in zip(tensors, others, strict=True):
+        differences.append((tensor - other).abs().max().cpu())
     return torch.stack(differences).max().item()  # Python's max() would lose a nan
 
 
@@ -310,35 +307,34 @@ def verify(args, trainer, tables):
 
 
 def train(args, tables):
-    """Train on every trainer: return {lookup: what each epoch took}, and its replica's weights."""
+    """Train on every trainer: return its QUANTITIES of every lookup, and its replica's weights."""
     from common.setup import progress
 
     rank = dist.get_rank()
     rounds = args.warmup_cycles + math.ceil(args.steps / EPOCH)
     model, optimizer = new_model(args, tables)
     all_batches = random_batches(args, seed=rank)
-    epochs = {lookup: [] for lookup in LOOKUPS}
+    measured = {}
+    for lookup in LOOKUPS:
+        measured[lookup] = {name: [] for name in QUANTITIES}
     for number in range(rounds):
         if rank == 0:
             rpc.rpc_async("master", progress, (f"training: epoch {number + 1} of {rounds}",))
         batches = list(islice(all_batches, EPOCH))  # the same for both
-        for lookup in LOOKUPS:
+        examples = sum(len(offsets) for _, offsets, _ in batches)
+        for lookup, epochs in measured.items():
             model.lookup = lookup
             model.lookup_seconds = 0.0
-            model.message_bytes = 0
             start = time.perf_counter()
-            losses = [training_step(model, optimizer, batch) for batch in batches]
-            losses[-1].item()  # waits for the GPU, if any
-            epoch = {
-                "seconds": time.perf_counter() - start,
-                "lookup_seconds": model.lookup_seconds,
-                "message_bytes": model.message_bytes,
-                "examples": sum(len(offsets) for _, offsets, _ in batches),  # bags
-            }
-            epochs[lookup].append(epoch)
-    counted = {lookup: epochs[lookup][args.warmup_cycles :] for lookup in LOOKUPS}
+            for batch in batches:
+                loss = training_step(model, optimizer, batch)
+            loss.item()  # waits for the GPU, if any
+            if number >= args.warmup_cycles:
+                epochs["seconds"].append(time.perf_counter() - start)
+                epochs["lookup_seconds"].append(model.lookup_seconds)
+                epochs["examples"].append(examples)
     weights = nn.utils.parameters_to_vector(model.dense.parameters())
-    return counted, weights.detach().cpu()
+    return measured, weights.detach().cpu()
 
 
 def run_master(args, names):
@@ -357,80 +353,68 @@ def run_master(args, names):
         f"trainers: {args.trainers}, DDP over gloo; servers: {args.servers}, "
         f"each with a table of {args.embeddings} × {args.embedding_dim}"
     )
-    shape = (args.embeddings, args.embedding_dim)
+    shape = args.embeddings, args.embedding_dim
     tables = [rpc.remote(name, new_table, shape) for name in servers]
     result["verify"] = {}
     if not args.no_verify:
         result["verify"]["trainer0"] = verify(args, trainers[0], tables)
     # Without a time limit, because trainers notice a process that ends, and say so.
     answers = [rpc.rpc_async(name, train, (args, tables), timeout=0) for name in trainers]
-    epochs, replicas = zip(*torch.futures.wait_all(answers), strict=True)
-    result["candidates"] = []
+    trained = torch.futures.wait_all(answers)
+    result["rows"] = []
     for lookup in LOOKUPS:
-        of_trainers = [of_trainer[lookup] for of_trainer in epochs]
-        result["candidates"].append({"name": lookup, **by_quantity(of_trainers)})
-    print_result(result["candidates"])
-    if not all(torch.equal(replica, replicas[0]) for replica in replicas):
-        sys.exit("verify FAILED: the trainers hold different dense weights")
+        row = {"name": lookup}
+        for name in QUANTITIES:
+            row[name] = [measured[lookup][name] for measured, _ in trained]  # [trainer][epoch]
+        result["rows"].append(row)
+    print_result(result["rows"])
+    replicas = [weights for _, weights in trained]
+    for replica in replicas:
+        if not torch.equal(replica, replicas[0]):
+            sys.exit("verify FAILED: the trainers hold different dense weights")
     say("verify: passed, the dense weights of all trainers are bitwise equal")
     report.write_json(args.json, result)
 
 
 def topology() -> str:
     """Return how this host's GPUs are connected, as `nvidia-smi topo -m` says; "" without it."""
-    try:
-        found = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True)
-    except OSError:
+    if not shutil.which("nvidia-smi"):
         return ""
-    if found.returncode != 0:
-        return ""
+    found = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True)
     return f"\nnvidia-smi topo -m:\n{found.stdout.rstrip()}"
 
 
-def by_quantity(epochs):
-    """Return {quantity: [trainer][epoch]} of a list of epochs for each trainer."""
-    return {
-        name: [[epoch[name] for epoch in of_trainer] for of_trainer in epochs]
-        for name in epochs[0][0]
-    }
-
-
-def print_result(candidates):
-    """Print rows of the table for each lookup: of each trainer, and of all together."""
+def print_result(rows):
+    """Print lines of the table for each row of the JSON: of each trainer, and of all together."""
     import numpy
 
     from common.report import percentiles, print_table
     from common.setup import say
 
-    rows = []
-    for measured in candidates:
-        seconds = numpy.array(measured["seconds"])  # [trainer, epoch]
-        lookups = numpy.array(measured["lookup_seconds"])
-        examples = numpy.array(measured["examples"])
+    table = []
+    for row in rows:
+        seconds = numpy.array(row["seconds"])  # [trainer, epoch]
+        lookups = numpy.array(row["lookup_seconds"])
+        examples = numpy.array(row["examples"])
         everyone = list(range(len(seconds)))
         groups = {f"trainer{number}": [number] for number in everyone}
         groups["All"] = everyone
         for name, members in groups.items():
-            cells = [f"{name}, {measured['name']}"]
+            cells = [f"{name}, {row['name']}"]
+            in_epoch = len(members) * examples[members].mean()
             for percentile in percentiles(seconds[members]):
-                rate = len(members) * examples[members].mean() / percentile
-                cells += [f"{percentile:.3f}", f"{rate:.0f}"]
+                cells += [f"{percentile:.3f}", f"{in_epoch / percentile:.0f}"]
             share = lookups[members].sum() / seconds[members].sum()
-            rows.append([*cells, f"{100 * share:.0f} %"])
+            table.append([*cells, f"{100 * share:.0f} %"])
     header = ["", "p50", "ex./s", "p75", "ex./s", "p90", "ex./s", "p95", "ex./s", "lookups"]
-    print_table(header, rows)
+    print_table(header, table)
     say(
         "Seconds per epoch (ten steps) at each percentile, and examples (bags) per second at that\n"
         "pace; lookups: their share of the time. All: samples pooled, trainers' examples summed."
     )
-    parallel, sequential = candidates
+    parallel, sequential = rows
     gain = numpy.sum(sequential["seconds"]) / numpy.sum(parallel["seconds"])  # of the same batches
     say(f"parallel / sequential: {gain:.3f} × the examples per second, all epochs")
-    kilobytes = numpy.mean(parallel["message_bytes"]) / EPOCH / 1000  # sequential's are as many
-    say(
-        f"A trainer and all servers exchange {kilobytes:.1f} kB per step (1 kB = 1000 bytes): the\n"
-        "tensors in requests (indices), in answers (sums) and in backward (the sums' gradients)."
-    )
 
 
 def main():

@@ -13,8 +13,6 @@ measured side by side; --bare, --ddp or --fsdp measures one of them alone.
     torchrun --nnodes 2 --node-rank R --nproc-per-node 8 --master-addr HOST0 --master-port 29400 \
         07_resnet_ddp/compile_ddp/compile_ddp.py --fsdp    (two hosts; R is 0 on HOST0, else 1)
 
-On an emulated network each step is also measured without it, in turn.
-
 Source: PyTorch's benchmarks/dynamo/distributed.py, here with today's fully_shard in place of
 FullyShardedDataParallel; its flags are understood. The models are in compile_models.py.
 """
@@ -131,7 +129,8 @@ def forward(model: nn.Module, inputs: tuple) -> tuple[list[torch.Tensor], torch.
     """Return all outputs that have gradients, and the loss, the sum of their mean squares."""
     leaves = tree_leaves(model(*inputs))
     outputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-    return outputs, sum(output.square().mean() for output in outputs)
+    loss = sum(output.square().mean() for output in outputs)
+    return outputs, loss
 
 
 def forward_backward(model: nn.Module, inputs: tuple) -> list[torch.Tensor]:
@@ -195,33 +194,31 @@ def first_steps(args, device, row: Row, expected: dict) -> tuple:
         say(f"{row.name}:\n{model}")
     watch = timing.Stopwatch(device)
 
-    def timed() -> list[torch.Tensor]:
-        watch.mark("start")
-        outputs = forward_backward(model, inputs)
-        watch.mark("end")
-        return outputs
-
     def step() -> dict[str, float]:
-        timed()
+        watch.mark("start")
+        forward_backward(model, inputs)
+        watch.mark("end")
         model.zero_grad()
         return {"forward_backward_seconds": watch.seconds("start", "end")}
 
+    found = {"name": row.name}
     with fresh_cache():  # else the first call would find the kernels of another row
-        outputs = timed()
-        deviation = difference([*outputs, *gradients_of(model)], expected[row.how])
-        name = row.name
-        compared = f"{name}: outputs and gradients within {deviation:.1e} of eager single-device"
-        if not (deviation <= TOLERANCE or args.torchbench_model):  # so that nan is caught, too
-            sys.exit(f"error: rank {dist.get_rank()}: only {compared} (allowed: {TOLERANCE:.0e})")
-        say(compared)
+        watch.mark("start")
+        outputs = forward_backward(model, inputs)
+        watch.mark("end")
+        found["first_call_seconds"] = watch.seconds("start", "end")
+        found["deviation"] = difference([*outputs, *gradients_of(model)], expected[row.how])
         model.zero_grad()
-        seconds = watch.seconds("start", "end")
-        found = {"name": name, "first_call_seconds": seconds, "deviation": deviation}
         step()  # after its first backward DDP arranges the buckets anew
         # The least is right: the profiler may miss what gloo's thread releases, and counts more.
         peak = min(peak_bytes(step, device) for _ in range(3))
+    within = f"within {found['deviation']:.1e} of eager single-device"
+    compared = f"{row.name}: outputs and gradients {within}"
+    say(compared)
+    if not (found["deviation"] <= TOLERANCE or args.torchbench_model):  # so that nan is caught, too
+        sys.exit(f"error: rank {dist.get_rank()}: {compared}, not {TOLERANCE:.0e}")
     if args.torchviz:
-        draw_graph(model, inputs, args.torchviz, name)
+        draw_graph(model, inputs, row.name)
     parameters = list(model.parameters())
     held = held_bytes(parameters)
     copies = 2 if row.how == "ddp" else 1  # DDP's buckets hold each gradient
@@ -231,8 +228,8 @@ def first_steps(args, device, row: Row, expected: dict) -> tuple:
     return step, found
 
 
-def draw_graph(model: nn.Module, inputs: tuple, folder: Path, name: str) -> None:
-    """Draw what backward walks through, by torchviz: a PDF, or its text without graphviz's dot."""
+def draw_graph(model: nn.Module, inputs: tuple, name: str) -> None:
+    """Draw what backward walks through, by torchviz: a PDF and its text in results/."""
     from torchviz import make_dot
 
     _, loss = forward(model, inputs)
@@ -240,31 +237,15 @@ def draw_graph(model: nn.Module, inputs: tuple, folder: Path, name: str) -> None
     drawing = make_dot(loss, params=names, show_attrs=True, show_saved=True)
     loss.backward()  # DDP wants one after each forward
     model.zero_grad()
-    if dist.get_rank() > 0:
-        return
-    folder.mkdir(exist_ok=True)
-    path = folder / f"torchviz_{name.replace(' ', '_')}.dot"
-    path.write_text(drawing.source)
-    if shutil.which("dot"):
-        path = drawing.render(path, format="pdf")  # beside it
-    say(f"written: {path}")
-
-
-def without_network(step):
-    """Return the step as it is without the emulated network, which carries every step at first."""
-
-    def run() -> dict[str, float]:
-        setup.network().is_slow = False
-        return step()
-
-    return run
+    if dist.get_rank() == 0:
+        path = setup.ROOT / "results" / f"torchviz_{name.replace(' ', '_')}.dot"
+        say(f"written: {drawing.render(path, format='pdf')}")
 
 
 LEGEND = """\
 mean and percentiles over all steps of all ranks; /bare eager: ratio of the p50s;
 first call: with compilation and an empty cache; graphs: how many were compiled;
 peak memory (of tensors) and parameters: what rank 0 holds"""
-LOOPBACK = "loopback_seconds"  # of the same steps without the emulated network
 
 
 def print_results(results: list[dict]) -> None:
@@ -272,13 +253,12 @@ def print_results(results: list[dict]) -> None:
     samples = {result["name"]: result["forward_backward_seconds"] for result in results}
     table = []
     for result in results:
-        seconds = numpy.array(samples[result["name"]])
+        seconds = samples[result["name"]]
         cells = [
             result["name"],
-            f"{1000 * seconds.mean():.1f}",
+            f"{1000 * numpy.mean(seconds):.1f}",
             *report.milliseconds(seconds),
-            report.ratio(samples[result["name"]], samples.get("bare eager")),
-            report.milliseconds(result[LOOPBACK])[0] if LOOPBACK in result else "-",
+            report.ratio(seconds, samples.get("bare eager")),
             f"{result['first_call_seconds']:.1f}",
             str(result["graphs"]),
             f"{result['peak_bytes'] / 2**20:.1f}",
@@ -286,7 +266,7 @@ def print_results(results: list[dict]) -> None:
         ]
         table.append(cells)
     header = ["forward + backward, ms", "mean", "p50", "p75", "p90", "p95", "/bare eager"]
-    header += ["p50 loopback", "first call, s", "graphs", "peak memory, MB", "parameters, M"]
+    header += ["first call, s", "graphs", "peak memory, MB", "parameters, M"]
     say()
     report.print_table(header, table)
     say(LEGEND)
@@ -333,6 +313,7 @@ def add_arguments(parser) -> None:
         "--fsdp-checkpoint": "--fsdp: compute each block's activations again in backward",
         "--gpu-memory-stats": "nothing more, because peak memory is always measured",
         "--profile": "--trace profile.json",
+        "--torchviz": "draw the graph of backward into results/, by torchviz and graphviz's dot",
         "--verbose": "print each model as it is run, and what dynamo logs",
     }
     for switch, text in switches.items():
@@ -344,10 +325,6 @@ def add_arguments(parser) -> None:
     trace = "Chrome traces of three more steps: FILE.rank0, …"
     traces = ["--trace", "--trace-file", "--trace_file"]
     add(*traces, type=setup.output_file, metavar="FILE", help=trace)
-    folder = setup.checked(Path, Path.is_dir, "a folder")
-    drawn = "draw the graph of backward by torchviz, where it is installed (default: into results/)"
-    results = setup.ROOT / "results"
-    add("--torchviz", type=folder, nargs="?", const=results, metavar="DIR", help=drawn)
     setup.add_process_group_arguments(parser)
 
 
@@ -357,14 +334,13 @@ def main():
     args = parser.parse_args()
     if "RANK" not in os.environ:  # no torchrun
         be_the_only_rank()
-    if args.torchviz and not importlib.util.find_spec("torchviz"):
-        setup.fail("argument --torchviz: pip install torchviz, and for a PDF also graphviz's dot")
+    if args.torchviz and not (importlib.util.find_spec("torchviz") and shutil.which("dot")):
+        setup.fail("argument --torchviz: pip install torchviz, and install graphviz")
     if args.profile and not args.trace:
         args.trace = Path("profile.json")
     levels = {"dynamo": logging.DEBUG} if args.verbose else {}
     torch._logging.set_logs(all=logging.ERROR, **levels)  # unless TORCH_LOGS says otherwise
     torch._dynamo.config.verbose = args.verbose
-    torch._dynamo.reset()  # once: what a row has compiled is still needed by its steps
 
     with setup.process_group(args.device, args.backend, args.timeout) as device:
         result = report.begin("07_resnet_ddp/compile_ddp", args, device)
@@ -377,17 +353,9 @@ def main():
             setup.progress(f"{row.name}: its first steps")
             steps[row.name], found = first_steps(args, device, row, expected)
             result["rows"].append(found)
-        in_turn = {}
-        for name, step in steps.items():
-            in_turn[name] = step
-            if setup.network().text:
-                in_turn[f"{name}, loopback"] = without_network(step)
-        samples = timing.measure(in_turn, args.steps, args.warmup)
+        samples = timing.measure(steps, args.steps, args.warmup)
         for found in result["rows"]:
             found |= samples[found["name"]]
-            if setup.network().text:
-                loopback = samples[f"{found['name']}, loopback"]
-                found[LOOPBACK] = loopback["forward_backward_seconds"]
         print_results(result["rows"])
         timing.profile(steps, args.trace)
         report.write_json(args.json, result)

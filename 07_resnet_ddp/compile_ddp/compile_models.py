@@ -62,23 +62,19 @@ class LanguageModel(nn.Module):
 def torchbench(args, device: torch.device) -> tuple[nn.Module, tuple]:
     """Return torchbench's model of this name and its inputs, the same on all ranks."""
     name = args.torchbench_model
-    reasons = []
-    for package in ("torchbenchmark", "torchbench"):
-        try:
-            module = importlib.import_module(f"{package}.models.{name}")
-        except ImportError as error:
-            reasons.append(str(error))
-            continue
-        batch_size = args.batch_size  # None: its own
-        benchmark = module.Model(test="train", device=device.type, batch_size=batch_size)
-        model, inputs = benchmark.get_module()
-        to_device = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), inputs)
-        return model.to(device), to_device
-    setup.fail(
-        f"argument --torchbench-model: '{name}' cannot be imported ({'; '.join(reasons)}): "
-        "git clone https://github.com/pytorch/benchmark, run its install.py with the model's name, "
-        "and set PYTHONPATH to its folder"
-    )
+    try:
+        module = importlib.import_module(f"torchbenchmark.models.{name}")
+    except ImportError as error:
+        setup.fail(
+            f"argument --torchbench-model: '{name}' cannot be imported ({error}): git clone "
+            "https://github.com/pytorch/benchmark, run its install.py with the model's name, and "
+            "set PYTHONPATH to its folder"
+        )
+    batch_size = args.batch_size  # None: its own
+    benchmark = module.Model(test="train", device=device.type, batch_size=batch_size)
+    model, inputs = benchmark.get_module()
+    to_device = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), inputs)
+    return model.to(device), to_device
 
 
 # Names of the classes that upstream makes units of FSDP in torchbench's hf_Bert and hf_T5; but for

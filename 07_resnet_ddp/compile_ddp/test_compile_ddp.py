@@ -22,7 +22,7 @@ TOY = ["--model", "toy", "--steps", 2, "--device", "cpu"]
 def compared(model, row):
     """On a rank, what a small model in float64 shows, and how many parameters eager mode has."""
     args = argparse.Namespace(model=model, batch_size=None, torchbench_model=None)
-    args.verbose, args.torchviz = False, None
+    args.verbose = args.torchviz = False
     compile_models.TOY_WIDTHS["cpu"] = 400
     compile_models.D_MODEL = 64
     torch._dynamo.reset()
@@ -91,10 +91,6 @@ def test_run_on_a_slow_network(forked, tmp_path, only, names):
         assert one["first_call_seconds"] > 0 and one["peak_bytes"] > 4 * one["parameters"] > 0
         if one["name"].startswith("ddp"):  # 8.7 MB, and two calls of four messages
             assert min(one["forward_backward_seconds"][0]) > 0.2
-            # In turn with it, the same without the network: a step of it takes no 200 ms more.
-            loopback = one[compile_ddp.LOOPBACK]
-            assert [len(times) for times in loopback] == [2, 2]
-            assert min(loopback[0]) < min(one["forward_backward_seconds"][0]) - 0.1
 
 
 def test_trace_and_printed_graph_of_one_process_without_torchrun(forked, tmp_path):
@@ -134,13 +130,10 @@ class Model:
 """
 
 
-PACKAGES = [("torchbench", "--ddp --compile eager"), ("torchbenchmark", "--fsdp --fsdp_wrap")]
-
-
-@pytest.mark.parametrize("package, words", PACKAGES)
-def test_a_model_of_torchbench(forked, tmp_path, monkeypatch, package, words):
-    """Of a small package of either name: with outputs in a dictionary, and with dropout."""
-    folder = tmp_path / package / "models"
+@pytest.mark.parametrize("words", ["--ddp --compile eager", "--fsdp --fsdp_wrap"])
+def test_a_model_of_torchbench(forked, tmp_path, monkeypatch, words):
+    """Of a small package of its name: with outputs in a dictionary, and with dropout."""
+    folder = tmp_path / "torchbenchmark" / "models"
     folder.mkdir(parents=True)
     (folder / "hf_Bert.py").write_text(BENCHMARK)
     words = f"--torchbench_model hf_Bert --batch_size 3 --steps 1 --verbose {words}".split()
@@ -162,5 +155,5 @@ def test_upstreams_flags_are_understood():
     line += "--profile --trace_file x --gpu_memory_stats --torchviz"
     args = parser.parse_args(line.split())
     assert (args.model, args.batch_size, args.steps) == ("toy", 8, 2)
-    assert args.verbose and args.trace.name == "x" and args.torchviz.name == "results"
+    assert args.verbose and args.trace.name == "x" and args.torchviz
     assert compile_ddp.rows_of(args) == [Row("fsdp", "eager", wrap=True)]

@@ -19,7 +19,6 @@ The defaults are small, for a CPU; --full takes upstream's models, images and ba
 Source: PyTorch's benchmarks/distributed/ddp, whose optimizer, flags and JSON layout these are.
 """
 
-import argparse
 import os
 import runpy
 import shutil
@@ -45,8 +44,8 @@ from common import report, setup, timing
 class Benchmark:
     """Says what is trained: torchvision's model of a name, on a batch of noise.
 
-    A class of one's own, --model FILE.py:NAME, is made of the same three arguments without the
-    last two, and has a batch_size and the same three methods; a `model` is its name.
+    A class of one's own, --model FILE.py:NAME, is made of the first three arguments, and has a
+    batch_size, a `model`, which is its name, and the same three methods.
     """
 
     def __init__(
@@ -103,15 +102,14 @@ def train(benchmark, model: nn.Module, steps: int) -> list[float]:
     return seconds
 
 
-def measure_subset(args, benchmark, ranks: list[int], use_ddp: bool, options: dict) -> list:
+def measure_subset(args, benchmark, ranks: list[int], use_ddp: bool, backend: str) -> list:
     """Train on these ranks, in a process group of their own, while all others wait.
 
-    Returns the seconds per step of each of these ranks, warm-up included; `options` are
-    new_group's.
+    Returns the seconds per step of each of these ranks, warm-up included.
     """
     # Every rank has to create every group, even one that it is not in.
     with setup.without_gloo_greeting():
-        group = dist.new_group(ranks, **options)
+        group = dist.new_group(ranks, timedelta(seconds=args.timeout), backend)
     seconds = None
     if dist.get_rank() in ranks:
         torch.manual_seed(dist.get_rank())
@@ -127,8 +125,7 @@ def measure_subset(args, benchmark, ranks: list[int], use_ddp: bool, options: di
             seconds = train(benchmark, model, args.warmup + args.steps)
         del model  # DDP's reducer uses the group until it is gone
         dist.destroy_process_group(group)
-    all_ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(all_ranks, seconds)  # ranks that do not train wait here
+    all_ranks = timing.gather(seconds)  # ranks that do not train wait here
     return [all_ranks[rank] for rank in ranks]
 
 
@@ -143,8 +140,7 @@ def cost_of(benchmark) -> dict[str, float]:
     sent = [parameter for parameter in model.parameters() if parameter.requires_grad]
     megabytes = sum(tensor.nbytes for tensor in sent) / 1e6
     gflop = 3 * counter.get_total_flops() / 1e9
-    ratio = megabytes / gflop if gflop else float("inf")  # the counter knows products, not lookups
-    return {"megabytes": megabytes, "gflop": gflop, "megabytes_per_gflop": ratio}
+    return {"megabytes": megabytes, "gflop": gflop, "megabytes_per_gflop": megabytes / gflop}
 
 
 # ==================================================================================================
@@ -160,26 +156,20 @@ gradients, GFLOP of forward and backward (3 times forward's), and both per secon
 WIDTHS = [max(9, len(cell)) for cell in HEADER]
 
 
-def sweep(args, benchmark, options: dict) -> dict:
+def sweep(args, benchmark, backend: str) -> dict:
     """Measure one model on all subsets, and print a row for each as soon as it is measured.
 
     Returns an entry of "benchmark_results" of the JSON. Its "result" has one per subset,
     {"ranks": [0, 1, …], "measurements": seconds}.
     """
-    name = str(getattr(benchmark, "model", type(benchmark).__name__))
-    cost = cost_of(benchmark)
-    setup.say(
-        f"\nBenchmark: {name} with batch size {benchmark.batch_size}: "
-        f"{cost['megabytes']:.1f} MB of gradients, {cost['gflop']:.1f} GFLOP a step of one rank, "
-        f"{cost['megabytes_per_gflop']:.2f} MB/GFLOP\n"
-    )
+    setup.say(f"\nBenchmark: {benchmark.model} with batch size {benchmark.batch_size}\n")
     # Each rank first trains for itself, uncounted, which loads libraries and chooses kernels.
     train(benchmark, benchmark.create_model(), args.warmup + 1)
     dist.barrier()
     report.print_row(HEADER, WIDTHS)
     result = []
     for label, ranks, use_ddp in plan(dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])):
-        of_ranks = measure_subset(args, benchmark, ranks, use_ddp, options)
+        of_ranks = measure_subset(args, benchmark, ranks, use_ddp, backend)
         measurements = numpy.array(of_ranks)[:, args.warmup :].flatten()
         result.append({"ranks": ranks, "measurements": measurements.tolist()})
         alone = numpy.median(result[0]["measurements"])
@@ -188,18 +178,24 @@ def sweep(args, benchmark, options: dict) -> dict:
         for seconds in report.percentiles(measurements):
             row += [f"{seconds:.4f}s", f"{benchmark.batch_size / seconds:.1f}/s"]
         report.print_row(row, WIDTHS)
-    entry = {"model": name, "batch_size": benchmark.batch_size, "result": result}
-    return entry | cost | {"scaling": scaling}
+    entry = {"model": benchmark.model, "batch_size": benchmark.batch_size, "result": result}
+    return entry | cost_of(benchmark) | {"seconds_alone": alone, "scaling": scaling}
 
 
 def print_scaling(results: list[dict]) -> None:
     """Print what the model has to do with how it scales, on the largest subset."""
     rows = []
     for one in results:
-        alone = numpy.median(one["result"][0]["measurements"])
-        shown = [one["megabytes"], one["gflop"], one["megabytes_per_gflop"]]
-        shown += [one["gflop"] / alone, one["megabytes"] / alone, one["scaling"]]
-        rows.append([one["model"], *(f"{value:.2f}" for value in shown)])
+        row = [
+            one["model"],
+            f"{one['megabytes']:.2f}",
+            f"{one['gflop']:.2f}",
+            f"{one['megabytes_per_gflop']:.2f}",
+            f"{one['gflop'] / one['seconds_alone']:.2f}",
+            f"{one['megabytes'] / one['seconds_alone']:.2f}",
+            f"{one['scaling']:.2f}",
+        ]
+        rows.append(row)
     setup.say()
     header = ["model", "MB", "GFLOP", "MB/GFLOP", "GFLOP/s", "MB/s", "scaling"]
     report.print_table(header, rows)
@@ -210,16 +206,12 @@ def print_topology() -> None:
     text = ""
     if shutil.which("nvidia-smi"):
         command = ["nvidia-smi", "topo", "-m"]
-        text = subprocess.run(command, capture_output=True, text=True).stdout.rstrip()
-    texts = [None] * dist.get_world_size()
-    dist.all_gather_object(texts, text)
-    for rank, other in enumerate(texts):
-        if other != texts[0]:
-            setup.fail(
-                f"nvidia-smi topo -m says something else on rank {rank}'s host than rank 0's"
-            )
+        text = subprocess.run(command, capture_output=True, text=True).stdout
+    for rank, other in enumerate(timing.gather(text)):
+        if other != text:
+            setup.fail(f"nvidia-smi topo -m says something else on rank {rank}'s host than here")
     if text:
-        setup.say(f"nvidia-smi topo -m:\n{text}\n")
+        setup.say(f"nvidia-smi topo -m:\n{text}")
 
 
 FULL = ["resnet50", "resnet101", "resnext50_32x4d", "resnext101_32x8d"]
@@ -237,17 +229,17 @@ def benchmark_of(args, model: str, device: torch.device, backend: str):
             models.get_model_builder(model)
             benchmark = Benchmark(*arguments, model, args.image_size or (224 if args.full else 64))
             benchmark.batch_size = 32 if args.full else 8
+        benchmark.batch_size = args.batch_size or benchmark.batch_size
     except Exception as error:  # whatever the file does
         setup.fail(
             f"argument --model: '{model}' is neither a classification model of torchvision nor a "
             f"FILE.py:NAME that can be loaded ({error!r})"
         )
-    benchmark.batch_size = args.batch_size or benchmark.batch_size
     return benchmark
 
 
 def add_arguments(parser) -> None:
-    """Add the flags; upstream's are understood in both of its spellings."""
+    """Add the flags; all of upstream's are among them."""
     add = parser.add_argument
     whole = setup.whole_number
     text = "a model of torchvision, or FILE.py:NAME; repeatable (default: resnet18)"
@@ -255,20 +247,18 @@ def add_arguments(parser) -> None:
     add("--batch-size", type=whole(1), help="images per rank (default: 8, or FILE.py:NAME's)")
     add("--image-size", type=whole(1, 10_000), help="pixels a side (default: 64)")
     add("--full", action="store_true", help=f"{', '.join(FULL)}; 32 images; 224 pixels")
-    add("--bucket-size-mb", "--bucket-size", "--bucket_size", type=whole(1), default=25)
+    add("--bucket-size-mb", "--bucket-size", type=whole(1), default=25)
     add("--steps", type=whole(1), default=10, help="measured")
     add("--warmup", type=whole(0), default=5, help="steps before them, not measured")
     layout = "everything measured, as PyTorch's benchmark writes it"
     add("--json", type=setup.output_file, metavar="FILE", help=layout)
     setup.add_process_group_arguments(parser)
-    upstreams = {"choices": ["gloo", "nccl"], "default": argparse.SUPPRESS, "help": "as --backend"}
-    add("--distributed-backend", "--distributed_backend", dest="backend", **upstreams)
+    add("--distributed-backend", dest="backend", choices=["gloo", "nccl"], help="as --backend")
     text = "without torchrun, as upstream"
-    rank = None if "LOCAL_RANK" in os.environ else os.environ.get("RANK")  # torchrun sets both
-    add("--rank", type=whole(0), default=rank, help=text)
-    add("--world-size", "--world_size", type=whole(1), help=text)
-    add("--master-addr", "--master_addr", help=text)
-    add("--master-port", "--master_port", type=whole(1, 65535), help=text)
+    add("--rank", type=whole(0), default=os.environ.get("RANK"), help=text)
+    add("--world-size", type=whole(1), help=text)
+    add("--master-addr", help=text)
+    add("--master-port", type=whole(1, 65535), help=text)
 
 
 def be_started_as_upstream(args) -> None:
@@ -279,7 +269,7 @@ def be_started_as_upstream(args) -> None:
     for name in ("rank", "world_size", "master_addr", "master_port"):
         if (value := getattr(args, name)) is not None:
             os.environ[name.upper()] = str(value)
-    if args.rank is not None and args.world_size is not None:
+    if args.rank is not None and args.world_size is not None:  # else torchrun has set the others
         gpus = 0 if args.device == "cpu" else torch.cuda.device_count()
         local_size = min(gpus or args.world_size, args.world_size)
         os.environ["LOCAL_WORLD_SIZE"] = str(local_size)
@@ -302,8 +292,6 @@ def main():
     with setup.process_group(args.device, "gloo", week) as device:
         _, backend = setup.choose_device(args.device, args.backend)
         benchmarks = [benchmark_of(args, name, device, backend) for name in names]
-        options = {"backend": backend}
-        options["timeout"] = timedelta(seconds=args.timeout)
         result = report.begin("07_resnet_ddp/sweep", args, device)
         result |= {"backend": backend, "distributed_backend": backend}
         result |= {"pytorch_version": torch.__version__, "cuda_version": torch.version.cuda}
@@ -311,7 +299,7 @@ def main():
         setup.say(f"subsets over {backend}, buckets of {args.bucket_size_mb} MB")
         print_topology()
         for benchmark in benchmarks:
-            result["benchmark_results"].append(sweep(args, benchmark, options))
+            result["benchmark_results"].append(sweep(args, benchmark, backend))
             # After every model: an interrupted sweep keeps what it has.
             report.write_json(args.json, result)
         print_scaling(result["benchmark_results"])

@@ -111,7 +111,7 @@ def test_hosts_with_different_topologies_are_not_compared(forked, tmp_path):
 def test_upstreams_flags_are_understood(monkeypatch):
     parser = setup.Parser("")
     sweep.add_arguments(parser)
-    line = "--bucket_size=9 --distributed_backend gloo --model resnet50 --json x "
+    line = "--bucket-size=9 --distributed-backend gloo --model resnet50 --json x "
     line += "--rank 9 --world-size=16 --master-addr HOST --master-port 29500"
     args = parser.parse_args(line.split())
     assert (args.bucket_size_mb, args.backend, args.model) == (9, "gloo", ["resnet50"])
