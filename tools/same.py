@@ -10,14 +10,12 @@ through the store through which they have met: there is no collective call, and 
 step 3 the hooks are removed. An error in here ends the comparison alone. See docs/everyday.md.
 """
 
-import atexit
 import functools
 import json
 import math
 import os
 import time
 from collections import Counter
-from datetime import timedelta
 from types import SimpleNamespace
 
 import torch
@@ -27,30 +25,29 @@ from torch.utils._pytree import tree_leaves
 
 STEPS = 3
 COLUMNS = 4096  # of a sample that has more numbers, every second one is taken, or third …
-PATIENCE = timedelta(seconds=10)  # at the program's end, for the numbers of other ranks
-PERIOD = 2**18  # so long are the patterns of signs with which a tensor's numbers are added up
+PATTERNS = 6  # of signs, with which a tensor's numbers are added up
+PERIOD = 2**18  # after so many numbers a pattern begins again
 SHARDS = "placements", "is_shard", "_fsdp_flattened"  # of fully_shard, stage 06, torch's old FSDP
 HALVES = {torch.float16, torch.bfloat16}
 BATCH_NORMS = torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d
 # So far apart, as a share of their size, may be:
-CLOSE_RANKS = 1e-6  # what all ranks should have alike
-CLOSE_START = 1e-5  # the weights before the first step
-CLOSE_GRADIENTS = 0.01
-CLOSE_UPDATES = 0.02  # what a step does to the weights
+CLOSE_ALIKE = 1e-6  # what all ranks have alike, and the weights before the first step
+CLOSE = 0.02  # gradients, and what a step does to the weights
 CLOSE_HALVES = 0.03, 0.3, 0.3  # gradients in half precision, in steps 1 to 3
 SMALL = 1e-3  # of the size of all: a smaller tensor counts as if it were so large
 NOISE = 1e-4  # of it: what a step does with a smaller gradient may be chance
 CAUSES = {
-    "start": "Nothing broadcasts the initial weights, or one rank has loaded others",
+    "start": "Nothing broadcasts the initial weights, or one rank has loaded others: the ranks "
+    "begin with different values of",
     "gradients": "Gradients are not averaged over all ranks: the model is not wrapped, the loss "
     "comes from model.module, the last micro-batch runs in no_sync(), or weights are unfrozen, "
-    "added or replaced after wrapping, or outside the wrapper",
+    "added or replaced after wrapping, or outside the wrapper: the ranks have different gradients "
+    "of",
     "updates": "The ranks' optimizers have other rates, options, state or random numbers, or a "
-    "rank changes weights by itself",
+    "rank changes weights by itself: the ranks end with different values of",
     "shared": "Ranks share samples, as without a DistributedSampler or with one of fewer ranks",
     "order": "The samples come in another order, by a shuffle of the loader's own, contiguous "
     "shares or a sampler seeded by rank, or are augmented at random",
-    "half": "One run alone computes in half precision",
     "random": "The model draws random numbers, as dropout does: switch this off in both runs",
     "BatchNorm": "BatchNorm sees one rank's samples: use SyncBatchNorm, or eval() in both runs",
     "some": "Some gradients are averaged twice, or left out, or those of one rank alone",
@@ -98,6 +95,7 @@ class same:
         self.rates = []
         self.weights = []  # numbers of them, before the first step and after each
         self.gradients = []
+        self.dtypes = set()
         self.facts = set()
         self.start()
 
@@ -112,6 +110,7 @@ class same:
             self.rank = group.rank()
             self.world_size = group.size()
             self.store = group.get_group_store().clone()  # with a connection of its own
+        self.keys = [f"{self.name} {rank}" for rank in range(self.world_size)]
         self.hooks = [
             self.module.register_forward_pre_hook(self.before_forward, with_kwargs=True),
             self.module.register_forward_hook(self.after_forward),
@@ -123,7 +122,7 @@ class same:
     def before_forward(self, module, *inputs):
         """Note which samples there are."""
         if len(self.weights) > STEPS:
-            self.leave()
+            self.end()
         elif torch.is_grad_enabled():
             rows = rows_of(inputs)
             self.samples[-1].append(checksums(rows))
@@ -132,21 +131,17 @@ class same:
 
     @safely
     def after_forward(self, module, inputs, outputs):
-        """Note whether the model computes in half precision, and draws random numbers."""
+        """Note in which precision the model computes, and whether it draws random numbers."""
         if torch.is_grad_enabled():
-            self.note_dtypes(tree_leaves(outputs))
+            self.dtypes |= {getattr(output, "dtype", None) for output in tree_leaves(outputs)}
             if states_of_random() != self.random:
                 self.facts.add("random")
-
-    def note_dtypes(self, values):
-        if HALVES & {getattr(value, "dtype", None) for value in values}:
-            self.facts.add("half")
 
     @safely
     def before_step(self, *_):
         """Note the gradients, as they are when the optimizer gets them."""
-        self.find_weights()
         if not self.weights:
+            self.find_weights()
             self.weights.append(self.numbers())
         self.gradients.append(self.numbers(of_gradients=True))
         self.rates.append([float(group.get("lr") or 0) for group in self.optimizer.param_groups])
@@ -171,14 +166,14 @@ class same:
                 self.starts[name] = shards[weight].storage_offset() - weight.storage_offset()
             elif any(hasattr(weight, mark) for mark in SHARDS):
                 self.starts[name] = start_of(weight)
-        known = {*self.module.parameters(), *shards.values()}
+        known = {*self.found.values()}
         for group in self.optimizer.param_groups:
             for number, weight in enumerate(group["params"]):
                 if weight not in known:
                     self.found[f"the optimizer's weight {number}"] = weight
 
     def numbers(self, of_gradients=False):
-        """Return the numbers of all weights, or of their gradients: [weights, 5]."""
+        """Return the numbers of all weights, or of their gradients: [weights, PATTERNS]."""
         rows = []
         for name, weight in self.found.items():
             tensor = weight
@@ -190,7 +185,8 @@ class same:
     def post(self):
         """Copy the numbers to the host, and write them into the store."""
         numbers = torch.stack([*self.weights, *self.gradients]).tolist()
-        self.note_dtypes(self.found.values())
+        if HALVES & (self.dtypes | {weight.dtype for weight in self.found.values()}):
+            self.facts.add("half")
         for module in self.module.modules():
             if isinstance(module, BATCH_NORMS) and module.training:
                 self.facts.add("BatchNorm")
@@ -208,31 +204,17 @@ class same:
             "lengths": [*self.lengths],
             "facts": [*self.facts],
         }
-        self.store.set(f"{self.name} {self.rank}", json.dumps(post))
+        self.store.set(self.keys[self.rank], json.dumps(post))
 
-    def leave(self):
-        """Remove the hooks; on rank 0 one stays until the verdict."""
-        for hook in self.hooks:
+    def end(self):
+        """Remove the hooks, the first one when all ranks have posted; then give the verdict."""
+        for hook in self.hooks[1:]:
             hook.remove()
-        if self.rank == 0:
-            self.keys = [f"{self.name} {rank}" for rank in range(self.world_size)]
-            self.waiting = self.module.register_forward_pre_hook(self.read)
-            atexit.register(self.read_at_exit)
-            self.read()
-
-    @safely
-    def read(self, *_):
-        """Give the verdict, once the numbers of all ranks are there."""
         if self.store.check(self.keys):
-            self.waiting.remove()
-            atexit.unregister(self.read_at_exit)
-            self.say(verdict(self.file, [json.loads(self.store.get(key)) for key in self.keys]))
-
-    @safely
-    def read_at_exit(self):
-        """Give the verdict at the program's end: without collectives rank 0 may be far ahead."""
-        self.store.wait(self.keys, PATIENCE)
-        self.read()
+            self.hooks[0].remove()
+            if self.rank == 0:
+                posts = [json.loads(self.store.get(key)) for key in self.keys]
+                self.say(verdict(self.file, posts))
 
 
 # ----------------------------------------------------------------------- on the device: numbers
@@ -266,28 +248,22 @@ def start_of(weight):
 
 
 def numbers_of(tensor, start):
-    """Return a tensor's sum of squares, and its sums with four patterns of signs.
-
-    Those of all parts of a weight add up to those of the weight.
-    """
+    """Return a tensor's sums with each pattern; those of its parts add up to them."""
     if hasattr(tensor, "to_local"):
         tensor = tensor.to_local()
-    if tensor.is_sparse:
-        tensor = tensor.to_dense()
     flat = tensor.detach().flatten()
-    size = torch.linalg.vector_norm(flat, dtype=torch.float64)
-    sums = torch.zeros(4, dtype=torch.float64, device=flat.device)
     signs = patterns(flat.device).roll(-start, 1)
+    sums = torch.zeros(PATTERNS, dtype=torch.float64, device=flat.device)
     for piece in flat.split(PERIOD):
         sums += (piece * signs[:, : len(piece)]).sum(1, dtype=torch.float64)
-    return torch.cat([size.square().view(1), sums]).nan_to_num(torch.inf, torch.inf, -torch.inf)
+    return sums
 
 
 @functools.cache
 def patterns(device):
-    """Return four rows of 1 and -1, the same in all runs."""
+    """Return rows of 1 and -1, the same in all runs."""
     generator = torch.Generator().manual_seed(0)
-    bits = torch.randint(2, (4, PERIOD), generator=generator, device="cpu")
+    bits = torch.randint(2, (PATTERNS, PERIOD), generator=generator, device="cpu")
     signs = 2 * bits - 1
     return signs.to(device, torch.int8)
 
@@ -347,24 +323,17 @@ def whole_run(posts):
     run.lengths = {length for post in posts for length in post["lengths"]}
     run.samples = []
     for batches in zip(*[post["samples"] for post in posts], strict=True):
-        run.samples.append(sum(map(Counter, batches), Counter()))
+        run.samples.append(Counter(sum(batches, [])))
     are_parts = torch.tensor(run.are_parts)
-    run.weights, run.weights_apart = together([post["weights"] for post in posts], are_parts)
-    run.gradients, run.gradients_apart = together([post["gradients"] for post in posts], are_parts)
+    run.weights = whole([post["weights"] for post in posts], are_parts)
+    run.gradients = whole([post["gradients"] for post in posts], are_parts)
     return run
 
 
-def together(of_ranks, are_parts):
-    """Return the numbers of whole tensors, and which ones differ between ranks but should not.
-
-    of_ranks: [ranks, steps, weights, 5]
-    """
-    of_ranks = torch.tensor(of_ranks, dtype=torch.float64)
-    whole = torch.where(are_parts[:, None], of_ranks.sum(0), of_ranks[0])
-    whole[:, :, 0].sqrt_()  # the first number is now the size
-    sums = of_ranks[:, :, :, 1:]
-    differ = differing(sums[0], sums, CLOSE_RANKS) & ~are_parts
-    return whole, differ.any(0)
+def whole(numbers, are_parts):
+    """Return the numbers of whole tensors: [steps, ranks, weights, PATTERNS]."""
+    numbers = torch.tensor(numbers, dtype=torch.float64)  # [ranks, steps, weights, PATTERNS]
+    return torch.where(are_parts[:, None], numbers.sum(0), numbers).transpose(0, 1)
 
 
 def first_difference(old, new):
@@ -423,19 +392,20 @@ def difference_of_rates(old, new, number):
 def difference_between_ranks(new, number):
     """Say where ranks differ that should be alike."""
     checks = {
-        "begin with different values of": ("start", new.weights_apart[number]),
-        "have different gradients of": ("gradients", new.gradients_apart[number]),
-        "end with different values of": ("updates", new.weights_apart[number + 1]),
+        "start": new.weights[number],
+        "gradients": new.gradients[number],
+        "updates": new.weights[number + 1],
     }
-    for what, (cause, apart) in checks.items():
+    for cause, numbers in checks.items():
+        apart = differing(numbers[0], numbers, CLOSE_ALIKE).any(0)
         if apart.any():
-            return f"{CAUSES[cause]}: the ranks {what} {words(new, apart)}"
+            return f"{CAUSES[cause]} {words(new, apart)}"
     return None
 
 
 def difference_of_start(old, new):
     """Say how the weights differ before the first step."""
-    differ = differing(old.weights[0], new.weights[0], CLOSE_START)
+    differ = differing(old.weights[0, 0], new.weights[0, 0], CLOSE_ALIKE)
     if differ.any():
         cause = "Another seed or checkpoint, or random numbers are drawn before the model is made"
         return f"{cause}: the initial values of {words(new, differ)} differ"
@@ -444,30 +414,27 @@ def difference_of_start(old, new):
 
 def difference_of_gradients(old, new, number):
     """Say how a step's gradients differ."""
-    was = old.gradients[number]
-    now = new.gradients[number]
-    if now.isinf().any():
+    if not new.gradients[number].isfinite().all():
         return "A bad batch, or an overflow: there are gradients that are not finite"
+    was = old.gradients[number, 0]
+    now = new.gradients[number, 0]
     facts = old.facts | new.facts
-    differ = differing(was, now, CLOSE_HALVES[number] if "half" in facts else CLOSE_GRADIENTS)
+    close = CLOSE_HALVES[number] if "half" in facts else CLOSE
+    differ = differing(was, now, close)
     if not differ.any():
         return None
     factor = ((was * now)[differ].sum() / was[differ].square().sum()).item()
-    is_factor = not differing(factor * was, now, 0.02)[differ].any()
+    is_factor = not differing(factor * was, now, close)[differ].any()
     are_large = size_of(was) > SMALL * size_of(was).norm()
     are_most = differ.sum() >= 0.6 * are_large.sum()
-    if "half" in old.facts ^ new.facts:
-        cause = CAUSES["half"]
-    elif is_factor and are_most:
+    if is_factor and are_most:
         cause = cause_of_factor(old, new, number, factor)
     elif "random" in facts:
         cause = CAUSES["random"]
     elif "BatchNorm" in facts:
         cause = CAUSES["BatchNorm"]
-    elif not are_most:
-        cause = CAUSES["some"]
     else:
-        cause = CAUSES["others"]
+        cause = CAUSES["others" if are_most else "some"]
     seen = f"differ by {distance(was[differ], now[differ]):.1%}"
     if is_factor:
         seen = f"are {factor:.4g} times as large"
@@ -483,20 +450,20 @@ def cause_of_factor(old, new, number, factor):
         "the loss is a sum, or is divided by the number of ranks, too": 1 / ranks,
         "the loss is not divided by the number of micro-batches": micro_batches,
     }
-    found = [cause for cause, times in causes.items() if math.isclose(times, factor, rel_tol=0.02)]
-    if math.isclose(factor, 1, rel_tol=0.02) or not found:
+    found = [cause for cause, times in causes.items() if math.isclose(times, factor, rel_tol=CLOSE)]
+    if math.isclose(factor, 1, rel_tol=CLOSE) or not found:
         return "Gradients are clipped by the norm of a part, or the loss is scaled"
     return ", or ".join(found).capitalize()
 
 
 def difference_of_updates(old, new, number):
     """Say how it differs what a step has done to the weights."""
-    sizes = size_of(old.gradients[number])
+    sizes = size_of(old.gradients[number, 0])
     are_used = sizes >= NOISE * sizes.norm()
-    was = (old.weights[number + 1] - old.weights[number])[are_used, 1:]
-    now = (new.weights[number + 1] - new.weights[number])[are_used, 1:]
+    was = (old.weights[number + 1, 0] - old.weights[number, 0])[are_used]
+    now = (new.weights[number + 1, 0] - new.weights[number, 0])[are_used]
     share = distance(was, now)
-    if share > (CLOSE_HALVES[-1] if "half" in old.facts | new.facts else CLOSE_UPDATES):
+    if share > (CLOSE_HALVES[-1] if "half" in old.facts | new.facts else CLOSE):
         farthest = new.names[are_used.nonzero()[size_of(now - was).argmax()]]
         cause = "The optimizer has other options, state or weights, or looks at a part of them"
         seen = f"gradients agree, but what is done to the weights differs by {share:.1%}"
