@@ -223,7 +223,7 @@ class same:
 def rows_of(inputs):
     """Return a batch's samples, [samples, numbers]: the rows of its first tensor."""
     for tensor in tree_leaves(inputs):
-        if isinstance(tensor, torch.Tensor) and tensor.ndim > 0 and tensor.numel() > 0:
+        if isinstance(tensor, torch.Tensor) and tensor.ndim and tensor.numel():
             rows = tensor.detach().reshape(len(tensor), -1)
             return rows[:, :: rows.shape[1] // COLUMNS + 1]
     return torch.empty(0, 1)
@@ -316,17 +316,21 @@ def record(file, posts, run):
 
 def whole_run(posts):
     """Return what the ranks have done together."""
+    of_ranks = {what: [post[what] for post in posts] for what in posts[0]}
     run = SimpleNamespace(**posts[0])
     run.world_size = len(posts)
     run.ranks = "one process" if len(posts) == 1 else f"{len(posts)} ranks"
-    run.facts = {fact for post in posts for fact in post["facts"]}
-    run.lengths = {length for post in posts for length in post["lengths"]}
-    run.samples = []
-    for batches in zip(*[post["samples"] for post in posts], strict=True):
-        run.samples.append(Counter(sum(batches, [])))
+    run.facts = set(sum(of_ranks["facts"], []))
+    run.lengths = set(sum(of_ranks["lengths"], []))
+    run.samples = [Counter(sum(each, [])) for each in zip(*of_ranks["samples"], strict=True)]
+    run.all_samples = sum(run.samples, Counter())
     are_parts = torch.tensor(run.are_parts)
-    run.weights = whole([post["weights"] for post in posts], are_parts)
-    run.gradients = whole([post["gradients"] for post in posts], are_parts)
+    weights = whole(of_ranks["weights"], are_parts)
+    gradients = whole(of_ranks["gradients"], are_parts)
+    run.alike = {"start": weights[:-1], "gradients": gradients, "updates": weights[1:]}
+    run.weights = weights[:, 0]
+    run.gradients = gradients[:, 0]
+    run.updates = run.weights.diff(dim=0)
     return run
 
 
@@ -373,7 +377,7 @@ def difference_of_samples(old, new, number, is_different):
         return f"{cause}: there are {now.total()} samples instead of {was.total()}"
     if len(old.lengths | new.lengths) > 1:
         return None  # the same sample may be padded to another length
-    again = len(sum(old.samples, Counter())) - len(sum(new.samples, Counter()))
+    again = len(old.all_samples) - len(new.all_samples)
     seen = f"{(was & now).total()} of {was.total()} samples are those of the other run"
     if again > 0:
         return f"{CAUSES['shared']}: {again} more come again within {STEPS} steps, and {seen}"
@@ -391,12 +395,8 @@ def difference_of_rates(old, new, number):
 
 def difference_between_ranks(new, number):
     """Say where ranks differ that should be alike."""
-    checks = {
-        "start": new.weights[number],
-        "gradients": new.gradients[number],
-        "updates": new.weights[number + 1],
-    }
-    for cause, numbers in checks.items():
+    for cause, steps in new.alike.items():
+        numbers = steps[number]
         apart = differing(numbers[0], numbers, CLOSE_ALIKE).any(0)
         if apart.any():
             return f"{CAUSES[cause]} {words(new, apart)}"
@@ -405,7 +405,7 @@ def difference_between_ranks(new, number):
 
 def difference_of_start(old, new):
     """Say how the weights differ before the first step."""
-    differ = differing(old.weights[0, 0], new.weights[0, 0], CLOSE_ALIKE)
+    differ = differing(old.weights[0], new.weights[0], CLOSE_ALIKE)
     if differ.any():
         cause = "Another seed or checkpoint, or random numbers are drawn before the model is made"
         return f"{cause}: the initial values of {words(new, differ)} differ"
@@ -414,19 +414,22 @@ def difference_of_start(old, new):
 
 def difference_of_gradients(old, new, number):
     """Say how a step's gradients differ."""
-    if not new.gradients[number].isfinite().all():
+    was = old.gradients[number]
+    now = new.gradients[number]
+    if not now.isfinite().all():
         return "A bad batch, or an overflow: there are gradients that are not finite"
-    was = old.gradients[number, 0]
-    now = new.gradients[number, 0]
     facts = old.facts | new.facts
     close = CLOSE_HALVES[number] if "half" in facts else CLOSE
     differ = differing(was, now, close)
     if not differ.any():
         return None
-    factor = ((was * now)[differ].sum() / was[differ].square().sum()).item()
-    is_factor = not differing(factor * was, now, close)[differ].any()
-    are_large = size_of(was) > SMALL * size_of(was).norm()
+    sizes = size_of(was)
+    are_large = sizes > SMALL * sizes.norm()
     are_most = differ.sum() >= 0.6 * are_large.sum()
+    was = was[differ]
+    now = now[differ]
+    factor = ((was * now).sum() / was.square().sum()).item()
+    is_factor = not differing(factor * was, now, close).any()
     if is_factor and are_most:
         cause = cause_of_factor(old, new, number, factor)
     elif "random" in facts:
@@ -435,7 +438,7 @@ def difference_of_gradients(old, new, number):
         cause = CAUSES["BatchNorm"]
     else:
         cause = CAUSES["others" if are_most else "some"]
-    seen = f"differ by {distance(was[differ], now[differ]):.1%}"
+    seen = f"differ by {distance(was, now):.1%}"
     if is_factor:
         seen = f"are {factor:.4g} times as large"
     return f"{cause}: the gradients of {words(new, differ)} {seen}"
@@ -458,13 +461,13 @@ def cause_of_factor(old, new, number, factor):
 
 def difference_of_updates(old, new, number):
     """Say how it differs what a step has done to the weights."""
-    sizes = size_of(old.gradients[number, 0])
-    are_used = sizes >= NOISE * sizes.norm()
-    was = (old.weights[number + 1, 0] - old.weights[number, 0])[are_used]
-    now = (new.weights[number + 1, 0] - new.weights[number, 0])[are_used]
+    sizes = size_of(old.gradients[number])
+    are_used = (sizes >= NOISE * sizes.norm())[:, None]
+    was = are_used * old.updates[number]
+    now = are_used * new.updates[number]
     share = distance(was, now)
     if share > (CLOSE_HALVES[-1] if "half" in old.facts | new.facts else CLOSE):
-        farthest = new.names[are_used.nonzero()[size_of(now - was).argmax()]]
+        farthest = new.names[size_of(now - was).argmax()]
         cause = "The optimizer has other options, state or weights, or looks at a part of them"
         seen = f"gradients agree, but what is done to the weights differs by {share:.1%}"
         return f"{cause}: {seen}, most in {farthest},"
