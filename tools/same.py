@@ -50,7 +50,8 @@ CAUSES = {
     "shares or a sampler seeded by rank, or are augmented at random",
     "random": "The model draws random numbers, as dropout does: switch this off in both runs",
     "BatchNorm": "BatchNorm sees one rank's samples: use SyncBatchNorm, or eval() in both runs",
-    "some": "Some gradients are averaged twice, or left out, or those of one rank alone",
+    "some": "Some gradients are averaged twice, left out, those of one rank alone, or in one run "
+    "alone in half precision",
     "others": "Each rank's loss is a mean over its own tokens or class weights, or pairs its own "
     "samples, or gradients are clipped before they are averaged, or a part is missing, or some are "
     "from an earlier step, without zero_grad(), or samples of various lengths are others",

@@ -13,7 +13,7 @@ import functools
 import itertools
 import json
 import time
-from collections import deque
+from collections import Counter, deque
 
 import torch
 import torch.distributed as dist
@@ -21,12 +21,15 @@ from torch.utils._pytree import tree_leaves
 
 EARLY = 1, 2, 3, 10, 30  # steps that are checked besides every 100th
 RING = 10  # so many checks may wait to be read: the store must not fill
-BATCHES, ROWS, COLUMNS = 50, 64, 4096  # the samples that are compared, and their numbers
-MOST_BATCHES = 10_000  # after the first 50 only the first sample of each, for their order
+BATCHES = 50  # the first ones, of which so many samples are compared:
+ROWS = 64
+MOST_BATCHES = 10_000  # of the later ones the first sample is noted, for their order
+COLUMNS = 4096  # of a sample that has more numbers, every second one is taken, or third …
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 SHARDS = "to_local", "is_shard", "_fsdp_flattened"  # of fully_shard, of stage 06, of torch's FSDP
 STATISTICS = "running_mean", "running_var"  # of BatchNorm: each rank may have its own
 RATES = "the learning rates"
+PRINT = functools.partial(print, flush=True)
 STEPS = 20  # whose times are compared in a check
 LATE_CHECKS = 3  # so many in a row must find the same rank late,
 LEAST_MS, LEAST_SHARE = 10, 0.1  # by more than so many ms and so much of a step
@@ -58,10 +61,6 @@ CAUSES = {
 }
 
 
-def print_at_once(sentence):
-    print(sentence, flush=True)
-
-
 def safe(method):
     """Let a method of the watch end the watch, and not the training, if it raises."""
 
@@ -74,8 +73,7 @@ def safe(method):
                 method(self, *arguments)
         except Exception as error:
             self.is_on = False
-            reason = error if type(error) is RuntimeError else repr(error)
-            print_at_once(f"{self.name} ends in step {self.step}: {reason}")
+            PRINT(f"{self.name} ends in step {self.step}: {error!r}")
 
     return call
 
@@ -88,19 +86,24 @@ class watch:
 
     made = 0  # in this process: all ranks make theirs in the same order
 
-    def __init__(self, model, optimizer, every=100, say=print_at_once):
+    def __init__(self, model, optimizer, every=100, say=PRINT):
         watch.made += 1
-        self.name, self.say = f"watch {watch.made}", say
+        self.name = f"watch {watch.made}"
+        self.say = say
         self.said = []  # keys of CAUSES
         self.apart = set()  # names of weights that were found to differ
-        self.model, self.module = model, getattr(model, "module", model)
+        self.model = model
+        self.module = getattr(model, "module", model)
         self.optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
         self.every = every
         self.is_on = True
-        self.step = self.checks = self.judged = 0  # steps and checks of this rank
+        self.step = 0
+        self.checks = 0  # of this rank
+        self.judged = 0  # of those
         self.forwards = 0  # in training, through the wrapper and not in no_sync()
         self.in_no_sync = False  # the last of those in training
-        self.batches, self.noted = [], 0  # numbers of samples, not posted yet; how many there were
+        self.batches = []  # numbers of samples, not posted yet
+        self.noted = 0  # so many batches
         self.marks = []  # of this step: a phase, and when it ended
         self.steps = deque(maxlen=STEPS)  # the marks of the last ones
         self.late = deque(maxlen=LATE_CHECKS)  # whom the last checks have found late
@@ -115,42 +118,23 @@ class watch:
     @safe
     def start(self):
         group = getattr(self.model, "process_group", None) or dist.group.WORLD
-        if group is None or dist.get_world_size() == 1:
-            raise RuntimeError("this process trains alone (world size 1): start it with torchrun")
-        if group.size() == 1:
-            self.is_on = False
-            if dist.get_rank() == 0:
-                alone = "the wrapper's process group has one rank, so it averages nothing"
-                self.say(f"{self.name}: {alone}. Wrong, if other ranks have other samples.")
-            return
+        if group is None or group.size() == 1:
+            raise RuntimeError("it compares nothing, because the process group has world size 1")
         self.store = group.get_group_store().clone()  # with a connection of its own
         self.rank = group.rank()
         self.samples = [[] for _ in range(group.size())]  # of each rank: batches of their numbers
-        # Ranks that share a copy's work (tensor parallelism) have the same samples.
-        self.are_copies = all(
-            hasattr(self.model, "unshard") and parameter.device_mesh.ndim == 1
-            for parameter in self.model.parameters()
-            if hasattr(parameter, "to_local")
-        )
-        self.model.register_forward_pre_hook(self.before_forward, with_kwargs=True)
-        self.optimizer.register_step_pre_hook(self.before_step)
-        if self.rank == 0:
-            what = "weights (no shards), gradients, rates, forwards" + ", samples" * self.are_copies
-            seeks = "NaN, epochs of one order and a late rank"
-            self.say(f"{self.name} compares {what}; it looks for {seeks}.")
-        self.start_clock()
-
-    def start_clock(self):
-        """Begin to note when the phases of a step end."""
         self.gpu = next((p.device for p in self.module.parameters() if p.is_cuda), None)
-        engine = getattr(torch.autograd.Variable, "_execution_engine", None)
-        self.at_end_of_backward = getattr(engine, "queue_callback", None)
-        if self.at_end_of_backward:
-            self.model.register_forward_hook(self.after_forward)
-        elif self.rank == 0:
-            self.say(f"{self.name}: this torch has no queue_callback, so a late rank is not told.")
+        self.at_end_of_backward = torch.autograd.Variable._execution_engine.queue_callback
+        self.model.register_forward_pre_hook(self.before_forward, with_kwargs=True)
         self.module.register_forward_pre_hook(self.before_module)
+        self.model.register_forward_hook(self.after_forward)
+        self.optimizer.register_step_pre_hook(self.before_step)
         self.optimizer.register_step_post_hook(self.after_step)
+        if self.rank == 0:
+            self.say(
+                f"{self.name} compares weights (no shards), gradients, rates, forwards, samples; "
+                "it looks for NaN, epochs of one order and a late rank."
+            )
 
     @safe
     def before_forward(self, model, *inputs):
@@ -306,9 +290,11 @@ class watch:
     def judge_samples(self):
         # The second half may be of a new epoch, in which a rank has not seen its own again yet.
         half = min(first_epoch(batches[:BATCHES]) for batches in self.samples) // 2
-        seen = [{number for batch in each[:half] for number in batch} for each in self.samples]
-        several = sum(map(len, seen)) - len(set.union(*seen))
-        if several > len(self.samples) + 3 and self.are_copies:  # a sampler may repeat a few
+        ranks = Counter()  # that have seen a sample
+        for batches in self.samples:
+            ranks.update({number for batch in batches[:half] for number in batch})
+        several = ranks.total() - len(ranks)
+        if several > len(self.samples) + 3:  # a sampler may repeat a few
             self.tell("samples", f"{several} of the first samples are on several ranks")
         first = [batch[0] for batch in self.samples[0]]
         for again in range(4, len(first)):
@@ -331,9 +317,8 @@ def is_training(model):
 
 def listed(names):
     if len(names) > 3:
-        names = names[0], f"{len(names) - 1} others"
-    *first, last = names
-    return f"{', '.join(first)} and {last}" if first else last
+        return f"{names[0]} and {len(names) - 1} others"
+    return ", ".join(names)
 
 
 def times_of(marks):
@@ -408,6 +393,5 @@ def numbers_of_batch(inputs, count):
     for tensor in tree_leaves(inputs):
         if type(tensor) is torch.Tensor and tensor.ndim > 1 and tensor.numel():
             rows = tensor[:count].flatten(1)
-            # Of a sample of more than so many numbers it takes every second one, or third …
             return [fold(rows[:, :: rows.shape[1] // COLUMNS + 1])]
     return []
