@@ -21,9 +21,9 @@ from torch.utils._pytree import tree_leaves
 
 EARLY = 1, 2, 3, 10, 30  # steps that are checked besides every 100th
 RING = 10  # so many checks may wait to be read: the store must not fill
-BATCHES = 50  # the first ones, of which so many samples are compared:
-ROWS = 64
-MOST_BATCHES = 10_000  # of the later ones the first sample is noted, for their order
+BATCHES = 50  # so many of the first ones are compared,
+ROWS = 64  # and so many samples of each
+MOST_BATCHES = 10_000  # of those after them the first sample is noted, for their order
 COLUMNS = 4096  # of a sample that has more numbers, every second one is taken, or third …
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 SHARDS = "to_local", "is_shard", "_fsdp_flattened"  # of fully_shard, of stage 06, of torch's FSDP
