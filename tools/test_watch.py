@@ -298,18 +298,6 @@ def other_weights_at_the_start():
     steps(model, optimizer)
 
 
-class Codebook(Net):
-    """Forward moves it by this rank's samples."""
-
-    def __init__(self):
-        super().__init__()
-        self.moved = nn.Parameter(torch.zeros(6), requires_grad=False)
-
-    def forward(self, x):
-        self.moved.lerp_(x.mean(0), 0.1)
-        return super().forward(x)
-
-
 def scheduler_on_rank_0():
     model, optimizer = start()
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
@@ -336,7 +324,6 @@ WRONG = {  # by the cause that is said first, and what is named
     "some": (head_outside_the_wrapper, "parameter 4"),
     "start": (other_weights_at_the_start, "first.weight"),
     "reduced": (loaded_on_rank_0, "last.bias"),
-    "written": (lambda: steps(*watched(DDP(Codebook()))), "moved"),
     "rates": (scheduler_on_rank_0, "rates"),
     "steps": (lambda: steps(*start(), after=lambda step: not is_bad(step)), "rank 1"),
     "samples": (lambda: feed(*start(), DataLoader(DATA, 8, shuffle=True)), ""),

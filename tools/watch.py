@@ -27,7 +27,6 @@ MOST_BATCHES = 10_000  # of those after them the first sample is noted, for thei
 COLUMNS = 4096  # of a sample that has more numbers, every second one is taken, or third …
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 SHARDS = "to_local", "is_shard", "_fsdp_flattened"  # of fully_shard, of stage 06, of torch's FSDP
-STATISTICS = "running_mean", "running_var"  # of BatchNorm: each rank may have its own
 RATES = "the learning rates"
 PRINT = functools.partial(print, flush=True)
 STEPS = 20  # whose times are compared in a check
@@ -44,10 +43,9 @@ CAUSES = {
     "gradients": "each rank takes its own gradients: finish_gradient_synchronization() is missing, "
     "autograd.grad() replaces backward(), all parameters are new ones, or a rank clips or zeroes "
     "gradients by itself",
-    "start": "the ranks begin with other weights: nothing broadcasts them, or a rank loads its own",
+    "start": "the ranks begin with other weights: nothing broadcasts them, a rank loads its own, "
+    "or forward writes them from each rank's own samples",
     "rates": "a scheduler steps on one rank alone, or by each rank's own loss",
-    "written": "forward writes values from each rank's own samples, such as a codebook: all-reduce "
-    "them, because torch's DDP keeps only rank 0's, and without it the ranks drift apart",
     "reduced": "the gradients are equal and the steps are not: a rank's optimizer has other "
     "options, state or random numbers, or a closure with its own loss; a rank has loaded weights "
     "or changed gradients; another kernel or kind of GPU rounds differently; or these are experts",
@@ -201,11 +199,11 @@ class watch:
         """Write into the store what the ranks should have alike, and what their steps took."""
         parameters = self.parameters()
         buffers = dict(self.module.named_buffers())
-        alike = parameters | {name: b for name, b in buffers.items() if self.is_alike(name, b)}
-        rates = [float(group.get("lr") or 0) for group in self.optimizer.param_groups]
+        weights = {RATES: [float(group.get("lr") or 0) for group in self.optimizer.param_groups]}
+        weights |= {name: number_of(each) for name, each in parameters.items()}
         check = {
-            "weights": {RATES: rates} | {name: number_of(each) for name, each in alike.items()},
-            "gradients": {name: number_of(each.grad) for name, each in alike.items()},
+            "weights": weights,
+            "gradients": {name: number_of(each.grad) for name, each in parameters.items()},
             "nan": [name for name, each in (parameters | buffers).items() if has_nan(each)],
             "forwards": self.forwards,
             "in_no_sync": self.in_no_sync,
@@ -225,12 +223,6 @@ class watch:
             if parameter not in others:
                 found[f"the optimizer's parameter {number}"] = parameter
         return found
-
-    def is_alike(self, name, buffer):
-        """Tell whether ranks should have the same: not in BatchNorm's, or in what is not saved."""
-        owner, _, own_name = name.rpartition(".")
-        scratch = self.module.get_submodule(owner)._non_persistent_buffers_set
-        return buffer.is_floating_point() and own_name not in {*STATISTICS, *scratch}
 
     @safe
     def read(self):
@@ -275,8 +267,6 @@ class watch:
         averaged = [name for name, n in gradients[0].items() if n and name not in unequal]
         if not unequal and RATES in self.apart:
             return "rates"
-        if not unequal and all(each[name] is None for each in gradients for name in apart):
-            return "written"
         if not unequal:
             return "start" if self.judged == 1 else "reduced"
         if self.model is self.module:
