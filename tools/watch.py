@@ -129,10 +129,7 @@ class watch:
         self.optimizer.register_step_pre_hook(self.before_step)
         self.optimizer.register_step_post_hook(self.after_step)
         if self.rank == 0:
-            self.say(
-                f"{self.name} compares weights (no shards), gradients, rates, forwards, samples; "
-                "it looks for NaN, epochs of one order and a late rank."
-            )
+            self.say(f"{self.name} compares weights (no shards), gradients, rates and samples.")
 
     @safe
     def before_forward(self, model, *inputs):
