@@ -13,7 +13,7 @@ import functools
 import itertools
 import json
 import time
-from collections import deque
+from collections import Counter, deque
 
 import torch
 import torch.distributed as dist
@@ -21,12 +21,14 @@ from torch.utils._pytree import tree_leaves
 
 EARLY = 1, 2, 3, 10, 30  # steps that are checked besides every 100th
 RING = 10  # so many checks may wait to be read: the store must not fill
-BATCHES, ROWS, COLUMNS = 50, 64, 4096  # the samples that are compared, and their numbers
-MOST_BATCHES = 10_000  # after the first 50 only the first sample of each, for their order
+BATCHES = 50  # so many of the first ones are compared,
+ROWS = 64  # and so many samples of each
+MOST_BATCHES = 10_000  # of those after them the first sample is noted, for their order
+COLUMNS = 4096  # of a sample that has more numbers, every second one is taken, or third …
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 SHARDS = "to_local", "is_shard", "_fsdp_flattened"  # of fully_shard, of stage 06, of torch's FSDP
-STATISTICS = "running_mean", "running_var"  # of BatchNorm: each rank may have its own
 RATES = "the learning rates"
+PRINT = functools.partial(print, flush=True)
 STEPS = 20  # whose times are compared in a check
 LATE_CHECKS = 3  # so many in a row must find the same rank late,
 LEAST_MS, LEAST_SHARE = 10, 0.1  # by more than so many ms and so much of a step
@@ -41,10 +43,9 @@ CAUSES = {
     "gradients": "each rank takes its own gradients: finish_gradient_synchronization() is missing, "
     "autograd.grad() replaces backward(), all parameters are new ones, or a rank clips or zeroes "
     "gradients by itself",
-    "start": "the ranks begin with other weights: nothing broadcasts them, or a rank loads its own",
+    "start": "the ranks begin with other weights: nothing broadcasts them, a rank loads its own, "
+    "or forward writes them from each rank's own samples",
     "rates": "a scheduler steps on one rank alone, or by each rank's own loss",
-    "written": "forward writes values from each rank's own samples, such as a codebook: all-reduce "
-    "them, because torch's DDP keeps only rank 0's, and without it the ranks drift apart",
     "reduced": "the gradients are equal and the steps are not: a rank's optimizer has other "
     "options, state or random numbers, or a closure with its own loss; a rank has loaded weights "
     "or changed gradients; another kernel or kind of GPU rounds differently; or these are experts",
@@ -56,10 +57,6 @@ CAUSES = {
     "NaN": "a bad batch brings NaN, and skipping its step does not mend BatchNorm's statistics",
     "late": "a rank has more to do than the others, or a slower device or disk",
 }
-
-
-def print_at_once(sentence):
-    print(sentence, flush=True)
 
 
 def safe(method):
@@ -74,8 +71,7 @@ def safe(method):
                 method(self, *arguments)
         except Exception as error:
             self.is_on = False
-            reason = error if type(error) is RuntimeError else repr(error)
-            print_at_once(f"{self.name} ends in step {self.step}: {reason}")
+            PRINT(f"{self.name} ends in step {self.step}: {error!r}")
 
     return call
 
@@ -88,19 +84,24 @@ class watch:
 
     made = 0  # in this process: all ranks make theirs in the same order
 
-    def __init__(self, model, optimizer, every=100, say=print_at_once):
+    def __init__(self, model, optimizer, every=100, say=PRINT):
         watch.made += 1
-        self.name, self.say = f"watch {watch.made}", say
+        self.name = f"watch {watch.made}"
+        self.say = say
         self.said = []  # keys of CAUSES
         self.apart = set()  # names of weights that were found to differ
-        self.model, self.module = model, getattr(model, "module", model)
+        self.model = model
+        self.module = getattr(model, "module", model)
         self.optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
         self.every = every
         self.is_on = True
-        self.step = self.checks = self.judged = 0  # steps and checks of this rank
+        self.step = 0
+        self.checks = 0  # of this rank
+        self.judged = 0  # of those
         self.forwards = 0  # in training, through the wrapper and not in no_sync()
         self.in_no_sync = False  # the last of those in training
-        self.batches, self.noted = [], 0  # numbers of samples, not posted yet; how many there were
+        self.batches = []  # numbers of samples, not posted yet
+        self.noted = 0  # so many batches
         self.marks = []  # of this step: a phase, and when it ended
         self.steps = deque(maxlen=STEPS)  # the marks of the last ones
         self.late = deque(maxlen=LATE_CHECKS)  # whom the last checks have found late
@@ -115,42 +116,20 @@ class watch:
     @safe
     def start(self):
         group = getattr(self.model, "process_group", None) or dist.group.WORLD
-        if group is None or dist.get_world_size() == 1:
-            raise RuntimeError("this process trains alone (world size 1): start it with torchrun")
-        if group.size() == 1:
-            self.is_on = False
-            if dist.get_rank() == 0:
-                alone = "the wrapper's process group has one rank, so it averages nothing"
-                self.say(f"{self.name}: {alone}. Wrong, if other ranks have other samples.")
-            return
+        if group is None or group.size() == 1:
+            raise RuntimeError("it compares nothing, because the process group has world size 1")
         self.store = group.get_group_store().clone()  # with a connection of its own
         self.rank = group.rank()
         self.samples = [[] for _ in range(group.size())]  # of each rank: batches of their numbers
-        # Ranks that share a copy's work (tensor parallelism) have the same samples.
-        self.are_copies = all(
-            hasattr(self.model, "unshard") and parameter.device_mesh.ndim == 1
-            for parameter in self.model.parameters()
-            if hasattr(parameter, "to_local")
-        )
-        self.model.register_forward_pre_hook(self.before_forward, with_kwargs=True)
-        self.optimizer.register_step_pre_hook(self.before_step)
-        if self.rank == 0:
-            what = "weights (no shards), gradients, rates, forwards" + ", samples" * self.are_copies
-            seeks = "NaN, epochs of one order and a late rank"
-            self.say(f"{self.name} compares {what}; it looks for {seeks}.")
-        self.start_clock()
-
-    def start_clock(self):
-        """Begin to note when the phases of a step end."""
         self.gpu = next((p.device for p in self.module.parameters() if p.is_cuda), None)
-        engine = getattr(torch.autograd.Variable, "_execution_engine", None)
-        self.at_end_of_backward = getattr(engine, "queue_callback", None)
-        if self.at_end_of_backward:
-            self.model.register_forward_hook(self.after_forward)
-        elif self.rank == 0:
-            self.say(f"{self.name}: this torch has no queue_callback, so a late rank is not told.")
+        self.at_end_of_backward = torch.autograd.Variable._execution_engine.queue_callback
+        self.model.register_forward_pre_hook(self.before_forward, with_kwargs=True)
         self.module.register_forward_pre_hook(self.before_module)
+        self.model.register_forward_hook(self.after_forward)
+        self.optimizer.register_step_pre_hook(self.before_step)
         self.optimizer.register_step_post_hook(self.after_step)
+        if self.rank == 0:
+            self.say(f"{self.name} compares weights (no shards), gradients, rates and samples.")
 
     @safe
     def before_forward(self, model, *inputs):
@@ -217,11 +196,11 @@ class watch:
         """Write into the store what the ranks should have alike, and what their steps took."""
         parameters = self.parameters()
         buffers = dict(self.module.named_buffers())
-        alike = parameters | {name: b for name, b in buffers.items() if self.is_alike(name, b)}
-        rates = [float(group.get("lr") or 0) for group in self.optimizer.param_groups]
+        weights = {RATES: [float(group.get("lr") or 0) for group in self.optimizer.param_groups]}
+        weights |= {name: number_of(each) for name, each in parameters.items()}
         check = {
-            "weights": {RATES: rates} | {name: number_of(each) for name, each in alike.items()},
-            "gradients": {name: number_of(each.grad) for name, each in alike.items()},
+            "weights": weights,
+            "gradients": {name: number_of(each.grad) for name, each in parameters.items()},
             "nan": [name for name, each in (parameters | buffers).items() if has_nan(each)],
             "forwards": self.forwards,
             "in_no_sync": self.in_no_sync,
@@ -241,12 +220,6 @@ class watch:
             if parameter not in others:
                 found[f"the optimizer's parameter {number}"] = parameter
         return found
-
-    def is_alike(self, name, buffer):
-        """Tell whether ranks should have the same: not in BatchNorm's, or in what is not saved."""
-        owner, _, own_name = name.rpartition(".")
-        scratch = self.module.get_submodule(owner)._non_persistent_buffers_set
-        return buffer.is_floating_point() and own_name not in {*STATISTICS, *scratch}
 
     @safe
     def read(self):
@@ -291,8 +264,6 @@ class watch:
         averaged = [name for name, n in gradients[0].items() if n and name not in unequal]
         if not unequal and RATES in self.apart:
             return "rates"
-        if not unequal and all(each[name] is None for each in gradients for name in apart):
-            return "written"
         if not unequal:
             return "start" if self.judged == 1 else "reduced"
         if self.model is self.module:
@@ -306,9 +277,11 @@ class watch:
     def judge_samples(self):
         # The second half may be of a new epoch, in which a rank has not seen its own again yet.
         half = min(first_epoch(batches[:BATCHES]) for batches in self.samples) // 2
-        seen = [{number for batch in each[:half] for number in batch} for each in self.samples]
-        several = sum(map(len, seen)) - len(set.union(*seen))
-        if several > len(self.samples) + 3 and self.are_copies:  # a sampler may repeat a few
+        ranks = Counter()  # that have seen a sample
+        for batches in self.samples:
+            ranks.update({number for batch in batches[:half] for number in batch})
+        several = ranks.total() - len(ranks)
+        if several > len(self.samples) + 3:  # a sampler may repeat a few
             self.tell("samples", f"{several} of the first samples are on several ranks")
         first = [batch[0] for batch in self.samples[0]]
         for again in range(4, len(first)):
@@ -331,9 +304,8 @@ def is_training(model):
 
 def listed(names):
     if len(names) > 3:
-        names = names[0], f"{len(names) - 1} others"
-    *first, last = names
-    return f"{', '.join(first)} and {last}" if first else last
+        return f"{names[0]} and {len(names) - 1} others"
+    return ", ".join(names)
 
 
 def times_of(marks):
@@ -400,7 +372,11 @@ def fold(tensor):
     bits = tensor.detach().view(INTEGERS.get(tensor.element_size(), torch.int64))
     places = torch.arange(1, bits.shape[-1] + 1, device=bits.device)
     factors = places * (0x9E3779B97F4A7C1 + 2 * bits.ndim)  # other ones in each dimension
-    return (bits * (factors ^ factors >> 29)).sum(-1)
+    factors ^= factors >> 29
+    if bits.ndim == 1:
+        return (bits * factors).sum()
+    # In pieces, because products are int64, which takes up to eight times a tensor's memory.
+    return torch.cat([(piece * factors).sum(-1) for piece in bits.split(1024)])
 
 
 def numbers_of_batch(inputs, count):
@@ -408,6 +384,5 @@ def numbers_of_batch(inputs, count):
     for tensor in tree_leaves(inputs):
         if type(tensor) is torch.Tensor and tensor.ndim > 1 and tensor.numel():
             rows = tensor[:count].flatten(1)
-            # Of a sample of more than so many numbers it takes every second one, or third …
             return [fold(rows[:, :: rows.shape[1] // COLUMNS + 1])]
     return []
