@@ -335,7 +335,7 @@ def measure_mine(args, device, result: dict) -> Alone:
     used = [p for p in model.parameters() if p.grad is not None][::-1]
     module = Mine(model, first=used[-1])
     gradients = [p for p in module.parameters() if p.requires_grad][::-1]
-    unused = tuple(p for p in gradients if p.grad is None)
+    unused = tuple(set(gradients) - set(used))
     model.zero_grad()
 
     def trainee(wrap, beside=None) -> ladder.Trainee:
@@ -364,17 +364,8 @@ def measure_mine(args, device, result: dict) -> Alone:
     buffers = Counter()
     for buffer in model.buffers():
         buffers[buffer.dtype] += buffer.nbytes
-    ready = {p: found.ready.get(p, found.backward_ends) for p in gradients}
+    ready = dict.fromkeys(gradients, found.backward_ends) | found.ready
     return found._replace(ready=ready, unused=unused, buffers=tuple(buffers.values()))
-
-
-def predict_mine(alone: Alone) -> dict[str, float]:
-    """Return the seconds of a step of each row that measure_mine measures."""
-    return {
-        TORCH_DDP: alone.step_of_torch(None, alone.network),
-        TORCH_DDP_MB: alone.step_of_torch(BUCKET_SIZE_MB, alone.network),
-        "BucketedDDP": alone.step(rows_of_stages(BUCKET_SIZE_MB)["BucketedDDP"]),
-    }
 
 
 def print_errors(result: dict) -> None:
@@ -473,15 +464,14 @@ def draw(alone: Alone, path: Path) -> None:
 
 def write_page(alone: Alone, result: dict, path: Path) -> None:
     """Write the page step.html with these measurements instead of those that stand in it."""
-    network = alone.network
     data = {
-        "gradients": [[parameter.nbytes, moment] for parameter, moment in alone.ready.items()],
+        "gradients": [(parameter.nbytes, moment) for parameter, moment in alone.ready.items()],
         "forward_ends": alone.forward_ends,
         "backward_ends": alone.backward_ends,
         "optimizer": alone.optimizer,
-        "processor_per_call": network.processor_per_call,
+        "processor_per_call": alone.network.processor_per_call,
         # That of a byte sent.
-        "processor_per_byte": network.processor_per_byte / max(1, sent(result["world_size"])),
+        "processor_per_byte": alone.network.processor_per_byte / max(1, sent(result["world_size"])),
     }
     if mine := result["options"]["mine"]:
         data |= {"model": Path(mine).name, "unit": "batches", "batch": 1}
@@ -503,14 +493,18 @@ def main():
     args = parser.parse_args()
     with setup.process_group(args.device, args.backend, args.timeout) as device:
         result = report.begin("05_bucketed/predict", args, device)
+        stages = rows_of_stages(BUCKET_SIZE_MB)
         if args.mine:
             alone = measure_mine(args, device, result)
             if result["world_size"] > 1:
-                result["predicted"] = predict_mine(alone)
+                result["predicted"] = {
+                    TORCH_DDP: alone.step_of_torch(None, alone.network),
+                    TORCH_DDP_MB: alone.step_of_torch(BUCKET_SIZE_MB, alone.network),
+                    "BucketedDDP": alone.step(stages["BucketedDDP"]),
+                }
                 print_errors(result)
             result["calculated"] = calculate(alone)
         else:
-            stages = rows_of_stages(BUCKET_SIZE_MB)
             alone = measure_beside(args, device, [stages], result)
             result["predicted"] = {name: alone.step(each) for name, each in stages.items()}
             print_predicted(result)
