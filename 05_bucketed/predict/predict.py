@@ -165,40 +165,37 @@ def measure_network(device) -> Network:
     # The ranks of a host share its cores: what one takes of them delays one with a part of a core.
     ranks_per_core = max(1.0, int(os.environ["LOCAL_WORLD_SIZE"]) / setup.cores())
 
-    def all_reduces(tensors: list[torch.Tensor], blocking: bool) -> dict[str, float]:
-        """Return means of a call: its seconds, and those of a processor."""
+    def all_reduces(tensors: list[torch.Tensor]) -> dict[str, float]:
+        """Return the seconds of a call: together, one by one, and of a processor meanwhile."""
         watch.mark("start")
         processor_starts = time.process_time()
-        if blocking:
-            for tensor in tensors:
-                dist.all_reduce(tensor)
-        else:
-            for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
-                work.wait()
+        for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
+            work.wait()
         processor = (time.process_time() - processor_starts) * ranks_per_core / emulated.stretch
-        watch.mark("end")
-        seconds = watch.seconds("start", "end")
-        return {"seconds": seconds / len(tensors), "processor": processor / len(tensors)}
+        watch.mark("together")
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+        watch.mark("one by one")
+        return {
+            "together": watch.seconds("start", "together") / len(tensors),
+            "one by one": watch.seconds("together", "one by one") / len(tensors),
+            "processor": processor / len(tensors),
+        }
 
-    rows = {
-        "small": partial(all_reduces, small, blocking=False),
-        "large": partial(all_reduces, large, blocking=False),
-        "small, blocking": partial(all_reduces, small, blocking=True),
-        "large, blocking": partial(all_reduces, large, blocking=True),
-    }
+    rows = {"small": partial(all_reduces, small), "large": partial(all_reduces, large)}
     samples = timing.measure(rows, steps=7, warmup=2)
 
-    def median(row: str, quantity: str = "seconds") -> float:
+    def median(row: str, quantity: str) -> float:
         return float(numpy.median(samples[row][quantity]))
 
-    blocking_call_seconds = median("small, blocking")
-    transfer = max(median("large, blocking") - blocking_call_seconds, 1e-9)
+    blocking_call_seconds = median("small", "one by one")
+    transfer = max(median("large", "one by one") - blocking_call_seconds, 1e-9)
     per_call = per_byte = 0.0
     if device.type == "cpu":
         per_call = median("small", "processor")
         per_byte = max(0.0, median("large", "processor") - per_call) / large[0].nbytes
     return Network(
-        call_seconds=median("small") * calls_at_once,
+        call_seconds=median("small", "together") * calls_at_once,
         bytes_per_second=large[0].nbytes / transfer,
         calls_at_once=calls_at_once,
         blocking_call_seconds=blocking_call_seconds,
