@@ -81,7 +81,8 @@ def take_steps(trainee: Trainee, steps: int) -> dict:
     """Train so many steps; return their mean seconds, and "bars"."""
     marks = trainee.watch.marks
     network().spans.clear()
-    seconds, spans = [], []  # (name, start, end), in seconds of the clock
+    seconds = []
+    spans = []  # (name, start, end), in seconds of the clock
     with waits_noted() as waits:
         for _ in range(steps):
             seconds.append(trainee.step()["step_seconds"])

@@ -285,7 +285,10 @@ def print_predicted(result: dict) -> None:
 AGAIN = "no communication again"
 TORCH_DDP_MB = f"{TORCH_DDP}, {BUCKET_SIZE_MB:g} MB"
 MOST_NOISE = 0.15  # of a step
-NETWORKS = {"10gbit,50us": (10e9 / 8, 50e-6), "100gbit,10us": (100e9 / 8, 10e-6)}
+NETWORKS = {  # bytes per second, and seconds of one way
+    "10gbit,50us": (1.25e9, 50e-6),
+    "100gbit,10us": (12.5e9, 10e-6),
+}
 
 
 def load_mine(args, device) -> tuple:
@@ -340,7 +343,7 @@ def measure_mine(args, device, result: dict) -> Alone:
         found.batch = loss_of, None
         return found
 
-    options = {"gradient_as_bucket_view": True, "find_unused_parameters": len(unused) > 0}
+    options = {"gradient_as_bucket_view": True, "find_unused_parameters": bool(unused)}
     torchs = partial(DistributedDataParallel, **options)
     with setup.without_gloo_greeting():
         group, _ = dist.new_subgroups(1)
