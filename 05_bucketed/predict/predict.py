@@ -317,13 +317,11 @@ class Mine(nn.Module):
 
 
 def train_mine(model, optimizer, loss_of, _):
-    """Train on the user's batch; return its loss."""
-    loss = model(loss_of)
-    loss.backward()
+    """Train on the user's batch."""
+    model(loss_of).backward()
     model.finish_gradient_synchronization()
     optimizer.step()
     optimizer.zero_grad()
-    return loss.detach()
 
 
 def measure_mine(args, device, result: dict) -> Alone:
