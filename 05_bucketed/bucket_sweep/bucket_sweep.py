@@ -23,13 +23,11 @@ Source: Stanford CS336, assignment 2, "DDP bucketed benchmarking".
 
 import math
 import sys
-from functools import partial
 from pathlib import Path
 
 import numpy
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 FOLDER = Path(__file__).resolve().parent
 sys.path[:0] = [str(FOLDER), str(FOLDER.parent / "predict"), str(FOLDER.parent.parent)]
@@ -37,6 +35,7 @@ sys.path[:0] = [str(FOLDER), str(FOLDER.parent / "predict"), str(FOLDER.parent.p
 from predict import Network, measure_beside, rows_of_stages
 
 from common import ladder, report, setup
+from common.ladder import TORCH_DDP
 from common.setup import say
 
 
@@ -67,29 +66,34 @@ def sweep(args, device: torch.device, result: dict) -> Network:
     for mb in sorted(set(args.bucket_sizes_mb), reverse=True):
         ours[f"BucketedDDP, {mb:g} MB"] = rows_of_stages(mb)["BucketedDDP"]
         if in_turn:
-            options = {"bucket_cap_mb": mb, "gradient_as_bucket_view": True}
-            torchs[f"torch DDP, {mb:g} MB"] = partial(DistributedDataParallel, **options)
-    wrappers = {name: row.wrap for name, row in ours.items()} | torchs
-    alone = measure_beside(args, device, wrappers, result, in_turn)
+            torchs[f"{TORCH_DDP}, {mb:g} MB"] = ladder.torch_ddp(mb)[TORCH_DDP]
+    groups = [ours | torchs]
+    if not in_turn:
+        groups = [{}, *({name: row} for name, row in ours.items())]
+    alone = measure_beside(args, device, groups, result)
     network = alone.network
     if not in_turn:
         say("Each row was built, measured and freed before the next, not in turn with the others.")
-    size = result["gradient_bytes"] = sum(parameter.nbytes for parameter in alone.gradients)
+    size = result["gradient_bytes"] = sum(parameter.nbytes for parameter in alone.ready)
     best_mb = size / best_number_of_buckets(size, network) / 2**20
     say(f"formula: of {size / 2**20:.1f} MB of gradients the best bucket has {best_mb:.1f} MB")
-    rows = result["overheads"] = []
+    floor = report.percentiles(result["rows"][0]["step_seconds"])[0]
+    result["overheads"] = []
     for timed in result["rows"]:
-        name, buckets = timed["name"], timed["collectives"]
+        name = timed["name"]
+        buckets = timed["collectives"]
         step = report.percentiles(timed["step_seconds"])[0]
         row = {"name": name, "buckets": buckets, "step": step}
-        row["measured"] = step - rows[0]["step"] if rows else None
-        row["simulated"] = None
+        row |= {"measured": None, "simulated": None, "formula": None}
+        if buckets:
+            row["measured"] = step - floor
+            row["formula"] = overhead(buckets, size, network)
         if name in ours:
-            row["simulated"] = alone.step(ours[name]) - rows[0]["step"]
-        row["formula"] = overhead(buckets, size, network) if buckets else None
-        of_ranks = timed["step_seconds"]
-        row["ranks"] = [{"min": min(r), "mean": numpy.mean(r), "max": max(r)} for r in of_ranks]
-        rows.append(row)
+            row["simulated"] = alone.step(ours[name]) - floor
+        row["ranks"] = []
+        for steps in timed["step_seconds"]:
+            row["ranks"].append({"min": min(steps), "mean": numpy.mean(steps), "max": max(steps)})
+        result["overheads"].append(row)
     return network
 
 

@@ -81,7 +81,8 @@ def take_steps(trainee: Trainee, steps: int) -> dict:
     """Train so many steps; return their mean seconds, and "bars"."""
     marks = trainee.watch.marks
     network().spans.clear()
-    seconds, spans = [], []  # (name, start, end), in seconds of the clock
+    seconds = []
+    spans = []  # (name, start, end), in seconds of the clock
     with waits_noted() as waits:
         for _ in range(steps):
             seconds.append(trainee.step()["step_seconds"])
@@ -122,10 +123,13 @@ def measure(trainees: dict[str, Trainee], args, steps: int = 1) -> dict[str, lis
     samples = timing.measure(turns, args.steps, args.warmup)
     found = {}
     for name, sample in samples.items():
-        found[name] = sorted(sample["bars"][0], key=duration)[args.steps // 2]
-        calls = sum(bar.row > 0 for bar in found[name])
-        what = f"{duration(found[name]):.0f} ms, of which it waits {waited(found[name]):.0f}"
-        setup.say(f"{name}: {what}; {calls} call{'' if calls == 1 else 's'}")
+        of_rank_0 = sorted(sample["bars"][0], key=duration)
+        bars = found[name] = of_rank_0[args.steps // 2]
+        calls = sum(bar.row > 0 for bar in bars)
+        setup.say(
+            f"{name}: {duration(bars):.0f} ms, of which it waits {waited(bars):.0f}; "
+            f"{calls} call{'' if calls == 1 else 's'}"
+        )
     return found
 
 
@@ -171,11 +175,18 @@ def drawing(found: dict[str, list[Bar]], end: float):
             shift, height = PLACES[bar.row]
             middle = top + shift
             width = bar.end - bar.start
-            look = {"color": COLORS[bar.name], "edgecolor": "white"}
-            axes.barh(middle, width, height, bar.start, linewidth=0.3 if bar.row else 0, **look)
+            axes.barh(
+                middle,
+                width,
+                height,
+                left=bar.start,
+                color=COLORS[bar.name],
+                edgecolor="white",
+                linewidth=0.3 if bar.row else 0,
+            )
             if width > 0.011 * len(bar.text) * end:
-                center = {"ha": "center", "va": "center", "fontsize": 8}
-                axes.text(bar.start + width / 2, middle, bar.text, **center)
+                center = bar.start + width / 2
+                axes.text(center, middle, bar.text, ha="center", va="center", fontsize=8)
         axes.text(duration(bars), top, f"  {duration(bars):.0f} ms", va="center", fontsize=9)
         for row in (1, 2):
             names = [bar.name for bar in bars if bar.row == row]
@@ -200,23 +211,26 @@ def draw_movie(found: dict[str, list[Bar]], end: float, path: Path) -> None:
     from matplotlib.patches import Rectangle
 
     figure, axes = drawing(found, end)
-    look = {"facecolor": "white", "edgecolor": "black", "zorder": 4}
-    cover = Rectangle((0, -1), end, 3, transform=axes.get_xaxis_transform(), **look)
+    cover = Rectangle(
+        (0, -1),
+        end,
+        3,
+        transform=axes.get_xaxis_transform(),
+        facecolor="white",
+        edgecolor="black",
+        zorder=4,
+    )
     axes.add_patch(cover)
-    save_movie(figure, cover.set_x, [end, *[end * frame / 29 for frame in range(1, 31)]], path)
+    moments = [end * frame / 29 for frame in range(1, 31)]
+    save_movie(figure, cover.set_x, [end, *moments], path)
 
 
-def read_arguments():
-    """Return the command line's."""
+def main() -> None:
     parser = setup.Parser(__doc__)
     ladder.add_training_arguments(parser, steps=9)
     setup.add_plot_arguments(parser, "timeline.png")
     parser.set_defaults(device="cpu")
-    return parser.parse_args()
-
-
-def main() -> None:
-    args = read_arguments()
+    args = parser.parse_args()
     with setup.process_group(args.device, args.backend, args.timeout) as device:
         result = report.begin("05_bucketed/compare/timeline", args, device)
         if not network().text:

@@ -21,6 +21,7 @@ import os
 import re
 import sys
 import time
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -34,16 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 FOLDER = Path(__file__).resolve().parent
 sys.path[:0] = [str(FOLDER.parent / "compare"), str(FOLDER.parent.parent)]
 
-from rows import (
-    AFTER_BACKWARD,
-    COLORS,
-    ONE_BY_ONE,
-    WHEN_READY,
-    Row,
-    fill_buckets,
-    rows_of_stages,
-    train_step,
-)
+from rows import COLORS, ONE_BY_ONE, WHEN_READY, Row, fill_buckets, rows_of_stages, train_step
 from users_class import load
 
 from common import ladder, report, setup, timing
@@ -51,21 +43,17 @@ from common.ladder import BUCKET_SIZE_MB, NO_COMMUNICATION, TORCH_DDP, Way
 
 
 class Network(NamedTuple):
-    """What an all-reduce costs: o, and a second for each w bytes; so many are under way at once.
-
-    One that is waited for before the next is launched has an o of its own, and one that is under
-    way during backward takes processor time from it.
-    """
+    """What an all-reduce costs: o, and a second for each w bytes."""
 
     call_seconds: float
     bytes_per_second: float
     calls_at_once: int = 1
-    blocking_call_seconds: float = 0.0
-    processor_per_call: float = 0.0  # seconds
+    blocking_call_seconds: float = 0.0  # o of one that is waited for before the next is launched
+    processor_per_call: float = 0.0  # seconds that one takes from backward, while it runs
     processor_per_byte: float = 0.0
 
 
-def simulate(calls: list, backward_ends: float, row: Row, network: Network) -> list:
+def simulate(calls: list, backward_ends: float, launches: str, network: Network) -> list:
     """Return when each all-reduce is launched, begins and arrives, in seconds from a step's begin.
 
     `calls`: (bytes, when the gradients are there without communication) of each, in launch order.
@@ -73,80 +61,94 @@ def simulate(calls: list, backward_ends: float, row: Row, network: Network) -> l
     calls at once, as gloo's two threads make them, take o and the bytes of both.
     """
     places = [0.0] * network.calls_at_once  # when each is free for another call
-    network_is_free = late = 0.0
-    one_by_one = row.launches == ONE_BY_ONE
-    call_seconds = network.blocking_call_seconds if one_by_one else network.call_seconds
+    network_is_free = 0.0
+    late = 0.0
     arrived = backward_ends
+    call_seconds = network.call_seconds
+    if launches == ONE_BY_ONE:
+        call_seconds = network.blocking_call_seconds
     spans = []
     for size, ready in calls:
-        launched = {WHEN_READY: ready + late, AFTER_BACKWARD: backward_ends, ONE_BY_ONE: arrived}
-        launched = launched[row.launches]
-        if row.launches == WHEN_READY:
+        launched = backward_ends
+        if launches == ONE_BY_ONE:
+            launched = arrived
+        elif launches == WHEN_READY:
+            launched = ready + late
             late += network.processor_per_call + size * network.processor_per_byte
         begins = max(launched, places.pop(0), network_is_free)
         network_is_free = begins + size / network.bytes_per_second
         arrived = network_is_free + call_seconds
         behind = network_is_free - begins  # a call in the other place keeps it for these bytes, too
-        places = [free + behind if free > begins else free for free in places] + [arrived]
+        places = [free + behind if free > begins else free for free in places]
+        places.append(arrived)
         spans.append((launched, begins, arrived))
     return spans
 
 
-def calls_of(gradients: list[nn.Parameter], ready: list[float], bucket_size_mb: float | None):
-    """Return the calls for `simulate` of gradients, the last layer's first, cut by size."""
-    moments = dict(zip(gradients, ready, strict=True))
-    buckets = fill_buckets(gradients, bucket_size_mb)  # with 0 MB each has one
-    return [(sum(p.nbytes for p in each), max(moments[p] for p in each)) for each in buckets]
+def calls_of_buckets(buckets: list[list], ready: dict[nn.Parameter, float]) -> list[tuple]:
+    """Return the calls for `simulate`: a bucket is there with the last of its gradients."""
+    return [(sum(p.nbytes for p in each), max(ready[p] for p in each)) for each in buckets]
 
 
-def calls_of_torch(gradients, ready: list[float], bucket_size_mb: float | None, rebuilt=True):
+def calls_of(ready: dict[nn.Parameter, float], bucket_size_mb: float | None) -> list[tuple]:
+    """Return the calls of 02 to 05; with 0 MB each gradient has one, with None all have one."""
+    return calls_of_buckets(fill_buckets(list(ready), bucket_size_mb), ready)
+
+
+def calls_of_torch(ready: dict, bucket_size_mb: float | None, rebuilt=True) -> list[tuple]:
     """Return those of torch's DDP, for gradients of one dtype: a full bucket has reached the size.
 
     By default that is 1 MB for the first and 25 for others. After its first step torch fills them
     as gradients come; if some may be unused, in the order of the model, and sends the last first.
     """
-    order = list(zip(gradients, ready, strict=True))
-    order = sorted(order, key=lambda pair: pair[1]) if rebuilt else order[::-1]
-    calls = []
-    size, limit = 0, 0  # of the last bucket
-    for parameter, moment in order:
+    order = sorted(ready, key=ready.get) if rebuilt else list(ready)[::-1]
+    buckets = []
+    size = limit = 0  # of the last bucket
+    for parameter in order:
         if size >= limit:
-            calls.append((0, 0.0))
-            default = 25 if len(calls) > 1 else 1
+            default = 25 if buckets else 1
             limit = (bucket_size_mb or default) * 2**20
-        size, last = calls[-1]
+            buckets.append([])
+            size = 0
+        buckets[-1].append(parameter)
         size += parameter.nbytes
-        calls[-1] = size, max(last, moment)
-    return calls if rebuilt else calls[::-1]
+    return calls_of_buckets(buckets if rebuilt else buckets[::-1], ready)
 
 
 class Alone(NamedTuple):
     """A step that sends nothing, in seconds from its begin, and what calls cost beside it."""
 
-    gradients: list[nn.Parameter]  # from the last to the first
-    ready: list[float]  # when each is there on the last rank
+    ready: dict[nn.Parameter, float]  # when each gradient is there on the last rank
     forward_ends: float
     backward_ends: float
     optimizer: float  # seconds that it takes
     network: Network
-    rebuilt: bool = True  # torch's buckets, after the first step
+    unused: tuple[nn.Parameter, ...] = ()  # 05 takes them as zeros when backward is over
     buffers: tuple[int, ...] = ()  # bytes of each broadcast before a forward of torch's DDP
+
+    @property
+    def seconds(self) -> float:
+        """Return how long it takes."""
+        return self.backward_ends + self.optimizer
+
+    def averaged(self, calls: list, launches: str, network: Network) -> float:
+        """Return when backward is over and all calls have arrived."""
+        _, _, arrived = simulate(calls, self.backward_ends, launches, network)[-1]
+        return max(arrived, self.backward_ends)
 
     def step(self, row: Row) -> float:
         """Return the seconds of a step that sends, as simulated."""
-        calls = calls_of(self.gradients, self.ready, row.bucket_size_mb)
-        _, _, arrived = simulate(calls, self.backward_ends, row, self.network)[-1]
-        return max(arrived, self.backward_ends) + self.optimizer
+        calls = calls_of(self.ready, row.bucket_size_mb)
+        return self.averaged(calls, row.launches, self.network) + self.optimizer
 
-    def step_of_torch(self, bucket_size_mb: float | None, network: Network) -> tuple:
-        """Return the seconds of a step of torch's DDP, and of these the exposed ones."""
-        calls = calls_of_torch(self.gradients, self.ready, bucket_size_mb, self.rebuilt)
-        during = Row(None, bucket_size_mb, WHEN_READY)
-        _, _, arrived = simulate(calls, self.backward_ends, during, network)[-1]
-        exposed = max(0.0, arrived - self.backward_ends)
+    def step_of_torch(self, bucket_size_mb: float | None, network: Network) -> float:
+        """Return those of torch's DDP, which knows what is unused when forward is over."""
+        ready = self.ready | dict.fromkeys(self.unused, self.forward_ends)
+        calls = calls_of_torch(ready, bucket_size_mb, rebuilt=not self.unused)
+        exposed = self.averaged(calls, WHEN_READY, network) - self.backward_ends
         for size in self.buffers:  # a broadcast has half of the messages of an all-reduce
             exposed += network.blocking_call_seconds / 2 + size / network.bytes_per_second
-        return self.backward_ends + self.optimizer + exposed, exposed
+        return self.seconds + exposed
 
 
 def measure_network(device) -> Network:
@@ -164,39 +166,55 @@ def measure_network(device) -> Network:
     ranks_per_core = max(1.0, int(os.environ["LOCAL_WORLD_SIZE"]) / setup.cores())
 
     def all_reduces(tensors: list[torch.Tensor]) -> dict[str, float]:
+        """Return the seconds of a call: together, one by one, and of a processor meanwhile."""
         watch.mark("start")
-        processor = time.process_time()
+        processor_starts = time.process_time()
         for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
             work.wait()
-        processor = (time.process_time() - processor) * ranks_per_core / emulated.stretch
-        watch.mark("end")
-        times = {"seconds": watch.seconds("start", "end"), "processor": processor}
-        return {name: seconds / len(tensors) for name, seconds in times.items()}
-
-    def blocking(tensors: list[torch.Tensor]) -> dict[str, float]:
-        watch.mark("start")
+        processor = (time.process_time() - processor_starts) * ranks_per_core / emulated.stretch
+        watch.mark("together")
         for tensor in tensors:
             dist.all_reduce(tensor)
-        watch.mark("end")
-        return {"seconds": watch.seconds("start", "end") / len(tensors)}
+        watch.mark("one by one")
+        return {
+            "together": watch.seconds("start", "together") / len(tensors),
+            "one by one": watch.seconds("together", "one by one") / len(tensors),
+            "processor": processor / len(tensors),
+        }
 
-    calls = {"small": partial(all_reduces, small), "large": partial(all_reduces, large)}
-    calls |= {"call": partial(blocking, small), "transfer": partial(blocking, large)}
-    samples = timing.measure(calls, steps=7, warmup=2)
+    rows = {"small": partial(all_reduces, small), "large": partial(all_reduces, large)}
+    samples = timing.measure(rows, steps=7, warmup=2)
 
-    def median(size: str, quantity: str) -> float:
-        return float(numpy.median(samples[size][quantity]))
+    def median(row: str, quantity: str) -> float:
+        return float(numpy.median(samples[row][quantity]))
 
-    call_seconds = median("call", "seconds")
-    transfer = max(median("transfer", "seconds") - call_seconds, 1e-9)
-    bytes_per_second = large[0].nbytes / transfer
-    together = median("small", "seconds") * calls_at_once
-    found = Network(together, bytes_per_second, calls_at_once, call_seconds)
-    if device.type == "cuda":
-        return found
-    per_call = median("small", "processor")
-    per_byte = max(0.0, median("large", "processor") - per_call) / large[0].nbytes
-    return found._replace(processor_per_call=per_call, processor_per_byte=per_byte)
+    blocking_call_seconds = median("small", "one by one")
+    transfer = max(median("large", "one by one") - blocking_call_seconds, 1e-9)
+    per_call = per_byte = 0.0
+    if device.type == "cpu":
+        per_call = median("small", "processor")
+        per_byte = max(0.0, median("large", "processor") - per_call) / large[0].nbytes
+    return Network(
+        call_seconds=median("small", "together") * calls_at_once,
+        bytes_per_second=large[0].nbytes / transfer,
+        calls_at_once=calls_at_once,
+        blocking_call_seconds=blocking_call_seconds,
+        processor_per_call=per_call,
+        processor_per_byte=per_byte,
+    )
+
+
+def step_alone(trainee: ladder.Trainee, gradients: list[nn.Parameter]) -> dict:
+    """Take a step; return its times, when its parts end, and when each gradient is there."""
+    watch = trainee.watch
+    hooks = [p.register_post_accumulate_grad_hook(watch.mark) for p in gradients]
+    times = trainee.step()
+    for hook in hooks:
+        hook.remove()
+    times["forward_ends"] = watch.seconds("step starts", "forward ends")
+    times["backward_ends"] = watch.seconds("step starts", "finish starts")
+    times["ready"] = [watch.seconds("step starts", p) for p in gradients]
+    return times
 
 
 def alone_of(gradients: list[nn.Parameter], device, result: dict) -> Alone:
@@ -205,62 +223,59 @@ def alone_of(gradients: list[nn.Parameter], device, result: dict) -> Alone:
     A call waits for the last rank. All begin a step together, so their times compare.
     """
     keys = ("ready", "forward_ends", "backward_ends", "optimizer_seconds")
-    moments = [numpy.max(result["rows"][0][key], axis=0) for key in keys]
-    moments = [numpy.median(each, axis=0).tolist() for each in moments]
+    on_last_rank = [numpy.max(result["rows"][0][key], axis=0) for key in keys]
+    ready, *others = [numpy.median(steps, axis=0).tolist() for steps in on_last_rank]
     network = measure_network(device)
     result["all_reduce"] = network._asdict()
-    return Alone(gradients, *moments, network)
+    return Alone(dict(zip(gradients, ready, strict=True)), *others, network)
 
 
-def measure_beside(args, device, wrappers: dict, result: dict, in_turn=True) -> Alone:
-    """Measure `no communication` and wrappers of one model: all in turn, or one after another.
+def measure_beside(args, device, groups: list[dict[str, Row]], result: dict) -> Alone:
+    """Measure `no communication` and rows of one model: a group after the other, each in turn.
 
     Puts what is measured into `result`, and returns what `simulate` needs.
     """
     result["model"] = ladder.describe(args)
     floor = ladder.language_trainee(Way(), train_step, args, device)
-    watch, gradients = floor.watch, list(floor.module.parameters())[::-1]
+    gradients = list(floor.module.parameters())[::-1]
+    alone = {NO_COMMUNICATION: partial(step_alone, floor, gradients)}
 
-    def alone() -> dict:
-        """Train without sending; also says when each gradient is there."""
-        hooks = [p.register_post_accumulate_grad_hook(watch.mark) for p in gradients]
-        times = floor.step()
-        for hook in hooks:
-            hook.remove()
-        times["forward_ends"] = watch.seconds("step starts", "forward ends")
-        times["backward_ends"] = watch.seconds("step starts", "finish starts")
-        return times | {"ready": [watch.seconds("step starts", p) for p in gradients]}
-
-    def measure_group(group: dict, steps: dict) -> list[dict]:
-        trainees = {}
-        for name, wrap in group.items():
-            trainees[name] = ladder.language_trainee(Way(wrap), train_step, args, device, floor)
-        steps = steps | {name: each.step for name, each in trainees.items()}
+    def measure_group(group: dict[str, Row], steps: dict) -> list[dict]:
+        models = []
+        for name, row in group.items():
+            way = Way(row.wrap)
+            trainee = ladder.language_trainee(way, train_step, args, device, beside=floor)
+            models.append(trainee.model)
+            steps[name] = trainee.step
         measured = ladder.benchmark(steps, args)
-        for trainee in trainees.values():
-            for hook in getattr(trainee.model, "hooks", []):  # they would keep it in memory
+        for model in models:
+            for hook in getattr(model, "hooks", []):  # they would keep it in memory
                 hook.remove()
         return measured
 
-    if in_turn:
-        rows = measure_group(wrappers, {NO_COMMUNICATION: alone})
-    else:
-        rows = measure_group({}, {NO_COMMUNICATION: alone})
-        for name, wrap in wrappers.items():
-            rows += measure_group({name: wrap}, {})
-    result["rows"] = rows
+    first, *others = groups
+    result["rows"] = measure_group(first, alone)
+    for group in others:
+        result["rows"] += measure_group(group, {})
     return alone_of(gradients, device, result)
+
+
+def compared(predicted: float, measured: float, noise: float = 0.0) -> list[str]:
+    """Return cells of a table: both in ms, and the error, if more than noise was measured."""
+    error = "-"
+    if measured > noise:
+        error = f"{100 * (predicted / measured - 1):+.1f} %"
+    return [f"{1000 * predicted:.1f}", f"{1000 * measured:.1f}", error]
 
 
 def print_predicted(result: dict) -> None:
     """Print each predicted step beside what was measured."""
     table = []
     for row in result["rows"][1:]:
-        name, calls = row["name"], row["collectives"]
+        name = row["name"]
         measured = report.percentiles(row["step_seconds"])[0]
-        predicted = result["predicted"][name]
-        cells = [name, str(calls), f"{1000 * predicted:.1f}", f"{1000 * measured:.1f}"]
-        table.append([*cells, f"{100 * (predicted / measured - 1):+.1f} %"])
+        cells = compared(result["predicted"][name], measured)
+        table.append([name, str(row["collectives"]), *cells])
     report.print_table(["step, ms", "all-reduces", "predicted", "measured", "error"], table)
     setup.say("measured: p50 of all steps of all ranks")
 
@@ -270,39 +285,14 @@ def print_predicted(result: dict) -> None:
 AGAIN = "no communication again"
 TORCH_DDP_MB = f"{TORCH_DDP}, {BUCKET_SIZE_MB:g} MB"
 MOST_NOISE = 0.15  # of a step
-NETWORKS = {"10gbit,50us": (10e9 / 8, 50e-6), "100gbit,10us": (100e9 / 8, 10e-6)}
+NETWORKS = {  # bytes per second, and seconds of one way
+    "10gbit,50us": (1.25e9, 50e-6),
+    "100gbit,10us": (12.5e9, 10e-6),
+}
 
 
-def train_mine(model, loss_of, optimizer, watch, gradients=()) -> dict:
-    """Train on the user's batch; return the times of the step, and when gradients are there."""
-    hooks = [p.register_post_accumulate_grad_hook(watch.mark) for p in gradients]
-    watch.mark("step starts")
-    loss = loss_of(model)
-    watch.mark("forward ends")
-    loss.backward()
-    watch.mark("backward ends")
-    if hasattr(model, "finish_gradient_synchronization"):  # 05's
-        model.finish_gradient_synchronization()
-    watch.mark("optimizer starts")
-    optimizer.step()
-    optimizer.zero_grad()
-    watch.mark("step ends")
-    for hook in hooks:
-        hook.remove()
-    return {
-        "step_seconds": watch.seconds("step starts", "step ends"),
-        "forward_ends": watch.seconds("step starts", "forward ends"),
-        "backward_ends": watch.seconds("step starts", "backward ends"),
-        "optimizer_seconds": watch.seconds("optimizer starts", "step ends"),
-        "ready": [watch.seconds("step starts", p) for p in gradients],
-    }
-
-
-def measure_mine(args, device, result: dict) -> Alone:
-    """Measure the user's model without communication, twice, with torch's DDP, and with 05.
-
-    Without communication it is torch's DDP of each rank alone, which copies into buckets, too.
-    """
+def load_mine(args, device) -> tuple:
+    """Return the user's model, after a backward, and the function of its loss."""
     torch.manual_seed(args.seed)
     try:
         with device:
@@ -311,60 +301,87 @@ def measure_mine(args, device, result: dict) -> Alone:
     except Exception as error:  # whatever the file does
         what = f"'{args.mine}' names no function that returns a model and a function of its loss"
         setup.fail(f"argument --mine: {what} ({error!r})")
-    gradients = [p for p in model.parameters() if p.requires_grad][::-1]
-    used = [p for p in gradients if p.grad is not None]
+    return model, loss_of
+
+
+class Mine(nn.Module):
+    """A user's model that is called with the function of its loss."""
+
+    def __init__(self, model: nn.Module, first: nn.Parameter):
+        super().__init__()
+        self.first = first  # of its parameters: the harness has a hook on that one
+        self.model = model
+
+    def forward(self, loss_of):
+        return loss_of(self.model)
+
+
+def train_mine(model, optimizer, loss_of, _):
+    """Train on the user's batch."""
+    model(loss_of).backward()
+    model.finish_gradient_synchronization()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def measure_mine(args, device, result: dict) -> Alone:
+    """Measure the user's model without communication, twice, with torch's DDP, and with 05.
+
+    Without communication it is torch's DDP of each rank alone, which copies into buckets, too.
+    """
+    model, loss_of = load_mine(args, device)
+    used = [p for p in model.parameters() if p.grad is not None][::-1]
+    module = Mine(model, first=used[-1])
+    gradients = [p for p in module.parameters() if p.requires_grad][::-1]
+    unused = tuple(set(gradients) - set(used))
     model.zero_grad()
-    rebuilt = len(used) == len(gradients)
-    options = {"gradient_as_bucket_view": True, "find_unused_parameters": not rebuilt}
-    torchs = partial(DistributedDataParallel, model, **options)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    train = partial(
-        train_mine, loss_of=loss_of, optimizer=optimizer, watch=timing.Stopwatch(device)
-    )
+
+    def trainee(wrap, beside=None) -> ladder.Trainee:
+        found = ladder.Trainee(Way(wrap), module, train_mine, beside, lr=1e-4, fused=True)
+        found.batch = loss_of, None
+        return found
+
+    options = {"gradient_as_bucket_view": True, "find_unused_parameters": bool(unused)}
+    torchs = partial(DistributedDataParallel, **options)
     with setup.without_gloo_greeting():
-        groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
-    alone = partial(train, torchs(process_group=groups[dist.get_rank()]), gradients=used)
+        group, _ = dist.new_subgroups(1)
+    floor = trainee(partial(torchs, process_group=group))
+    alone = partial(step_alone, floor, used)
     steps = {NO_COMMUNICATION: alone, AGAIN: alone}
-    if len(groups) > 1:
+    if dist.get_world_size() > 1:
         ours = rows_of_stages(BUCKET_SIZE_MB)["BucketedDDP"]
-        steps[TORCH_DDP] = partial(train, torchs())
-        steps[TORCH_DDP_MB] = partial(train, torchs(bucket_cap_mb=BUCKET_SIZE_MB))
-        steps["BucketedDDP"] = partial(train, ours.wrap(model))
+        steps[TORCH_DDP] = trainee(torchs, floor).step
+        steps[TORCH_DDP_MB] = trainee(partial(torchs, bucket_cap_mb=BUCKET_SIZE_MB), floor).step
+        steps["BucketedDDP"] = trainee(ours.wrap, floor).step
     before = timing.measure({NO_COMMUNICATION: alone}, steps=3, warmup=2)
     pace = float(numpy.median(before[NO_COMMUNICATION]["step_seconds"]))
     samples = timing.measure(ladder.at_one_pace(steps, pace), args.steps, args.warmup)
     ladder.warn_of_drift()
     result["rows"] = [{"name": name, **times} for name, times in samples.items()]
     found = alone_of(used, device, result)
-    moments = dict(zip(used, found.ready, strict=True))
-    ready = [moments.get(p, found.forward_ends) for p in gradients]
-    buffers = {}
+    buffers = Counter()
     for buffer in model.buffers():
-        buffers[buffer.dtype] = buffers.get(buffer.dtype, 0) + buffer.nbytes
-    buffers = tuple(buffers.values())
-    return found._replace(gradients=gradients, ready=ready, rebuilt=rebuilt, buffers=buffers)
+        buffers[buffer.dtype] += buffer.nbytes
+    ready = dict.fromkeys(gradients, found.backward_ends) | found.ready
+    return found._replace(ready=ready, unused=unused, buffers=tuple(buffers.values()))
 
 
 def print_errors(result: dict) -> None:
     """Print each predicted step, and its overhead, beside what was measured, and the noise."""
     p50 = {row["name"]: report.percentiles(row["step_seconds"])[0] for row in result["rows"]}
-    floor = p50[NO_COMMUNICATION]
-    noise = abs(p50[AGAIN] - floor)
+    floor, again = p50[NO_COMMUNICATION], p50[AGAIN]
+    noise = abs(again - floor)
     is_quiet = noise <= MOST_NOISE * floor
+    more_than = noise if is_quiet else torch.inf
     table = []
     for name, step in result["predicted"].items():
-        cells = [name]
-        for less in (0.0, floor):
-            predicted, measured = step - less, p50[name] - less
-            error = "-"
-            if is_quiet and noise < measured:
-                error = f"{100 * (predicted / measured - 1):+.1f} %"
-            cells += [f"{1000 * predicted:.1f}", f"{1000 * measured:.1f}", error]
-        table.append(cells)
+        cells = compared(step, p50[name], more_than)
+        cells += compared(step - floor, p50[name] - floor, more_than)
+        table.append([name, *cells])
     header = ["step, ms", "predicted", "measured", "error", "overhead", "measured", "error"]
     report.print_table(header, table)
     setup.say(
-        f"overhead: step − no communication, {1000 * floor:.1f} ms, and {1000 * p50[AGAIN]:.1f} ms "
+        f"overhead: step − no communication, {1000 * floor:.1f} ms, and {1000 * again:.1f} ms "
         f"again:\nno prediction is better than this noise of {100 * noise / floor:.1f} %"
     )
     if not is_quiet:
@@ -396,15 +413,19 @@ def calculate(alone: Alone) -> list[dict]:
     for name, (rate, delay) in networks.items():
         for ranks in (2, 8, 64):
             network = ring(ranks, rate, delay, alone.network, dist.get_world_size())
-            sizes = [None, 1, 2, 5, 10, 50, 100, 1000]
-            steps = {mb: alone.step_of_torch(mb, network) for mb in sizes}
-            step, exposed = steps[None]
+            steps = {None: alone.step_of_torch(None, network)}
+            for mb in (1, 2, 5, 10, 50, 100, 1000):
+                steps[mb] = alone.step_of_torch(mb, network)
             best = min(steps, key=steps.get)
-            row = {"network": name, "ranks": ranks, "step, ms": 1000 * step}
-            row["exposed"] = 1000 * exposed
-            row["speed-up"] = ranks * (alone.backward_ends + alone.optimizer) / step
-            row["best cap, MB"] = best or "default"
-            row["its step"] = 1000 * steps[best][0]
+            row = {
+                "network": name,
+                "ranks": ranks,
+                "step, ms": 1000 * steps[None],
+                "exposed": 1000 * (steps[None] - alone.seconds),
+                "speed-up": ranks * alone.seconds / steps[None],
+                "best cap, MB": best or "default",
+                "its step": 1000 * steps[best],
+            }
             rows.append(row)
     setup.say("\nCalculated from this device's step, for torch's DDP:")
     table = []
@@ -428,7 +449,7 @@ def draw(alone: Alone, path: Path) -> None:
     axes.barh(top, forward, height, color=COLORS["forward"], label="forward")
     length = backward - forward
     axes.barh(top, length, height, forward, color=COLORS["backward"], label="backward")
-    ready = [1000 * moment for moment in alone.ready]
+    ready = [1000 * moment for moment in alone.ready.values()]
     axes.hlines(rows, ready, backward, color="lightgray", lw=0.8, label="its call can overlap")
     color = COLORS["all-reduce"]
     axes.plot(ready, rows, "o", color=color, markersize=2.5, label="a gradient is complete")
@@ -441,20 +462,21 @@ def draw(alone: Alone, path: Path) -> None:
 
 def write_page(alone: Alone, result: dict, path: Path) -> None:
     """Write the page step.html with these measurements instead of those that stand in it."""
-    sizes = [parameter.nbytes for parameter in alone.gradients]
-    data = alone._asdict()
-    data["gradients"] = list(zip(sizes, data.pop("ready"), strict=True))
+    data = {
+        "gradients": [(parameter.nbytes, moment) for parameter, moment in alone.ready.items()],
+        "forward_ends": alone.forward_ends,
+        "backward_ends": alone.backward_ends,
+        "optimizer": alone.optimizer,
+        "processor_per_call": alone.network.processor_per_call,
+        # That of a byte sent.
+        "processor_per_byte": alone.network.processor_per_byte / max(1, sent(result["world_size"])),
+    }
     if mine := result["options"]["mine"]:
         data |= {"model": Path(mine).name, "unit": "batches", "batch": 1}
     else:
         model = result["model"]
         tokens = model["batch_size"] * model["context_length"]
         data |= {"model": model["size"], "unit": "tokens", "batch": tokens}
-    network = data.pop("network")
-    data["processor_per_call"] = network.processor_per_call
-    # That of a byte sent.
-    share = max(1, sent(result["world_size"]))
-    data["processor_per_byte"] = network.processor_per_byte / share
     page = (FOLDER / "step.html").read_text(encoding="utf-8")
     page = re.sub("const DATA = .*", lambda _: f"const DATA = {json.dumps(data)};", page, count=1)
     path.write_text(page, encoding="utf-8")
@@ -473,16 +495,15 @@ def main():
         if args.mine:
             alone = measure_mine(args, device, result)
             if result["world_size"] > 1:
-                of_torch, _ = alone.step_of_torch(None, alone.network)
-                with_mb, _ = alone.step_of_torch(BUCKET_SIZE_MB, alone.network)
-                of_05 = alone.step(stages["BucketedDDP"])
-                predicted = {TORCH_DDP: of_torch, TORCH_DDP_MB: with_mb, "BucketedDDP": of_05}
-                result["predicted"] = predicted
+                result["predicted"] = {
+                    TORCH_DDP: alone.step_of_torch(None, alone.network),
+                    TORCH_DDP_MB: alone.step_of_torch(BUCKET_SIZE_MB, alone.network),
+                    "BucketedDDP": alone.step(stages["BucketedDDP"]),
+                }
                 print_errors(result)
             result["calculated"] = calculate(alone)
         else:
-            wrappers = {name: each.wrap for name, each in stages.items()}
-            alone = measure_beside(args, device, wrappers, result)
+            alone = measure_beside(args, device, [stages], result)
             result["predicted"] = {name: alone.step(each) for name, each in stages.items()}
             print_predicted(result)
         report.write_json(args.json, result)

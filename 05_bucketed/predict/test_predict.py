@@ -3,17 +3,19 @@
 The numbers of the loop are sums of powers of two, which floating point adds up exactly.
 """
 
+import itertools
 import json
 import re
 import shutil
 import subprocess
 from pathlib import Path
 
+import numpy
 import predict
 import pytest
 import torch
 from predict import Alone, Network, simulate
-from rows import AFTER_BACKWARD, ONE_BY_ONE, WHEN_READY, Row, rows_of_stages
+from rows import AFTER_BACKWARD, ONE_BY_ONE, WHEN_READY, BucketedDDP, Row, rows_of_stages
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -21,9 +23,6 @@ from tools import testing
 
 FOLDER = Path(__file__).resolve().parent
 NETWORK = Network(0.5, 16.0, calls_at_once=2, blocking_call_seconds=0.5)  # 8 bytes: 0.5 s
-OVERLAP = Row(None, 0, WHEN_READY)
-CONTROL = Row(None, 0, AFTER_BACKWARD)
-BLOCKING = Row(None, 0, ONE_BY_ONE)
 # Backward ends at second 4; a call is (bytes, the second when it is ready).
 LATE = (8.0, 4.0)  # ready when backward ends, and half a second
 CASES = [
@@ -36,23 +35,23 @@ CASES = [
 ]
 
 
-def times(calls: list, way: Row, network: Network) -> list:
+def times(calls: list, launches: str, network: Network) -> list:
     """When each begins and arrives; backward ends at second 4."""
-    return [(begins, arrived) for _, begins, arrived in simulate(calls, 4.0, way, network)]
+    return [(begins, arrived) for _, begins, arrived in simulate(calls, 4.0, launches, network)]
 
 
 def test_calls_during_and_after_backward():
     """Two at a time, or each when the one before has arrived, or where the network takes one."""
     for calls, spans in CASES:
-        assert times(calls, OVERLAP, NETWORK) == spans
+        assert times(calls, WHEN_READY, NETWORK) == spans
     early = [(8.0, 1.0)] * 3
     two = [(4.0, 5.0), (4.5, 5.5), (5.5, 6.5)]
     one = [(4.0, 5.0), (5.0, 6.0), (6.0, 7.0)]
-    assert times(early, CONTROL, NETWORK) == two
-    assert times(early, BLOCKING, NETWORK) == one
-    assert times(early, CONTROL, NETWORK._replace(calls_at_once=1)) == one
+    assert times(early, AFTER_BACKWARD, NETWORK) == two
+    assert times(early, ONE_BY_ONE, NETWORK) == one
+    assert times(early, AFTER_BACKWARD, NETWORK._replace(calls_at_once=1)) == one
     slower = NETWORK._replace(blocking_call_seconds=1.0)
-    assert times(early[:2], BLOCKING, slower) == [(4.0, 5.5), (5.5, 7.0)]
+    assert times(early[:2], ONE_BY_ONE, slower) == [(4.0, 5.5), (5.5, 7.0)]
 
 
 def test_calls_during_backward_take_processor_time_from_it():
@@ -61,10 +60,11 @@ def test_calls_during_backward_take_processor_time_from_it():
         processor_per_call=0.25, processor_per_byte=1 / 32
     )  # 0.5 s for 8 bytes
     calls = [(8.0, 1.0), (8.0, 3.0), (8.0, 4.0)]
-    launched = [span[0] for span in simulate(calls, 4.0, OVERLAP, network)]
+    launched = [span[0] for span in simulate(calls, 4.0, WHEN_READY, network)]
     assert launched == [1.0, 3.5, 5.0]
-    for way in (CONTROL, BLOCKING):
-        assert simulate(calls, 4.0, way, network) == simulate(calls, 4.0, way, NETWORK)
+    for launches in (AFTER_BACKWARD, ONE_BY_ONE):
+        slowed = simulate(calls, 4.0, launches, network)
+        assert slowed == simulate(calls, 4.0, launches, NETWORK)
 
 
 def gradients(*sizes_mb: int) -> list[torch.nn.Parameter]:
@@ -73,17 +73,29 @@ def gradients(*sizes_mb: int) -> list[torch.nn.Parameter]:
 
 def test_buckets_are_those_of_stage_05_and_wait_for_their_last_gradient():
     for mb, expected in {0: [(1, 1), (2, 4), (3, 2)], None: [(6, 4)], 3: [(3, 4), (3, 2)]}.items():
-        calls = predict.calls_of(gradients(1, 2, 3), [1.0, 4.0, 2.0], mb)
+        ready = dict(zip(gradients(1, 2, 3), [1.0, 4.0, 2.0], strict=True))
+        calls = predict.calls_of(ready, mb)
         assert [(size / 2**20, ready) for size, ready in calls] == expected
 
 
 def test_a_step():
     """One call of 2 MB after backward; torch's DDP has broadcast a buffer of 1 MB before."""
     network = Network(0.5, 2.0 * 2**20, blocking_call_seconds=0.25)
-    alone = Alone(gradients(1, 1), [1.0, 4.0], 0.5, 4.0, 0.25, network, buffers=(2**20,))
+    ready = dict(zip(gradients(1, 1), [1.0, 4.0], strict=True))
+    alone = Alone(ready, 0.5, 4.0, 0.25, network, buffers=(2**20,))
     assert alone.step(Row(None, None, AFTER_BACKWARD)) == 4.0 + 1.0 + 0.5 + 0.25
     exposed = 1.0 + 0.5 + 0.125 + 0.5
-    assert alone.step_of_torch(2, network) == (4.0 + 0.25 + exposed, exposed)
+    assert alone.step_of_torch(2, network) == 4.0 + 0.25 + exposed
+
+
+def test_an_unused_parameter_of_05_is_there_when_backward_is_over():
+    """Of three buckets of 1 MB, 0.5 s each; torch's DDP knows at the end of forward, second 0.5."""
+    network = Network(0.0, 2.0 * 2**20)
+    last, middle, first = gradients(1, 1, 1)
+    row = Row(None, 1, WHEN_READY)
+    alone = Alone({last: 1.0, middle: 4.0, first: 3.0}, 0.5, 4.0, 0.25, network, (middle,))
+    assert alone.step(row) == 4.0 + 0.5 + 0.5 + 0.25
+    assert alone.step_of_torch(1, network) == 4.0 + 0.25
 
 
 class Crossed(nn.Module):
@@ -113,9 +125,8 @@ def buckets_of_torch(uses: list[int], bucket_size_mb) -> tuple[list, list]:
         came.clear()
         wrapped(torch.ones(1, 1024)).sum().backward()
     moments = {parameter: moment for moment, parameter in enumerate(came)}
-    order = list(model.parameters())[::-1]
-    ready = [moments.get(parameter, 0) for parameter in order]
-    calls = predict.calls_of_torch(order, ready, bucket_size_mb, rebuilt=not is_unused)
+    ready = {parameter: moments.get(parameter, 0) for parameter in list(model.parameters())[::-1]}
+    calls = predict.calls_of_torch(ready, bucket_size_mb, rebuilt=not is_unused)
     log = wrapped._get_ddp_logging_data()
     sizes = log["bucket_sizes" if is_unused else "rebuilt_bucket_sizes"]
     return [size for size, _ in calls], [int(size) for size in sizes.split(",")]
@@ -127,6 +138,31 @@ def test_buckets_are_those_of_torch(ranks):
         for bucket_size_mb in (None, 5, 100):
             for predicted, of_torch in ranks(2).run(buckets_of_torch, uses, bucket_size_mb):
                 assert predicted == of_torch and len(predicted) > (bucket_size_mb != 100)
+
+
+def launched_in_backward(uses: list[int]) -> tuple[int, int]:
+    """How many buckets of 05 are launched before backward ends: predicted, and as it is."""
+    model = Crossed(uses)
+    wrapped = BucketedDDP(model, bucket_size_mb=5)
+    came = []
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(came.append)
+    wrapped(torch.ones(1, 1024)).sum().backward()
+    launched = len(wrapped.works)
+    wrapped.finish_gradient_synchronization()
+    moments = {parameter: moment for moment, parameter in enumerate(came)}
+    ends = len(came)
+    ready = {p: moments.get(p, ends) for p in list(model.parameters())[::-1]}
+    calls = predict.calls_of(ready, 5)
+    spans = simulate(calls, ends, WHEN_READY, Network(0.0, float("inf")))
+    return sum(begins < ends for _, begins, _ in spans), launched
+
+
+def test_buckets_that_05_launches_in_backward(ranks):
+    """All nine; without a layer those before the one with its bias; without the last layer none."""
+    for uses, expected in ((range(9), 9), ([0, 1, 2, 3, 5, 6, 7, 8], 3), (range(8), 0)):
+        for predicted, launched in ranks(2).run(launched_in_backward, list(uses)):
+            assert predicted == launched == expected
 
 
 def asked_of_the_page(*expressions: str) -> list:
@@ -150,18 +186,14 @@ def test_the_page_computes_the_same():
     """
     torch.manual_seed(0)
     calls = torch.rand(30, 2).mul(torch.tensor([1e7, 0.3])).tolist()
-    ways = [
-        (calls_at_once, way) for calls_at_once in (1, 2) for way in (OVERLAP, CONTROL, BLOCKING)
-    ]
+    ways = list(itertools.product((1, 2), (WHEN_READY, AFTER_BACKWARD, ONE_BY_ONE)))
     asked = ["DATA.gradients", "ring(8, 1e9, 0.001, 1)"]
     asked += [f"callsOf(DATA.gradients, {mb})" for mb in ("0", "1", "5", "Infinity")]
     asked += [f"callsOfTorch(DATA.gradients, {mb})" for mb in (1, 5)]
-    for calls_at_once, way in ways:
-        kind = json.dumps(
-            {"overlap": way.launches == WHEN_READY, "blocking": way.launches == ONE_BY_ONE}
-        )
+    for calls_at_once, launches in ways:
+        kind = {"overlap": launches == WHEN_READY, "blocking": launches == ONE_BY_ONE}
         of_page = dict(zip(NAMES_ON_THE_PAGE, (0.0041, 1.25e8, calls_at_once, *MORE), strict=True))
-        asked.append(f"simulate({calls}, 0.3, {kind}, {json.dumps(of_page)})")
+        asked.append(f"simulate({calls}, 0.3, {json.dumps(kind)}, {json.dumps(of_page)})")
     data, ring, *said = asked_of_the_page(*asked)
     # 14 steps of two delays, and 14/8 of the bytes.
     assert 0.028 < ring["callSeconds"] < ring["blockingCallSeconds"] < 0.029
@@ -173,8 +205,9 @@ def test_the_page_computes_the_same():
     assert ring["blockingCallSeconds"] == pytest.approx(here.blocking_call_seconds)
     sizes, ready = zip(*data, strict=True)
     parameters = [torch.nn.Parameter(torch.empty(n // 4, device="meta")) for n in sizes]
-    here = [predict.calls_of(parameters, ready, mb) for mb in (0, 1, 5, None)]
-    here += [predict.calls_of_torch(parameters, ready, mb) for mb in (1, 5)]
+    ready = dict(zip(parameters, ready, strict=True))
+    here = [predict.calls_of(ready, mb) for mb in (0, 1, 5, None)]
+    here += [predict.calls_of_torch(ready, mb) for mb in (1, 5)]
     here += [simulate(calls, 0.3, way, Network(0.0041, 1.25e8, n, *MORE)) for n, way in ways]
     assert said == [[list(times) for times in of_calls] for of_calls in here]
 
@@ -191,7 +224,7 @@ def test_zero2_on_the_page():
     assert zero2["waits"] == [[0.0, 1.5], [2.5, 3.0], [4.0, 4.5], [5.5, 6.0]]
     assert zero2["late"] == 3.0
     half = Network(0.5, 32.0, calls_at_once=1)
-    spans = simulate([(size, ready + 3.0) for size, ready in calls], 15.0, OVERLAP, half)
+    spans = simulate([(size, ready + 3.0) for size, ready in calls], 15.0, WHEN_READY, half)
     assert [tuple(span) for span in zero2["spans"]] == spans
 
 
@@ -262,11 +295,19 @@ def build():
 def loss_of_each():
     return Model(), lambda model: model(torch.randn(4, 8), scale=2)
 """
+GRADIENT_BYTES = 4 * (8 + 8 + 8 * 2 + 2 + 8 * 8 + 8)  # of norm, head and unused
 ROWS = ["no communication", "no communication again", "torch DDP", "torch DDP, 5 MB", "BucketedDDP"]
 
 
+def of_the_last_rank(samples: list[list[float]]) -> float:
+    return float(numpy.median(numpy.max(samples, axis=0)))
+
+
 def test_a_model_of_the_users_own(forked, tmp_path):
-    """Four of its eight parameters get a gradient; then all that is printed, and the page."""
+    """Four of its six gradients come; 05 sends them with the others when backward is over.
+
+    Then all that is printed, and the page.
+    """
     (tmp_path / "mine.py").write_text(MINE)
     words = "--mine mine.py:build --steps 2 --warmup 1 --device cpu --json json".split()
     status, output = forked(
@@ -280,6 +321,12 @@ def test_a_model_of_the_users_own(forked, tmp_path):
     assert list(result["predicted"]) == ROWS[2:]
     slowest = max(result["predicted"].values())
     assert 0.004 < slowest < 1 and all(name in output for name in ROWS[2:])
+    ends, optimizer = [
+        of_the_last_rank(alone[key]) for key in ("backward_ends", "optimizer_seconds")
+    ]
+    network = result["all_reduce"]
+    call = network["call_seconds"] + GRADIENT_BYTES / network["bytes_per_second"]
+    assert result["predicted"]["BucketedDDP"] == pytest.approx(ends + call + optimizer, rel=1e-9)
     networks = [(row["network"], row["ranks"]) for row in result["calculated"]]
     names = ["1gbit,1ms", "10gbit,50us", "100gbit,10us"]
     assert networks == [(name, ranks) for name in names for ranks in (2, 8, 64)]

@@ -5,13 +5,13 @@ bits, or nothing for many steps and then the mean of the weights. Each gives som
 train one small transformer from the same weights, on the sources of Python's standard library.
 `alone` never sends anything: what does not beat it should not communicate.
 
-A loss needs no network, so each row trains once, and the script notes what it sends. From that it
-calculates how long a batch takes on two networks:
+A loss needs no network, so each row trains once. From what it sends the script calculates how long
+a batch takes on two networks:
 
     make 05_bucketed/send_less NPROC=4                                      (see also ARGS="--help")
     torchrun --standalone --nproc-per-node 4 05_bucketed/send_less/send_less.py
 
-Over one of these two, emulated, it checks the clock: do batches take as long as calculated?
+Over an emulated network it checks the clock: do batches take as long as calculated?
 
     make 05_bucketed/send_less NPROC=4 NETWORK=1gbit,1ms
 
@@ -22,10 +22,10 @@ Source: Stich, "Local SGD Converges Fast and Communicates Little", 2019; Douilla
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -113,12 +113,21 @@ def train(model: nn.Module, optimizer, batches: list) -> None:
         model.average()
 
 
-ROWS = {  # what wraps a module, and the batches of a turn, after which DiLoCo averages
-    "alone": (lambda module: module, 20),
-    "every step": (BucketedDDP, 20),
-    "bfloat16": (RoundedDDP, 20),
-    "local SGD": (partial(DiLoCo, lr=1.0, momentum=0.0), 20),
-    "DiLoCo": (DiLoCo, 50),
+class Row(NamedTuple):
+    """What wraps a module, and what it sends in so many batches, after which DiLoCo averages."""
+
+    wrap: Callable
+    batches: int
+    calls: int
+    bytes_of_a_weight: int
+
+
+ROWS = {
+    "alone": Row(nn.Sequential, 20, 0, 0),
+    "every step": Row(BucketedDDP, 20, 20, 4),
+    "bfloat16": Row(RoundedDDP, 20, 20, 2),
+    "local SGD": Row(partial(DiLoCo, lr=1.0, momentum=0.0), 20, 1, 4),
+    "DiLoCo": Row(DiLoCo, 50, 1, 4),
 }
 NETWORKS = {  # bytes per second, and seconds of one way
     "100mbit,1ms": (12.5e6, 0.001),
@@ -127,16 +136,15 @@ NETWORKS = {  # bytes per second, and seconds of one way
 COMPUTING = 0.06  # seconds that the computing of a batch counts as
 
 
-def seconds_of_a_batch(calls: float, size_bytes: float, network: str) -> float:
-    """Return how long a batch takes on a network, with so many all-reduces, and bytes in them.
+def seconds_of_a_batch(found: dict, rate: float, delay: float) -> float:
+    """Return how long a batch takes on a network, with so many "calls", and "bytes" in them.
 
     A ring all-reduce takes 2(n-1) steps of two delays each, and 2(n-1)/n of the bytes. Nothing
     hides it, because the only bucket is full when backward ends.
     """
-    rate, delay = NETWORKS[network]
     ranks = dist.get_world_size()
     steps = 2 * (ranks - 1)
-    return COMPUTING + calls * steps * 2 * delay + steps / ranks * size_bytes / rate
+    return COMPUTING + found["calls"] * steps * 2 * delay + steps / ranks * found["bytes"] / rate
 
 
 # ==================================================================================================
@@ -169,56 +177,43 @@ def draw_batch(text: torch.Tensor, sequences: int, generator: torch.Generator) -
     return tokens[:, :-1], tokens[:, 1:]
 
 
-@contextmanager
-def noted_calls() -> Iterator[list[int]]:
-    """Yield a list that gets the bytes of each all-reduce."""
-    calls = []
-    all_reduce = dist.all_reduce
-
-    def note(tensor, *arguments, **options):
-        calls.append(tensor.nbytes)
-        return all_reduce(tensor, *arguments, **options)
-
-    dist.all_reduce = note
-    try:
-        yield calls
-    finally:
-        dist.all_reduce = all_reduce
-
-
 def race(name: str, text, held_out: tuple, args, seed: int, sleep: float = 0.0) -> dict:
     """Train on as many batches as --seconds have room for if nothing is sent.
 
     Returns the losses after so many "batches". And of a batch on average: its "calls", the "bytes"
     in them, and the seconds that it took "here".
     """
-    wrap, turn = ROWS[name]
+    row = ROWS[name]
     torch.manual_seed(seed)
     module = LanguageModel(**MODEL)
-    model = wrap(module)
+    model = row.wrap(module)
     optimizer = torch.optim.AdamW(module.parameters(), args.lr, (0.9, 0.99), fused=True)
     generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
     batches = []
     losses = []
-    sent = []
     here = 0.0
     count = 0
     while count < args.seconds / COMPUTING:
-        drawn = [draw_batch(text, 1, generator) for _ in range(turn)]
+        drawn = [draw_batch(text, 1, generator) for _ in range(row.batches)]
         start = time.perf_counter()
-        time.sleep(sleep * turn)
-        with setup.network(), noted_calls() as calls:
+        time.sleep(sleep * row.batches)
+        with setup.network():
             train(model, optimizer, drawn)
         here += time.perf_counter() - start
-        sent += calls
-        count += turn
+        count += row.batches
         with torch.no_grad():
             loss = loss_of(module, held_out) / dist.get_world_size()  # of this rank's share
         dist.all_reduce(loss)
         batches.append(count)
         losses.append(loss.item())
-    of_a_batch = {"calls": len(sent) / count, "bytes": sum(sent) / count, "here": here / count}
-    return {"batches": batches, "losses": losses, **of_a_batch}
+    weights = sum(parameter.numel() for parameter in module.parameters())
+    return {
+        "batches": batches,
+        "losses": losses,
+        "calls": row.calls / row.batches,
+        "bytes": row.calls * weights * row.bytes_of_a_weight / row.batches,
+        "here": here / count,
+    }
 
 
 def race_all(args) -> list[dict]:
@@ -249,12 +244,12 @@ def losses_after(batches: float, name: str, races: list[dict]) -> list[float]:
     return [numpy.interp(batches, *each, left=numpy.nan) for each in points]
 
 
-def print_races(races: list[dict], network: str, seconds: float) -> None:
+def print_races(races: list[dict], network: str, speed: tuple, seconds: float) -> None:
     """Print how far each row comes on a network, and what a batch takes."""
     most = seconds / COMPUTING
     rows = []
     for name, found in races[0].items():
-        a_batch = seconds_of_a_batch(found["calls"], found["bytes"], network)
+        a_batch = seconds_of_a_batch(found, *speed)
         reached = seconds / a_batch
         row = [name, f"{1000 * a_batch:.1f}", f"{1000 * found['here']:.1f}", f"{reached:.0f}"]
         row += [medians.cell(losses_after(count, name, races)) for count in (reached, most)]
@@ -269,11 +264,11 @@ def draw(races: list[dict], seconds: float, path: Path) -> None:
     figure, axes = report.new_figure(10, 4.5)
     axes.remove()
     panels = figure.subplots(1, 2, sharex=True, sharey=True)
-    for axes, network in zip(panels, NETWORKS, strict=True):
+    for axes, (network, speed) in zip(panels, NETWORKS.items(), strict=True):
         for (name, found), color in zip(races[0].items(), COLORS, strict=True):
             batches = numpy.array(found["batches"])
             losses = numpy.median([one[name]["losses"] for one in races], axis=0)
-            times = batches * seconds_of_a_batch(found["calls"], found["bytes"], network)
+            times = batches * seconds_of_a_batch(found, *speed)
             style = "--" if name == "alone" else "-"
             axes.plot(times, losses, style, color=color, linewidth=2, label=name)
         axes.set(title=network, xlabel="seconds, calculated", xlim=(0, seconds), ylim=(2.2, 3.0))
@@ -292,18 +287,19 @@ def main():
     setup.add_plot_arguments(parser, "send_less.png")
     args = parser.parse_args()
     with setup.process_group("cpu", "gloo") as device:
-        text = setup.network().text
-        if text not in (None, *NETWORKS):
-            setup.fail(f"NETWORK={text}: the clock is calculated for {' and '.join(NETWORKS)}")
+        networks = NETWORKS
+        emulated = setup.network().text
+        if emulated:
+            networks = {emulated: setup.network().speed}
         result = report.begin("05_bucketed/send_less", args, device)
         result["races"] = race_all(args)
-        for network in [text] if text else NETWORKS:
-            print_races(result["races"], network, args.seconds)
+        for network, speed in networks.items():
+            print_races(result["races"], network, speed, args.seconds)
         setup.say(
             "ms a batch: calculated, and measured here; loss: of held-out text. With several\n"
             "seeds: the median, the lowest and the highest."
         )
-        if args.plot and setup.is_rank_0() and not text:
+        if args.plot and setup.is_rank_0() and not emulated:
             draw(result["races"], args.seconds, args.plot)
         report.write_json(args.json, result)
 
