@@ -393,9 +393,12 @@ def sent(ranks: int) -> float:
     return 2 * (ranks - 1) / ranks
 
 
-def ring(ranks: int, rate: float, delay: float, here: Network, ranks_here: int) -> Network:
-    """Return what calls cost in a ring; for bytes per second, and seconds. As step.html has it."""
-    delays = 4 * (ranks - 1) * delay
+def ring(ranks: int, rate: float, message: float, here: Network, ranks_here: int) -> Network:
+    """Return what calls cost in a ring, for bytes per second and seconds that each message waits.
+
+    As step.html has it.
+    """
+    delays = 2 * (ranks - 1) * message
     return here._replace(
         call_seconds=1e-4 + delays,
         bytes_per_second=rate / sent(ranks),
@@ -409,10 +412,12 @@ def calculate(alone: Alone) -> list[dict]:
     networks = NETWORKS
     if text := setup.network().text:
         networks = {text: setup.network().speed} | networks
+    # gloo's sender waits until the receiver has said that it is ready.
+    delays = 2 if dist.get_backend() == "gloo" else 1
     rows = []
     for name, (rate, delay) in networks.items():
         for ranks in (2, 8, 64):
-            network = ring(ranks, rate, delay, alone.network, dist.get_world_size())
+            network = ring(ranks, rate, delays * delay, alone.network, dist.get_world_size())
             steps = {None: alone.step_of_torch(None, network)}
             for mb in (1, 2, 5, 10, 50, 100, 1000):
                 steps[mb] = alone.step_of_torch(mb, network)
@@ -430,7 +435,9 @@ def calculate(alone: Alone) -> list[dict]:
     setup.say("\nCalculated from this device's step, for torch's DDP:")
     table = []
     for row in rows:
-        cells = [f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row.values()]
+        cells = [row["network"], str(row["ranks"])]
+        cells += [f"{row[name]:.0f}" for name in ("step, ms", "exposed")]
+        cells += [f"{row['speed-up']:.2f}", str(row["best cap, MB"]), f"{row['its step']:.0f}"]
         table.append(cells)
     report.print_table(list(rows[0]), table)
     return rows

@@ -199,7 +199,7 @@ def test_the_page_computes_the_same():
     assert 0.028 < ring["callSeconds"] < ring["blockingCallSeconds"] < 0.029
     assert ring["bytesPerSecond"] == pytest.approx(1e9 / 1.75)
     assert ring.keys() == {*NAMES_ON_THE_PAGE}
-    here = predict.ring(8, 1e9, 0.001, Network(0.0, 1.0, 1), ranks_here=2)
+    here = predict.ring(8, 1e9, 0.002, Network(0.0, 1.0, 1), ranks_here=2)
     assert ring["callSeconds"] == pytest.approx(here.call_seconds)
     assert ring["bytesPerSecond"] == pytest.approx(here.bytes_per_second)
     assert ring["blockingCallSeconds"] == pytest.approx(here.blocking_call_seconds)
