@@ -28,6 +28,7 @@ from tools.check.runner import FORKS, Ranks, end, start
 
 ROOT = Path(__file__).resolve().parent.parent
 QUICK = "--size nano --steps 2 --warmup 1 --batch-size 1 --context-length 8".split()
+ONE_STEP = "--size nano --device cpu --batch-size 1 --context-length 8 --steps 1 --warmup 0".split()
 LONG = "--batch-size 1 --context-length 8 --steps 1000000".split()
 ONLY_RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 ONLY_RANK |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}

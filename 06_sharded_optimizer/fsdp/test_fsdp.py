@@ -1,7 +1,4 @@
-"""What FSDP promises beyond tools/check, on real ranks; beside one process that has all the data.
-
-The checks themselves on two ranks: tools/check/test_check.py.
-"""
+"""What FSDP promises, on real ranks; beside one process that has all the data."""
 
 import copy
 import re
@@ -26,21 +23,18 @@ from torch.utils.checkpoint import checkpoint
 
 from common import ladder
 from tools import testing
-from tools.check import checks_of_wrappers
+from tools.check import checks_of_fsdp
+from tools.check import checks_of_wrappers as wrappers
 from tools.testing import judged
 
 SCRIPT = Path(__file__).with_name("fsdp.py")
-FULL = pytest.mark.full
 
 
-def test_keeps_promises_of_wrappers(ranks):
-    """On three ranks, whose parts begin and end within weights. FSDP's own: test_exercises.py."""
-    checks = [
-        checks_of_wrappers.starts_with_the_parameters_of_rank_0,
-        checks_of_wrappers.trains_several_dtypes,
-        checks_of_wrappers.starts_with_the_buffers_of_rank_0,
-    ]
-    verdicts = judged(ranks, FSDP, checks, 3)
+def test_passes_its_checks(late_ranks):
+    """And those of wrappers that it has, on three ranks, whose parts begin and end in weights."""
+    checks = [*checks_of_fsdp.HAS_TO_HOLD, *checks_of_fsdp.BEYOND]
+    checks += [wrappers.trains_several_dtypes, wrappers.starts_with_the_buffers_of_rank_0]
+    verdicts = judged(late_ranks, FSDP, checks, 3)
     assert {verdict.verdict for verdict in verdicts.values()} == {"passed"}, verdicts
 
 
@@ -384,9 +378,6 @@ def test_trains_like_one_process(ranks, build, world_size):
     ranks(world_size).run(trains_like_one_process, build)
 
 
-QUICK = "--size nano --device cpu --batch-size 1 --context-length 8 --steps 1 --warmup 0".split()
-
-
 def held_by_a_rank():
     """Bytes of each part, of the language model in training; not of a loaded network alone."""
     size = {"size": "mini", "batch_size": 1, "context_length": 8}
@@ -412,7 +403,7 @@ def test_ranks_hold_what_the_formula_says(ranks):
 def test_script(forked, tmp_path):
     """With a class of the user's own, and its files."""
     testing.write_mnist(tmp_path / "data", 700, 10)  # the last batch is not full
-    words = [*QUICK, "--no-baseline", "--mine", f"{SCRIPT}:FSDP"]
+    words = [*testing.ONE_STEP, "--no-baseline", "--mine", f"{SCRIPT}:FSDP"]
     words += "--data data --json json --trace trace --plot plot".split()
     status, output = forked(2, SCRIPT, *words, cwd=tmp_path)
     assert status == 0, output
@@ -428,42 +419,10 @@ def test_script(forked, tmp_path):
 
 def test_the_timeline(forked, tmp_path):
     """Each of its steps is printed and drawn; only with FSDP a rank waits."""
-    words = ["1gbit,1ms", SCRIPT, *QUICK, "--timeline", "plot"]
+    words = ["1gbit,1ms", SCRIPT, *testing.ONE_STEP, "--timeline", "plot"]
     status, output = forked(2, testing.OVER, *words, cwd=tmp_path)
     assert status == 0, output
     testing.assert_png(tmp_path / "plot")
     waits = re.findall(r"^(.*): \d+ ms, of which it waits (\d+);", output, re.MULTILINE)
     [none, _, (name, milliseconds)] = waits
     assert none == ("no communication", "0") and name == "FSDP" and int(milliseconds) > 0
-
-
-class Scaled(nn.Module):
-    """A frozen layer, whose outputs two vectors of different dtypes scale."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 4, bias=False).requires_grad_(False)
-        self.scale = nn.Parameter(torch.ones(4))
-        self.other_scale = nn.Parameter(torch.ones(4, dtype=torch.float64))
-
-    def forward(self, inputs):
-        return (self.layer(inputs) * self.scale).double() * self.other_scale
-
-
-def trains_vectors_alone():
-    """A forgotten finish raises; each dtype is averaged in its own precision."""
-    rank = dist.get_rank()
-    model = FSDP(Scaled())
-    inputs = torch.ones(3, 4)
-    (model(inputs).sum() * (1 + rank * 1e-12)).backward()
-    gradient = model.module.other_scale.grad.clone()
-    with pytest.raises(RuntimeError, match="finish_gradient_synchronization"):
-        model(inputs)
-    model.finish_gradient_synchronization()
-    dist.all_reduce(gradient)
-    assert torch.equal(model.module.other_scale.grad, gradient / 2)
-    assert model.module.scale.grad.dtype == torch.float32
-
-
-def test_trains_vectors_alone(ranks):
-    ranks(2).run(trains_vectors_alone)

@@ -15,20 +15,15 @@ from torch.utils.checkpoint import checkpoint
 from zero2 import ZeRO2
 
 from tools import testing
-from tools.check import checks_of_wrappers as wrappers
+from tools.check import checks_of_zero2
 
 SCRIPT = Path(__file__).with_name("zero2.py")
-FULL = pytest.mark.full
 
 
-CHECKS = [*wrappers.HAS_TO_HOLD, *wrappers.BEYOND]
-CHECKS.remove(wrappers.accumulates_with_no_sync)
-
-
-@pytest.mark.parametrize("world_size", [3, pytest.param(2, marks=FULL)])
-def test_keeps_promises_of_wrappers(late_ranks, world_size):
+def test_passes_its_checks(late_ranks):
     """Slices of three ranks begin and end within weights."""
-    verdicts = testing.judged(late_ranks, ZeRO2, CHECKS, world_size)
+    checks = [*checks_of_zero2.HAS_TO_HOLD, *checks_of_zero2.BEYOND]
+    verdicts = testing.judged(late_ranks, ZeRO2, checks, 3)
     assert {verdict.verdict for verdict in verdicts.values()} == {"passed"}, verdicts
 
 
@@ -265,16 +260,13 @@ def test_a_group_of_some_ranks(ranks):
     ranks(3).run(trains_in_a_group)
 
 
-QUICK = "--size nano --device cpu --batch-size 1 --context-length 8 --steps 1 --warmup 0".split()
-
-
 def test_script(forked, tmp_path):
     """It trains as one process does; a rank holds whole weights, and 1/N of what is thrice that.
 
     Beside that it has three pairs of buffers for the largest weight, which is an embedding.
     """
     testing.write_mnist(tmp_path / "data", 700, 10)  # the last batch is not full
-    words = [*QUICK, "--no-baseline", "--bucket-size-mb", "0.05"]
+    words = [*testing.ONE_STEP, "--no-baseline", "--bucket-size-mb", "0.05"]
     words += "--data data --json json --trace trace".split()
     status, output = forked(2, SCRIPT, *words, cwd=tmp_path)
     assert status == 0, output

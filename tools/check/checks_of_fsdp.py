@@ -3,7 +3,6 @@
 Whole weights are read with gather_full_params(), or from torch's DTensors.
 """
 
-import re
 from functools import partial
 from inspect import signature
 
@@ -75,13 +74,14 @@ def check_freed(before: dict[int, int], layout, after: str, shards=1, twins=0) -
 
 def computes_in_another_dtype(mine, layout=PLAIN):
     """compute_dtype=torch.bfloat16 computes in it; weights and gradients stay float32, unrounded"""
+    if "compute_dtype" not in signature(mine).parameters:
+        raise NotTried("there is no argument compute_dtype")
     dtype = torch.bfloat16
-    option = {name_of_dtype(mine): dtype}
     twin = new(OfTokens, layout)
     given = torch.cat([weight.detach().flatten() for weight in twin.parameters()])
     twin.to(dtype)
     with may_be_refused():
-        model = wrap(partial(mine, **option), new(OfTokens, layout))
+        model = wrap(partial(mine, compute_dtype=dtype), new(OfTokens, layout))
 
     def backward(model, step, parts):
         inputs = inputs_of(step, 0, dist.get_rank())
@@ -102,18 +102,6 @@ def computes_in_another_dtype(mine, layout=PLAIN):
 
     if wrappers.follow(model, twin, backward, steps=1, rounds="bfloat16"):
         raise Warned(f"gradients are averaged in {dtype}, as torch's unless asked", IN_16_BITS)
-
-
-def name_of_dtype(mine) -> str:
-    """Return the argument in whose dtype it computes: compute_dtype, or what looks like it."""
-    alike = []
-    for name, argument in signature(mine).parameters.items():
-        is_dtype = argument.default is None or isinstance(argument.default, torch.dtype)
-        if is_dtype and re.fullmatch(r"(?!reduc)(\w+_)?d?type", name):
-            alike.append(name)
-    if not alike:
-        raise NotTried("there is no argument compute_dtype")
-    return max(alike, key=lambda name: "compute" in name)
 
 
 def frees_after_forward(mine, layout=PLAIN):
