@@ -86,13 +86,15 @@ CLASSES = [name for name in torch.optim.__all__ if name[0].isupper() and name no
 def equals_unsharded(name, options):
     """Parameters on all ranks; state_dict() on rank 0, elsewhere its groups alone."""
     optimizer_cls = getattr(torch.optim, name)
-    mine, plain = parameters(*SHAPES), parameters(*SHAPES)
+    mine = parameters(*SHAPES)
+    plain = parameters(*SHAPES)
     sharded, unsharded = optimizers_of(optimizer_cls, grouped(mine), grouped(plain), **options)
     for steps in ([], range(4), range(4, 7)):  # Adagrad's state is there before the first step
         for optimizer, owned in ((sharded, mine), (unsharded, plain)):
             train(optimizer, owned[:-1], steps)  # the last one is not used
         assert_equal(mine, plain)
-        state, expected = sharded.state_dict(), unsharded.state_dict()
+        state = sharded.state_dict()
+        expected = unsharded.state_dict()
         if dist.get_rank() > 0:
             expected["state"] = {}
         assert_same_state(state, expected)
@@ -119,7 +121,8 @@ def shares_the_state_out_evenly():
 
 def follows_its_groups():
     """Rates that a scheduler sets after loading, and those of a group that was added after it."""
-    mine, plain = parameters(*SHAPES), parameters(*SHAPES)
+    mine = parameters(*SHAPES)
+    plain = parameters(*SHAPES)
     sharded, unsharded = optimizers_of(ADAM, mine[:4], plain[:4], lr=0.1)
     for optimizer, owned in ((sharded, mine), (unsharded, plain)):
         train(optimizer, owned, [0])

@@ -139,8 +139,10 @@ def test_collectives_are_priced(ranks):
 def prices_messages():
     """A round of the ring takes two delays and its bytes, in both directions at once."""
     group = slow_group("100mbit,10ms")
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    before, after = (rank - 1) % world_size, (rank + 1) % world_size
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
+    before = (rank - 1) % world_size
+    after = (rank + 1) % world_size
     sent = torch.full((2**15,), float(rank))
     received = torch.empty_like(sent)
     launched = network.calls

@@ -43,7 +43,8 @@ class Calls(nn.Module):
 
     def __init__(self, function, *layers):
         super().__init__()
-        self.function, self.layers = function, nn.ModuleList(layers)
+        self.function = function
+        self.layers = nn.ModuleList(layers)
 
     def forward(self, *inputs):
         return self.function(self.layers, *inputs)
@@ -55,8 +56,11 @@ class Net(nn.Module):
     def __init__(self, use_reentrant=None):
         super().__init__()
         self.embedding = nn.Embedding(11, 7)
-        self.up, self.norm, self.down = nn.Linear(7, 13), nn.LayerNorm(13), nn.Linear(13, 7)
-        self.twice, self.head = nn.Linear(7, 7, bias=False), nn.Linear(7, 11, bias=False)
+        self.up = nn.Linear(7, 13)
+        self.norm = nn.LayerNorm(13)
+        self.down = nn.Linear(13, 7)
+        self.twice = nn.Linear(7, 7, bias=False)
+        self.head = nn.Linear(7, 11, bias=False)
         self.never = nn.Linear(3, 3)
         self.use_reentrant = use_reentrant
 
@@ -78,7 +82,8 @@ class Adapted(nn.Linear):
     def __init__(self):
         super().__init__(6, 6, bias=False)
         self.weight.requires_grad_(False)
-        self.before, self.after = nn.Linear(6, 2, bias=False), nn.Linear(2, 6, bias=False)
+        self.before = nn.Linear(6, 2, bias=False)
+        self.after = nn.Linear(2, 6, bias=False)
         self.norm = nn.LayerNorm(6, elementwise_affine=False)
 
     def forward(self, x):
@@ -107,7 +112,8 @@ def loss_of(model, tokens):
 
 def assert_same_weights(model, twin, tolerance=1e-12):
     """Names, dtypes and values, those of buffers, too."""
-    full, expected = model.gather_full_params(), dict(twin.state_dict())
+    full = model.gather_full_params()
+    expected = dict(twin.state_dict())
     torch.testing.assert_close(full, expected, rtol=0, atol=tolerance)
 
 
@@ -188,7 +194,9 @@ def trains_like_one_process(build):
 def gathers_in_order(prefetch=True, is_trained=True):
     """How many units are whole at most, when each is gathered for forward and for backward."""
     model = FSDP(chain().requires_grad_(is_trained), prefetch=prefetch)
-    gathered, whole, unshard = [], [], fsdp.FlatParameter.unshard
+    gathered = []
+    whole = []
+    unshard = fsdp.FlatParameter.unshard
 
     def noting_unshard(flat):
         if flat.unsharded.untyped_storage().size() == 0:
@@ -274,6 +282,10 @@ def refuses_wrong_use():
         loss.backward()
     with pytest.raises(ValueError, match="only once"):
         FSDP(nn.Sequential(model))
+    model = FSDP(nn.LayerNorm(6).double())  # nothing of it is sharded
+    model(x).sum().backward()
+    with pytest.raises(RuntimeError, match="finish_gradient_synchronization"):
+        model(x)
     for change in (lambda module: module[0].requires_grad_(False), nn.Module.float):
         model = FSDP(chain())
         change(model.module)

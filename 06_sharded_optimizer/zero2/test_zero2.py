@@ -32,12 +32,16 @@ class Net(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.embedding, self.head = nn.Embedding(11, 6), nn.Linear(6, 11, bias=False)
+        self.embedding = nn.Embedding(11, 6)
+        self.head = nn.Linear(6, 11, bias=False)
         self.head.weight = self.embedding.weight
         self.conv = nn.Conv2d(1, 3, 3, padding=1).to(memory_format=torch.channels_last)
         self.attention = nn.MultiheadAttention(6, 2, bias=False, batch_first=True)
-        self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 13), nn.Linear(13, 6)
-        self.twice, self.never = nn.Linear(6, 6), nn.Linear(5, 3)
+        self.norm = nn.LayerNorm(6)
+        self.up = nn.Linear(6, 13)
+        self.down = nn.Linear(13, 6)
+        self.twice = nn.Linear(6, 6)
+        self.never = nn.Linear(5, 3)
         self.sometimes = nn.Linear(6, 6)
         self.register_buffer("offset", torch.ones(()))
 

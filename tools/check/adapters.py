@@ -17,7 +17,6 @@ from torch import nn
 from users_class import FINISHES, GATHERS, finish_of, import_file
 
 from tools.check import checks_of_losses as losses
-from tools.check.findings import LIBRARIES, is_within
 from tools.check.models import Around, gather_of, layout_for, module_of
 
 OF_COURSES = re.compile(r"get_.*(ddp|fsdp|sharded)")
@@ -25,11 +24,10 @@ AROUND = ("on_after_backward", "on_train_batch_start", "gather_full_params")
 
 
 class Found(NamedTuple):
-    """Holds all that MINE names, and what was imported for it."""
+    """Holds all that MINE names, and what its import has missed."""
 
     classes: list[tuple[str, str, list[str]]]  # FILE.py:NAME, its kind, what is not written yet
     absent: list[str]  # modules that are not installed
-    libraries: list[str]  # modules that are not the user's
 
 
 def import_mine(file: str) -> tuple[ModuleType, list[str]]:
@@ -108,7 +106,6 @@ def call(check, *form):
 
 def find(text: str, kind: str | None, layers: str) -> Found:
     """Import what MINE names, and say what it is."""
-    before = set(sys.modules)
     texts = [text]
     file = text if text.endswith(".py") else text.rpartition(":")[0]
     if not file.endswith(".py"):
@@ -125,11 +122,7 @@ def find(text: str, kind: str | None, layers: str) -> Found:
         found.append((each, kind or kind_of(functions[0]), missing))
     if layers:
         module_of(layers).Linear(2, 2)
-    libraries = []
-    for name in sys.modules.keys() - before:
-        if is_within(getattr(sys.modules[name], "__file__", None) or "", LIBRARIES):
-            libraries.append(name)
-    return Found(found, absent, libraries)
+    return Found(found, absent)
 
 
 def kind_of(mine) -> str:
