@@ -46,9 +46,10 @@ def hosts(script, tmp_path):
 
     def start(rate: str, delay="", python=sys.executable, cores=(), **variables):
         words = ["exec", "bash", "tools/hosts.sh", python, rate, delay, tmp_path / "probe.py"]
-        (tmp_path / "Makefile").write_text(f"hosts:\n\t{shlex.join(map(str, words))}\n")
+        makefile = tmp_path / "Makefile"
+        makefile.write_text(f"hosts:\n\t{shlex.join(map(str, words))}\n")
         limit = ["taskset", "-c", ",".join(map(str, cores))] if cores else []
-        command = [*limit, "make", "--silent", "--file", tmp_path / "Makefile"]
+        command = [*limit, "make", "--silent", "--file", makefile]
         return script(command, cwd=ROOT, env=variables)
 
     return start

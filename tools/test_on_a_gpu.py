@@ -26,7 +26,8 @@ def test_by_torchrun(script, tmp_path, name, world_size):
     words = [*SHORT[name], "--device", "cuda"]
     if "--results" not in words:
         words += ["--json", "run.json"]
-    command = torchrun(world_size, ROOT / f"{name}.py", *words)
+    path = ROOT / f"{name}.py"
+    command = torchrun(world_size, path, *words)
     status, output = script(command, cwd=tmp_path).wait(300)
     assert status == 0 and "FAILED" not in output, output
     [file] = tmp_path.glob("*.json")

@@ -95,15 +95,17 @@ def test_lines_for_courses(late_ranks, tmp_path, name, kind, checks):
 
 def check_adapter(text: str, kind: str, checks: list[str]) -> None:
     """On a rank; a check raises what it has found."""
-    for check in checks:
-        getattr(KINDS[kind], check)(*prepare(text, kind))
+    for name in checks:
+        check = getattr(KINDS[kind], name)
+        check(*prepare(text, kind))
 
 
 def test_make_read_holds_the_lessons_and_needs_python_alone():
     """-S: what was installed is out of reach."""
     command = [sys.executable, "-S", "-m", "tools.read"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert run.returncode == 0 and run.stdout == "written: results/read.html\n", run.stderr
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == "written: results/read.html\n"
     page = (ROOT / "results" / "read.html").read_text()
     shown = re.sub("<.*?>", "", html.unescape(page.replace("&nbsp;", " ")))
     scripts = [folder / f"{folder.name[3:]}.py" for folder in ROOT.glob("0[2-5]_*")]

@@ -113,7 +113,8 @@ def trains_as_stage_05(tolerance, bucket_size_mb, dtype):
             seen += [evaluate(model), evaluate(model)] if step % 5 == 3 else []
         half = len(seen) // 2
         torch.testing.assert_close(seen[:half], seen[half:], rtol=0, atol=tolerance)
-    (model, _), (other, _) = pairs
+    model, _ = pairs[0]
+    other, _ = pairs[1]
     assert_same_weights(model, other, tolerance)
 
 
@@ -135,7 +136,8 @@ def overlaps():
     """Each layer waits for its own bucket alone; a bucket's gradients leave when they are there."""
     model = ZeRO2(nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(6)]), 0)
     optimizer = torch.optim.SGD(model.shards, lr=0.1)
-    gathers, launched = [], []
+    gathers = []
+    launched = []
 
     def note_gathers(*_):
         """Note how many buckets nobody has waited for yet."""
@@ -145,7 +147,8 @@ def overlaps():
         layer.register_forward_hook(note_gathers)
         layer.register_full_backward_hook(lambda *_: launched.append(6 - len(model.waiting)))
     for _ in range(2):
-        gathers.clear(), launched.clear()
+        gathers.clear()
+        launched.clear()
         model(torch.ones(2, 4, requires_grad=True)).sum().backward()
         assert len(model.reducing) == 3 and len(model.waiting) == 0
         assert all(layer.weight.grad is None for layer in model.module)
@@ -201,21 +204,6 @@ def refuses_optimizers_that_would_train_nothing():
         torch.optim.AdamW(parameters).step()
 
 
-def refuses_another_ranks_state():
-    """What rank 0 has saved, and every rank loads, are slices of other weights."""
-    [(model, optimizer), _] = twins()
-    compute_gradients(model, 0)
-    optimizer.step()
-    of_ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, optimizer.state_dict())
-    optimizer.load_state_dict(of_ranks[dist.get_rank()])
-    optimizer.step()
-    optimizer.load_state_dict(of_ranks[0])
-    if dist.get_rank() > 0:
-        with pytest.raises(RuntimeError, match="has loaded the state of rank 0"):
-            optimizer.step()
-
-
 def clips_in_16_bits():
     """A norm of some hundreds, whose square float16 does not have."""
     for dtype in (torch.float16, torch.bfloat16):
@@ -234,7 +222,6 @@ PROMISES = [
     clips_in_16_bits,
     shards_are_named_and_shaped_as_their_weights,
     refuses_optimizers_that_would_train_nothing,
-    refuses_another_ranks_state,
     refuses_wrong_use,
 ]
 
