@@ -3,6 +3,7 @@
 conftest.py's fixtures hand out the three classes.
 """
 
+import atexit
 import json
 import multiprocessing
 import os
@@ -47,6 +48,7 @@ class LastingRanks(Ranks):
     def __init__(self, world_size: int, network=nullcontext):
         self.printed = tempfile.NamedTemporaryFile(mode="r")
         super().__init__(CONTEXT, world_size, network, self.printed.name)
+        atexit.register(self.end)  # a failed test's traceback keeps their pipes open
 
     def run(self, function, *arguments) -> list:
         """Return what a function returns, by rank; fail if a rank raises, ends or hangs."""
