@@ -338,6 +338,7 @@ def test_losses(late_ranks, tmp_path, number):
 
 PLAIN_FILE = """
 import torch
+from common import ANSWER
 
 class Mine(torch.nn.Module):
     def __init__(self, module, bucket_bytes=25 * 2**20):
@@ -345,14 +346,15 @@ class Mine(torch.nn.Module):
         self.size = bucket_bytes
 
     def sync_gradients(self):
-        return "synchronized"
+        return ANSWER
 """
 
 
 def test_one_loader_for_check_and_stages(monkeypatch, tmp_path):
-    """A stem that Python has; names of finish and size. One of ours, packages: test_course.py."""
+    """Stems that Python and we have; names of finish and size. Packages: test_course.py."""
     monkeypatch.setattr(sys, "path", sys.path[:])
     (tmp_path / "random.py").write_text(PLAIN_FILE)
+    (tmp_path / "common.py").write_text("ANSWER = 'synchronized'")
     made = users_class(f"{tmp_path}/random.py:Mine", 0.5)(None)
     assert made.size == 2**19
     assert made.finish_gradient_synchronization() == "synchronized"
