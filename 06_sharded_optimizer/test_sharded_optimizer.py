@@ -13,6 +13,7 @@ import torch.distributed as dist
 from sharded_optimizer import ShardedOptimizer
 from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
+from zero2 import ZeRO2
 
 from common.ladder import LanguageModel
 from common.timing import gather
@@ -141,10 +142,9 @@ def says_what_is_wrong():
         ShardedOptimizer(parameters((3,)), torch.optim.LBFGS)
     model = nn.Linear(3, 4).double()
     optimizer = ShardedOptimizer(model.parameters(), ADAM)
-    shard = nn.Parameter(torch.zeros(3))
-    shard.is_shard = True  # as FSDP marks its own
-    with pytest.raises(ValueError):
-        optimizer.add_param_group({"params": [shard]})
+    shards = ZeRO2(nn.Linear(3, 4)).shards
+    with pytest.raises(ValueError, match="split already"):
+        optimizer.add_param_group({"params": shards})
     model.float()
     with pytest.raises(RuntimeError):
         optimizer.step()
