@@ -93,19 +93,8 @@ def script():
 
 
 @pytest.fixture
-def launched(script):
-    """launched(world_size, path, *words) is torchrun's run of a script: (exit status, output)."""
-    from tools.testing import torchrun
-
-    def run(world_size: int, *words, timeout: float = 200, **options) -> tuple[int, str]:
-        return script(torchrun(world_size, *words), **options).wait(timeout)
-
-    return run
-
-
-@pytest.fixture
 def forked():
-    """The same in 0.1 s instead of seconds, in processes that have torch: see Forked."""
+    """forked(world_size, path, *words) is a script's run: (exit status, output). See Forked."""
     from tools.testing import Forked
 
     return lambda *words, **options: Forked(*words, **options).wait()

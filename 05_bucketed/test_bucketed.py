@@ -1,29 +1,8 @@
 """What stage 05 alone does. What 02 to 05 promise together: tools/test_wrappers.py."""
 
-from functools import partial
-
-import pytest
 import torch
 from bucketed import BucketedDDP
 from torch import nn
-
-from tools import testing
-from tools.check import checks_of_wrappers
-
-
-def with_buckets(bucket_size_mb, module):
-    return BucketedDDP(module, bucket_size_mb)
-
-
-@pytest.mark.parametrize("bucket_size_mb", [0.0001, float("inf")])
-def test_bucket_sizes(ranks, bucket_size_mb):
-    wrapper = partial(with_buckets, bucket_size_mb)  # which leaves the checks no choice
-    checks = [
-        checks_of_wrappers.trains_several_dtypes,
-        checks_of_wrappers.keeps_one_order_on_any_branch,
-        checks_of_wrappers.averages_what_one_rank_uses,
-    ]
-    assert not testing.failed(testing.judged(ranks, wrapper, checks, 3))
 
 
 def buckets_of_layers(bucket_size_mb):

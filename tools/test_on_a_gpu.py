@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from tools.testing import QUICK, ROOT
+from tools.testing import QUICK, ROOT, torchrun
 
 pytestmark = pytest.mark.cuda
 LADDER = ["02_naive_ddp/naive_ddp", "03_flat_ddp/flat_ddp", "04_overlap_ddp/overlap_ddp"]
@@ -22,11 +22,13 @@ SHORT = dict.fromkeys([*LADDER, "05_bucketed/bucket_sweep/bucket_sweep"], QUICK)
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("name", SHORT)
-def test_by_torchrun(launched, tmp_path, name, world_size):
+def test_by_torchrun(script, tmp_path, name, world_size):
     words = [*SHORT[name], "--device", "cuda"]
     if "--results" not in words:
         words += ["--json", "run.json"]
-    status, output = launched(world_size, ROOT / f"{name}.py", *words, cwd=tmp_path, timeout=300)
+    path = ROOT / f"{name}.py"
+    command = torchrun(world_size, path, *words)
+    status, output = script(command, cwd=tmp_path).wait(300)
     assert status == 0 and "FAILED" not in output, output
     [file] = tmp_path.glob("*.json")
     gpu_per_rank = torch.cuda.device_count() >= world_size

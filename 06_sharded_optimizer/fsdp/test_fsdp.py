@@ -1,7 +1,4 @@
-"""What FSDP promises beyond tools/check, on real ranks; beside one process that has all the data.
-
-The checks themselves on two ranks: tools/check/test_check.py.
-"""
+"""What FSDP promises, on real ranks; beside one process that has all the data."""
 
 import copy
 import re
@@ -26,21 +23,18 @@ from torch.utils.checkpoint import checkpoint
 
 from common import ladder
 from tools import testing
-from tools.check import checks_of_wrappers
+from tools.check import checks_of_fsdp
+from tools.check import checks_of_wrappers as wrappers
 from tools.testing import judged
 
 SCRIPT = Path(__file__).with_name("fsdp.py")
-FULL = pytest.mark.full
 
 
-def test_keeps_promises_of_wrappers(ranks):
-    """On three ranks, whose parts begin and end within weights. FSDP's own: test_exercises.py."""
-    checks = [
-        checks_of_wrappers.starts_with_the_parameters_of_rank_0,
-        checks_of_wrappers.trains_several_dtypes,
-        checks_of_wrappers.starts_with_the_buffers_of_rank_0,
-    ]
-    verdicts = judged(ranks, FSDP, checks, 3)
+def test_passes_its_checks(late_ranks):
+    """And those of wrappers that it has, on three ranks, whose parts begin and end in weights."""
+    checks = [*checks_of_fsdp.HAS_TO_HOLD, *checks_of_fsdp.BEYOND]
+    checks += [wrappers.trains_several_dtypes, wrappers.starts_with_the_buffers_of_rank_0]
+    verdicts = judged(late_ranks, FSDP, checks, 3)
     assert {verdict.verdict for verdict in verdicts.values()} == {"passed"}, verdicts
 
 
@@ -49,7 +43,8 @@ class Calls(nn.Module):
 
     def __init__(self, function, *layers):
         super().__init__()
-        self.function, self.layers = function, nn.ModuleList(layers)
+        self.function = function
+        self.layers = nn.ModuleList(layers)
 
     def forward(self, *inputs):
         return self.function(self.layers, *inputs)
@@ -61,8 +56,11 @@ class Net(nn.Module):
     def __init__(self, use_reentrant=None):
         super().__init__()
         self.embedding = nn.Embedding(11, 7)
-        self.up, self.norm, self.down = nn.Linear(7, 13), nn.LayerNorm(13), nn.Linear(13, 7)
-        self.twice, self.head = nn.Linear(7, 7, bias=False), nn.Linear(7, 11, bias=False)
+        self.up = nn.Linear(7, 13)
+        self.norm = nn.LayerNorm(13)
+        self.down = nn.Linear(13, 7)
+        self.twice = nn.Linear(7, 7, bias=False)
+        self.head = nn.Linear(7, 11, bias=False)
         self.never = nn.Linear(3, 3)
         self.use_reentrant = use_reentrant
 
@@ -84,7 +82,8 @@ class Adapted(nn.Linear):
     def __init__(self):
         super().__init__(6, 6, bias=False)
         self.weight.requires_grad_(False)
-        self.before, self.after = nn.Linear(6, 2, bias=False), nn.Linear(2, 6, bias=False)
+        self.before = nn.Linear(6, 2, bias=False)
+        self.after = nn.Linear(2, 6, bias=False)
         self.norm = nn.LayerNorm(6, elementwise_affine=False)
 
     def forward(self, x):
@@ -113,7 +112,8 @@ def loss_of(model, tokens):
 
 def assert_same_weights(model, twin, tolerance=1e-12):
     """Names, dtypes and values, those of buffers, too."""
-    full, expected = model.gather_full_params(), dict(twin.state_dict())
+    full = model.gather_full_params()
+    expected = dict(twin.state_dict())
     torch.testing.assert_close(full, expected, rtol=0, atol=tolerance)
 
 
@@ -194,7 +194,9 @@ def trains_like_one_process(build):
 def gathers_in_order(prefetch=True, is_trained=True):
     """How many units are whole at most, when each is gathered for forward and for backward."""
     model = FSDP(chain().requires_grad_(is_trained), prefetch=prefetch)
-    gathered, whole, unshard = [], [], fsdp.FlatParameter.unshard
+    gathered = []
+    whole = []
+    unshard = fsdp.FlatParameter.unshard
 
     def noting_unshard(flat):
         if flat.unsharded.untyped_storage().size() == 0:
@@ -280,6 +282,10 @@ def refuses_wrong_use():
         loss.backward()
     with pytest.raises(ValueError, match="only once"):
         FSDP(nn.Sequential(model))
+    model = FSDP(nn.LayerNorm(6).double())  # nothing of it is sharded
+    model(x).sum().backward()
+    with pytest.raises(RuntimeError, match="finish_gradient_synchronization"):
+        model(x)
     for change in (lambda module: module[0].requires_grad_(False), nn.Module.float):
         model = FSDP(chain())
         change(model.module)
@@ -384,9 +390,6 @@ def test_trains_like_one_process(ranks, build, world_size):
     ranks(world_size).run(trains_like_one_process, build)
 
 
-QUICK = "--size nano --device cpu --batch-size 1 --context-length 8 --steps 1 --warmup 0".split()
-
-
 def held_by_a_rank():
     """Bytes of each part, of the language model in training; not of a loaded network alone."""
     size = {"size": "mini", "batch_size": 1, "context_length": 8}
@@ -412,7 +415,7 @@ def test_ranks_hold_what_the_formula_says(ranks):
 def test_script(forked, tmp_path):
     """With a class of the user's own, and its files."""
     testing.write_mnist(tmp_path / "data", 700, 10)  # the last batch is not full
-    words = [*QUICK, "--no-baseline", "--mine", f"{SCRIPT}:FSDP"]
+    words = [*testing.ONE_STEP, "--no-baseline", "--mine", f"{SCRIPT}:FSDP"]
     words += "--data data --json json --trace trace --plot plot".split()
     status, output = forked(2, SCRIPT, *words, cwd=tmp_path)
     assert status == 0, output
@@ -428,42 +431,10 @@ def test_script(forked, tmp_path):
 
 def test_the_timeline(forked, tmp_path):
     """Each of its steps is printed and drawn; only with FSDP a rank waits."""
-    words = ["1gbit,1ms", SCRIPT, *QUICK, "--timeline", "plot"]
+    words = ["1gbit,1ms", SCRIPT, *testing.ONE_STEP, "--timeline", "plot"]
     status, output = forked(2, testing.OVER, *words, cwd=tmp_path)
     assert status == 0, output
     testing.assert_png(tmp_path / "plot")
     waits = re.findall(r"^(.*): \d+ ms, of which it waits (\d+);", output, re.MULTILINE)
     [none, _, (name, milliseconds)] = waits
     assert none == ("no communication", "0") and name == "FSDP" and int(milliseconds) > 0
-
-
-class Scaled(nn.Module):
-    """A frozen layer, whose outputs two vectors of different dtypes scale."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 4, bias=False).requires_grad_(False)
-        self.scale = nn.Parameter(torch.ones(4))
-        self.other_scale = nn.Parameter(torch.ones(4, dtype=torch.float64))
-
-    def forward(self, inputs):
-        return (self.layer(inputs) * self.scale).double() * self.other_scale
-
-
-def trains_vectors_alone():
-    """A forgotten finish raises; each dtype is averaged in its own precision."""
-    rank = dist.get_rank()
-    model = FSDP(Scaled())
-    inputs = torch.ones(3, 4)
-    (model(inputs).sum() * (1 + rank * 1e-12)).backward()
-    gradient = model.module.other_scale.grad.clone()
-    with pytest.raises(RuntimeError, match="finish_gradient_synchronization"):
-        model(inputs)
-    model.finish_gradient_synchronization()
-    dist.all_reduce(gradient)
-    assert torch.equal(model.module.other_scale.grad, gradient / 2)
-    assert model.module.scale.grad.dtype == torch.float32
-
-
-def test_trains_vectors_alone(ranks):
-    ranks(2).run(trains_vectors_alone)

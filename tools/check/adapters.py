@@ -17,28 +17,17 @@ from torch import nn
 from users_class import FINISHES, GATHERS, finish_of, import_file
 
 from tools.check import checks_of_losses as losses
-from tools.check.findings import LIBRARIES, Failed, is_within
 from tools.check.models import Around, gather_of, layout_for, module_of
 
 OF_COURSES = re.compile(r"get_.*(ddp|fsdp|sharded)")
 AROUND = ("on_after_backward", "on_train_batch_start", "gather_full_params")
-FORMS = "a wrapper as Mine(module), an optimizer as Mine(params, optimizer_cls, **options)"
-ENGINE = f"""\
-it has a backward() or step() of its own, as an engine has. make check takes {FORMS}: so give it \
-MINE=FILE.py:averaged with these lines in FILE.py (its step() may not clear the gradients)
-
-def averaged(module):
-    engine = NAME(ARGUMENTS)
-    module.finish = lambda: engine.CALL
-    return module"""
 
 
 class Found(NamedTuple):
-    """Holds all that MINE names, and what was imported for it."""
+    """Holds all that MINE names, and what its import has missed."""
 
     classes: list[tuple[str, str, list[str]]]  # FILE.py:NAME, its kind, what is not written yet
     absent: list[str]  # modules that are not installed
-    libraries: list[str]  # modules that are not the user's
 
 
 def import_mine(file: str) -> tuple[ModuleType, list[str]]:
@@ -117,7 +106,6 @@ def call(check, *form):
 
 def find(text: str, kind: str | None, layers: str) -> Found:
     """Import what MINE names, and say what it is."""
-    before = set(sys.modules)
     texts = [text]
     file = text if text.endswith(".py") else text.rpartition(":")[0]
     if not file.endswith(".py"):
@@ -134,31 +122,19 @@ def find(text: str, kind: str | None, layers: str) -> Found:
         found.append((each, kind or kind_of(functions[0]), missing))
     if layers:
         module_of(layers).Linear(2, 2)
-    libraries = []
-    for name in sys.modules.keys() - before:
-        if is_within(getattr(sys.modules[name], "__file__", None) or "", LIBRARIES):
-            libraries.append(name)
-    return Found(found, absent, libraries)
+    return Found(found, absent)
 
 
 def kind_of(mine) -> str:
-    """Return the kind that its arguments, methods and name say; raise Failed for an engine."""
-    arguments = inspect.signature(mine).parameters
-    names = list(arguments)
-    has = [name for name in (*FINISHES, *GATHERS, "backward", "step") if hasattr(mine, name)]
+    """Return the kind that its arguments, methods and name say."""
+    names = list(inspect.signature(mine).parameters)
     if names and names[0].startswith("param"):
         return "optimizer"
-    given = [name for name, each in arguments.items() if each.default is each.empty]
-    if "backward" in has[:1] or "step" in has[:1]:
-        takes_one = any("optim" in name for name in given)
-        own = ", torch.optim.SGD(module.parameters(), lr=0.0)" if takes_one else ""
-        text = ENGINE.replace("NAME", mine.__name__).replace("ARGUMENTS", f"module{own}")
-        sent = "backward(torch.zeros((), requires_grad=True))" if "backward" in has else "step()"
-        raise Failed(text.replace("CALL", sent), "")
     name = getattr(mine, "__name__", "").lower()
     if "zero" in name:
         return "zero2"
-    is_fsdp = "compute_dtype" in names or "fsdp" in name or set(has).intersection(GATHERS)
+    gathers = any(hasattr(mine, each) for each in GATHERS)
+    is_fsdp = "compute_dtype" in names or "fsdp" in name or gathers
     return "fsdp" if is_fsdp else "wrapper"
 
 

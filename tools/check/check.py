@@ -11,12 +11,10 @@ FSDP as Mine(module) or Mine(module, compute_dtype=...), ZeRO2 as a wrapper whos
 Exit status: 0 if all that has to hold holds, 1 if not, 2 if the class cannot be called so.
 """
 
-import importlib
 import inspect
 import signal
 import sys
 import textwrap
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -54,9 +52,6 @@ def main() -> int:
     if mine.absent:
         setup.say(f"not installed, and left out: {', '.join(mine.absent)}")
     torch.optim.SGD([torch.zeros(1)])  # the ranks are forked: what this imports, they have
-    for name in mine.libraries:
-        with suppress(Exception):
-            importlib.import_module(name)
     passed = []
     for text, kind, missing in mine.classes:
         ranks = args.nproc or KINDS[kind].RANKS
@@ -91,9 +86,13 @@ def run_checks(args, text: str, kind: str, ranks: int) -> bool:
     checks = KINDS[kind]
     is_of_course = args.level == "course"
     meaning = f"Beyond the course: {MEANING.lower()}" if is_of_course else MEANING
-    groups = [(COURSE, checks.COURSE, True), (meaning, checks.MEANING, not is_of_course)]
+    groups = [
+        (COURSE, checks.COURSE, True),
+        (meaning, checks.MEANING, not is_of_course),
+        (BEYOND, checks.BEYOND, False),
+    ]
     answers = []
-    for title, promises, has_to_hold in [*groups, (BEYOND, checks.BEYOND, False)]:
+    for title, promises, has_to_hold in groups:
         if promises:
             setup.say(f"\n{title}")
         for check in promises:

@@ -1,7 +1,6 @@
 """The small models of the checks, the loss of a share of a batch, and how a class is called."""
 
 import importlib
-import re
 import sys
 from functools import partial
 from inspect import signature
@@ -209,9 +208,8 @@ def finish(model: nn.Module) -> None:
 
 
 def gather_of(model: nn.Module):
-    """Return the method that returns whole weights, by a usual name or by what a name says."""
-    alike = re.compile("(?=.*(gather|full|whole|unshard|consolidate))(?=.*(param|weight|state))")
-    return method_of(model, [*GATHERS, *filter(alike.match, public_names(model))])
+    """Return its method that returns whole weights, by one of the usual names."""
+    return method_of(model, GATHERS)
 
 
 def of_user(model: nn.Module):

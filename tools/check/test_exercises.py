@@ -51,20 +51,6 @@ def test_an_exercise_filled_with_the_lesson_holds(late_ranks, folder, name, kind
         assert {answer.verdict for answer in answers} == {"passed"}, answers
 
 
-@pytest.mark.parametrize("folder, name", [row[:2] for row in EXERCISES[:-1]])
-def test_the_given_no_sync_nests_and_ends_with_an_error(folder, name):
-    exercise = getattr(import_file(str(ROOT / folder / "exercise.py")), name)
-    model = exercise.__new__(exercise)
-    nn.Module.__init__(model)
-    model.synchronizing = True
-    with pytest.raises(KeyError), model.no_sync():
-        with model.no_sync():
-            pass
-        assert not model.synchronizing
-        raise KeyError
-    assert model.synchronizing
-
-
 def unshard(self):
     self.unsharded.untyped_storage().resize_(self.unsharded.nbytes)
     parts = list(self.unsharded.data.view(dist.get_world_size(), -1))

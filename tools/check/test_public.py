@@ -50,8 +50,3 @@ def test_public_ways(late_ranks, tmp_path, text, kind, fails, said):
     assert said in " ".join(f"{answer.seen} {answer.means}" for answer in verdicts.values()), (
         verdicts
     )
-
-
-def test_an_engine_is_told_how_to_be_checked(forked):
-    status, output = forked(None, FIXTURES.parent / "check.py", f"{FIXTURES}/deepspeed.py:Engine")
-    assert status == 2 and "def averaged(module):" in output and "Traceback" not in output, output
