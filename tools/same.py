@@ -452,8 +452,9 @@ def difference_of_gradients(old, new, number):
     differ = differing(was, now, CLOSE_HALVES[number] if "half" in facts else CLOSE_GRADIENTS)
     if not differ.any():
         return None
+    were_zero = not was[differ].any()
     factor = ((was * now)[differ].sum() / was[differ].square().sum()).item()
-    is_factor = not differing(factor * was, now, 0.02)[differ].any()
+    is_factor = not were_zero and not differing(factor * was, now, 0.02)[differ].any()
     are_large = size_of(was) > SMALL * size_of(was).norm()
     are_most = differ.sum() >= 0.6 * are_large.sum()
     if "half" in old.facts ^ new.facts:
@@ -469,7 +470,9 @@ def difference_of_gradients(old, new, number):
     else:
         cause = CAUSES["others"]
     seen = f"differ by {distance(was[differ], now[differ]):.1%}"
-    if is_factor:
+    if were_zero:
+        seen = "are no longer zero"
+    elif is_factor:
         seen = f"are {factor:.4g} times as large"
     return f"{cause}: the gradients of {words(new, differ)} {seen}"
 
