@@ -4,10 +4,10 @@
     same(model, optimizer, "one.json")  # after wrapping, before the first step
 
 The first run, usually one process with the whole batch, records steps 1 to 3 into the file. A run
-that finds the file, usually N ranks with 1/N of the batch each, compares. Then rank 0 says in one
-sentence what differs first and what usually causes it, or that nothing does. The ranks' numbers go
-through the store through which they have met: there is no collective call, and nobody waits. After
-step 3 the hooks are removed. An error in here ends the comparison alone. See docs/everyday.md.
+that finds the file, usually N ranks with 1/N of the batch each, compares; both need five steps.
+Then rank 0 says in one sentence what differs first and what usually causes it, or that nothing
+does. The ranks' numbers go through the store through which they have met: there is no collective
+call, and nobody waits. An error in here ends the comparison alone. See docs/everyday.md.
 """
 
 import atexit
@@ -28,11 +28,11 @@ from torch.utils._pytree import tree_leaves
 STEPS = 3
 COLUMNS = 4096  # of a sample that has more numbers, every second one is taken, or third …
 PATIENCE = timedelta(seconds=10)  # at the program's end, for the numbers of other ranks
-PERIOD = 2**18  # so long are the patterns of signs with which a tensor's numbers are added up
+PERIOD = 2**18  # the length of the patterns of signs with which a tensor's numbers are added up
 SHARDS = "placements", "is_shard", "_fsdp_flattened"  # of fully_shard, stage 06, torch's old FSDP
 HALVES = {torch.float16, torch.bfloat16}
 BATCH_NORMS = torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d
-# So far apart, as a share of their size, may be:
+# The largest relative differences that count as rounding, of:
 CLOSE_RANKS = 1e-6  # what all ranks should have alike
 CLOSE_START = 1e-5  # the weights before the first step
 CLOSE_GRADIENTS = 0.01
@@ -483,7 +483,7 @@ def cause_of_factor(old, new, number, factor):
     micro_batches = new.micro_batches[number] / old.micro_batches[number]
     causes = {
         "gradients are summed over the ranks, not averaged": ranks,
-        "the loss is a sum, or is divided by the number of ranks, too": 1 / ranks,
+        "the loss is a sum, or is divided by the number of ranks, as DDP does": 1 / ranks,
         "the loss is not divided by the number of micro-batches": micro_batches,
     }
     found = [cause for cause, times in causes.items() if math.isclose(times, factor, rel_tol=0.02)]

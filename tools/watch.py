@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
 EARLY = 1, 2, 3, 10, 30  # steps that are checked besides every 100th
-RING = 10  # so many checks may wait to be read: the store must not fill
-BATCHES = 50  # so many of the first ones are compared,
-ROWS = 64  # and so many samples of each
+RING = 10  # at most so many unread checks: the store must not fill
+BATCHES = 50  # how many of the first ones are compared,
+ROWS = 64  # and how many samples of each
 MOST_BATCHES = 10_000  # of those after them the first sample is noted, for their order
 COLUMNS = 4096  # of a sample that has more numbers, every second one is taken, or third …
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
@@ -122,6 +122,7 @@ class watch:
         self.rank = group.rank()
         self.samples = [[] for _ in range(group.size())]  # of each rank: batches of their numbers
         self.gpu = next((p.device for p in self.module.parameters() if p.is_cuda), None)
+        # As torch's DDP has it called: a private name, but the only end of backward.
         self.at_end_of_backward = torch.autograd.Variable._execution_engine.queue_callback
         self.model.register_forward_pre_hook(self.before_forward, with_kwargs=True)
         self.module.register_forward_pre_hook(self.before_module)
