@@ -4,11 +4,13 @@ import contextlib
 import copy
 import io
 import itertools
+import multiprocessing
 import os
 import re
 import signal
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from tools.testing import ROOT
 
@@ -161,7 +163,10 @@ def metric_of_all():
 
 
 def preempted():
-    """The signal reaches rank 1 alone, in its second step: both stop, and go on with the rest."""
+    """The signal reaches rank 1 and its loader's workers in the second step: both ranks stop.
+
+    Then they go on with the rest.
+    """
     handler = signal.getsignal(signal.SIGTERM)
     sampler = DistributedSampler(DATA, drop_last=True)
     seen = []
@@ -169,13 +174,17 @@ def preempted():
     def train_step(batch):
         seen.append(batch[0])
         if len(seen) == 2 and dist.get_rank() == 1:
+            for worker in multiprocessing.active_children():
+                worker.terminate()
             os.kill(os.getpid(), signal.SIGTERM)
 
+    loader = partial(DataLoader, num_workers=2)
     names = {"sampler": sampler, "train_set": DATA, "batch_size": 3, "epoch": 5}
     names |= {"train_step": train_step, "done": 0}
-    names["done"] = execute("Preempted", **names)["done"]
+    BLOCKS["Preempted"] = BLOCKS["Preempted"].replace("in DataLoader(", "in loader(")
+    names["done"] = execute("Preempted", loader=loader, **names)["done"]
     assert len(seen) == names["done"] == 2
-    assert execute("Preempted", **names)["done"] == 4
+    assert execute("Preempted", loader=loader, **names)["done"] == 4
     signal.signal(signal.SIGTERM, handler)
     sampler.set_epoch(5)
     torch.testing.assert_close(torch.cat(seen), INPUTS[[*sampler]])
@@ -290,6 +299,14 @@ def test_blocks(ranks, drill, world_size):
 def test_no_block_is_left_out():
     code = Path(__file__).read_text()
     assert [title for title in BLOCKS if f'"{title}"' not in code] == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it would take GPUs")
+def test_start(forked, tmp_path):
+    program = f"module = torch.nn.Linear(4, 1)\n{BLOCKS['Start']}print(rank, model.device_ids)\n"
+    (tmp_path / "train.py").write_text(BLOCKS[""] + program + "dist.destroy_process_group()\n")
+    status, output = forked(2, tmp_path / "train.py")
+    assert status == 0 and {"0 None", "1 None"} <= {*output.split("\n")}, output
 
 
 LINEAR = "torch.nn.Linear(4, 1)"
