@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import re
 import signal
+import subprocess
 import sys
 import tempfile
 from functools import partial
@@ -174,11 +175,10 @@ def preempted():
     def train_step(batch):
         seen.append(batch[0])
         if len(seen) == 2 and dist.get_rank() == 1:
-            for worker in multiprocessing.active_children():
-                worker.terminate()
-            os.kill(os.getpid(), signal.SIGTERM)
+            processes = [os.getpid(), *(each.pid for each in multiprocessing.active_children())]
+            subprocess.run(["kill", *map(str, processes)], check=True)
 
-    loader = partial(DataLoader, num_workers=2)
+    loader = partial(DataLoader, num_workers=2, multiprocessing_context="fork")
     names = {"sampler": sampler, "train_set": DATA, "batch_size": 3, "epoch": 5}
     names |= {"train_step": train_step, "done": 0}
     BLOCKS["Preempted"] = BLOCKS["Preempted"].replace("in DataLoader(", "in loader(")
@@ -303,8 +303,9 @@ def test_no_block_is_left_out():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it would take GPUs")
 def test_start(forked, tmp_path):
-    program = f"module = torch.nn.Linear(4, 1)\n{BLOCKS['Start']}print(rank, model.device_ids)\n"
-    (tmp_path / "train.py").write_text(BLOCKS[""] + program + "dist.destroy_process_group()\n")
+    program = BLOCKS[""] + "module = torch.nn.Linear(4, 1)\n" + BLOCKS["Start"]
+    program += "print(rank, model.device_ids)\ndist.destroy_process_group()\n"
+    (tmp_path / "train.py").write_text(program)
     status, output = forked(2, tmp_path / "train.py")
     assert status == 0 and {"0 None", "1 None"} <= {*output.split("\n")}, output
 
