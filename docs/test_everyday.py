@@ -158,7 +158,7 @@ def metric_of_all():
     scores = torch.rand(25, generator=torch.Generator().manual_seed(0))
     share = slice(dist.get_rank(), None, dist.get_world_size())
     names = {"scores": scores[share], "targets": torch.arange(25)[share]}
-    names = execute("A metric that is no sum", **names)
+    names = execute("A metric that isn't a sum", **names)
     assert len(names["targets"]) == 25
     torch.testing.assert_close(names["scores"], scores[names["targets"]])
 

@@ -489,7 +489,8 @@ def cause_of_factor(old, new, number, factor):
     found = [cause for cause, times in causes.items() if math.isclose(times, factor, rel_tol=0.02)]
     if math.isclose(factor, 1, rel_tol=0.02) or not found:
         return "Gradients are clipped by the norm of a part, or the loss is scaled"
-    return ", or ".join(found).capitalize()
+    text = ", or ".join(found)
+    return text[:1].upper() + text[1:]
 
 
 def difference_of_updates(old, new, number):
