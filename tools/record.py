@@ -145,7 +145,7 @@ def main() -> int:
         fail(f"argument ONLY: no recording's path begins with {only}")
     if not only:
         names = [name for name in names if not is_up_to_date(name)]
-    say(f"{len(names)} of {len(RECORDINGS)} recordings; all take over two hours")
+    say(f"{len(names)} of {len(RECORDINGS)} recordings; all take two and a half hours")
     (ROOT / "results").mkdir(exist_ok=True)
     failures = list(filter(None, map(record, names)))
     say("\n".join(failures))
