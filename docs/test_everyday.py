@@ -253,6 +253,9 @@ def evaluation():
 
 def printed(title: str, bypassed=False) -> str:
     """On a rank: what is printed in five steps after one of the page's blocks."""
+    from tools import same
+
+    sys.modules["same"] = same  # a second copy would use the first one's keys again
     sys.path.append(str(ROOT / "tools"))
     model = ddp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
